@@ -1,0 +1,16 @@
+"""The ops on the CPU, compiled by numba for the processor at hand. Modules:
+
+- `simd`: vector types and instructions for numba; `compiled`: decorators and disk cache.
+- `pool`: threads that run a compiled job within microseconds.
+- `tile`, `linear_job`, `w4_linear`: the quantized matmul, inside out.
+- `append`, `decode_attention`, `attention`: the attention op.
+- `embedding`: rows of a quantized matrix.
+"""
+
+from .attention import attention
+from .embedding import embedding
+from .w4_linear import w4_linear
+
+PACKING = "cpu16"  # what w4_linear and embedding read
+
+__all__ = ["PACKING", "attention", "embedding", "w4_linear"]

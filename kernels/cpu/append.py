@@ -1,0 +1,100 @@
+"""Queries and keys normalized and rotated in place, keys and values appended to the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import simd
+from .attention_fields import (
+    CAPACITY,
+    COS,
+    DIM,
+    HEADS,
+    K_NORM,
+    KEYS,
+    KV_HEADS,
+    M,
+    NORM_EPS,
+    POSITIONS,
+    Q_NORM,
+    QKV,
+    QKV_STRIDE,
+    SIN,
+    SLOTS,
+    VALUES,
+)
+from .compiled import inner, job
+from .pool import next_chunk
+
+
+@inner
+def _normalize_head(x, dim, norm, eps):
+    total = np.float32(0.0)
+    for i in range(0, 4 * dim, 4):
+        v = simd.peek_f32(x + i)
+        total += v * v
+    factor = np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps)
+    for i in range(0, 4 * dim, 4):
+        simd.poke_f32(x + i, simd.peek_f32(x + i) * factor * simd.peek_f32(norm + i))
+
+
+@inner
+def _rotate_head(x, dim, cos, sin):
+    """Rotate pairs (i, i + dim/2) by the angles of one position."""
+    half = 4 * (dim // 2)
+    whole = half // 64 * 64
+    minus = simd.splat_f32(np.float32(-1.0))
+    for i in range(0, whole, 64):
+        a, b = simd.load_f32(x + i), simd.load_f32(x + half + i)
+        c, s = simd.load_f32(cos + i), simd.load_f32(sin + i)
+        simd.store_f32(x + i, simd.mul_add(a, c, simd.mul(simd.mul(b, s), minus)))
+        simd.store_f32(x + half + i, simd.mul_add(b, c, simd.mul(a, s)))
+    for i in range(whole, half, 4):
+        p, q = simd.peek_f32(x + i), simd.peek_f32(x + half + i)
+        u, w = simd.peek_f32(cos + i), simd.peek_f32(sin + i)
+        simd.poke_f32(x + i, p * u - q * w)
+        simd.poke_f32(x + half + i, q * u + p * w)
+
+
+@inner
+def _append_token(args, token):
+    """Normalize and rotate one token's queries and keys in place; copy its keys and values."""
+    dim, heads = simd.peek_i64(args + DIM), simd.peek_i64(args + HEADS)
+    kv_heads, capacity = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + CAPACITY)
+    row = simd.peek_i64(args + QKV) + token * simd.peek_i64(args + QKV_STRIDE)
+    position = simd.peek_i64(simd.peek_i64(args + POSITIONS) + 8 * token)
+    slot = simd.peek_i64(simd.peek_i64(args + SLOTS) + 8 * token)
+    eps = simd.peek_f32(args + NORM_EPS)
+    cos = simd.peek_i64(args + COS)
+    angles = position * (dim // 2) * 4
+    for head in range(heads + kv_heads):
+        x = row + 4 * dim * head
+        norm = simd.peek_i64(args + Q_NORM) if head < heads else simd.peek_i64(args + K_NORM)
+        if norm != 0:
+            _normalize_head(x, dim, norm, eps)
+        if cos != 0:
+            _rotate_head(x, dim, cos + angles, simd.peek_i64(args + SIN) + angles)
+    for head in range(kv_heads):
+        to = 4 * ((slot * kv_heads + head) * capacity * dim)
+        key = row + 4 * dim * (heads + head)
+        value = row + 4 * dim * (heads + kv_heads + head)
+        keys = simd.peek_i64(args + KEYS) + to + 4 * (position // 16 * 16 * dim + position % 16)
+        values = simd.peek_i64(args + VALUES) + to + 4 * position * dim
+        for i in range(dim):
+            simd.poke_f32(keys + 64 * i, simd.peek_f32(key + 4 * i))
+            simd.poke_f32(values + 4 * i, simd.peek_f32(value + 4 * i))
+
+
+@inner
+def append_all(pool, args):
+    tokens = simd.peek_i64(args + M)
+    token = next_chunk(pool)
+    while token < tokens:
+        _append_token(args, token)
+        token = next_chunk(pool)
+
+
+@job
+def append_job(pool, thread, threads, args):
+    """The whole of it, for a pass whose attention is computed elsewhere."""
+    append_all(pool, args)

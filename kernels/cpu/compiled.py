@@ -1,0 +1,59 @@
+"""How the CPU kernels are compiled: numba decorators whose disk cache knows all their sources.
+
+numba's own cache watches only the file that a function stands in; these kernels inline code from
+the other files of this folder. The locator below stamps every cached function with a hash of the
+whole folder. `NUMBA_CACHE_DIR` moves the cache as it does for any numba function.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import types
+from numba.core.caching import CacheImpl, UserProvidedCacheLocator, UserWideCacheLocator
+
+_FOLDER = Path(__file__).resolve().parent
+
+
+@functools.cache
+def _folder_stamp() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(_FOLDER.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _locator(base: Any) -> type:
+    class FolderLocator(base):
+        """A numba cache locator for the files of this folder alone."""
+
+        def get_source_stamp(self) -> str:
+            return _folder_stamp()
+
+        @classmethod
+        def from_function(cls, py_func: Callable, py_file: str) -> Any:
+            if Path(py_file).resolve().parent != _FOLDER:
+                return None
+            return super().from_function(py_func, py_file)
+
+    return FolderLocator
+
+
+CacheImpl._locator_classes[:0] = [
+    _locator(UserProvidedCacheLocator),
+    _locator(UserWideCacheLocator),
+]
+
+inner = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
+
+JOB = types.void(types.int64, types.int64, types.int64, types.int64)
+
+
+def job(function: Callable) -> Callable:
+    """Compile `function(pool, thread, threads, args)` so that a `Pool` can run it on its threads."""
+    return numba.cfunc(JOB, nopython=True, cache=True, error_model="numpy")(function)

@@ -1,0 +1,201 @@
+"""The inner tile of the quantized matmul: weights against a few tokens, all accumulators in registers.
+
+A tile is `row_blocks` blocks of 16 outputs (one block = one vector, packing `cpu16`) times
+`tokens` tokens, over all of K. Activations come as two int8 planes, x = scale * (256 * high + low),
+so 16-bit integers; codes are unsigned bytes. Both dot products are exact in int32, and only the sum
+of a whole group is turned into float32 and scaled:
+
+    y[n, m] = sum over groups g of  (codes . x)[n, m, g] * scale[n, g] * xscale[m, g]
+                                    + minimum[n, g] * xsum[m, g]
+
+The order of operations for one output does not depend on how many tokens or threads there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from llvmlite import ir
+from numba import types
+
+from .simd import (
+    F32,
+    I32,
+    I64,
+    V_F16,
+    V_F32,
+    V_I32,
+    at,
+    const_f32,
+    const_i32,
+    dot_u8s8,
+    fma,
+    load,
+    splat,
+    vector_intrinsic,
+)
+
+VECTOR_BYTES = 64
+UNROLL = 32  # elements of K handled by one pass of the inner loop: the smallest group
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tile's operands, all int64: addresses and strides in bytes."""
+
+    codes: ir.Value  # first row block's codes
+    codes_stride: ir.Value  # to the next row block
+    scale_min: ir.Value  # first row block's scales and minima
+    scale_min_stride: ir.Value
+    wide_scales: ir.Value  # 1: float32 scales and minima, 0: float16
+    group_size: ir.Value
+    groups: ir.Value
+    high: ir.Value  # int8 [tokens, K]
+    low: ir.Value  # int8 [tokens, K]
+    token_stride: ir.Value  # K
+    scales: ir.Value  # float32 [tokens, groups, 2]: xscale, xsum
+    out: ir.Value  # float32 [row_blocks, tokens, 16]
+
+
+def _const(value):
+    return ir.Constant(I64, value)
+
+
+def _loop(b, count, carried):
+    """Open a loop over 0..count-1: (index, phis, close); close(next values) returns the last."""
+    before = b.block
+    body, after = b.append_basic_block("loop"), b.append_basic_block("after")
+    b.branch(body)
+    b.position_at_end(body)
+    index = b.phi(I64)
+    index.add_incoming(_const(0), before)
+    phis = []
+    for value in carried:
+        phi = b.phi(value.type)
+        phi.add_incoming(value, before)
+        phis.append(phi)
+
+    def close(values):
+        following = b.add(index, _const(1))
+        index.add_incoming(following, b.block)
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, b.block)
+        b.cbranch(b.icmp_signed("<", following, count), body, after)
+        b.position_at_end(after)
+        return values
+
+    return index, phis, close
+
+
+def _code_parts(b, codes, bits):
+    """One vector of packed codes as vectors of 4 unsigned bytes per row, in order of K."""
+    if bits == 8:
+        return [codes]
+    mask = const_i32(0x0F0F0F0F)
+    return [b.and_(codes, mask), b.and_(b.lshr(codes, const_i32(4)), mask)]
+
+
+def _dot_32(b, bits, codes, high, low, accumulators):
+    """Add 32 elements of K to `accumulators[row block][token] = (high, low)`."""
+    per_vector = 8 if bits == 4 else 4
+    for step in range(UNROLL // per_vector):
+        for row, address in enumerate(codes):
+            parts = _code_parts(b, load(b, address, step * VECTOR_BYTES, V_I32), bits)
+            for token, (high_at, low_at) in enumerate(zip(high, low, strict=True)):
+                acc_high, acc_low = accumulators[row][token]
+                for i, part in enumerate(parts):
+                    k = step * per_vector + 4 * i
+                    x_high = splat(b, load(b, high_at, k, I32), V_I32)
+                    x_low = splat(b, load(b, low_at, k, I32), V_I32)
+                    acc_high = dot_u8s8(b, acc_high, part, x_high)
+                    acc_low = dot_u8s8(b, acc_low, part, x_low)
+                accumulators[row][token] = (acc_high, acc_low)
+
+
+def _scale_and_minimum(b, address, wide):
+    """Scales and minima of one group of a row block, as two float32 vectors."""
+    with b.if_else(b.icmp_signed("!=", wide, _const(0))) as (if_wide, if_narrow):
+        with if_wide:
+            from_wide = [load(b, address, offset, V_F32) for offset in (0, 64)]
+            wide_block = b.block
+        with if_narrow:
+            from_narrow = [b.fpext(load(b, address, o, V_F16), V_F32) for o in (0, 32)]
+            narrow_block = b.block
+    result = []
+    for first, second in zip(from_wide, from_narrow, strict=True):
+        phi = b.phi(V_F32)
+        phi.add_incoming(first, wide_block)
+        phi.add_incoming(second, narrow_block)
+        result.append(phi)
+    return result
+
+
+def emit_tile(b, bits, row_blocks, tokens, o: Operands) -> None:
+    """Emit the whole tile: loops over groups and, inside, over runs of 32 elements."""
+    runs = b.sdiv(o.group_size, _const(UNROLL))
+    run_bytes = UNROLL * 16 * bits // 8
+    group_bytes = b.mul(runs, _const(run_bytes))
+    scale_bytes = b.shl(_const(VECTOR_BYTES), o.wide_scales)
+    pairs = [(r, t) for r in range(row_blocks) for t in range(tokens)]
+
+    group, sums, close_groups = _loop(b, o.groups, [const_f32(0.0)] * len(pairs))
+    codes_at = b.add(o.codes, b.mul(group, group_bytes))
+    k_at = b.mul(group, o.group_size)
+
+    zero = const_i32(0)
+    run, integers, close_runs = _loop(b, runs, [zero] * (2 * len(pairs)))
+    codes_at = b.add(codes_at, b.mul(run, _const(run_bytes)))
+    k_at = b.add(k_at, b.mul(run, _const(UNROLL)))
+    codes = [b.add(codes_at, b.mul(o.codes_stride, _const(r))) for r in range(row_blocks)]
+    rows = [b.add(k_at, b.mul(o.token_stride, _const(t))) for t in range(tokens)]
+    flat = iter(integers)
+    accumulators = [[(next(flat), next(flat)) for _ in range(tokens)] for _ in range(row_blocks)]
+    _dot_32(
+        b,
+        bits,
+        codes,
+        [b.add(o.high, x) for x in rows],
+        [b.add(o.low, x) for x in rows],
+        accumulators,
+    )
+    integers = close_runs([value for row in accumulators for pair in row for value in pair])
+
+    scale_at = b.add(o.scale_min, b.mul(group, scale_bytes))
+    token_scales = [
+        b.add(o.scales, b.mul(_const(8), b.add(group, b.mul(o.groups, _const(t)))))
+        for t in range(tokens)
+    ]
+    totals = []
+    for row in range(row_blocks):
+        address = b.add(scale_at, b.mul(o.scale_min_stride, _const(row)))
+        scale, minimum = _scale_and_minimum(b, address, o.wide_scales)
+        for token in range(tokens):
+            i = len(totals)
+            exact = b.add(b.shl(integers[2 * i], const_i32(8)), integers[2 * i + 1])
+            x_scale = splat(b, load(b, token_scales[token], 0, F32), V_F32)
+            x_sum = splat(b, load(b, token_scales[token], 4, F32), V_F32)
+            total = fma(b, b.sitofp(exact, V_F32), b.fmul(scale, x_scale), sums[i])
+            totals.append(fma(b, minimum, x_sum, total))
+    for i, total in enumerate(close_groups(totals)):
+        b.store(total, at(b, o.out, i * VECTOR_BYTES, V_F32), align=1)
+
+
+_VARIANTS = [(bits, 2, tokens) for bits in (4, 8) for tokens in (4, 2, 1)] + [(4, 1, 1), (8, 1, 1)]
+
+
+@vector_intrinsic(types.void, *[types.int64] * (3 + len(fields(Operands))))
+def tile(b, bits, row_blocks, tokens, *operands):
+    """Run the tile of this shape: 2 row blocks with 4, 2 or 1 tokens, or 1 with 1.
+
+    Operands are those of `Operands`, in order; any other shape writes nothing.
+    """
+    key = b.add(b.add(b.shl(bits, _const(8)), b.shl(row_blocks, _const(4))), tokens)
+    after = b.append_basic_block("tile_done")
+    choice = b.switch(key, after)
+    for variant in _VARIANTS:
+        block = b.append_basic_block("tile")
+        choice.add_case(_const((variant[0] << 8) + (variant[1] << 4) + variant[2]), block)
+        b.position_at_end(block)
+        emit_tile(b, *variant, Operands(*operands))
+        b.branch(after)
+    b.position_at_end(after)

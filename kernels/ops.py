@@ -1,0 +1,58 @@
+"""The ops as one interface, and which implementation serves which device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+
+from .heads import HeadShape
+from .qtensor import QTensor
+from .ragged import Ragged
+
+
+class Ops(Protocol):
+    """The ops a decoder is made of; `reference` says what each means."""
+
+    PACKING: str  # of the weights these ops read
+
+    def embedding(self, ids: Tensor, weight: QTensor) -> Tensor: ...
+
+    def w4_linear(
+        self,
+        x: Tensor,
+        weight: QTensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        silu_mul: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def attention(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        keys: Tensor,
+        values: Tensor,
+        ragged: Ragged,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The fastest implementation for a device. Raises OpError where there is none."""
+    if device.type == "cpu":
+        from . import cpu
+
+        return cpu
+    raise OpError(f"no ops for device {device.type!r}; use 'cpu'")

@@ -1,0 +1,257 @@
+"""The layouts ("packings") of quantized matrices: pack, unpack, and move between them.
+
+A matrix has N rows (outputs) and K columns (inputs), a code of 4 or 8 bits for each element, and a
+scale and a minimum for each run of `group_size` columns of a row.
+
+half32, the layout on disk and on a GPU; its blocks are those of GGUF Q4_0 and Q4_1:
+    4 bit  codes[N, K/2]: K in blocks of 32 elements = 16 bytes; byte j of a block holds element j
+           in the low nibble and element j+16 in the high nibble.
+    8 bit  codes[N, K].
+    scale_min[K/g, N, 2]: [..., 0] is the scale, [..., 1] the minimum.
+
+cpu16, rows in blocks of 16 so that one vector register holds one column of a block:
+    4 bit  codes[Np/16, K/8, 16, 4]: byte (b, s, r, j) holds element (16b+r, 8s+j) in the low nibble
+           and element (16b+r, 8s+4+j) in the high nibble.
+    8 bit  codes[Np/16, K/4, 16, 4]: byte (b, s, r, j) is element (16b+r, 4s+j).
+    scale_min[Np/16, K/g, 2, 16]: [..., 0, :] the scales of the 16 rows, [..., 1, :] their minima.
+    Np is N rounded up to 16; padding rows have code 0, scale 0 and minimum 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qoff.errors import OpError
+
+if TYPE_CHECKING:
+    from .qtensor import QTensor
+
+BITS = (4, 8)
+GROUP_SIZES = (32, 64, 128)
+PACKINGS: Mapping[str, int] = MappingProxyType({"half32": 1, "cpu16": 1})  # name -> version
+ROW_BLOCK = 16  # rows that cpu16 keeps together
+
+_LOW64 = 0x0F0F0F0F0F0F0F0F  # the low nibbles of the eight bytes of an int64
+_PIECE = 1 << 16  # words that a repack moves at a time, so that temporaries stay in cache
+
+
+def check_format(shape: tuple[int, int], bits: int, group_size: int, packing: str) -> None:
+    """Refuse a description that no packed matrix can have.
+
+    Raises OpError for an unknown packing, bit width or group size, or a group not dividing K.
+    """
+    if packing not in PACKINGS:
+        raise OpError(f"unknown packing {packing!r}; known are {', '.join(PACKINGS)}")
+    if bits not in BITS:
+        raise OpError(f"codes of {bits!r} bits are not supported; use 4 or 8")
+    if group_size not in GROUP_SIZES:
+        raise OpError(f"group size {group_size!r} is not supported; use 32, 64 or 128")
+    if len(shape) != 2 or min(shape) < 1:
+        raise OpError(f"a quantized matrix has a shape (rows, columns) of ones up, not {shape}")
+    if shape[1] % group_size:
+        raise OpError(
+            f"group size {group_size} does not divide the {shape[1]} columns of shape {shape}; "
+            "use a smaller group, or keep this matrix unquantized"
+        )
+
+
+def packed_shapes(
+    shape: tuple[int, int], bits: int, group_size: int, packing: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of `codes` (uint8) and `scale_min` of a matrix of `shape` (N, K).
+
+    Raises OpError as `check_format` does.
+    """
+    check_format(shape, bits, group_size, packing)
+    n, k = shape
+    if packing == "half32":
+        return (n, k * bits // 8), (k // group_size, n, 2)
+    blocks = _row_blocks(n)
+    return (blocks, k * bits // 32, ROW_BLOCK, 4), (blocks, k // group_size, 2, ROW_BLOCK)
+
+
+def pack_codes(codes: Tensor, bits: int, packing: str) -> Tensor:
+    """Pack codes uint8 [N, K], each below 2**bits, K a multiple of 32. Returns uint8."""
+    _check_codes(codes, bits, packing)
+    n, k = codes.shape
+    if packing == "half32":
+        if bits == 8:
+            return codes.contiguous()
+        halves = codes.reshape(n, k // 32, 2, 16)
+        return (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(n, k // 2)
+    padded = _pad_rows(codes)
+    if bits == 4:
+        quads = padded.reshape(-1, k // 8, 2, 4)
+        padded = (quads[:, :, 0] | (quads[:, :, 1] << 4)).view(-1, k // 2)
+    return _interleave_rows(padded.contiguous().view(torch.int32))
+
+
+def unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, packing: str) -> Tensor:
+    """Undo `pack_codes`: returns uint8 [N, K] (for 8-bit half32 the same memory)."""
+    n, k = shape
+    if packing == "half32":
+        if bits == 8:
+            return packed
+        block = packed.view(n, k // 32, 16)
+        return torch.stack((block & 15, block >> 4), dim=2).view(n, k)
+    rows = _separate_rows(packed)[:n].view(torch.uint8)  # [N, K * bits / 8]
+    if bits == 8:
+        return rows
+    quad = rows.view(n, k // 8, 4)
+    return torch.stack((quad & 15, quad >> 4), dim=2).view(n, k)
+
+
+def pack_scale_min(scale: Tensor, minimum: Tensor, packing: str) -> Tensor:
+    """Pack scale and minimum, both [N, K/g] of one dtype, into one contiguous tensor."""
+    if packing == "half32":
+        return torch.stack((scale.T, minimum.T), dim=2)
+    both = torch.stack((_pad_rows(scale), _pad_rows(minimum)), dim=2)  # [Np, K/g, 2]
+    blocks = both.view(-1, ROW_BLOCK, *both.shape[1:])
+    return blocks.permute(0, 2, 3, 1).contiguous()
+
+
+def unpack_scale_min(packed: Tensor, shape: tuple[int, int], packing: str) -> tuple[Tensor, Tensor]:
+    """Undo `pack_scale_min`: returns scale and minimum, contiguous [N, K/g] each."""
+    n = shape[0]
+    if packing == "half32":
+        return packed[..., 0].T.contiguous(), packed[..., 1].T.contiguous()
+    both = packed.permute(2, 0, 3, 1).reshape(2, -1, packed.shape[1])  # [2, Np, K/g]
+    return both[0, :n].contiguous(), both[1, :n].contiguous()
+
+
+def repack(q: QTensor, packing: str) -> QTensor:
+    """Return `q` in another packing, bit for bit the same matrix (`q` itself if it has it already).
+
+    Raises OpError for an unknown packing.
+    """
+    if packing == q.packing:
+        return q
+    codes_shape, scale_min_shape = packed_shapes(q.shape, q.bits, q.group_size, packing)
+    out = replace(
+        q,
+        codes=q.codes.new_empty(codes_shape),
+        scale_min=q.scale_min.new_empty(scale_min_shape),
+        packing=packing,
+    )
+    repack_into(q, out)
+    return out
+
+
+def repack_into(q: QTensor, out: QTensor) -> None:
+    """Write the matrix `q` into the memory of `out`, which has another packing, in small pieces.
+
+    Besides `out` it needs temporaries of about 1 MiB, and a copy of codes that do not start at a
+    multiple of 8 bytes of their storage. Raises OpError if the two differ in anything but the
+    packing, or if the codes of `out` start elsewhere.
+    """
+    for what in ("shape", "bits", "group_size"):
+        if getattr(q, what) != getattr(out, what):
+            raise OpError(f"cannot repack: {what} {getattr(q, what)} into {getattr(out, what)}")
+    if q.scale_min.dtype != out.scale_min.dtype or q.packing == out.packing:
+        raise OpError(
+            f"cannot repack {q.packing} with {q.scale_min.dtype} scales "
+            f"into {out.packing} with {out.scale_min.dtype} scales"
+        )
+    if out.codes.storage_offset() % 8:
+        raise OpError("the codes to repack into must start at a multiple of 8 bytes")
+    if q.codes.storage_offset() % 8:
+        q = replace(q, codes=q.codes.clone())
+    half, cpu = (q, out) if out.packing == "cpu16" else (out, q)
+    if out is cpu and q.shape[0] % ROW_BLOCK:
+        cpu.codes[-1].zero_()
+        cpu.scale_min[-1].zero_()
+    for half_view, cpu_view in _same_scale_min(half, cpu):
+        (cpu_view if out is cpu else half_view).copy_(half_view if out is cpu else cpu_view)
+    for half_view, cpu_view in _same_words(half, cpu):
+        if q.bits == 8:
+            (cpu_view if out is cpu else half_view).copy_(half_view if out is cpu else cpu_view)
+        elif out is cpu:
+            _half32_to_cpu16(half_view, cpu_view)
+        else:
+            _cpu16_to_half32(cpu_view, half_view)
+
+
+def _row_blocks(n: int) -> int:
+    return -(-n // ROW_BLOCK)
+
+
+def _pad_rows(x: Tensor) -> Tensor:
+    missing = -x.shape[0] % ROW_BLOCK
+    return pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _interleave_rows(rows: Tensor) -> Tensor:
+    """int32 [Np, S] -> uint8 [Np/16, S, 16, 4]."""
+    blocks = rows.view(-1, ROW_BLOCK, rows.shape[1]).transpose(1, 2).contiguous()
+    return blocks.view(torch.uint8).view(*blocks.shape, 4)
+
+
+def _separate_rows(packed: Tensor) -> Tensor:
+    """uint8 [Np/16, S, 16, 4] -> int32 [Np, S]."""
+    words = packed.view(torch.int32).view(packed.shape[:3])
+    return words.transpose(1, 2).contiguous().view(-1, packed.shape[1])
+
+
+def _same_scale_min(half: QTensor, cpu: QTensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views [K/g, rows..., 2] of both tensors' scale_min onto the same rows."""
+    n = half.shape[0]
+    full = n // ROW_BLOCK
+    blocks = torch.unflatten(half.scale_min[:, : full * ROW_BLOCK], 1, (full, ROW_BLOCK))
+    yield blocks, cpu.scale_min[:full].permute(1, 0, 3, 2)
+    if rest := n % ROW_BLOCK:
+        yield half.scale_min[:, -rest:], cpu.scale_min[full, ..., :rest].transpose(1, 2)
+
+
+def _same_words(half: QTensor, cpu: QTensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views int32 [rows..., S] of both tensors' codes onto the same rows, a piece at a time."""
+    n = half.shape[0]
+    rows = half.codes.view(torch.int32)  # [N, S]
+    blocks = cpu.codes.view(torch.int32).squeeze(3).transpose(1, 2)  # [Np/16, 16, S]
+    full, words = n // ROW_BLOCK, rows.shape[1]
+    step = max(1, _PIECE // (ROW_BLOCK * words))
+    for start in range(0, full, step):
+        stop = min(start + step, full)
+        piece = rows[start * ROW_BLOCK : stop * ROW_BLOCK]
+        yield piece.view(stop - start, ROW_BLOCK, words), blocks[start:stop]
+    if rest := n % ROW_BLOCK:
+        yield rows[-rest:], blocks[full, :rest]
+
+
+def _half32_to_cpu16(half: Tensor, cpu: Tensor) -> None:
+    """Move the 4-bit codes of int32 words [..., S] without unpacking them.
+
+    A half32 block is four words h0..h3, h_i with elements 4i.. low and 16+4i.. high; the words of
+    cpu16 hold elements 8s.. low and 8s+4.. high. Two words are handled as one int64, h0 | h1 << 32.
+    """
+    words = half.view(torch.int64)  # [..., 2 * K/32]
+    block = half.new_empty(half.shape)
+    low_high = torch.unflatten(block, -1, (-1, 2, 2)).unbind(-2)  # two of [..., K/32, pair]
+    for nibbles, out in zip((words, words >> 4), low_high, strict=True):
+        nibbles = nibbles & _LOW64
+        nibbles |= nibbles >> 28  # the second word's nibbles beside the first's
+        out.copy_(torch.unflatten(nibbles.view(torch.int32), -1, (-1, 2, 2))[..., 0])
+    cpu.copy_(block)
+
+
+def _cpu16_to_half32(cpu: Tensor, half: Tensor) -> None:
+    """The inverse of `_half32_to_cpu16`."""
+    words = cpu.contiguous().view(torch.int64)
+    low, high = torch.unflatten(words, -1, (-1, 2)).unbind(-1)  # [..., K/32], two words each
+    even, odd = torch.unflatten(half, -1, (-1, 2, 2)).unbind(-1)  # [..., K/32, pair]
+    evens = (high & _LOW64).bitwise_left_shift_(4).bitwise_or_(low & _LOW64)
+    even.copy_(torch.unflatten(evens.view(torch.int32), -1, (-1, 2)))
+    odds = (low >> 4).bitwise_and_(_LOW64).bitwise_or_(high & ~_LOW64)
+    odd.copy_(torch.unflatten(odds.view(torch.int32), -1, (-1, 2)))
+
+
+def _check_codes(codes: Tensor, bits: int, packing: str) -> None:
+    if codes.dtype != torch.uint8 or codes.ndim != 2:
+        raise OpError(f"codes are uint8 [N, K], not {codes.dtype} {tuple(codes.shape)}")
+    check_format((codes.shape[0], codes.shape[1]), bits, 32, packing)

@@ -1,0 +1,93 @@
+"""QTensor: a matrix in packed integer codes with a scale and a minimum per group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+
+from .packing import ROW_BLOCK, packed_shapes, repack, unpack_codes, unpack_scale_min
+
+
+@dataclass(frozen=True, eq=False)
+class QTensor:
+    """A quantized matrix: w[n, k] = code[n, k] * scale[n, k // g] + minimum[n, k // g].
+
+    The value is computed in float32 as float32(code) * float32(scale) + float32(minimum), whatever
+    the packing. Raises OpError when the parts do not fit each other.
+    """
+
+    codes: Tensor  # uint8, laid out by `packing`
+    scale_min: Tensor  # float16 or float32, laid out by `packing`
+    shape: tuple[int, int]  # (N, K): outputs (rows), inputs (columns)
+    bits: int  # 4 or 8
+    group_size: int  # elements along K that share a scale and a minimum: 32, 64 or 128
+    packing: str  # "half32" or "cpu16", see `packing`
+
+    def __post_init__(self) -> None:
+        codes_shape, scale_min_shape = packed_shapes(
+            self.shape, self.bits, self.group_size, self.packing
+        )
+        what = f"{self.bits}-bit {self.packing} matrix {self.shape} of group {self.group_size}"
+        if self.codes.dtype != torch.uint8 or tuple(self.codes.shape) != codes_shape:
+            raise OpError(
+                f"codes of a {what} are uint8 {codes_shape}, "
+                f"not {self.codes.dtype} {tuple(self.codes.shape)}"
+            )
+        if self.scale_min.dtype not in (torch.float16, torch.float32):
+            raise OpError(f"scales are float16 or float32, not {self.scale_min.dtype}")
+        if tuple(self.scale_min.shape) != scale_min_shape:
+            raise OpError(
+                f"scale_min of a {what} is {scale_min_shape}, not {tuple(self.scale_min.shape)}"
+            )
+        if not (self.codes.is_contiguous() and self.scale_min.is_contiguous()):
+            raise OpError(f"codes and scale_min of a {what} must be contiguous")
+        if self.codes.device != self.scale_min.device:
+            raise OpError(f"codes on {self.codes.device}, scale_min on {self.scale_min.device}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and minima."""
+        return self.codes.nbytes + self.scale_min.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the matrix [N, K], computed in float32 and rounded once to `dtype`."""
+        codes = unpack_codes(self.codes, self.shape, self.bits, self.packing)
+        scale, minimum = unpack_scale_min(self.scale_min, self.shape, self.packing)
+        values = codes.view(*scale.shape, self.group_size).float()  # [N, K/g, g]
+        values.mul_(scale.float()[..., None]).add_(minimum.float()[..., None])
+        return values.view(self.shape).to(dtype)
+
+    def to_packing(self, name: str) -> QTensor:
+        """Return the same matrix in packing `name`, bit for bit (self if it has it already)."""
+        return repack(self, name)
+
+    def rows(self, start: int, stop: int) -> QTensor:
+        """Return rows start..stop-1; the codes share this tensor's memory.
+
+        Raises OpError for rows that are not there, and in cpu16 for a start, or a stop other than
+        N, that is not a multiple of 16.
+        """
+        n, k = self.shape
+        if not 0 <= start < stop <= n:
+            raise OpError(f"rows {start}..{stop} of a matrix of {n} rows")
+        shape = (stop - start, k)
+        if self.packing == "half32":
+            scale_min = self.scale_min[:, start:stop].contiguous()
+            return replace(self, codes=self.codes[start:stop], scale_min=scale_min, shape=shape)
+        if start % ROW_BLOCK or (stop % ROW_BLOCK and stop != n):
+            raise OpError(
+                f"rows {start}..{stop} cut through a block of {ROW_BLOCK} rows of packing cpu16; "
+                "use multiples of 16, or repack to half32"
+            )
+        blocks = slice(start // ROW_BLOCK, -(-stop // ROW_BLOCK))
+        return replace(
+            self, codes=self.codes[blocks], scale_min=self.scale_min[blocks], shape=shape
+        )

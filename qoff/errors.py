@@ -1,0 +1,40 @@
+"""Every error a user can cause. Each message says what was found, what was expected, what to do.
+
+`assert` is for what cannot happen; these are for what can.
+"""
+
+
+class QoffError(Exception):
+    """Base of all qoff errors; the command line prints its message and exits with status 1."""
+
+
+class OpError(QoffError, ValueError):
+    """An op was given an operand of the wrong dtype, shape, stride, group or device."""
+
+
+class QuantizationError(QoffError, ValueError):
+    """A tensor cannot be quantized as asked (NaN or infinity in it, group does not divide K, ...)."""
+
+
+class FormatError(QoffError):
+    """A file is not what its format says it must be (truncated, inconsistent header, bad path)."""
+
+
+class ChecksumError(FormatError):
+    """The bytes of a file are not the bytes that were written (flipped bits, replaced shard)."""
+
+
+class UnsupportedModelError(QoffError):
+    """The model's architecture or a switch in its config has no implementation."""
+
+
+class ConversionError(QoffError):
+    """A conversion could not be finished; nothing that looks complete was left behind."""
+
+
+class BudgetError(QoffError, MemoryError):
+    """A plan does not fit: names the tier, the bytes wanted and the bytes there."""
+
+
+class DiskReadError(QoffError, OSError):
+    """Reading weights from disk failed or came up short."""

@@ -1,0 +1,141 @@
+"""The native decoder: five ops a layer, and a forward pass that pauses before every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.heads import HeadShape
+from qoff.kernels.ops import Ops
+from qoff.kernels.qtensor import QTensor
+from qoff.kernels.ragged import Ragged
+from qoff.kvcache import PlainCache
+
+from .rope import RotaryTable
+from .spec import DecoderSpec
+
+HEAD = "head"  # the step after the last layer: final norm and vocabulary projection
+Unit = int | str  # a layer's number, or HEAD
+Weights = Mapping[str, QTensor | Tensor]
+Steps = Generator[Unit, Weights, Tensor]
+
+_MLP_TOKENS = 512  # tokens that go through the MLP together: bounds working space at prefill
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass: new tokens of some sequences, and the cache that remembers the old."""
+
+    tokens: Tensor  # int64 [M]
+    ragged: Ragged
+    cache: PlainCache
+    logit_rows: Tensor  # int64 [R], rows whose logits are wanted
+
+
+class Decoder:
+    """A decoder of the Llama family, computed by `ops` on weights that it is handed step by step.
+
+    `embed` turns token ids, int64 [M], into float32 [M, hidden_size].
+    """
+
+    def __init__(self, spec: DecoderSpec, ops: Ops, embed: Callable[[Tensor], Tensor]) -> None:
+        self.spec = spec
+        self._ops = ops
+        self._embed = embed
+        self._rotary = RotaryTable(spec)
+        self.head_shapes = tuple(
+            HeadShape(
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                spec.head_dim**-0.5,
+                spec.sliding_window[layer],
+                spec.norm_eps,
+            )
+            for layer in range(spec.num_layers)
+        )
+
+    def new_cache(self, sequences: int, capacity: int = 0) -> PlainCache:
+        """An empty cache for this many sequences, with room for `capacity` tokens each."""
+        return PlainCache(self.head_shapes, sequences, capacity)
+
+    def steps(self, batch: Batch) -> Steps:
+        """One forward pass, as a generator over its units.
+
+        It yields the unit it needs next (0, 1, ..., HEAD) and is sent that unit's weights, which it
+        uses until it yields again. It returns the logits, float32 [R, vocab_size]; the new tokens
+        are then in the cache.
+        """
+        cache, ragged = batch.cache, batch.ragged
+        cache.reserve(ragged.longest + 1)
+        rotary = self._rotary.upto(ragged.longest + 1)
+        hidden = self._embed(batch.tokens)
+        for layer in range(self.spec.num_layers):
+            weights = yield layer
+            self._attention(layer, weights, hidden, batch, rotary)
+            self._mlp(weights, hidden)
+        weights = yield HEAD
+        cache.advance([span.count for span in ragged.spans])
+        return self._ops.w4_linear(
+            hidden[batch.logit_rows],
+            weights["lm_head"],
+            norm=weights["model.norm.weight"],
+            eps=self.spec.norm_eps,
+        )
+
+    def _attention(
+        self,
+        layer: int,
+        weights: Weights,
+        hidden: Tensor,
+        batch: Batch,
+        rotary: tuple[Tensor, Tensor],
+    ) -> None:
+        """hidden += attention(norm(hidden))."""
+        spec = self.spec
+        qkv = self._ops.w4_linear(
+            hidden,
+            weights["self_attn.qkv_proj"],
+            norm=weights["input_layernorm.weight"],
+            eps=spec.norm_eps,
+            bias=weights.get("self_attn.qkv_proj.bias"),
+        )
+        attended = self._ops.attention(
+            qkv,
+            self.head_shapes[layer],
+            batch.cache.keys[layer],
+            batch.cache.values[layer],
+            batch.ragged,
+            rotary=rotary if spec.rope_layers[layer] else None,
+            q_norm=weights.get("self_attn.q_norm.weight"),
+            k_norm=weights.get("self_attn.k_norm.weight"),
+        )
+        self._ops.w4_linear(
+            attended,
+            weights["self_attn.o_proj"],
+            bias=weights.get("self_attn.o_proj.bias"),
+            residual=hidden,
+            out=hidden,
+        )
+
+    def _mlp(self, weights: Weights, hidden: Tensor) -> None:
+        """hidden += down(silu(gate(norm(hidden))) * up(norm(hidden)))."""
+        for part in hidden.split(_MLP_TOKENS):
+            gated = self._ops.w4_linear(
+                part,
+                weights["mlp.gate_up_proj"],
+                norm=weights["post_attention_layernorm.weight"],
+                eps=self.spec.norm_eps,
+                bias=weights.get("mlp.gate_up_proj.bias"),
+                silu_mul=True,
+            )
+            self._ops.w4_linear(
+                gated,
+                weights["mlp.down_proj"],
+                bias=weights.get("mlp.down_proj.bias"),
+                residual=part,
+                out=part,
+            )
