@@ -1,4 +1,4 @@
-"""The tokens of one forward pass: several sequences, each with its own new tokens, without padding."""
+"""The tokens of one forward pass: several sequences, each with its own, without padding."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from .attention_fields import (
     K_NORM,
     KEYS,
     KV_HEADS,
-    M,
     NORM_EPS,
     POSITIONS,
     Q_NORM,
@@ -22,9 +21,10 @@ from .attention_fields import (
     SIN,
     SLOTS,
     VALUES,
+    M,
 )
 from .compiled import inner, job
-from .pool import next_chunk
+from .pool import finish, take, wait
 
 
 @inner
@@ -88,10 +88,12 @@ def _append_token(args, token):
 @inner
 def append_all(pool, args):
     tokens = simd.peek_i64(args + M)
-    token = next_chunk(pool)
+    token = take(pool, 0)
     while token < tokens:
         _append_token(args, token)
-        token = next_chunk(pool)
+        finish(pool, 0)
+        token = take(pool, 0)
+    wait(pool, 0, tokens)
 
 
 @job

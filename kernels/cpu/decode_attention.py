@@ -16,7 +16,6 @@ from .attention_fields import (
     HEADS,
     KEYS,
     KV_HEADS,
-    M,
     OUT,
     OUT_STRIDE,
     PARTIALS,
@@ -28,9 +27,10 @@ from .attention_fields import (
     SLOTS,
     VALUES,
     WINDOW,
+    M,
 )
 from .compiled import inner, job
-from .pool import barrier, next_chunk
+from .pool import finish, take, wait
 
 RUN = 512  # keys per partial result
 
@@ -175,23 +175,24 @@ def _merge(args, token, head):
 
 
 @inner
-def _attend_all(pool, threads, args):
+def _attend_all(pool, args):
     tokens, heads = simd.peek_i64(args + M), simd.peek_i64(args + HEADS)
     kv_heads, runs = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + RUNS)
-    item = next_chunk(pool)
-    while item < tokens * kv_heads * runs:
+    items = tokens * kv_heads * runs
+    item = take(pool, 1)
+    while item < items:
         _attend_item(args, item // (kv_heads * runs), item // runs % kv_heads, item % runs)
-        item = next_chunk(pool)
-    barrier(pool, threads)
-    item = next_chunk(pool)
+        finish(pool, 1)
+        item = take(pool, 1)
+    wait(pool, 1, items)
+    item = take(pool, 2)
     while item < tokens * heads:
         _merge(args, item // heads, item % heads)
-        item = next_chunk(pool)
+        item = take(pool, 2)
 
 
 @job
 def append_attend_job(pool, thread, threads, args):
     """Append every token's keys and values, then attend."""
     append_all(pool, args)
-    barrier(pool, threads)
-    _attend_all(pool, threads, args)
+    _attend_all(pool, args)

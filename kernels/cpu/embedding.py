@@ -19,7 +19,7 @@ def embedding(ids: Tensor, weight: QTensor) -> Tensor:
     if weight.packing != "cpu16":
         raise OpError(f"embedding: the CPU kernel needs packing cpu16, not {weight.packing}")
     n, k = weight.shape
-    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < n):
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < n):
         raise OpError(
             f"embedding: ids from {int(ids.min())} to {int(ids.max())}, rows 0 to {n - 1}"
         )

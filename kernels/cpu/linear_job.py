@@ -6,7 +6,7 @@ import numpy as np
 
 from . import simd
 from .compiled import inner, job
-from .pool import barrier, next_chunk
+from .pool import finish, take, wait
 from .tile import tile
 
 # Fields of the job's arguments, each an int64.
@@ -17,6 +17,7 @@ from .tile import tile
 FIELDS = 22
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 _LARGEST = 32512  # 127 * 256: both int8 planes stay in range
+_LONG = 2048  # inputs that are worth splitting between threads
 _TOKENS = 4  # tokens of the widest tile
 _CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
 
@@ -82,18 +83,19 @@ def _quantize_token(args, token, first, last):
 
 
 @inner
-def _quantize_all(pool, thread, threads, args):
-    tokens = simd.peek_i64(args + M)
-    groups = simd.peek_i64(args + K) // simd.peek_i64(args + GROUP)
-    if tokens >= 2 * threads:
-        token = next_chunk(pool)
-        while token < tokens:
-            _quantize_token(args, token, 0, groups)
-            token = next_chunk(pool)
-    else:
-        first, last = thread * groups // threads, (thread + 1) * groups // threads
-        for token in range(tokens):
-            _quantize_token(args, token, first, last)
+def _quantize_all(pool, threads, args):
+    """Phase 0: all activations; long tokens are split when there are few."""
+    tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
+    groups = k // simd.peek_i64(args + GROUP)
+    parts = min(threads, groups) if tokens < 2 * threads and k >= _LONG else 1
+    items = tokens * parts
+    item = take(pool, 0)
+    while item < items:
+        part = item % parts
+        _quantize_token(args, item // parts, part * groups // parts, (part + 1) * groups // parts)
+        finish(pool, 0)
+        item = take(pool, 0)
+    wait(pool, 0, items)
 
 
 @inner
@@ -191,8 +193,7 @@ def _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last):
 @inner
 def _linear(pool, thread, threads, args):
     """The whole op on one thread of the pool."""
-    _quantize_all(pool, thread, threads, args)
-    barrier(pool, threads)
+    _quantize_all(pool, threads, args)
     tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
     blocks = (simd.peek_i64(args + N) + 15) // 16
     scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
@@ -200,7 +201,7 @@ def _linear(pool, thread, threads, args):
     chunks = (blocks + step - 1) // step
     together = max(_TOKENS, _CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
     runs = (tokens + together - 1) // together
-    item = next_chunk(pool)
+    item = take(pool, 1)
     while item < runs * chunks:
         first = item // chunks * together
         last = min(first + together, tokens)
@@ -208,7 +209,7 @@ def _linear(pool, thread, threads, args):
         for block in range(start, min(start + step, blocks), 2):
             row_blocks = 2 if block + 2 <= blocks else 1
             _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last)
-        item = next_chunk(pool)
+        item = take(pool, 1)
 
 
 @job

@@ -1,7 +1,10 @@
 """A pool of threads that run compiled jobs: microseconds from launch to finish, no Python in between.
 
-A job is a compiled `void(pool, thread, threads, args)` that every thread runs at once; it shares
-work out with `next_chunk` and orders its phases with `barrier`. Idle threads spin for about 50 microseconds, because a decoder launches
+A job is a compiled `void(pool, thread, threads, args)`. It consists of up to four phases of
+numbered items: `take` hands out each item once, `finish` reports it done, and `wait` lets a thread
+go on to the next phase when all items are. Threads join a job as they come, and its end waits only
+for those that did: a thread that the operating system has put aside costs its share of the work,
+not everybody's time. Idle threads spin for some 50 microseconds, because a decoder launches
 the next job within a few, and then sleep in the kernel.
 """
 
@@ -15,18 +18,17 @@ import sys
 import threading
 from functools import cache
 
-import numba
 import torch
 from numba import types
 
 from . import simd
-from .compiled import JOB, inner, job
+from .compiled import inner, job
 
 _LINE = 128  # bytes between fields, so that no two share a cache line
-_EPOCH, _FUNCTION, _ARGS, _DONE, _CHUNK, _ARRIVED, _GENERATION, _SLEEPERS, _STOP = (
-    _LINE * i for i in range(9)
-)
-_STATE_BYTES = _LINE * 9
+_PHASES = 4
+_EPOCH, _OPEN, _FUNCTION, _ARGS, _ACTIVE, _SLEEPERS, _STOP, _NEXT = (_LINE * i for i in range(8))
+_DONE = _NEXT + _PHASES * _LINE
+_STATE_BYTES = _DONE + _PHASES * _LINE
 _SPINS = 2000
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # process-private
@@ -38,30 +40,27 @@ _usleep = types.ExternalFunction("usleep", types.int32(types.int32))
 
 
 @inner
-def next_chunk(pool):
-    """The next number of 0, 1, 2, ... that no thread has taken since the last barrier."""
-    return simd.atomic_add(pool + _CHUNK, 1)
+def take(pool, phase):
+    """The next item of a phase: 0, 1, 2, ...; numbers go on past the last item."""
+    return simd.atomic_add(pool + _NEXT + phase * _LINE, 1)
 
 
 @inner
-def barrier(pool, threads):
-    """Wait until every thread of the job is here; what they wrote is then visible to all."""
-    if threads == 1:
-        simd.atomic_store(pool + _CHUNK, 0)
-        return
-    generation = simd.atomic_load(pool + _GENERATION)
-    if simd.atomic_add(pool + _ARRIVED, 1) == threads - 1:
-        simd.atomic_store(pool + _ARRIVED, 0)
-        simd.atomic_store(pool + _CHUNK, 0)
-        simd.atomic_add(pool + _GENERATION, 1)
-    else:
-        _spin_while(pool + _GENERATION, generation)
+def finish(pool, phase):
+    """Report one item of a phase as done."""
+    simd.atomic_add(pool + _DONE + phase * _LINE, 1)
 
 
 @inner
-def _spin_while(address, value):
+def wait(pool, phase, items):
+    """Wait until all `items` of a phase are done; what they wrote is then visible."""
+    _spin_until(pool + _DONE + phase * _LINE, items)
+
+
+@inner
+def _spin_until(address, value):
     spins = 0
-    while simd.atomic_load(address) == value:
+    while simd.atomic_load(address) != value:
         spins += 1
         if spins > _SPINS:  # the thread waited for may need this core
             _sched_yield()
@@ -89,13 +88,15 @@ def _worker(pool, thread, threads, args):
     seen = 0
     while True:
         _sleep_while(pool + _EPOCH, seen, pool + _SLEEPERS)
-        seen += 1
+        seen = simd.atomic_load(pool + _EPOCH)
         if simd.atomic_load(pool + _STOP) != 0:
             return
-        simd.call_job(
-            simd.peek_i64(pool + _FUNCTION), pool, thread, threads, simd.peek_i64(pool + _ARGS)
-        )
-        simd.atomic_add(pool + _DONE, 1)
+        # Counted in before looking: a job that is still open then cannot end without this thread.
+        simd.atomic_add(pool + _ACTIVE, 1)
+        if simd.atomic_load(pool + _OPEN) != 0:
+            function, job_args = simd.peek_i64(pool + _FUNCTION), simd.peek_i64(pool + _ARGS)
+            simd.call_job(function, pool, thread, threads, job_args)
+        simd.atomic_add(pool + _ACTIVE, -1)
 
 
 @inner
@@ -105,19 +106,19 @@ def _publish(pool):
         _syscall(_FUTEX, pool + _EPOCH, _FUTEX_WAKE, 1 << 30, 0, 0, 0)
 
 
-@numba.cfunc(types.void(_i64, _i64, _i64, _i64), nopython=True, cache=True, error_model="numpy")
+@job
 def _launch(pool, threads, function, args):
     simd.atomic_store(pool + _FUNCTION, function)
     simd.atomic_store(pool + _ARGS, args)
-    simd.atomic_store(pool + _DONE, 0)
-    simd.atomic_store(pool + _CHUNK, 0)
+    for phase in range(_PHASES):
+        simd.atomic_store(pool + _NEXT + phase * _LINE, 0)
+        simd.atomic_store(pool + _DONE + phase * _LINE, 0)
+    simd.atomic_add(pool + _OPEN, 1)
     if threads > 1:
         _publish(pool)
     simd.call_job(function, pool, 0, threads, args)
-    done = simd.atomic_load(pool + _DONE)
-    while done != threads - 1:
-        _spin_while(pool + _DONE, done)
-        done = simd.atomic_load(pool + _DONE)
+    simd.atomic_add(pool + _OPEN, -1)
+    _spin_until(pool + _ACTIVE, 0)
 
 
 @job
@@ -182,4 +183,4 @@ def default_pool() -> Pool:
 # A forked child has the pool's memory but not its threads; it makes a pool of its own.
 os.register_at_fork(after_in_child=default_pool.cache_clear)
 
-__all__ = ["JOB", "Pool", "barrier", "default_pool", "inner", "job", "next_chunk"]
+__all__ = ["Pool", "default_pool", "finish", "take", "wait"]

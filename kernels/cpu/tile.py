@@ -1,4 +1,4 @@
-"""The inner tile of the quantized matmul: weights against a few tokens, all accumulators in registers.
+"""The inner tile of the quantized matmul: weights against a few tokens, sums in registers.
 
 A tile is `row_blocks` blocks of 16 outputs (one block = one vector, packing `cpu16`) times
 `tokens` tokens, over all of K. Activations come as two int8 planes, x = scale * (256 * high + low),

@@ -18,6 +18,7 @@ from ..qtensor import QTensor
 from . import linear_job as field
 from .pool import Pool, default_pool
 
+
 def _fail(message: str) -> None:
     raise OpError(f"w4_linear: {message}")
 
@@ -116,7 +117,11 @@ def w4_linear(
     pool = pool or default_pool()
     with pool.lock:
         a = arguments.fields
-        a[field.X >> 3], a[field.X_STRIDE >> 3], a[field.M >> 3] = x.data_ptr(), 4 * x.stride(0), tokens
+        a[field.X >> 3], a[field.X_STRIDE >> 3], a[field.M >> 3] = (
+            x.data_ptr(),
+            4 * x.stride(0),
+            tokens,
+        )
         a[field.NORM >> 3] = norm.data_ptr() if norm is not None else 0
         arguments.floats[0] = eps
         a[field.BIAS >> 3] = bias.data_ptr() if bias is not None else 0

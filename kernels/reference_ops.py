@@ -1,0 +1,116 @@
+"""What the decoder's ops mean, in plain torch: signatures of `ops.Ops`, any packing or dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .heads import KEYS_PER_VECTOR, HeadShape, read_keys
+from .qtensor import QTensor
+from .ragged import Ragged, Span
+
+PACKING = "half32"
+
+
+def embedding(ids: Tensor, weight: QTensor) -> Tensor:
+    """Return rows `ids` (int64 [T]) of the dequantized weight [N, K]: float32 [T, K]."""
+    return weight.dequantize()[ids]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x**2) + eps) * weight, the mean over the last axis."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+
+
+def gated_silu(z: Tensor) -> Tensor:
+    """Return silu(gate) * up; columns of z [M, N] alternate 16 of gate, 16 of up: [M, N / 2]."""
+    gate, up = z.view(z.shape[0], -1, 2, 16).unbind(2)
+    return (F.silu(gate) * up).reshape(z.shape[0], -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + d/2) of x [..., d] by the angles whose cos and sin [..., d/2] are given.
+
+    RoPE (Su et al., 2021) in the half-split arrangement of GPT-NeoX.
+    """
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def w4_linear(
+    x: Tensor,
+    weight: QTensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `gated_silu` or nothing. x: [M, K]."""
+    y = x if norm is None else rms_norm(x, norm, eps)
+    y = y @ weight.dequantize().to(x.dtype).T
+    if bias is not None:
+        y = y + bias.to(x.dtype)
+    if silu_mul:
+        y = gated_silu(y)
+    if residual is not None:
+        y = y + residual
+    return y if out is None else out.copy_(y)
+
+
+def attention(
+    qkv: Tensor,
+    shape: HeadShape,
+    keys: Tensor,
+    values: Tensor,
+    ragged: Ragged,
+    *,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
+
+    qkv: [M, (heads + 2 kv_heads) * head_dim]; keys, values: the cache, laid out as in `heads`.
+    Returns [M, heads * head_dim].
+    """
+    heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
+    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    if q_norm is not None:
+        query = rms_norm(query, q_norm, shape.norm_eps)
+    if k_norm is not None:
+        key = rms_norm(key, k_norm, shape.norm_eps)
+    if rotary is not None:
+        cos, sin = (t[ragged.positions][:, None].to(qkv.dtype) for t in rotary)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    if out is None:
+        out = qkv.new_empty(qkv.shape[0], shape.heads * shape.head_dim)
+    for span in ragged.spans:
+        rows = slice(span.start, span.start + span.count)
+        _append(keys, values, span, key[rows], value[rows])
+        out[rows] = _attend(shape, keys, values, span, query[rows])
+    return out
+
+
+def _append(keys: Tensor, values: Tensor, span: Span, key: Tensor, value: Tensor) -> None:
+    position = torch.arange(span.past, span.past + span.count)
+    block, lane = position // KEYS_PER_VECTOR, position % KEYS_PER_VECTOR
+    keys[span.slot, :, block, :, lane] = key.to(keys.dtype)
+    values[span.slot, :, position] = value.transpose(0, 1).to(values.dtype)
+
+
+def _attend(shape: HeadShape, keys: Tensor, values: Tensor, span: Span, query: Tensor) -> Tensor:
+    """Softmax attention of query [T, heads, dim] of one sequence: [T, heads * dim]."""
+    length = span.past + span.count
+    repeat = shape.heads // shape.kv_heads
+    key = read_keys(keys, span.slot, length).to(query.dtype).repeat_interleave(repeat, 0)
+    value = values[span.slot, :, :length].to(query.dtype).repeat_interleave(repeat, 0)
+    scores = torch.einsum("thd,hkd->htk", query, key) * shape.scale
+    at = torch.arange(span.past, length)[:, None] - torch.arange(length)  # distance back
+    seen = at >= 0 if shape.window is None else (at >= 0) & (at < shape.window)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("htk,hkd->thd", weights, value).reshape(span.count, -1)

@@ -1,0 +1,110 @@
+"""Append and attention on the CPU against the reference in float64, over ragged batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qoff.errors import OpError
+from qoff.kernels import cpu, reference_ops
+from qoff.kernels.heads import HeadShape, cache_shapes
+from qoff.kernels.ragged import Ragged
+from tests.tolerances import RELATIVE_RMS, relative_rms
+
+SHAPES = [
+    HeadShape(4, 4, 32, 32**-0.5),
+    HeadShape(9, 3, 64, 0.125),
+    HeadShape(2, 1, 16, 0.3, norm_eps=1e-5),
+    HeadShape(4, 2, 80, 0.1, window=37, norm_eps=1e-6),
+    HeadShape(2, 2, 128, 0.1, window=600),
+]
+
+
+def _cache(shape: HeadShape, sequences: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.full(s, torch.nan, dtype=dtype) for s in cache_shapes(sequences, shape, 1408)]
+
+
+def _run(shape: HeadShape, passes: list[list[int]]) -> None:
+    """Feed the same passes (new tokens of each sequence) to both; compare every output."""
+    sequences = len(passes[0])
+    caches = _cache(shape, sequences, torch.float32), _cache(shape, sequences, torch.float64)
+    angles = torch.rand(1408, shape.head_dim // 2) * 6.3
+    rotary = (angles.cos(), angles.sin())
+    norms = {}
+    if shape.norm_eps:
+        norms = {"q_norm": torch.rand(shape.head_dim) + 0.5, "k_norm": torch.rand(shape.head_dim)}
+    pasts = [0] * sequences
+    for counts in passes:
+        ragged = Ragged.of(counts, pasts)
+        qkv = torch.randn(ragged.tokens, shape.qkv_width)
+        expected = reference_ops.attention(
+            qkv.double(), shape, *caches[1], ragged, rotary=rotary, **norms
+        )
+        actual = cpu.attention(qkv, shape, *caches[0], ragged, rotary=rotary, **norms)
+        assert relative_rms(actual, expected) < RELATIVE_RMS[torch.float32]
+        pasts = [p + c for p, c in zip(pasts, counts, strict=True)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prefill_then_decode(shape: HeadShape) -> None:
+    _run(shape, [[5, 1, 40], [1, 1, 1], [1, 1, 1]])
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_long_sequence_among_short_ones(shape: HeadShape) -> None:
+    _run(shape, [[1200, 1], [1, 1], [3, 70], [1, 1]])
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 511, 512, 513, 1024, 1025])
+def test_decode_at_the_edges_of_runs(length: int) -> None:
+    shape = SHAPES[1]
+    _run(shape, [[length], [1]] if length > 1 else [[1], [1], [1]])
+
+
+@given(
+    passes=st.integers(1, 3).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(1, 40), min_size=n, max_size=n), min_size=1, max_size=4
+        )
+    ),
+    shape=st.sampled_from(SHAPES),
+)
+def test_any_ragged_passes(passes: list[list[int]], shape: HeadShape) -> None:
+    _run(shape, passes)
+
+
+def test_a_full_cache_is_refused() -> None:
+    shape = SHAPES[0]
+    ragged = Ragged.of([1], [1408])
+    with pytest.raises(OpError, match="beyond the cache's 1408"):
+        cpu.attention(
+            torch.randn(1, shape.qkv_width), shape, *_cache(shape, 1, torch.float32), ragged
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": torch.ones(2, 12)}, "qkv must be"),
+        ({"keys": torch.ones(1)}, "keys must be"),
+        ({"q_norm": torch.ones(3)}, "norms must be"),
+        ({"rotary": (torch.ones(1, 16), torch.ones(1, 16))}, "reach position 1"),
+        ({"rotary": (torch.ones(9, 15), torch.ones(9, 15))}, "cos and sin"),
+        ({"ragged": Ragged.of([1, 1], [0, 0])}, "2 sequences"),
+    ],
+)
+def test_wrong_operands_are_refused(change: dict, message: str) -> None:
+    shape = SHAPES[0]
+    keys, values = _cache(shape, 1, torch.float32)
+    operands = {
+        "qkv": torch.ones(2, shape.qkv_width),
+        "keys": keys,
+        "values": values,
+        "ragged": Ragged.of([2], [0]),
+        **change,
+    }
+    positional = [operands.pop(name) for name in ("qkv", "keys", "values", "ragged")]
+    with pytest.raises(OpError, match=message):
+        cpu.attention(positional[0], shape, *positional[1:], **operands)

@@ -1,0 +1,205 @@
+"""Packings: layouts as documented, round trips, and one matrix whatever the packing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qoff.errors import OpError
+from qoff.kernels.packing import (
+    PACKINGS,
+    pack_codes,
+    pack_scale_min,
+    packed_shapes,
+    repack_into,
+    unpack_codes,
+    unpack_scale_min,
+)
+from qoff.kernels.qtensor import QTensor
+
+packings = st.sampled_from(list(PACKINGS))
+
+
+@st.composite
+def matrices(draw, packing="half32"):
+    """A QTensor of any format with random codes and scales, N not a multiple of 16 as a rule."""
+    n, bits = draw(st.integers(1, 50)), draw(st.sampled_from([4, 8]))
+    group = draw(st.sampled_from([32, 64, 128]))
+    k = group * draw(st.integers(1, 4))
+    dtype = draw(st.sampled_from([torch.float16, torch.float32]))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=random)
+    scale, minimum = torch.randn(2, n, k // group, generator=random).to(dtype)
+    packed = pack_codes(codes, bits, packing), pack_scale_min(scale, minimum, packing)
+    return QTensor(*packed, (n, k), bits, group, packing), codes, scale, minimum
+
+
+@settings(deadline=None, max_examples=40)
+@given(matrices(), packings)
+def test_packing_round_trips(matrix, packing):
+    q, codes, scale, minimum = matrix
+    packed = pack_codes(codes, q.bits, packing)
+    pairs = pack_scale_min(scale, minimum, packing)
+    shapes = packed_shapes(q.shape, q.bits, q.group_size, packing)
+    assert (tuple(packed.shape), tuple(pairs.shape)) == shapes
+    assert torch.equal(unpack_codes(packed, q.shape, q.bits, packing), codes)
+    for got, want in zip(unpack_scale_min(pairs, q.shape, packing), (scale, minimum), strict=True):
+        assert torch.equal(got, want)
+
+
+@settings(deadline=None, max_examples=40)
+@given(matrices(), st.data())
+def test_every_element_is_where_the_layout_says(matrix, data):
+    q, codes, scale, minimum = matrix
+    row, col = (data.draw(st.integers(0, size - 1)) for size in q.shape)
+    group, block, lane = col // q.group_size, row // 16, row % 16
+    cpu = q.to_packing("cpu16")
+    if q.bits == 8:
+        half_byte, cpu_byte = q.codes[row, col], cpu.codes[block, col // 4, lane, col % 4]
+        got = [half_byte, cpu_byte]
+    else:
+        half_byte = q.codes[row, col // 32 * 16 + col % 16]
+        cpu_byte = cpu.codes[block, col // 8, lane, col % 4]
+        got = [half_byte >> 4 * (col % 32 // 16) & 15, cpu_byte >> 4 * (col % 8 // 4) & 15]
+    assert [int(code) for code in got] == [int(codes[row, col])] * 2
+    for i, values in enumerate((scale, minimum)):
+        assert q.scale_min[group, row, i] == values[row, group]
+        assert cpu.scale_min[block, group, i, lane] == values[row, group]
+
+
+@settings(deadline=None, max_examples=40)
+@given(matrices())
+def test_repacking_equals_packing_and_comes_back(matrix):
+    q, codes, scale, minimum = matrix
+    cpu = q.to_packing("cpu16")
+    assert torch.equal(cpu.codes, pack_codes(codes, q.bits, "cpu16"))
+    assert torch.equal(cpu.scale_min, pack_scale_min(scale, minimum, "cpu16"))
+    back = cpu.to_packing("half32")
+    assert torch.equal(back.codes, q.codes)
+    assert torch.equal(back.scale_min, q.scale_min)
+    assert q.to_packing("half32") is q
+
+
+@settings(deadline=None, max_examples=40)
+@given(matrices())
+def test_padding_rows_are_zero_even_in_used_memory(matrix):
+    q, *_ = matrix
+    used = q.to_packing("cpu16")
+    used.codes.fill_(255)
+    used.scale_min.fill_(torch.nan)
+    repack_into(q, used)
+    rows = (
+        used.codes.transpose(1, 2).flatten(0, 1),
+        used.scale_min.permute(0, 3, 1, 2).flatten(0, 1),
+    )
+    assert not any(bool(part[q.shape[0] :].any()) for part in rows)
+    assert torch.equal(used.dequantize(), q.dequantize())
+
+
+@settings(deadline=None, max_examples=40)
+@given(matrices(), packings)
+def test_values_are_those_of_the_formula_in_every_packing(matrix, packing):
+    q, codes, scale, minimum = matrix
+    wide = (x.float().repeat_interleave(q.group_size, 1) for x in (scale, minimum))
+    step, low = wide
+    expected = codes.float() * step + low
+    assert torch.equal(q.to_packing(packing).dequantize(), expected)
+    half = q.to_packing(packing).dequantize(torch.bfloat16)
+    assert torch.equal(half, expected.bfloat16())
+
+
+@settings(deadline=None, max_examples=40)
+@given(matrices(), packings, st.data())
+def test_rows_of_a_matrix_are_rows_of_its_values(matrix, packing, data):
+    q = matrix[0].to_packing(packing)
+    n, step = q.shape[0], 16 if packing == "cpu16" else 1
+    start = data.draw(st.integers(0, (n - 1) // step)) * step
+    stop = data.draw(st.sampled_from([*range(start + step, n, step), n]))
+    assert torch.equal(q.rows(start, stop).dequantize(), q.dequantize()[start:stop])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("offset", [0, 4, 6])
+def test_codes_may_lie_anywhere_in_the_memory_they_are_read_from(bits, offset):
+    memory = torch.randint(0, 256, (offset + 20 * 8 * bits,), dtype=torch.uint8)
+    codes = memory[offset:].view(20, 8 * bits)
+    q = QTensor(codes, torch.randn(2, 20, 2), (20, 64), bits, 32, "half32")
+    assert torch.equal(q.to_packing("cpu16").dequantize(), q.dequantize())
+
+
+def test_large_matrices_repack_in_pieces():
+    """Shapes for which a repack takes several pieces and a rest, at both code widths."""
+    for bits in (4, 8):
+        codes = torch.randint(0, 2**bits, (309, 2048), dtype=torch.uint8)
+        scales = torch.randn(2, 309, 16)
+        made = {
+            name: QTensor(
+                pack_codes(codes, bits, name),
+                pack_scale_min(scales[0], scales[1], name),
+                (309, 2048),
+                bits,
+                128,
+                name,
+            )
+            for name in PACKINGS
+        }
+        for source in made.values():
+            for name, want in made.items():
+                got = source.to_packing(name)
+                assert torch.equal(got.codes, want.codes)
+                assert torch.equal(got.scale_min, want.scale_min)
+
+
+def test_four_bits_of_group_64_cost_four_and_a_half():
+    q = _zeros(48, 256, 4, 64)
+    for name in PACKINGS:
+        assert q.to_packing(name).nbytes * 8 == 4.5 * 48 * 256
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"packing": "tiles"}, "unknown packing 'tiles'"),
+        ({"bits": 3}, "codes of 3 bits"),
+        ({"group_size": 48}, "group size 48"),
+        ({"group_size": 128}, "does not divide the 192 columns"),
+        ({"shape": (5, 128)}, "codes of a 4-bit half32"),
+        ({"shape": (0, 192)}, "of ones up"),
+        ({"codes": torch.zeros(4, 96)}, "float32"),
+        ({"scale_min": torch.zeros(3, 4, 2, dtype=torch.bfloat16)}, "bfloat16"),
+        ({"scale_min": torch.zeros(4, 3, 2)}, "scale_min of a"),
+        ({"codes": torch.zeros(96, 4, dtype=torch.uint8).T}, "contiguous"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(OpError, match=message):
+        replace(_zeros(4, 192, 4, 64), **change)
+
+
+def test_bad_uses_are_refused():
+    q = _zeros(40, 64, 4, 32)
+    with pytest.raises(OpError, match="cut through a block"):
+        q.to_packing("cpu16").rows(8, 32)
+    with pytest.raises(OpError, match="cut through a block"):
+        q.to_packing("cpu16").rows(16, 39)
+    with pytest.raises(OpError, match=r"rows 8\.\.41 of a matrix of 40"):
+        q.rows(8, 41)
+    with pytest.raises(OpError, match="unknown packing"):
+        q.to_packing("tiles")
+    with pytest.raises(OpError, match="shape"):
+        repack_into(q, _zeros(16, 64, 4, 32).to_packing("cpu16"))
+    with pytest.raises(OpError, match="cannot repack half32"):
+        repack_into(q, _zeros(40, 64, 4, 32))
+    shifted = replace(q, codes=torch.zeros(40 * 32 + 4, dtype=torch.uint8)[4:].view(40, 32))
+    with pytest.raises(OpError, match="multiple of 8 bytes"):
+        repack_into(q.to_packing("cpu16"), shifted)
+    with pytest.raises(OpError, match="uint8"):
+        pack_codes(torch.zeros(4, 32), 4, "half32")
+
+
+def _zeros(n: int, k: int, bits: int, group: int) -> QTensor:
+    codes = torch.zeros(n, k * bits // 8, dtype=torch.uint8)
+    scale_min = torch.zeros(k // group, n, 2, dtype=torch.float16)
+    return QTensor(codes, scale_min, (n, k), bits, group, "half32")

@@ -1,0 +1,61 @@
+"""The vector instructions against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba import njit
+
+from qoff.kernels.cpu import simd
+
+
+@njit
+def _exp(x, y):
+    for i in range(0, 4 * len(x), 64):
+        simd.store_f32(y.ctypes.data + i, simd.exp(simd.load_f32(x.ctypes.data + i)))
+
+
+@njit
+def _reductions(x):
+    v = simd.load_f32(x.ctypes.data)
+    return simd.sum_f32(v), simd.max_f32(v), simd.max_f32(simd.absolute(v))
+
+
+@njit
+def _split(x, high, low):
+    v = simd.round_i32(simd.load_f32(x.ctypes.data))
+    simd.store_high_low(high.ctypes.data, low.ctypes.data, v)
+    return simd.sum_i32(v)
+
+
+def test_exp() -> None:
+    x = np.linspace(-87, 88, 16 * 4000, dtype=np.float32)
+    y = np.full_like(x, np.nan)
+    _exp(x, y)
+    np.testing.assert_allclose(y, np.exp(x.astype(np.float64)), rtol=3e-7)
+
+
+def test_exp_at_its_ends() -> None:
+    x = np.array([-np.inf, -1e30, -88, 0, 88.3, 200, np.inf, -100] * 2, dtype=np.float32)
+    y = np.full_like(x, np.nan)
+    _exp(x, y)
+    assert (y[[0, 1, 2, 7]] == 0).all()
+    assert y[3] == 1
+    assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reductions(seed: int) -> None:
+    x = np.random.default_rng(seed).standard_normal(16).astype(np.float32)
+    total, largest, largest_absolute = _reductions(x)
+    assert total == pytest.approx(x.sum(dtype=np.float64), abs=1e-5)
+    assert largest == x.max()
+    assert largest_absolute == np.abs(x).max()
+
+
+def test_high_and_low_bytes_are_the_number() -> None:
+    for start in range(-32512, 32512 - 16, 997):
+        x = np.arange(start, start + 16, dtype=np.float32)
+        high, low = np.zeros(16, dtype=np.int8), np.zeros(16, dtype=np.int8)
+        assert _split(x, high, low) == x.sum()
+        assert (256 * high.astype(np.int32) + low == x.astype(np.int32)).all()

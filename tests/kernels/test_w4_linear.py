@@ -1,0 +1,123 @@
+"""The CPU matmul on packed weights against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qoff.errors import OpError
+from qoff.kernels import reference_ops
+from qoff.kernels.cpu import w4_linear
+from qoff.kernels.cpu.pool import Pool
+from tests.kernels.operands import random_weight
+from tests.tolerances import INT16_ACTIVATIONS, relative_rms
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group_size"),
+    [(16, 32, 32), (5, 64, 64), (33, 256, 128), (100, 192, 64), (160, 96, 32), (512, 1536, 32)],
+)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 65])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_equals_reference(n: int, k: int, group_size: int, tokens: int, bits: int) -> None:
+    weight = random_weight(n, k, bits, group_size)
+    x = torch.randn(tokens, k)
+    expected = reference_ops.w4_linear(x.double(), weight)
+    assert relative_rms(w4_linear(x, weight), expected) < INT16_ACTIVATIONS
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("n", [96, 100])
+def test_norm_bias_and_residual(n: int, tokens: int) -> None:
+    weight = random_weight(n, 128)
+    operands = {
+        "norm": torch.rand(128) + 0.5,
+        "eps": 1e-3,
+        "bias": torch.randn(n),
+        "residual": torch.randn(tokens, n),
+    }
+    x = torch.randn(tokens, 128)
+    expected = reference_ops.w4_linear(x.double(), weight, **operands)
+    assert relative_rms(w4_linear(x, weight, **operands), expected) < INT16_ACTIVATIONS
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_gate(tokens: int) -> None:
+    weight = random_weight(160, 64)
+    x, bias = torch.randn(tokens, 64), torch.randn(160)
+    expected = reference_ops.w4_linear(x.double(), weight, bias=bias, silu_mul=True)
+    actual = w4_linear(x, weight, bias=bias, silu_mul=True)
+    assert relative_rms(actual, expected) < INT16_ACTIVATIONS
+
+
+def test_float32_scales() -> None:
+    weight = random_weight(48, 128, scale_dtype=torch.float32)
+    x = torch.randn(3, 128)
+    expected = reference_ops.w4_linear(x.double(), weight)
+    assert relative_rms(w4_linear(x, weight), expected) < INT16_ACTIVATIONS
+
+
+@given(tokens=st.integers(1, 40), threads=st.integers(1, 4), seed=st.integers(0, 2**31))
+def test_bits_do_not_depend_on_batch_or_threads(tokens: int, threads: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight, x = random_weight(80, 192), torch.randn(tokens, 192)
+    alone = torch.cat([w4_linear(row[None], weight) for row in x])
+    pool = Pool(threads)
+    try:
+        together = w4_linear(x, weight, pool=pool)
+    finally:
+        pool.close()
+    assert torch.equal(alone, together)
+
+
+def test_in_place_residual_and_strided_rows() -> None:
+    weight = random_weight(64, 64)
+    wide = torch.randn(5, 200)
+    x, hidden = wide[:, 10:74], torch.randn(5, 64)
+    expected = reference_ops.w4_linear(x.double(), weight, residual=hidden)
+    w4_linear(x, weight, residual=hidden, out=hidden)
+    assert relative_rms(hidden, expected) < INT16_ACTIVATIONS
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_bad_activations_are_not_hidden(bad: float) -> None:
+    weight, x = random_weight(32, 128), torch.randn(2, 128)
+    x[1, 70] = bad
+    y = w4_linear(x, weight)
+    assert torch.isfinite(y[0]).all()
+    assert not torch.isfinite(y[1]).any()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, 1e30])
+def test_extreme_activations(value: float) -> None:
+    weight = random_weight(32, 64)
+    x = torch.full((1, 64), value)
+    expected = reference_ops.w4_linear(x.double(), weight)
+    torch.testing.assert_close(w4_linear(x, weight).double(), expected, rtol=1e-3, atol=1e-30)
+
+
+def test_no_tokens() -> None:
+    assert w4_linear(torch.empty(0, 64), random_weight(32, 64)).shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(2, 63)}, "x must be"),
+        ({"x": torch.ones(2, 64, dtype=torch.bfloat16)}, "bfloat16"),
+        ({"x": torch.ones(64, 2).T}, "contiguous rows"),
+        ({"x": torch.ones(64)}, r"x must be \[M, K\]"),
+        ({"norm": torch.ones(63)}, "norm must be"),
+        ({"bias": torch.ones(64)}, "bias must be"),
+        ({"residual": torch.ones(2, 31)}, "residual must be"),
+        ({"out": torch.ones(1, 48)}, "out must be"),
+        ({"silu_mul": True}, "multiple of 32"),
+        ({"weight": random_weight(48, 64, packing="half32")}, "cpu16"),
+    ],
+)
+def test_wrong_operands_are_refused(change: dict, message: str) -> None:
+    operands = {"x": torch.ones(2, 64), "weight": random_weight(48, 64), **change}
+    with pytest.raises(OpError, match=message):
+        w4_linear(operands.pop("x"), operands.pop("weight"), **operands)
