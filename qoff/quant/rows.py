@@ -1,0 +1,64 @@
+"""Moving whole rows of quantized matrices, without touching a code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from qoff.errors import QuantizationError
+from qoff.kernels.qtensor import QTensor
+
+Weight = TypeVar("Weight", QTensor, Tensor)
+
+
+def concat_rows(parts: Sequence[QTensor]) -> QTensor:
+    """Stack matrices of the same K, bits and group one below the other, in the first's packing.
+
+    Scales become float32 if they are in any part. Raises QuantizationError for parts that differ.
+    """
+    if not parts:
+        raise QuantizationError("concat_rows needs at least one matrix")
+    first = parts[0]
+    for part in parts:
+        if _kind(part) != _kind(first):
+            raise QuantizationError(
+                "only rows of the same length, bits, group and device can be joined, "
+                f"not (K, bits, group, device) {_kind(first)} with {_kind(part)}"
+            )
+    halves = [part.to_packing("half32") for part in parts]
+    wide = any(part.scale_min.dtype == torch.float32 for part in parts)
+    dtype = torch.float32 if wide else first.scale_min.dtype
+    joined = replace(
+        halves[0],
+        codes=torch.cat([part.codes for part in halves]),
+        scale_min=torch.cat([part.scale_min.to(dtype) for part in halves], dim=1),
+        shape=(sum(part.shape[0] for part in parts), first.shape[1]),
+    )
+    return joined.to_packing(first.packing)
+
+
+def unpermute_rows(weight: Weight, n_head: int) -> Weight:
+    """Undo GGUF's row order of the query and key projections of Llama models.
+
+    GGUF stores `w.reshape(n_head, 2, d / 2, K).swapaxes(1, 2)` of the Hugging Face weight w (d the
+    head size), so that rotary pairs are neighbours. Takes a QTensor or a dense tensor [N, ...] with
+    N = n_head * d; returns the same kind. Raises QuantizationError if N is not an even number of
+    rows per head.
+    """
+    n = weight.shape[0]
+    if n_head < 1 or n % (2 * n_head):
+        raise QuantizationError(f"{n} rows are not {n_head} heads of an even number of rows")
+    order = torch.arange(n).view(n_head, n // n_head // 2, 2).transpose(1, 2).reshape(-1)
+    if isinstance(weight, Tensor):
+        return weight[order.to(weight.device)]
+    half, order = weight.to_packing("half32"), order.to(weight.device)
+    moved = replace(half, codes=half.codes[order], scale_min=half.scale_min[:, order])
+    return moved.to_packing(weight.packing)
+
+
+def _kind(q: QTensor) -> tuple[int, int, int, torch.device]:
+    return q.shape[1], q.bits, q.group_size, q.device

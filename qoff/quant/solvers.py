@@ -1,0 +1,133 @@
+"""Choosing the scale and the minimum of each group of weights, without data.
+
+A solver takes groups float32 [N, G, g] and returns scale and minimum [N, G] as they will be stored;
+codes follow from those by rounding to the nearest. Every error is measured against the values that
+the stored scale and minimum give, so that no solver is worse than `rtn` in the norm it minimizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.reference import minmax_scale, nearest_levels
+
+Solver = Callable[[Tensor, int, torch.dtype], tuple[Tensor, Tensor]]
+
+HQQ_NORM = 0.7
+_HQQ_STEPS = 12
+_HQQ_BETA, _HQQ_KAPPA = 3.0, 1.2  # weight of the quadratic term in units of the scale; its growth
+_HQQ_CLIP = 0.75  # steps by which the first range is narrower than the group's
+_MSE_SHRINKS = tuple(1 - 0.03 * i for i in range(1, 14))  # fractions of the full range, to 0.61
+_MSE_REFITS = 4
+_TINY = 1e-30
+
+
+def group_error(groups: Tensor, scale: Tensor, minimum: Tensor, bits: int, norm: float) -> Tensor:
+    """Return sum |w - dequantized|**norm of each group, float32 [N, G]."""
+    levels = nearest_levels(groups, scale, minimum, bits)
+    values = levels.mul_(scale.float()[..., None]).add_(minimum.float()[..., None])
+    return values.sub_(groups).abs_().pow_(norm).sum(2)
+
+
+def rtn(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Span each group from its minimum to its maximum (round to nearest).
+
+    Raises QuantizationError as `minmax_scale` does.
+    """
+    return minmax_scale(groups, bits, scale_dtype)
+
+
+def mse(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Minimize the squared error of each group.
+
+    Tries ranges shrunk around their middle, then refits scale and minimum to the codes by least
+    squares. Raises QuantizationError as `minmax_scale` does.
+    """
+    best = minmax_scale(groups, bits, scale_dtype)
+    error = group_error(groups, *best, bits, 2)
+    scale, minimum = (x.float() for x in best)
+    half_span = scale * ((2**bits - 1) / 2)
+    for shrink in _MSE_SHRINKS:
+        tried = (scale * shrink, minimum + half_span * (1 - shrink))
+        best, error = _better(groups, bits, 2, best, error, tried)
+    for _ in range(_MSE_REFITS):
+        best, error = _better(groups, bits, 2, best, error, _refitted(groups, bits, *best))
+    return best
+
+
+def hqq(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Minimize sum |error|**0.7 of each group by half-quadratic splitting.
+
+    After Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023):
+    each step splits the error into a sparse part, found by l_p shrinkage, and a dense part, which
+    moving the range removes. Differences: errors are in units of the scale, so that one beta serves
+    all weights; the scale moves as well as the minimum (least squares against the codes); and each
+    step is judged by the values as they are stored.
+
+    Raises QuantizationError as `minmax_scale` does.
+    """
+    start = minmax_scale(groups, bits, scale_dtype)
+    clip = _HQQ_CLIP / (2**bits - 1)
+    scale = (start[0].float() * (1 - clip)).to(scale_dtype)
+    minimum = (start[1].float() + start[0].float() * (_HQQ_CLIP / 2)).to(scale_dtype)
+    best, error = (scale, minimum), torch.full(scale.shape, torch.inf, device=scale.device)
+    beta = _HQQ_BETA
+    for _ in range(_HQQ_STEPS):
+        wide, inverse = scale.float(), torch.where(scale == 0, 0, 1 / scale.float())
+        moved = groups * inverse[..., None] - (minimum.float() * inverse)[..., None]
+        levels = moved.round().clamp_(0, 2**bits - 1)
+        residual = moved.sub_(levels)
+        size = residual.abs().clamp_min_(_TINY)
+        powered = size.log2().mul_(HQQ_NORM).exp2_()  # size**p, in half the time of pow
+        tried = powered.sum(2) * wide**HQQ_NORM
+        wins = tried < error
+        best = torch.where(wins, scale, best[0]), torch.where(wins, minimum, best[1])
+        error = torch.where(wins, tried, error)
+        # the paper's residual - shrink(residual) is residual clamped to size**(p-1) / beta
+        limit = powered.div_(size).div_(beta)
+        dense = torch.minimum(torch.maximum(residual, -limit), limit)
+        slope, offset = _line(levels, dense)
+        minimum = (minimum.float() + offset * wide).to(scale_dtype)
+        scale = (wide + slope * wide).to(scale_dtype)
+        beta *= _HQQ_KAPPA
+    error = group_error(groups, *start, bits, HQQ_NORM)
+    return _better(groups, bits, HQQ_NORM, start, error, best)[0]
+
+
+SOLVERS: Mapping[str, Solver] = MappingProxyType({"hqq": hqq, "mse": mse, "rtn": rtn})
+
+
+def _better(
+    groups: Tensor,
+    bits: int,
+    norm: float,
+    best: tuple[Tensor, Tensor],
+    error: Tensor,
+    tried: tuple[Tensor, Tensor],
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return, group by group, whichever of `best` and `tried` has the smaller error, and that."""
+    scale, minimum = tried[0].to(best[0].dtype), tried[1].to(best[1].dtype)
+    tried_error = group_error(groups, scale, minimum, bits, norm)
+    wins = tried_error < error  # false for NaN: an overflow of the stored dtype never wins
+    chosen = torch.where(wins, scale, best[0]), torch.where(wins, minimum, best[1])
+    return chosen, torch.where(wins, tried_error, error)
+
+
+def _line(levels: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return slope and offset [N, G] of the least-squares line values = slope * levels + offset.
+
+    The slope is 0 where all levels of a group are equal.
+    """
+    mean_level = levels.mean(2)
+    centered = levels - mean_level[..., None]
+    slope = (centered * values).sum(2) / centered.square().sum(2).clamp_min_(_TINY)
+    return slope, values.mean(2) - slope * mean_level
+
+
+def _refitted(groups: Tensor, bits: int, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale and minimum, float32, that fit the present codes best."""
+    return _line(nearest_levels(groups, scale, minimum, bits), groups)

@@ -1,0 +1,65 @@
+"""Row moves of quantized matrices: the same moves of their values, code for code."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qoff.errors import QuantizationError
+from qoff.kernels.packing import PACKINGS
+from qoff.quant import concat_rows, quantize, unpermute_rows
+
+packings = st.sampled_from(list(PACKINGS))
+
+
+def _permuted(w, n_head):
+    """The row order that llama.cpp's converter gives query and key projections."""
+    return (
+        w.reshape(n_head, 2, w.shape[0] // n_head // 2, *w.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(w.shape)
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from([4, 8]), packings)
+def test_unpermute_undoes_the_permutation(n_head, half_head, bits, packing):
+    w = torch.randn(n_head * half_head * 2, 64)
+    stored = quantize(_permuted(w, n_head), bits, 32, "rtn", packing)
+    expected = quantize(w, bits, 32, "rtn", packing)
+    got = unpermute_rows(stored, n_head)
+    assert got.packing == packing
+    assert torch.equal(got.codes, expected.codes)
+    assert torch.equal(got.scale_min, expected.scale_min)
+    assert torch.equal(unpermute_rows(_permuted(w, n_head), n_head), w)
+    assert torch.equal(unpermute_rows(_permuted(w[:, 0], n_head), n_head), w[:, 0])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(1, 40), packings, st.booleans()), min_size=1, max_size=4))
+def test_joined_rows_have_the_values_of_their_parts(parts):
+    made = [
+        quantize(
+            torch.randn(n, 64), 4, 32, "rtn", packing, torch.float32 if wide else torch.float16
+        )
+        for n, packing, wide in parts
+    ]
+    joined = concat_rows(made)
+    assert joined.packing == made[0].packing
+    assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in made]))
+    wide = any(part[2] for part in parts)
+    assert joined.scale_min.dtype == (torch.float32 if wide else torch.float16)
+
+
+def test_bad_requests_are_refused():
+    q = quantize(torch.randn(12, 64), solver="rtn")
+    with pytest.raises(QuantizationError, match="12 rows are not 4 heads of an even"):
+        unpermute_rows(q, 4)
+    with pytest.raises(QuantizationError, match="not 0 heads"):
+        unpermute_rows(q, 0)
+    with pytest.raises(QuantizationError, match="can be joined"):
+        concat_rows([q, quantize(torch.randn(12, 128), solver="rtn")])
+    with pytest.raises(QuantizationError, match="can be joined"):
+        concat_rows([q, quantize(torch.randn(12, 64), bits=8, solver="rtn")])
+    with pytest.raises(QuantizationError, match="at least one"):
+        concat_rows([])

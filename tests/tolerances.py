@@ -1,0 +1,50 @@
+"""How close is close enough: the tolerances of all tests, per dtype, in one place."""
+
+from __future__ import annotations
+
+import torch
+
+# Largest relative RMS error of a result computed in a dtype and accumulated in float32 or wider.
+# Each is a few units in the last place of the dtype: 2^-8 for bfloat16, 2^-11 for float16, 2^-24
+# for float32, where the order of summation over thousands of terms adds its share.
+RELATIVE_RMS = {
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+    torch.float32: 1e-5,
+    torch.float64: 1e-12,
+}
+
+
+def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS of `actual - expected` over RMS of `expected`, in float64; 0 for two all-zero tensors."""
+    reference = expected.double()
+    error = (actual.double() - reference).square().mean().sqrt()
+    scale = reference.square().mean().sqrt()
+    return 0.0 if error == 0 else float(error / scale)
+
+
+def assert_close(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    tolerance: float | None = None,
+) -> None:
+    """Assert equal shapes, finite values only where `expected` has them, and a small relative RMS.
+
+    `dtype` is the lowest precision on the way to `actual` (default: the dtype of `actual`); its
+    entry in `RELATIVE_RMS` is the bound unless `tolerance` gives one.
+    """
+    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    finite = torch.isfinite(expected)
+    assert torch.equal(torch.isfinite(actual), finite), "not finite in other places than expected"
+    if not finite.any():
+        return
+    bound = RELATIVE_RMS[dtype or actual.dtype] if tolerance is None else tolerance
+    error = relative_rms(actual[finite], expected[finite])
+    assert error <= bound, f"relative RMS error {error:.3g} is over {bound:.3g}"
+
+
+# A quantized matmul whose activations are 16-bit integers per group of K: rounding is 2^-16 of the
+# group's largest value, a few standard deviations.
+INT16_ACTIVATIONS = 1e-4
