@@ -1,0 +1,182 @@
+"""Opening a checkpoint: the index and all headers are read and checked, no weight is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from qoff.errors import DiskReadError, FormatError
+from qoff.quant import QTensor
+
+from . import header
+from .layout import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    INDEX_FILE,
+    OUTER_FILE,
+    QUANT_METHOD,
+    TensorEntry,
+    WeightEntry,
+    WeightFile,
+    layer_file,
+    tensors_of,
+    view_weight,
+)
+
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A qoff checkpoint directory."""
+
+    path: Path
+    config: dict[str, Any]  # config.json
+    layers: tuple[WeightFile, ...]
+    outer: WeightFile  # embedding, final norm, head
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> Self:
+        """Read and check index and headers. Raises FormatError naming the file that is wrong."""
+        folder = Path(path)
+        config = read_config(folder)
+        index = _json_object(folder / INDEX_FILE)
+        checksums, weight_map = index.get("checksums"), index.get("weight_map")
+        if not isinstance(checksums, dict) or not isinstance(weight_map, dict):
+            raise FormatError(
+                f"{folder / INDEX_FILE}: has no checksums and weight_map; convert the model again"
+            )
+        for name in {*checksums, *map(str, weight_map.values())}:
+            _inside(folder, name)
+        count = sum(name != OUTER_FILE for name in checksums)
+        files = {
+            name: _weight_file(folder, name, checksums)
+            for name in [*(layer_file(i) for i in range(count)), OUTER_FILE]
+        }
+        _check_map(folder / INDEX_FILE, weight_map, files)
+        wanted = config.get("num_hidden_layers", count)
+        if wanted != count:
+            raise FormatError(
+                f"{folder}: config.json has num_hidden_layers {wanted}, but there are files of "
+                f"{count} layers; convert the model again"
+            )
+        outer = files.pop(OUTER_FILE)
+        return cls(folder, config, tuple(files.values()), outer)
+
+    @property
+    def files(self) -> tuple[WeightFile, ...]:
+        """All files of weights: the layers in order, then the outer file."""
+        return (*self.layers, self.outer)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a qoff checkpoint. Raises FormatError if the directory is none."""
+    if not folder.is_dir():
+        raise FormatError(f"{folder}: no such directory")
+    config = _json_object(folder / CONFIG_FILE)
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if not isinstance(quantization, Mapping) or method != QUANT_METHOD:
+        raise FormatError(
+            f"{folder / CONFIG_FILE}: quant_method is {method!r}, not {QUANT_METHOD!r}; "
+            "convert the model first: qoff convert"
+        )
+    if quantization.get("version") != FORMAT_VERSION:
+        raise FormatError(
+            f"{folder / CONFIG_FILE}: checkpoint version {quantization.get('version')!r}; this qoff "
+            f"reads version {FORMAT_VERSION}: use a newer qoff or convert the model again"
+        )
+    return config
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise FormatError(
+            f"{path}: cannot be read ({error.strerror}); is this a qoff checkpoint?"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: is not JSON ({error}); convert the model again") from error
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: is not a JSON object; convert the model again")
+    return value
+
+
+def _inside(folder: Path, name: str) -> None:
+    """Refuse a file name from the index that leads out of the checkpoint."""
+    pure = PurePosixPath(name)
+    outside = pure.is_absolute() or ".." in pure.parts or len(pure.parts) != 1 or "\0" in name
+    if outside or not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise FormatError(
+            f"{folder / INDEX_FILE}: file {name!r} is not in the checkpoint's own directory"
+        )
+
+
+def _weight_file(folder: Path, name: str, checksums: Mapping[str, Any]) -> WeightFile:
+    path, found = folder / name, checksums.get(name)
+    if found is None:
+        raise FormatError(f"{folder / INDEX_FILE}: {name} is missing; convert the model again")
+    sha256 = found.get("sha256") if isinstance(found, Mapping) else None
+    nbytes = found.get("nbytes") if isinstance(found, Mapping) else None
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256) or not isinstance(nbytes, int):
+        raise FormatError(
+            f"{folder / INDEX_FILE}: the checksum of {name} is damaged; convert the model again"
+        )
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise FormatError(
+            f"{path}: cannot be read ({error.strerror}); fetch the file again"
+        ) from error
+    if size != nbytes:
+        raise FormatError(
+            f"{path}: has {size} bytes, the index says {nbytes}: truncated or replaced; "
+            "fetch the file again"
+        )
+    start, weights = header.read(path)
+    return WeightFile(path, start, nbytes, sha256, weights)
+
+
+def _check_map(index: Path, weight_map: Mapping[str, Any], files: dict[str, WeightFile]) -> None:
+    """The index and the headers must agree on which tensor is in which file."""
+    there = {
+        tensor.name: name
+        for name, file in files.items()
+        for entry in file.weights.values()
+        for tensor in tensors_of(entry)
+    }
+    for name in sorted({*there, *weight_map}):
+        if there.get(name) != weight_map.get(name):
+            raise FormatError(
+                f"{index}: tensor {name!r} should be in {weight_map.get(name)}, "
+                f"but is in {there.get(name)}; convert the model again"
+            )
+
+
+def read_weight(file: WeightFile, entry: WeightEntry) -> QTensor | Tensor:
+    """Read one weight into fresh memory. Raises DiskReadError when the file comes up short."""
+
+    def load(tensor: TensorEntry) -> Tensor:
+        buffer = bytearray(tensor.nbytes)
+        try:
+            with file.path.open("rb", buffering=0) as source:
+                source.seek(tensor.offset)
+                got = source.readinto(buffer) if buffer else 0
+        except OSError as error:
+            raise DiskReadError(f"{file.path}: cannot be read ({error.strerror})") from error
+        if got != tensor.nbytes:
+            raise DiskReadError(f"{file.path}: {tensor.name!r} ends after {got} bytes")
+        if not buffer:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    return view_weight(entry, load)
