@@ -1,0 +1,105 @@
+"""DirectFile: exact reads from one file that go around the page cache where that is possible."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from qoff.errors import DiskReadError
+
+BLOCK = 4096  # O_DIRECT: offset, length and address in memory are multiples of this
+_REFUSED = (errno.EINVAL, errno.ENOTSUP)  # a file system without O_DIRECT, at open or at read
+
+Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+
+class DirectFile:
+    """A file open for reading, with O_DIRECT unless the file system refuses it.
+
+    `direct` tells which it is now. Methods may be called from many threads. Raises DiskReadError
+    when the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, direct: bool = True, preadv: Preadv = os.preadv) -> None:
+        self.path = path
+        self.direct = direct
+        self._preadv = preadv
+        self._lock = threading.Lock()
+        try:
+            self._fd = self._open()
+        except OSError as error:
+            raise DiskReadError(f"{path}: cannot be opened: {error.strerror}") from error
+
+    def read(self, offset: int, dest: memoryview, address: int, bounce: memoryview) -> None:
+        """Fill `dest`, which lies at `address`, with the bytes from `offset` on.
+
+        What is not aligned goes through `bounce`: page-aligned memory of one or more blocks that
+        nobody else uses meanwhile. Raises DiskReadError on an error or when the file ends early.
+        """
+        if not self.direct:
+            self._fill(offset, dest, len(dest))
+            return
+        whole = 0
+        if offset % BLOCK == 0 and address % BLOCK == 0:
+            whole = len(dest) // BLOCK * BLOCK
+            self._fill(offset, dest[:whole], whole)
+        while whole < len(dest):
+            whole += self._bounced(offset + whole, dest[whole:], bounce)
+
+    def close(self) -> None:
+        """Close the file. No read may be in progress."""
+        os.close(self._fd)
+
+    def _open(self) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        if self.direct:
+            try:
+                return os.open(self.path, flags | os.O_DIRECT)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self.direct = False
+        return os.open(self.path, flags)
+
+    def _bounced(self, offset: int, dest: memoryview, bounce: memoryview) -> int:
+        """Read a first part of `dest` by whole blocks into `bounce`; returns the part's length."""
+        skip = offset % BLOCK
+        wanted = min(len(dest), len(bounce) - skip)
+        blocks = -(-(skip + wanted) // BLOCK) * BLOCK
+        self._fill(offset - skip, bounce[:blocks], skip + wanted)
+        dest[:wanted] = bounce[skip : skip + wanted]
+        return wanted
+
+    def _fill(self, offset: int, view: memoryview, wanted: int) -> None:
+        """Read until the first `wanted` bytes of `view` are there; the rest is slack for blocks."""
+        got = 0
+        while got < wanted:
+            count = self._read_once(offset + got, view[got:])
+            got += count
+            if got < wanted and (count == 0 or (self.direct and got % BLOCK)):
+                raise DiskReadError(
+                    f"{self.path}: short read: wanted {wanted:,} bytes at offset {offset:,}, got "
+                    f"{got:,}; the file is damaged or was truncated, convert or copy it again"
+                )
+
+    def _read_once(self, offset: int, view: memoryview) -> int:
+        try:
+            return self._preadv(self._fd, [view], offset)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self.direct:
+                self._give_up_direct()
+                return self._read_once(offset, view)
+            raise DiskReadError(
+                f"{self.path}: reading {len(view):,} bytes at offset {offset:,} failed: "
+                f"{error.strerror or error}"
+            ) from error
+
+    def _give_up_direct(self) -> None:
+        with self._lock:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            self.direct = False

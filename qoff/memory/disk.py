@@ -1,0 +1,224 @@
+"""DiskReader: asynchronous reads by a few threads, large ones in chunks, several in flight."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qoff.errors import DiskReadError
+
+from .direct import BLOCK, DirectFile, Preadv
+from .workers import Workers
+
+_BOUNCE = 128 << 10  # bytes per thread for what is not aligned
+
+
+@dataclass(frozen=True)
+class DiskStats:
+    """What a reader has done so far."""
+
+    bytes: int  # delivered
+    reads: int  # chunks
+    busy_s: float  # seconds in which at least one read was in flight
+    direct_files: frozenset[Path]  # read around the page cache
+    buffered_files: frozenset[Path]  # their file systems refused O_DIRECT
+
+
+class ReadRequest(Future[None]):
+    """The future of one `submit`: done when no byte of it will be written any more."""
+
+    def __init__(self, what: str, chunks: int) -> None:
+        super().__init__()
+        self.abandoned = False
+        self._what = what
+        self._left = chunks
+        self._error: Exception | None = None
+        self._guard = threading.Lock()
+        if chunks == 0:
+            self.set_result(None)
+
+    def abandon(self) -> None:
+        """Skip the chunks that have not started; the request then ends with an error."""
+        self.abandoned = True
+
+    def finish_chunk(self, error: Exception | None) -> None:
+        """Count one chunk as done, or failed; the last one completes the future."""
+        with self._guard:
+            self._error = self._error or error
+            self._left -= 1
+            if self._left != 0:
+                return
+        if self._error is None:
+            self.set_result(None)
+        else:
+            self.set_exception(self._error)
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """A job: one read of at most `chunk` bytes."""
+
+    reader: DiskReader
+    request: ReadRequest
+    file: DirectFile
+    offset: int
+    dest: memoryview
+    address: int
+
+    def run(self) -> None:
+        if self.request.abandoned:
+            self.fail(DiskReadError(f"{self.file.path}: the read was abandoned"))
+            return
+        try:
+            self.reader.read_now(self.file, self.offset, self.dest, self.address)
+        except Exception as error:
+            self.fail(error)
+        else:
+            self.request.finish_chunk(None)
+
+    def fail(self, error: Exception) -> None:
+        self.request.finish_chunk(error)
+
+
+class DiskReader:
+    """Reads ranges of files into host memory, `threads` at a time, first come first served.
+
+    Requests are split at multiples of `chunk` bytes, so that a large one keeps all threads busy
+    and the device's queue never runs dry while one of them is between two reads. The defaults are
+    the smallest that reached the highest O_DIRECT rate on a virtual disk of about 2 GB/s. `direct`
+    asks for O_DIRECT; a file whose file system refuses it is read through the page cache and
+    listed in `stats.buffered_files`. `preadv` replaces `os.preadv` in tests.
+    """
+
+    def __init__(
+        self,
+        threads: int = 4,
+        chunk: int = 1 << 20,
+        direct: bool = True,
+        preadv: Preadv = os.preadv,
+    ) -> None:
+        if threads < 1 or chunk < BLOCK or chunk % BLOCK:
+            raise ValueError(
+                f"{threads} threads and chunks of {chunk} bytes: wanted at least one thread and "
+                f"a multiple of {BLOCK} bytes"
+            )
+        self._chunk = chunk
+        self._direct = direct
+        self._preadv = preadv
+        self._files: dict[Path, DirectFile] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+        self._bytes = 0
+        self._reads = 0
+        self._workers = Workers(threads, "qoff-disk")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the reading threads are there."""
+        return self._workers.alive
+
+    @property
+    def stats(self) -> DiskStats:
+        """Counters since the start."""
+        with self._lock:
+            busy = self._busy_s
+            if self._in_flight:
+                busy += time.perf_counter() - self._busy_since
+            direct = frozenset(p for p, f in self._files.items() if f.direct)
+            buffered = frozenset(self._files) - direct
+            return DiskStats(self._bytes, self._reads, busy, direct, buffered)
+
+    def submit(
+        self, path: str | Path, offset: int, dest: Tensor, urgent: bool = False
+    ) -> ReadRequest:
+        """Start reading `dest.numel()` bytes at `offset` of a file into `dest`, uint8 on the host.
+
+        An urgent request goes before all that wait. The future ends with DiskReadError, naming file
+        and offset, when the file cannot be opened or read or is too short.
+        """
+        if dest.dtype != torch.uint8 or not dest.is_contiguous() or dest.device.type != "cpu":
+            raise ValueError("reads land in contiguous uint8 memory of the host")
+        path = Path(path)
+        nbytes, address = dest.numel(), dest.data_ptr()
+        memory = memoryview(dest.numpy()) if nbytes else memoryview(b"")
+        pieces = list(_split(offset, nbytes, self._chunk))
+        request = ReadRequest(str(path), len(pieces))
+        try:
+            file = self._file(path)
+        except DiskReadError as error:
+            for _ in pieces:
+                request.finish_chunk(error)
+            return request
+        chunks = [
+            _Chunk(self, request, file, offset + start, memory[start:stop], address + start)
+            for start, stop in pieces
+        ]
+        self._workers.submit(chunks, urgent)
+        return request
+
+    def read_now(self, file: DirectFile, offset: int, dest: memoryview, address: int) -> None:
+        """Read one chunk in the calling thread, and count it."""
+        with self._lock:
+            if self._in_flight == 0:
+                self._busy_since = time.perf_counter()
+            self._in_flight += 1
+        done = 0
+        try:
+            file.read(offset, dest, address, self._bounce())
+            done = len(dest)
+        finally:
+            with self._lock:
+                self._bytes += done
+                self._reads += 1
+                self._in_flight -= 1
+                if self._in_flight == 0:
+                    self._busy_s += time.perf_counter() - self._busy_since
+
+    def close(self) -> None:
+        """Fail what waits, let running reads end, join the threads and close the files."""
+        with self._lock:
+            self._closed = True
+        self._workers.close()
+        with self._lock:
+            files = list(self._files.values())
+            self._files.clear()
+        for file in files:
+            file.close()
+
+    def _file(self, path: Path) -> DirectFile:
+        with self._lock:
+            if self._closed:
+                raise DiskReadError(f"{path}: the disk reader is closed")
+            file = self._files.get(path)
+            if file is None:
+                file = self._files[path] = DirectFile(path, self._direct, self._preadv)
+            return file
+
+    def _bounce(self) -> memoryview:
+        """Page-aligned memory of the calling thread."""
+        if not hasattr(self._local, "bounce"):
+            self._local.bounce = memoryview(mmap.mmap(-1, _BOUNCE))
+        bounce: memoryview = self._local.bounce
+        return bounce
+
+
+def _split(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Cut `nbytes` at those places where `offset` + place is a multiple of `chunk`."""
+    start = 0
+    while start < nbytes:
+        stop = min(nbytes, start + chunk - (offset + start) % chunk)
+        yield start, stop
+        start = stop

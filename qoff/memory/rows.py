@@ -1,0 +1,94 @@
+"""Rows of a weight: gathered from memory, or straight from its file when it is on disk only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import QuantEntry, TensorEntry, WeightEntry, WeightFile
+from qoff.kernels.cpu.embedding import embedding
+from qoff.kernels.packing import ROW_BLOCK
+from qoff.kernels.qtensor import QTensor
+
+from .disk import DiskReader
+from .image import Weight
+
+_NEAR = 4096  # bytes: pieces closer than this are read as one
+
+
+def rows_of(weight: Weight, ids: Tensor) -> Tensor:
+    """Rows `ids`, int64 [T], of a weight [N, K] in memory, as float32 [T, K]."""
+    if isinstance(weight, Tensor):
+        return weight[ids].float()
+    if weight.packing == "cpu16":
+        return embedding(ids, weight)
+    codes, scale_min = weight.codes[ids], weight.scale_min[:, ids].contiguous()
+    shape = (len(ids), weight.shape[1])
+    return replace(weight, codes=codes, scale_min=scale_min, shape=shape).dequantize()
+
+
+def read_rows(reader: DiskReader, file: WeightFile, entry: WeightEntry, ids: Tensor) -> Tensor:
+    """Rows `ids`, int64 [T], of a weight [N, K] on disk, as float32 [T, K].
+
+    Reads the rows, or in packing cpu16 the blocks of 16 rows, that are needed and little more.
+    Raises DiskReadError.
+    """
+    wanted, place = torch.unique(ids, return_inverse=True)
+    if isinstance(entry, TensorEntry):
+        rows = _read_strips(reader, file, entry, wanted, 0)
+        return rows.float()[place]
+    if entry.packing == "half32":
+        codes = _read_strips(reader, file, entry.codes, wanted, 0)
+        scale_min = _read_strips(reader, file, entry.scale_min, wanted, 1)
+        return _quantized(entry, codes, scale_min, len(wanted)).dequantize()[place]
+    blocks, place_of_block = torch.unique(ids // ROW_BLOCK, return_inverse=True)
+    codes = _read_strips(reader, file, entry.codes, blocks, 0)
+    scale_min = _read_strips(reader, file, entry.scale_min, blocks, 0)
+    near = _quantized(entry, codes, scale_min, len(blocks) * ROW_BLOCK)
+    return rows_of(near, place_of_block * ROW_BLOCK + ids % ROW_BLOCK)
+
+
+def _quantized(entry: QuantEntry, codes: Tensor, scale_min: Tensor, rows: int) -> QTensor:
+    shape = (rows, entry.shape[1])
+    return QTensor(codes, scale_min, shape, entry.bits, entry.group_size, entry.packing)
+
+
+def _read_strips(
+    reader: DiskReader, file: WeightFile, entry: TensorEntry, ids: Tensor, dim: int
+) -> Tensor:
+    """`tensor.index_select(dim, ids)` of a tensor on disk; `ids` ascending without repeats."""
+    shape = tuple(entry.shape)
+    width = math.prod(shape[dim + 1 :]) * entry.dtype.itemsize  # bytes of one piece
+    starts = [
+        entry.offset + (outer * shape[dim] + i) * width
+        for outer in range(math.prod(shape[:dim]))
+        for i in ids.tolist()
+    ]
+    pieces = _read_pieces(reader, file, starts, width)
+    return pieces.view(entry.dtype).view(*shape[:dim], len(ids), *shape[dim + 1 :])
+
+
+def _read_pieces(reader: DiskReader, file: WeightFile, starts: list[int], width: int) -> Tensor:
+    """Pieces of `width` bytes at ascending `starts`, one after the other, uint8."""
+    runs: list[list[int]] = []  # pieces that are read together
+    for start in starts:
+        if runs and start - (runs[-1][-1] + width) < _NEAR:
+            runs[-1].append(start)
+        else:
+            runs.append([start])
+    memory = [torch.empty(run[-1] + width - run[0], dtype=torch.uint8) for run in runs]
+    reads = [
+        reader.submit(file.path, run[0], dest, urgent=True)
+        for run, dest in zip(runs, memory, strict=True)
+    ]
+    for read in reads:
+        read.result()
+    parts = [
+        dest[start - run[0] :][:width]
+        for run, dest in zip(runs, memory, strict=True)
+        for start in run
+    ]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,183 @@
+"""SlotRing: units streaming through a few slots, read ahead in a cyclic order.
+
+The order is an endless sequence; every slot holds, or is being filled with, one element of it. A
+slot that is released takes the next element at once, asked for or not, also across the end of the
+cycle. Whoever keeps to the order finds every unit under way; whoever jumps has the elements that
+were skipped dropped, and the sequence goes on from there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .image import Image
+from .transfers import Mark, Transfers, UnitRead
+from .units import Unit
+
+
+@dataclass(eq=False)
+class _Load:
+    """One element of the sequence in its slot."""
+
+    unit: Unit
+    slot: int
+    read: UnitRead
+    holders: int = 0
+
+
+class SlotRing:
+    """The slots of a weight store. Methods may be called from many threads.
+
+    `images` says how each unit lies in a slot, `slots` are the slots' memory, `order` the units
+    that are read ahead. Each unit of `unverified` is checked against its file's checksum until it
+    has been read once.
+    """
+
+    def __init__(
+        self,
+        images: Mapping[Unit, Image],
+        slots: Sequence[Tensor],
+        transfers: Transfers,
+        order: Sequence[Unit],
+        unverified: set[Unit],
+        poison: bool,
+    ) -> None:
+        self._images = images
+        self._slots = slots
+        self._transfers = transfers
+        self._unverified = unverified
+        self._poison = poison
+        self.wait_s = 0.0  # seconds that `acquire` waited for reads
+        self._lock = threading.Lock()
+        self._order = tuple(order)
+        self._next = 0  # the element of the order that is read next
+        self._loads: list[_Load] = []  # in the order of the sequence
+        self._free: list[tuple[int, Mark]] = [
+            (slot, transfers.recycle(memory, poison)) for slot, memory in enumerate(slots)
+        ]
+        self._closed = False
+        with self._lock:
+            self._read_ahead()
+
+    def acquire(self, unit: Unit) -> int:
+        """Wait for a unit and return the slot it is in; it stays there until as many releases.
+
+        Raises what went wrong in reading it (the next call tries again), and RuntimeError when all
+        slots are held.
+        """
+        with self._lock:
+            if self._closed:
+                raise ValueError("the weight store is closed")
+            load = self._find(unit) or self._jump(unit)
+            load.holders += 1
+        start, arrived = time.perf_counter(), False
+        try:
+            load.read.wait()
+            arrived = True
+        finally:
+            with self._lock:
+                self.wait_s += time.perf_counter() - start
+                if arrived:
+                    self._unverified.discard(unit)
+                else:
+                    load.holders -= 1
+                    if load.holders == 0:
+                        self._drop([load])
+        return load.slot
+
+    def release(self, unit: Unit) -> None:
+        """Undo one `acquire`; the last one frees the slot, and the next unit is read into it."""
+        with self._lock:
+            load = next((x for x in self._loads if x.unit == unit and x.holders), None)
+            if load is None:
+                raise ValueError(f"unit {unit!r} is released but was not acquired")
+            load.holders -= 1
+            if load.holders == 0:
+                self._drop([load])
+                self._read_ahead()
+
+    def set_order(self, order: Sequence[Unit]) -> None:
+        """Read ahead in another cyclic order, from its beginning; held units stay."""
+        with self._lock:
+            if tuple(order) == self._order:
+                return
+            self._drop([x for x in self._loads if not x.holders])
+            self._order, self._next = tuple(order), 0
+            self._read_ahead()
+
+    def close(self) -> None:
+        """Read nothing more, forget everything; the transfers then stop what is under way."""
+        with self._lock:
+            self._closed = True
+            self._loads.clear()
+            self._free.clear()
+
+    def _find(self, unit: Unit) -> _Load | None:
+        """The first element of this unit; the idle ones before it are dropped."""
+        skipped = []
+        for load in self._loads:
+            if load.unit == unit:
+                if skipped:
+                    self._drop(skipped)
+                    self._read_ahead()
+                return load
+            if not load.holders:
+                skipped.append(load)
+        return None
+
+    def _jump(self, unit: Unit) -> _Load:
+        """Go on with the sequence from this unit; one outside of the order is slipped in."""
+        ahead = [x for x in self._loads if not x.holders]
+        if not ahead and not self._free:
+            held = ", ".join(repr(x.unit) for x in self._loads)
+            raise RuntimeError(
+                f"unit {unit!r} needs a slot, but all {len(self._slots)} are held by units {held}; "
+                "release one first or plan for more slots"
+            )
+        self._drop(ahead)
+        if unit in self._order:
+            self._seek(unit)
+            self._read_ahead()
+            return next(x for x in self._loads if x.unit == unit)
+        self._next = (self._next - len(ahead)) % max(len(self._order), 1)
+        load = self._start(unit)
+        self._read_ahead()
+        return load
+
+    def _seek(self, unit: Unit) -> None:
+        """Move to the first occurrence of a unit from the present element on."""
+        count = len(self._order)
+        steps = range(self._next, self._next + count)
+        self._next = next(i % count for i in steps if self._order[i % count] == unit)
+
+    def _read_ahead(self) -> None:
+        """Start reading the next elements into all free slots."""
+        while self._free and self._order:
+            self._start(self._order[self._next])
+            self._next = (self._next + 1) % len(self._order)
+
+    def _start(self, unit: Unit) -> _Load:
+        slot, mark = self._free.pop(0)
+        image = self._images[unit]
+        memory = self._slots[slot][: image.nbytes]
+        read = self._transfers.read_unit(image, memory, unit in self._unverified, mark)
+        load = _Load(unit, slot, read)
+        self._loads.append(load)
+        return load
+
+    def _drop(self, loads: list[_Load]) -> None:
+        """Free the slots of loads that nobody holds, once nothing is written to them any more."""
+        if self._closed:
+            return
+        for load in loads:
+            load.read.abandon()
+        for load in loads:
+            load.read.settle()
+            self._loads.remove(load)
+            memory = self._slots[load.slot]
+            self._free.append((load.slot, self._transfers.recycle(memory, self._poison)))

@@ -1,0 +1,98 @@
+"""Small checkpoints of random weights, and comparison of what a store serves with their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint, CheckpointWriter, read_weight
+from qoff.kernels.qtensor import QTensor
+from qoff.memory.units import Unit, local_names, unit_files, unit_weights
+from tests.kernels.operands import random_weight
+
+HIDDEN, MLP, VOCAB = 64, 128, 100
+
+
+def write_checkpoint(
+    path: Path, layers: int = 4, packing: str = "cpu16", tied: bool = True, scale: int = 1
+) -> Checkpoint:
+    """A checkpoint shaped like a decoder; `scale` multiplies the rows of its matrices."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "quantization_config": {
+            "quant_method": "qoff",
+            "version": 1,
+            "bits": 4,
+            "group_size": 64,
+            "solver": "rtn",
+            "packing": packing,
+        },
+    }
+    with CheckpointWriter(path) as writer:
+        for i in range(layers):
+            p = f"model.layers.{i}."
+            writer.write_layer(
+                i,
+                {
+                    p + "input_layernorm.weight": torch.randn(HIDDEN),
+                    p + "self_attn.qkv_proj": random_weight(90 * scale, HIDDEN, packing=packing),
+                    p + "self_attn.qkv_proj.bias": torch.randn(90 * scale),
+                    p + "self_attn.o_proj": random_weight(HIDDEN, HIDDEN, packing=packing),
+                    p + "post_attention_layernorm.weight": torch.randn(HIDDEN),
+                    p + "mlp.gate_up_proj": random_weight(256 * scale, HIDDEN, packing=packing),
+                    p + "mlp.down_proj": random_weight(HIDDEN * scale, MLP, packing=packing),
+                },
+            )
+        outer: dict[str, QTensor | Tensor] = {
+            "model.embed_tokens": random_weight(VOCAB, HIDDEN, 8, packing=packing),
+            "model.norm.weight": torch.randn(HIDDEN),
+        }
+        if not tied:
+            outer["lm_head"] = random_weight(VOCAB, HIDDEN, 8, packing=packing)
+        writer.write_outer(outer)
+        writer.finish(config)
+    return Checkpoint.open(path)
+
+
+def all_names(checkpoint: Checkpoint) -> list[str]:
+    return [name for file in unit_files(checkpoint).values() for name in file.weights]
+
+
+def same_bits(actual: QTensor | Tensor, expected: QTensor | Tensor) -> bool:
+    if isinstance(actual, QTensor) and isinstance(expected, QTensor):
+        return (
+            (actual.shape, actual.bits, actual.packing)
+            == (expected.shape, expected.bits, expected.packing)
+            and torch.equal(actual.codes, expected.codes)
+            and same_bits(actual.scale_min, expected.scale_min)
+        )
+    assert isinstance(actual, Tensor)
+    assert isinstance(expected, Tensor)
+    return actual.dtype == expected.dtype and torch.equal(
+        actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    )
+
+
+class Truth:
+    """The weights of every unit, read plainly from the files."""
+
+    def __init__(self, checkpoint: Checkpoint, packing: str) -> None:
+        self.units: dict[Unit, dict[str, QTensor | Tensor]] = {}
+        for unit, file in unit_files(checkpoint).items():
+            local = local_names(unit, file.weights)
+            weights = {}
+            for name in unit_weights(checkpoint, unit):
+                weight = read_weight(file, file.weights[name])
+                quantized = isinstance(weight, QTensor)
+                weights[local[name]] = weight.to_packing(packing) if quantized else weight
+            self.units[unit] = weights
+
+    def wrong(self, unit: Unit, served: Mapping[str, QTensor | Tensor]) -> list[str]:
+        """Names that are missing or differ in a bit from the files."""
+        expected = self.units[unit]
+        return [n for n in expected if n not in served or not same_bits(served[n], expected[n])]

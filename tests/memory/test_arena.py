@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qoff.errors import BudgetError
+from qoff.memory.arena import Arena
+
+ALIGN = st.sampled_from([1, 64, 4096])
+
+
+@given(st.integers(0, 1 << 18), st.lists(st.tuples(st.integers(0, 1 << 16), ALIGN), max_size=12))
+def test_pieces_are_aligned_disjoint_and_within_the_budget(
+    capacity: int, requests: list[tuple[int, int]]
+) -> None:
+    arena = Arena("device", capacity)
+    pieces = []
+    for i, (nbytes, align) in enumerate(requests):
+        before = arena.used
+        try:
+            piece = arena.alloc(nbytes, f"piece {i}", align)
+        except BudgetError:
+            assert before + nbytes + align > capacity
+            assert arena.used == before
+            continue
+        assert piece.numel() == nbytes
+        assert piece.storage_offset() % align == 0
+        piece.fill_(i + 1)
+        pieces.append((piece, i + 1))
+        assert before + nbytes <= arena.used <= arena.peak <= arena.capacity == capacity
+    assert all(bool((piece == value).all()) for piece, value in pieces)
+
+
+def test_memory_starts_on_a_page() -> None:
+    assert Arena("device", 10_000).alloc(100, "a").data_ptr() % 4096 == 0
+
+
+def test_refusal_names_tier_purpose_and_bytes() -> None:
+    arena = Arena("device", 10_000)
+    arena.alloc(8192, "slot 0")
+    with pytest.raises(BudgetError, match=r"device.*slot 1 wants 4,000 bytes, 1,808 of 10,000"):
+        arena.alloc(4000, "slot 1")
+
+
+def test_memory_the_system_refuses_is_a_budget_error() -> None:
+    with pytest.raises(BudgetError, match=f"{1 << 60:,} bytes"):
+        Arena("device", 1 << 60)
+
+
+def mapped(address: int) -> bool:
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").open())
+    return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+
+
+def test_memory_is_unmapped_when_the_last_view_dies_after_close() -> None:
+    arena = Arena("device", 1 << 24)
+    piece = arena.alloc(1 << 24, "all")
+    address = piece.data_ptr()
+    arena.close()
+    assert mapped(address)
+    piece.fill_(1)
+    del piece
+    assert not mapped(address)
+    with pytest.raises(ValueError, match="closed"):
+        arena.alloc(1, "late")

@@ -1,0 +1,219 @@
+"""Damage and death: an error of our own in acquire(), no hang, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ChecksumError, DiskReadError
+from qoff.memory import (
+    HEAD,
+    DiskReader,
+    Residency,
+    ThreadTransfers,
+    Unit,
+    WeightStore,
+    plan_residency,
+    residency_of,
+)
+from tests.memory.checkpoints import Truth, all_names, write_checkpoint
+
+LAYERS = 4
+UNITS: list[Unit] = [*range(LAYERS), HEAD]
+
+
+@pytest.fixture(scope="module", params=["cpu16", "half32"])
+def pristine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    path = tmp_path_factory.mktemp("ck") / "model"
+    return write_checkpoint(path, LAYERS, request.param)
+
+
+@pytest.fixture
+def checkpoint(pristine: Checkpoint, tmp_path: Path) -> Checkpoint:
+    shutil.copytree(pristine.path, tmp_path / "model")
+    return Checkpoint.open(tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """No thread and no descriptor survives a test."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    names = [t.name for t in threading.enumerate() if t.name.startswith("qoff-")]
+    assert names == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Faulty:
+    """Reads that fail in one file while `broken`."""
+
+    def __init__(self, name: str, fault: BaseException) -> None:
+        self.broken = True
+        self._name = name
+        self._fault = fault
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if self.broken and Path(f"/proc/self/fd/{fd}").resolve().name == self._name:
+            raise self._fault
+        return os.preadv(fd, views, offset)
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_a_read_error_is_raised_where_the_unit_is_acquired_and_nowhere_else(
+    checkpoint: Checkpoint,
+) -> None:
+    name = checkpoint.layers[2].path.name
+    faulty = Faulty(name, OSError(errno.EIO, "Input/output error"))
+    transfers = ThreadTransfers(DiskReader(preadv=faulty.preadv))
+    truth = Truth(checkpoint, "cpu16")
+    with WeightStore(checkpoint, residency_of(checkpoint, []), transfers=transfers) as store:
+        for _ in range(2):
+            for unit in UNITS:
+                if unit == 2:
+                    with pytest.raises(DiskReadError, match=rf"{name}.*Input/output error"):
+                        store.acquire(unit)
+                else:
+                    with store.use(unit) as weights:
+                        assert truth.wrong(unit, weights) == []
+        faulty.broken = False
+        with store.use(2) as weights:
+            assert truth.wrong(2, weights) == []
+
+
+def test_a_file_truncated_after_opening_is_a_disk_read_error(checkpoint: Checkpoint) -> None:
+    path = checkpoint.layers[1].path
+    os.truncate(path, checkpoint.layers[1].nbytes - 5000)
+    with (
+        WeightStore(checkpoint, residency_of(checkpoint, [])) as store,
+        pytest.raises(DiskReadError, match=f"{path.name}: short read"),
+    ):
+        store.acquire(1)
+
+
+def test_a_file_removed_after_opening_is_a_disk_read_error(checkpoint: Checkpoint) -> None:
+    checkpoint.layers[0].path.unlink()
+    with pytest.raises(DiskReadError, match="00000"):
+        WeightStore(checkpoint, plan_residency(checkpoint, None))
+
+
+@pytest.mark.parametrize("where", ["header", "data", "last"])
+def test_a_flipped_bit_in_a_streamed_file_is_found_when_it_first_streams(
+    checkpoint: Checkpoint, where: str
+) -> None:
+    file = checkpoint.layers[1]
+    flip(file.path, {"header": 9, "data": file.data_start + 100, "last": file.nbytes - 1}[where])
+    with WeightStore(checkpoint, residency_of(checkpoint, [])) as store:
+        with store.use(0):
+            pass
+        for _ in range(2):
+            with pytest.raises(ChecksumError, match=file.path.name):
+                store.acquire(1)
+    with WeightStore(checkpoint, residency_of(checkpoint, []), verify=False) as store:
+        store.acquire(1)
+
+
+@pytest.mark.parametrize("at", [0, -1])
+@pytest.mark.parametrize("kept", ["all", "first", "last"])
+def test_a_flipped_bit_in_a_file_with_resident_weights_is_found_before_it_is_served(
+    checkpoint: Checkpoint, kept: str, at: int
+) -> None:
+    file = checkpoint.layers[1]
+    flip(file.path, file.data_start if at == 0 else file.nbytes - 1)
+    names = list(file.weights)
+    resident = {"all": all_names(checkpoint), "first": names[:1], "last": names[-1:]}[kept]
+    with (
+        pytest.raises(ChecksumError, match=file.path.name),
+        WeightStore(checkpoint, residency_of(checkpoint, resident)) as store,
+    ):
+        store.acquire(1)
+
+
+def test_a_file_is_hashed_once(checkpoint: Checkpoint) -> None:
+    with WeightStore(checkpoint, residency_of(checkpoint, [])) as store:
+        for unit in UNITS * 2:
+            store.acquire(unit)
+            store.release(unit)
+        file = checkpoint.layers[3]
+        flip(file.path, file.nbytes - 1)
+        for unit in UNITS:  # a second hash would fail now
+            store.acquire(unit)
+            store.release(unit)
+
+
+@pytest.mark.parametrize("death", [SystemExit(1), KeyboardInterrupt(), MemoryError()])
+def test_the_death_of_reading_threads_is_an_error_and_not_a_hang(
+    checkpoint: Checkpoint, death: BaseException
+) -> None:
+    faulty = Faulty(checkpoint.layers[3].path.name, death)
+    transfers = ThreadTransfers(DiskReader(preadv=faulty.preadv))
+    with WeightStore(checkpoint, residency_of(checkpoint, []), transfers=transfers) as store:
+        with pytest.raises((DiskReadError, MemoryError)):
+            for unit in UNITS:
+                store.acquire(unit)
+                store.release(unit)
+        if not isinstance(death, Exception):  # an ordinary error does not kill a thread
+            for unit in UNITS:
+                with pytest.raises(DiskReadError, match="died"):
+                    store.acquire(unit)
+                    store.release(unit)
+
+
+def slow(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    time.sleep(0.02)
+    return os.preadv(fd, views, offset)
+
+
+def test_close_wakes_those_who_wait(checkpoint: Checkpoint) -> None:
+    transfers = ThreadTransfers(DiskReader(threads=1, chunk=4096, preadv=slow))
+    plan = residency_of(checkpoint, [])
+    store = WeightStore(checkpoint, plan, transfers=transfers, verify=False)
+    outcome: list[object] = []
+
+    def consume() -> None:
+        try:
+            outcome.append(store.acquire(0))
+        except DiskReadError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    store.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(outcome) == 1
+    assert isinstance(outcome[0], (DiskReadError, ValueError))
+
+
+def test_a_closed_store_serves_nothing_and_closes_again(checkpoint: Checkpoint) -> None:
+    for plan in (residency_of(checkpoint, []), plan_residency(checkpoint, None)):
+        store = WeightStore(checkpoint, plan)
+        store.acquire(0)
+        store.close()
+        store.close()
+        for call in (store.acquire, store.release):
+            with pytest.raises(ValueError, match="closed"):
+                call(0)
+
+
+def test_an_arena_that_cannot_be_had_leaves_nothing_behind(checkpoint: Checkpoint) -> None:
+    plan = plan_residency(checkpoint, None)
+    impossible = Residency(plan.resident, 0, 0, 1 << 60, 0, 0, plan.packing)
+    with pytest.raises(MemoryError, match="refused"):
+        WeightStore(checkpoint, impossible)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import BudgetError
+from qoff.memory import WeightStore, plan_residency, residency_of
+from qoff.memory.residency import streamed_image
+from qoff.memory.units import HEAD, unit_files, unit_weights
+from tests.memory.checkpoints import all_names, write_checkpoint
+
+PACKINGS = ["cpu16", "half32"]
+
+
+@pytest.fixture(scope="module", params=[(p, t) for p in PACKINGS for t in (True, False)], ids=str)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    packing, tied = request.param
+    path = tmp_path_factory.mktemp("ck") / "model"
+    return write_checkpoint(path, layers=5, packing=packing, tied=tied, scale=3)
+
+
+def least(checkpoint: Checkpoint, slots: int, workspace: int) -> int:
+    """The smallest budget that is accepted, as told by the refusal of none at all."""
+    with pytest.raises(BudgetError) as refused:
+        plan_residency(checkpoint, 0, slots, workspace)
+    found = re.search(r"at least ([\d,]+)", str(refused.value))
+    assert found is not None
+    return int(found[1].replace(",", ""))
+
+
+@given(share=st.floats(0, 1.2), slots=st.sampled_from([2, 3]), workspace=st.integers(0, 10_000))
+def test_no_plan_exceeds_its_budget_and_no_store_its_plan(
+    checkpoint: Checkpoint, share: float, slots: int, workspace: int
+) -> None:
+    everything = residency_of(checkpoint, all_names(checkpoint), slots, workspace)
+    budget = int(everything.device_bytes * share)
+    try:
+        plan = plan_residency(checkpoint, budget, slots, workspace)
+    except BudgetError as error:
+        assert budget < least(checkpoint, slots, workspace)
+        assert f"{budget:,} are there" in str(error)
+        assert f"{everything.device_bytes:,} bytes" in str(error)
+        return
+    assert plan.device_bytes <= budget
+    assert plan.slots in ((0,) if plan.resident >= set(all_names(checkpoint)) else (0, slots))
+    with WeightStore(checkpoint, plan) as store:
+        for unit in [*store.units, *store.units]:
+            with store.use(unit):
+                pass
+        assert store.stats.arena_peak == plan.device_bytes - workspace
+        assert store.stats.arena_peak <= budget - workspace
+
+
+def streamed_bytes(checkpoint: Checkpoint, resident: frozenset[str]) -> int:
+    images = [streamed_image(checkpoint, u, resident, "cpu16") for u in unit_files(checkpoint)]
+    return sum(image.raw_bytes for image in images if image is not None)
+
+
+def test_more_memory_never_streams_more(checkpoint: Checkpoint) -> None:
+    everything = residency_of(checkpoint, all_names(checkpoint)).device_bytes
+    budgets = range(least(checkpoint, 2, 0), everything + 1, everything // 60)
+    plans = [plan_residency(checkpoint, budget) for budget in budgets]
+    with_head = [p for p in plans if set(unit_weights(checkpoint, HEAD)) <= p.resident]
+    streamed = [streamed_bytes(checkpoint, plan.resident) for plan in with_head]
+    assert len(with_head) > 10
+    assert streamed == sorted(streamed, reverse=True)
+
+
+def test_the_least_budget_is_exact(checkpoint: Checkpoint) -> None:
+    minimum = least(checkpoint, 2, 100)
+    assert plan_residency(checkpoint, minimum, 2, 100).device_bytes <= minimum
+    with pytest.raises(BudgetError):
+        plan_residency(checkpoint, minimum - 1, 2, 100)
+
+
+def test_without_a_budget_everything_stays(checkpoint: Checkpoint) -> None:
+    plan = plan_residency(checkpoint, None)
+    assert plan.resident == set(all_names(checkpoint))
+    assert (plan.slots, plan.slot_bytes) == (0, 0)
+    assert plan_residency(checkpoint, plan.device_bytes) == plan
+
+
+def test_every_layer_streams_one_range_and_about_as_much(checkpoint: Checkpoint) -> None:
+    everything = residency_of(checkpoint, all_names(checkpoint)).device_bytes
+    for budget in range(least(checkpoint, 2, 0), everything, everything // 20):
+        plan = plan_residency(checkpoint, budget)
+        images = [
+            streamed_image(checkpoint, unit, plan.resident, "cpu16")
+            for unit in range(len(checkpoint.layers))
+        ]
+        streaming = [image for image in images if image is not None]
+        assert all(len(image.ranges) == 1 for image in streaming)
+        counts = [len(image.raw) if image is not None else 0 for image in images]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_fewer_than_two_slots_are_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        plan_residency(checkpoint, None, slots=1)
+
+
+def test_unknown_names_are_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match=r"model\.layers\.99\.x"):
+        residency_of(checkpoint, ["model.layers.99.x"])

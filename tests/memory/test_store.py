@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from os import preadv
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import OpError
+from qoff.kernels.qtensor import QTensor
+from qoff.memory import (
+    HEAD,
+    DiskReader,
+    Residency,
+    ThreadTransfers,
+    Unit,
+    WeightStore,
+    plan_residency,
+    residency_of,
+)
+from tests.memory.checkpoints import Truth, all_names, same_bits, write_checkpoint
+
+LAYERS = 4
+UNITS: list[Unit] = [*range(LAYERS), HEAD]
+KINDS = [("cpu16", True), ("cpu16", False), ("half32", True), ("half32", False)]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    packing, tied = request.param
+    path = tmp_path_factory.mktemp("ck") / "model"
+    return write_checkpoint(path, LAYERS, packing, tied)
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint: Checkpoint) -> dict[str, Truth]:
+    return {packing: Truth(checkpoint, packing) for packing in ("cpu16", "half32")}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return write_checkpoint(tmp_path_factory.mktemp("ck") / "small", LAYERS)
+
+
+def racing(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Reads that take any time and so end in any order."""
+    time.sleep(random.random() * 5e-4)
+    return preadv(fd, views, offset)
+
+
+def racing_transfers() -> ThreadTransfers:
+    return ThreadTransfers(DiskReader(threads=4, chunk=4096, preadv=racing))
+
+
+@settings(max_examples=40)
+@given(data=st.data(), slots=st.sampled_from([2, 3]), packing=st.sampled_from(["cpu16", "half32"]))
+def test_every_residency_serves_the_same_bits(
+    data: st.DataObject,
+    slots: int,
+    packing: str,
+    checkpoint: Checkpoint,
+    truth: dict[str, Truth],
+) -> None:
+    names = all_names(checkpoint)
+    resident = data.draw(st.sets(st.sampled_from(names)) | st.just(set(names)) | st.just(set()))
+    plan = residency_of(checkpoint, resident, slots, packing=packing)
+    with WeightStore(
+        checkpoint, plan, packing=packing, transfers=racing_transfers(), poison=True
+    ) as store:
+        for unit in UNITS * 2:
+            with store.use(unit) as weights:
+                assert truth[packing].wrong(unit, weights) == []
+
+
+@given(
+    data=st.data(),
+    slots=st.sampled_from([2, 3]),
+    order=st.lists(st.sampled_from(UNITS), max_size=8),
+    acquired=st.lists(st.sampled_from(UNITS), max_size=10),
+)
+def test_any_order_of_acquisition_serves_the_same_bits(
+    data: st.DataObject,
+    slots: int,
+    order: list[Unit],
+    acquired: list[Unit],
+    checkpoint: Checkpoint,
+    truth: dict[str, Truth],
+) -> None:
+    plan = residency_of(checkpoint, {"model.layers.1.mlp.down_proj"}, slots)
+    with WeightStore(checkpoint, plan, transfers=racing_transfers(), poison=True) as store:
+        held: list[Unit] = []
+        for i, unit in enumerate(acquired):
+            if i == len(acquired) // 2:
+                store.set_order(order)
+            if unit not in held and len(set(held)) == slots:
+                store.release(held.pop(data.draw(st.integers(0, slots - 1)) % len(held)))
+            if unit not in held and len(set(held)) == slots:
+                continue  # what was released is held twice
+            held.append(unit)
+            assert truth["cpu16"].wrong(unit, store.acquire(unit)) == []
+            for other in held:
+                again = store.acquire(other)
+                assert truth["cpu16"].wrong(other, again) == []
+                store.release(other)
+            if data.draw(st.booleans()):
+                store.release(held.pop())
+
+
+def test_threads_that_share_a_store_all_get_the_right_bits(
+    checkpoint: Checkpoint, truth: dict[str, Truth]
+) -> None:
+    plan = residency_of(checkpoint, set(), slots=3)
+    wrong: list[object] = []
+
+    def consume(seed: int) -> None:
+        choose = random.Random(seed)
+        try:
+            for _ in range(25):
+                unit = choose.choice(UNITS)
+                with store.use(unit) as weights:
+                    wrong.extend(truth["cpu16"].wrong(unit, weights))
+        except Exception as error:
+            wrong.append(error)
+
+    with WeightStore(checkpoint, plan, transfers=racing_transfers(), poison=True) as store:
+        threads = [threading.Thread(target=consume, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert wrong == []
+
+
+class Log:
+    """Which files were read, in order; lets a test wait until a number of reads is done."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.files: list[str] = []
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        count = preadv(fd, views, offset)
+        with self._changed:
+            self.files.append(Path(f"/proc/self/fd/{fd}").resolve().name)
+            self._changed.notify_all()
+        return count
+
+    def wait_for(self, reads: int) -> list[str]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.files) >= reads, timeout=20)
+            return list(self.files)
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_released_slot_is_read_into_unasked_and_across_the_end_of_the_cycle(
+    small: Checkpoint, slots: int
+) -> None:
+    log = Log()
+    reader = DiskReader(threads=1, preadv=log.preadv)
+    transfers = ThreadTransfers(reader)
+    outer = [n for n in all_names(small) if not n.startswith("model.layers.")]
+    plan = residency_of(small, outer, slots)
+    files = [file.path.name for file in small.layers]
+    with WeightStore(small, plan, transfers=transfers, verify=False) as store:
+        whole = log.files.count(small.outer.path.name)
+        per_unit = 2  # whole blocks, then the unaligned end of the file
+        for step in range(3 * LAYERS):
+            seen = log.wait_for(whole + per_unit * (step + slots))[whole:]
+            expected = [files[i % LAYERS] for i in range(step + slots) for _ in range(per_unit)]
+            assert seen == expected
+            store.acquire(step % LAYERS)
+            assert log.files[whole:] == expected, "read into a slot that is in use"
+            store.release(step % LAYERS)
+
+
+def test_following_the_order_reads_every_byte_once_a_cycle(small: Checkpoint) -> None:
+    plan = residency_of(small, set())
+    with WeightStore(small, plan, verify=False) as store:
+        order: list[Unit] = [3, 1, HEAD, 0, 2]
+        store.set_order(order)
+        for unit in order:  # what was read ahead for another order is gone by now
+            with store.use(unit):
+                pass
+        before = store.stats.bytes_read
+        for unit in order * 2:
+            with store.use(unit):
+                pass
+        for unit in order[: plan.slots]:  # wait for what is read ahead
+            store.acquire(unit)
+        total = sum(f.nbytes - f.data_start for f in [*small.layers, small.outer])
+        ahead = store.stats.bytes_read - before - 2 * total
+        assert 0 <= ahead <= plan.slots * plan.slot_bytes
+
+
+def test_nothing_is_read_when_all_is_resident(checkpoint: Checkpoint) -> None:
+    with WeightStore(checkpoint, plan_residency(checkpoint, None)) as store:
+        loaded = store.stats.bytes_read
+        first = [store.acquire(unit) for unit in UNITS]
+        again = [store.acquire(unit) for unit in UNITS]
+        store.set_order([HEAD])
+        assert all(a is b for a, b in zip(first, again, strict=True))
+        assert store.stats.bytes_read == loaded
+        assert store.stats.wait_s == 0
+
+
+def test_a_slot_gives_the_same_objects_every_time(small: Checkpoint) -> None:
+    with WeightStore(small, residency_of(small, set())) as store:
+        seen: dict[tuple[Unit, int], object] = {}
+        for unit in UNITS * 6:
+            with store.use(unit) as weights:
+                matrix = weights["mlp.down_proj" if unit != HEAD else "lm_head"]
+                assert isinstance(matrix, QTensor)
+                key = (unit, matrix.codes.data_ptr())
+                assert seen.setdefault(key, matrix) is matrix
+        assert len(seen) <= 2 * len(UNITS)
+
+
+def test_use_after_release_shows_as_nan(checkpoint: Checkpoint) -> None:
+    gate = threading.Event()
+    gate.set()
+
+    def gated(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        gate.wait(20)
+        return preadv(fd, views, offset)
+
+    transfers = ThreadTransfers(DiskReader(preadv=gated))
+    with WeightStore(
+        checkpoint, residency_of(checkpoint, set()), transfers=transfers, poison=True
+    ) as store:
+        store.acquire(1)
+        weights = store.acquire(0)
+        matrix, norm = weights["mlp.down_proj"], weights["input_layernorm.weight"]
+        assert isinstance(matrix, QTensor)
+        assert isinstance(norm, torch.Tensor)
+        assert not matrix.dequantize().isnan().any()
+        gate.clear()  # what is read into the slot next does not arrive
+        store.release(0)
+        assert matrix.dequantize().isnan().all()
+        assert norm.isnan().all()
+        gate.set()
+
+
+def test_more_units_than_slots_cannot_be_held(small: Checkpoint) -> None:
+    with WeightStore(small, residency_of(small, set())) as store:
+        store.acquire(0)
+        store.acquire(2)
+        with pytest.raises(RuntimeError, match="all 2 are held by units 0, 2"):
+            store.acquire(3)
+        store.release(2)
+        store.acquire(3)
+
+
+def test_what_was_not_acquired_cannot_be_released(small: Checkpoint) -> None:
+    with WeightStore(small, residency_of(small, set())) as store:
+        with pytest.raises(ValueError, match="not acquired"):
+            store.release(0)
+        with pytest.raises(ValueError, match="no unit 17"):
+            store.acquire(17)
+        with pytest.raises(ValueError, match="no unit 'tail'"):
+            store.set_order([0, "tail"])
+
+
+def test_a_residency_for_another_packing_is_refused(small: Checkpoint) -> None:
+    plan: Residency = plan_residency(small, None, packing="half32")
+    with pytest.raises(ValueError, match="half32"):
+        WeightStore(small, plan, packing="cpu16")
+
+
+@given(ids=st.lists(st.integers(0, 99), max_size=40), resident=st.booleans())
+def test_rows_are_the_same_from_memory_and_from_disk(
+    ids: list[int], resident: bool, checkpoint: Checkpoint, truth: dict[str, Truth]
+) -> None:
+    names = all_names(checkpoint) if resident else []
+    with WeightStore(checkpoint, residency_of(checkpoint, names), verify=False) as store:
+        for name in (n for n in ("model.embed_tokens", "lm_head") if n in checkpoint.outer.weights):
+            rows = store.gather_rows(name, torch.tensor(ids, dtype=torch.int64))
+            known = truth["cpu16"].units[HEAD]
+            if name in known:
+                assert same_bits(rows, known[name].dequantize()[ids])
+            assert rows.shape == (len(ids), 64)
+            assert rows.dtype == torch.float32
+
+
+def test_an_untied_embedding_on_disk_gives_the_rows_of_a_resident_one(
+    tmp_path: Path,
+) -> None:
+    for packing in ("cpu16", "half32"):
+        checkpoint = write_checkpoint(tmp_path / packing, 1, packing, tied=False)
+        ids = torch.tensor([99, 0, 17, 17, 16, 98])
+        with (
+            WeightStore(checkpoint, residency_of(checkpoint, [])) as streaming,
+            WeightStore(checkpoint, plan_residency(checkpoint, None)) as resident,
+        ):
+            rows = [s.gather_rows("model.embed_tokens", ids) for s in (streaming, resident)]
+            assert same_bits(*rows)
+            assert rows[0].unique(dim=0).shape[0] == 5
+
+
+def test_rows_that_are_not_there_are_refused(small: Checkpoint) -> None:
+    with WeightStore(small, residency_of(small, set())) as store:
+        for ids in ([100], [-1], [0, 1000]):
+            with pytest.raises(OpError, match="rows 0 to 99"):
+                store.gather_rows("model.embed_tokens", torch.tensor(ids))
