@@ -1,0 +1,97 @@
+# `make demo` and `make test` need Python 3.11+ and make; the rest is installed into .venv.
+# PYTHON=/path/to/python3.12 chooses the interpreter that .venv is made with.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+TORCH_TRITON := 3.7.1
+PYTHON ?=
+PYTEST_ARGS ?=
+
+# The stamp's name holds what was installed, so an edit of either file installs again.
+INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)
+
+.PHONY: help venv demo test lint types layers pytest bench format lock clean
+
+help:
+	@echo "make demo     convert a small model to 4 bits and answer a prompt under a memory budget"
+	@echo "make test     lint, types, layers and tests"
+	@echo "make bench    the CPU and disk benches, each beside its peer or its limit"
+	@echo "make format   format and fix the sources"
+	@echo "make lock     write constraints.txt with the newest versions"
+	@echo "make clean    remove $(VENV), caches and build products"
+
+venv: $(INSTALLED)
+
+# A candidate counts only if it runs: version managers leave commands behind that do not.
+$(BIN)/python:
+	@python='$(PYTHON)'; \
+	at_least='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'; \
+	if [ -n "$$python" ]; then \
+	    "$$python" -c "$$at_least" || { echo "PYTHON=$$python is not a Python 3.11+ with venv" >&2; exit 1; }; \
+	else \
+	    for name in python3.11 python3.12 python3.13 python3; do \
+	        if "$$name" -c "$$at_least" 2>/dev/null; then python="$$name"; break; fi; \
+	    done; \
+	fi; \
+	if [ -z "$$python" ]; then \
+	    echo "qoff needs Python 3.11 or newer with its venv module (Debian: python3-venv); none of" >&2; \
+	    echo "python3.11, python3.12, python3.13, python3 is one. Install one, or name it: make PYTHON=..." >&2; \
+	    exit 1; \
+	fi; \
+	echo "creating $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+
+# torch comes first and alone: that request also matches a build without CUDA where pip is offered
+# one. The package itself is built with the setuptools that torch brought, not with a fetched one.
+$(INSTALLED): $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH) -c constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check 'setuptools>=77' -c constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -e '.[dev]' -c constraints.txt
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python -m bench.demo
+
+test: lint types layers pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+layers: $(INSTALLED)
+	$(BIN)/pytest -q tests/test_layers.py
+
+pytest: $(INSTALLED)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[bench]' --no-build-isolation -c constraints.txt
+	for name in cpu_matmul cpu_decode disk_stream; do $(BIN)/python -m "bench.$$name"; done
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The newest versions that go together, from an environment of its own; see constraints.txt.
+lock: $(BIN)/python
+	$(BIN)/python -m venv --clear build/lock
+	build/lock/bin/python -m pip install $(TORCH)
+	build/lock/bin/python -m pip install '.[bench,dev]'
+	{ grep '^#' constraints.txt; build/lock/bin/python -m pip freeze --all \
+	    | grep -v -e '^pip==' -e '^qoff' \
+	    | sed -e 's/+cpu$$//' -e 's/^triton==/triton>=$(TORCH_TRITON),<=/'; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
