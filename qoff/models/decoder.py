@@ -14,6 +14,7 @@ from qoff.kernels.qtensor import QTensor
 from qoff.kernels.ragged import Ragged
 from qoff.kvcache import PlainCache
 
+from . import names
 from .rope import RotaryTable
 from .spec import DecoderSpec
 
@@ -81,8 +82,8 @@ class Decoder:
         cache.advance([span.count for span in ragged.spans])
         return self._ops.w4_linear(
             hidden[batch.logit_rows],
-            weights["lm_head"],
-            norm=weights["model.norm.weight"],
+            weights[names.EMBEDDING if self.spec.tie_word_embeddings else names.HEAD],
+            norm=weights[names.NORM],
             eps=self.spec.norm_eps,
         )
 

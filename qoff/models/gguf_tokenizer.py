@@ -1,0 +1,184 @@
+"""Tokenizers from the metadata of a GGUF file.
+
+transformers reads these too, but splits text by GPT-2's regex for every `tokenizer.ggml.pre` that
+it does not list (smollm is one: "x  1" and "a\\n\\n1." become other tokens than the model was
+trained on), and leaves out Qwen2's NFC normalizer and Llama 3's `ignore_merges`. Here each known
+kind is built as the model's own `tokenizer.json` has it, and others are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from qoff.errors import FormatError, UnsupportedModelError
+
+_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _split(numbers: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    """Return what splits by the regex that Llama 3 and Qwen2 share but for numbers."""
+    pattern = "|".join((_CONTRACTIONS, _WORDS, numbers, _REST))
+    return lambda: pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a value of `tokenizer.ggml.pre` stands for."""
+
+    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
+    nfc: bool = False
+    ignore_merges: bool = False  # a word that is a token needs no merges
+    add_bos: bool = False  # unless tokenizer.ggml.add_bos_token says otherwise
+
+
+_LLAMA3 = _Kind(_split(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+KINDS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "default": _Kind(_gpt2),
+        "gpt-2": _Kind(_gpt2),
+        "smollm": _Kind(_smollm),
+        "llama-bpe": _LLAMA3,
+        "llama3": _LLAMA3,
+        "llama-v3": _LLAMA3,
+        "qwen2": _Kind(_split(r"\p{N}"), nfc=True),
+    }
+)
+
+
+def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> Any:
+    """Return a transformers tokenizer built from the `tokenizer.*` keys of a GGUF file.
+
+    `context_length` becomes its `model_max_length`. Raises UnsupportedModelError for a kind of
+    tokenizer that is not known, FormatError for keys that are missing.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = _required(metadata, "tokens")
+    special = {
+        f"{name}_token": index
+        for name, key in _SPECIAL_IDS.items()
+        if (index := _token_id(metadata, key, len(tokens))) is not None
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_backend(metadata, tokens, special.get("bos_token")),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        model_max_length=context_length,
+        clean_up_tokenization_spaces=False,
+        **{name: tokens[index] for name, index in special.items()},
+    )
+
+
+def _backend(metadata: Mapping[str, Any], tokens: list[str], bos: int | None) -> Tokenizer:
+    kind = _kind(metadata)
+    backend = Tokenizer(_bpe(metadata, tokens, kind))
+    backend.normalizer = normalizers.NFC() if kind.nfc else None
+    backend.pre_tokenizer = kind.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", kind.add_bos):
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A",
+            pair=f"{tokens[bos]} $A {tokens[bos]}:1 $B:1",
+            special_tokens=[(tokens[bos], bos)],
+        )
+    types = metadata.get("tokenizer.ggml.token_type") or [0] * len(tokens)
+    if len(types) != len(tokens):
+        raise FormatError(
+            f"GGUF key tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
+    typed = list(zip(tokens, types, strict=True))
+    backend.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t, kind in typed if kind == _CONTROL]
+    )
+    backend.add_tokens(
+        [AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED]
+    )
+    return backend
+
+
+def _bpe(metadata: Mapping[str, Any], tokens: list[str], kind: _Kind) -> models.BPE:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = [_merge(pair) for pair in _required(metadata, "merges")]
+    for left, right in merges:
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise FormatError(
+                f"GGUF key tokenizer.ggml.merges joins {left!r} and {right!r}, "
+                "but these or what they make are not in tokenizer.ggml.tokens"
+            )
+    return models.BPE(
+        vocab=vocab,
+        merges=merges,
+        continuing_subword_prefix="",
+        end_of_word_suffix="",
+        ignore_merges=kind.ignore_merges,
+    )
+
+
+def _token_id(metadata: Mapping[str, Any], key: str, tokens: int) -> int | None:
+    index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if index is None or (isinstance(index, int) and 0 <= index < tokens):
+        return index
+    raise FormatError(
+        f"GGUF key tokenizer.ggml.{key}_token_id is {index!r}; expected one of {tokens} tokens"
+    )
+
+
+def _kind(metadata: Mapping[str, Any]) -> _Kind:
+    model = metadata.get("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise UnsupportedModelError(
+            f"GGUF key tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE). "
+            "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
+        )
+    name = metadata.get("tokenizer.ggml.pre")
+    kind = KINDS.get(str(name))
+    if kind is None:
+        raise UnsupportedModelError(
+            f"GGUF key tokenizer.ggml.pre is {name!r}; supported: {', '.join(KINDS)}. "
+            "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
+        )
+    return kind
+
+
+def _required(metadata: Mapping[str, Any], key: str) -> list[str]:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(value, list) or not value:
+        raise FormatError(f"GGUF key tokenizer.ggml.{key} is missing; expected a list of strings")
+    return value
+
+
+def _merge(pair: str) -> tuple[str, str]:
+    left, separator, right = pair.partition(" ")
+    if not (left and separator and right):
+        raise FormatError(f"GGUF key tokenizer.ggml.merges holds {pair!r}; expected two tokens")
+    return left, right

@@ -1,0 +1,109 @@
+"""A checkpoint that runs: weights where the plan put them, moved as the decoder asks for them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint
+from qoff.kernels.ops import ops_for
+from qoff.kvcache import PlainCache
+from qoff.memory import WeightStore, plan_residency
+
+from . import names
+from .decoder import HEAD, Batch, Decoder
+from .spec import DecoderSpec
+
+
+@dataclass(frozen=True)
+class RuntimeStats:
+    """What has happened since the model was loaded. Bytes and seconds."""
+
+    disk_bytes: int  # read from disk while generating
+    disk_busy_s: float  # time with at least one read under way
+    wait_s: float  # time the decoder waited for weights
+    arena_peak: int
+    arena_capacity: int
+    resident_bytes: int
+    slot_bytes: int  # all slots together
+
+
+class Runtime:
+    """Runs the forward passes of one checkpoint within a memory budget.
+
+    device_memory bounds, in bytes, the arena of resident weights and slots (None: everything
+    resident); what does not fit streams from disk through `slots` slots, layer after layer.
+    The KV cache is the caller's and outside of that budget. One forward pass at a time; others wait
+    their turn. Raises BudgetError when the budget is too small, and the errors of `Checkpoint.open`.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        device_memory: int | None = None,
+        slots: int = 2,
+        poison: bool = False,
+    ) -> None:
+        self.checkpoint = Checkpoint.open(path)
+        self.spec = DecoderSpec.from_config(self.checkpoint.config)
+        ops = ops_for(torch.device("cpu"))
+        residency = plan_residency(self.checkpoint, device_memory, slots, packing=ops.PACKING)
+        self.residency = residency
+        self.store = WeightStore(self.checkpoint, residency, packing=ops.PACKING, poison=poison)
+        self.decoder = Decoder(self.spec, ops, self._embed)
+        self._turn = threading.Lock()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""
+        with self._turn:
+            steps = self.decoder.steps(batch)
+            unit = next(steps)
+            while True:
+                weights = self.store.acquire(unit)
+                try:
+                    following = steps.send(weights)
+                except StopIteration as finished:
+                    return finished.value
+                finally:
+                    self.store.release(unit)
+                unit = following
+
+    def new_cache(self, sequences: int, capacity: int = 0) -> PlainCache:
+        """Return an empty KV cache for this model."""
+        return self.decoder.new_cache(sequences, capacity)
+
+    def stats(self) -> RuntimeStats:
+        """Return the counters as they are now."""
+        s = self.store.stats
+        return RuntimeStats(
+            s.bytes_read, s.disk_busy_s, s.wait_s, self.store.arena.peak, self.store.arena.capacity,
+            self.residency.resident_bytes, self.residency.slots * self.residency.slot_bytes,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop the transfers and give the memory back; idempotent."""
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.store.gather_rows(names.EMBEDDING, ids)
+
+
+__all__ = ["HEAD", "Batch", "Runtime", "RuntimeStats"]

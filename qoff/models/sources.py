@@ -1,0 +1,224 @@
+"""Where the weights of a conversion come from: a Hugging Face directory, or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qoff.errors import FormatError, UnsupportedModelError
+from qoff.quant import QTensor
+
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_MAX_HEADER = 100 << 20  # safetensors' own bound
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before its data is read."""
+
+    shape: tuple[int, ...]
+    quantized: tuple[int, int] | None  # bits and group size, None for floats
+
+
+class Source(Protocol):
+    """A model to convert. Tensors have Hugging Face names; what is wrong raises FormatError."""
+
+    path: Path
+
+    def config(self) -> dict[str, Any]:
+        """Return the `config.json` of the model."""
+
+    def info(self, name: str) -> TensorInfo | None:
+        """Describe a tensor, None if there is none of this name."""
+
+    def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
+        """Read a tensor in pieces of `rows` rows, a multiple of 16, in their order."""
+
+    def files(self) -> Mapping[str, bytes | Path]:
+        """Return tokenizer files and `generation_config.json`, by name."""
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Open a directory with `config.json` and safetensors, or a `.gguf` file, headers only.
+
+    Raises FormatError, naming the file, for anything else and for damaged headers.
+    """
+    where = Path(path)
+    if where.is_dir():
+        return SafetensorsSource(where)
+    if not where.is_file():
+        raise FormatError(f"{where}: no such file or directory; expected a model to convert")
+    if where.suffix.lower() != ".gguf":
+        raise FormatError(
+            f"{where}: expected a .gguf file, or a directory with config.json and safetensors files"
+        )
+    from .gguf_source import GGUFSource
+
+    return GGUFSource(where)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises FormatError, naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FormatError(f"{path}: no such file; a model directory needs it") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: holds a {type(value).__name__}; expected an object")
+    return value
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a safetensors file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+
+class SafetensorsSource:
+    """A Hugging Face model directory; tensors are read with plain reads, a piece at a time.
+
+    Raises FormatError for a directory without safetensors, an index that leads out of the directory
+    or to files that are not there, and headers that do not fit their file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors: dict[str, _Stored] = {}
+        if (path / _INDEX).is_file():
+            self._open_sharded()
+        elif (path / _SINGLE).is_file():
+            self._tensors = _read_header(path / _SINGLE)
+        else:
+            pickled = sorted(p.name for p in path.iterdir() if p.suffix in _PICKLED)
+            found = f"found {pickled[0]}, which is pickled and never opened" if pickled else ""
+            raise FormatError(
+                f"{path}: no {_SINGLE} and no {_INDEX}; {found or 'expected one of them'}. "
+                "Save the model with save_pretrained() of transformers, which writes safetensors"
+            )
+
+    def config(self) -> dict[str, Any]:
+        config = read_json(self.path / "config.json")
+        if quantization := config.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+            raise UnsupportedModelError(
+                f"{self.path / 'config.json'}: the model is quantized already "
+                f"(quant_method {method!r}); supported: unquantized safetensors. "
+                "Convert the original model"
+            )
+        return config
+
+    def info(self, name: str) -> TensorInfo | None:
+        stored = self._tensors.get(name)
+        return None if stored is None else TensorInfo(stored.shape, None)
+
+    def chunks(self, name: str, rows: int) -> Iterator[Tensor]:
+        stored = self._tensors[name]
+        row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        with stored.path.open("rb", buffering=0) as file:
+            for start in range(0, stored.shape[0], rows):
+                count = min(rows, stored.shape[0] - start)
+                data = torch.empty(count * row_bytes, dtype=torch.uint8)
+                _read_at(file.fileno(), stored.offset + start * row_bytes, data, stored.path)
+                yield data.view(stored.dtype).view(count, *stored.shape[1:])
+
+    def files(self) -> Mapping[str, bytes | Path]:
+        return {name: self.path / name for name in COMPANIONS if (self.path / name).is_file()}
+
+    def _open_sharded(self) -> None:
+        index = self.path / _INDEX
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise FormatError(f"{index}: no weight_map; expected tensor names and their files")
+        headers: dict[str, dict[str, _Stored]] = {}
+        for name, file in weight_map.items():
+            if file not in headers:
+                headers[file] = _read_header(_inside(self.path, file, index))
+            if name not in headers[file]:
+                raise FormatError(
+                    f"{self.path / file}: no tensor {name!r}, which {index} has there"
+                )
+            self._tensors[name] = headers[file][name]
+
+
+def _inside(directory: Path, file: object, index: Path) -> Path:
+    """Return the path of a shard, which must be a plain file name in the directory of the index."""
+    plain = isinstance(file, str) and PurePosixPath(file).name == file and "\\" not in file
+    if not isinstance(file, str) or not plain or file in ("", ".."):
+        raise FormatError(
+            f"{index}: names the file {file!r}; expected a file name without a directory"
+        )
+    if not (directory / file).is_file():
+        raise FormatError(f"{directory / file}: no such file, but {index} names it; get it again")
+    return directory / file
+
+
+def _read_header(path: Path) -> dict[str, _Stored]:
+    """Return the tensors of a safetensors file. Raises FormatError if they do not fit the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise FormatError(
+                f"{path}: a header of {length} bytes in a file of {size}; "
+                "the file is truncated or not safetensors, get it again"
+            )
+        try:
+            header = json.loads(file.read(length))
+            entries = [(n, e) for n, e in header.items() if n != "__metadata__"]
+            return {name: _stored(path, entry, 8 + length, size) for name, entry in entries}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise FormatError(f"{path}: header is not valid safetensors: {error}") from error
+
+
+def _stored(path: Path, entry: Mapping[str, Any], data_start: int, size: int) -> _Stored:
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(isinstance(x, int) and x >= 0 for x in (*shape, start, end)):
+        raise ValueError(f"shape {shape}, offsets {start}..{end}")
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:  # noticed only if the tensor is wanted: buffers may be integers
+        return _Stored(path, torch.uint8, shape, data_start + start)
+    if end - start != math.prod(shape) * dtype.itemsize or data_start + end > size:
+        raise ValueError(f"{entry['dtype']} {shape} at {start}..{end} of {size - data_start} bytes")
+    return _Stored(path, dtype, shape, data_start + start)
+
+
+def _read_at(fd: int, offset: int, data: Tensor, path: Path) -> None:
+    view = data.numpy().data
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            raise FormatError(f"{path}: ends at byte {offset}, {len(view)} bytes early")
+        view, offset = view[count:], offset + count

@@ -1,0 +1,387 @@
+"""GGUF files convert code for code, rows in Hugging Face order, config and tokenizer rebuilt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from qoff.checkpoint import Checkpoint, read_weight
+from qoff.errors import FormatError, QoffError, QuantizationError, UnsupportedModelError
+from qoff.kernels.qtensor import QTensor
+from qoff.models.convert import convert
+from qoff.models.names import interleave16
+from qoff.models.spec import DecoderSpec
+from qoff.quant import QuantConfig, quantize
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 32, 2
+CONFIG: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 1e5},
+    "llama-biased": {"attention_bias": True, "mlp_bias": True},
+    "llama-tied": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "smollm3": {},
+}
+HF_TO_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    prefix, rest = "", name
+    if name.startswith("model.layers."):
+        _, _, layer, rest = name.split(".", 3)
+        prefix = f"blk.{layer}."
+    module, kind = rest.rsplit(".", 1)
+    return f"{prefix}{HF_TO_GGUF[module]}.{kind}"
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """The row order that llama.cpp's converter gives Llama's queries and keys."""
+    pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+class Model:
+    """A random model of a family, its GGUF file, and what its matrices are worth there."""
+
+    def __init__(self, family: str, kinds: Mapping[str, Kind] | None = None) -> None:
+        self.arch = family.partition("-")[0]
+        self.kinds = kinds or {}
+        config = {"model_type": self.arch, **CONFIG, **FAMILIES[family]}
+        self.config = AutoConfig.for_model(**config)
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(self.config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.1)
+        self.tensors = {n: p.detach() for n, p in model.named_parameters()}
+        self.metadata: dict[str, Any] = {
+            "context_length": 512,
+            "embedding_length": 64,
+            "feed_forward_length": 96,
+            "block_count": LAYERS,
+            "attention.head_count": HEADS,
+            "attention.head_count_kv": KV_HEADS,
+            "attention.key_length": HEAD_DIM,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.freq_base": float(self.config.rope_parameters["rope_theta"]),
+        }
+        self.extra: dict[str, np.ndarray] = {}
+        self.tokenizer: dict[str, Any] = {"model": "gpt2", "pre": "smollm"}
+
+    def kind(self, name: str) -> Kind:
+        if self.tensors[name].ndim == 1:
+            return Kind.F32
+        for part, kind in self.kinds.items():
+            if part in name:
+                return kind
+        return Kind.Q8_0 if "embed_tokens" in name or "lm_head" in name else Kind.Q4_1
+
+    def write(self, path: Path) -> Path:
+        writer = gguf.GGUFWriter(path, self.arch)
+        for key, value in self.metadata.items():
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            (writer.add_string if isinstance(value, str) else add)(f"{self.arch}.{key}", value)
+        self._write_tokenizer(writer)
+        for name, tensor in self.tensors.items():
+            values = tensor.numpy()
+            if self.arch in ("llama", "smollm3") and ".q_proj." in name:
+                values = permuted(values, HEADS)
+            if self.arch in ("llama", "smollm3") and ".k_proj." in name:
+                values = permuted(values, KV_HEADS)
+            raw = gguf.quants.quantize(values, self.kind(name))
+            writer.add_tensor(gguf_name(name), raw, raw_dtype=self.kind(name))
+        for name, values in self.extra.items():
+            writer.add_tensor(name, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    def value(self, name: str) -> Tensor:
+        """The tensor as the file has it, in the row order of Hugging Face."""
+        kind = self.kind(name)
+        raw = gguf.quants.quantize(self.tensors[name].numpy(), kind)
+        return torch.from_numpy(np.array(gguf.quants.dequantize(raw, kind), dtype=np.float32))
+
+    def _write_tokenizer(self, writer: gguf.GGUFWriter) -> None:
+        tokens = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz0123456789"]
+        tokens += [f"<{i}>" for i in range(CONFIG["vocab_size"] - len(tokens) - 1)] + ["ab"]
+        writer.add_tokenizer_model(self.tokenizer["model"])
+        writer.add_tokenizer_pre(self.tokenizer["pre"])
+        writer.add_token_list(tokens)
+        writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+        writer.add_token_merges(["a b"])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_pad_token_id(0)
+        writer.add_chat_template("{{ messages[0]['content'] }}")
+
+
+def read_all(path: Path) -> dict[str, QTensor | Tensor]:
+    checkpoint = Checkpoint.open(path)
+    return {
+        name: read_weight(file, entry)
+        for file in (*checkpoint.layers, checkpoint.outer)
+        for name, entry in file.weights.items()
+    }
+
+
+def wanted_fused(model: Model, layer: int, suffix: str) -> dict[str, Tensor]:
+    def value(name: str) -> Tensor:
+        return model.value(f"model.layers.{layer}.{name}.{suffix}")
+
+    gate, up = value("mlp.gate_proj"), value("mlp.up_proj")
+    return {
+        "self_attn.qkv_proj": torch.cat([value(f"self_attn.{x}_proj") for x in "qkv"]),
+        "self_attn.o_proj": value("self_attn.o_proj"),
+        "mlp.gate_up_proj": interleave16(gate, up),
+        "mlp.down_proj": value("mlp.down_proj"),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("for_cpu", [False, True])
+def test_codes_and_row_order_survive(family: str, for_cpu: bool, tmp_path: Path) -> None:
+    model = Model(family)
+    out = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", for_cpu=for_cpu)
+    found = read_all(out)
+    for layer in range(LAYERS):
+        for name, value in wanted_fused(model, layer, "weight").items():
+            weight = found[f"model.layers.{layer}.{name}"]
+            assert isinstance(weight, QTensor)
+            assert (weight.bits, weight.group_size) == (4, 32)
+            assert torch.equal(weight.dequantize(), value), name
+    for name in ("model.embed_tokens", "lm_head"):
+        if f"{name}.weight" in model.tensors:
+            weight = found[name]
+            assert isinstance(weight, QTensor)
+            assert (weight.bits, weight.packing) == (8, "cpu16" if for_cpu else "half32")
+            assert torch.equal(weight.dequantize(), model.value(f"{name}.weight"))
+    for name, tensor in model.tensors.items():
+        if "norm" in name:
+            assert torch.equal(found.pop(name), tensor)
+    if family == "llama-biased":
+        for layer in range(LAYERS):
+            for name, value in wanted_fused(model, layer, "bias").items():
+                assert torch.equal(found[f"model.layers.{layer}.{name}.bias"], value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_describes_the_model(family: str, tmp_path: Path) -> None:
+    model = Model(family)
+    out = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [type(model_class(model)).__name__]
+    assert config["quantization_config"] == {
+        "quant_method": "qoff",
+        "version": 1,
+        "bits": 4,
+        "group_size": 32,
+        "solver": "imported",
+        "packing": "half32",
+    }
+    found, wanted = (DecoderSpec.from_config(c) for c in (config, model.config.to_dict()))
+    assert found.norm_eps == pytest.approx(wanted.norm_eps, rel=1e-6)  # stored as float32
+    assert found == type(wanted)(**{**vars(wanted), "norm_eps": found.norm_eps})
+    generation = GenerationConfig.from_pretrained(out)
+    assert (generation.bos_token_id, generation.eos_token_id) == (1, 2)
+
+
+def model_class(model: Model) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model.config)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+def test_every_imported_type_is_exact(kind: Kind, tmp_path: Path) -> None:
+    model = Model("llama", {"_proj": kind})
+    found = read_all(convert(model.write(tmp_path / "m.gguf"), tmp_path / "out"))
+    for name, value in wanted_fused(model, 0, "weight").items():
+        weight = found[f"model.layers.0.{name}"]
+        assert isinstance(weight, QTensor)
+        assert weight.bits == (8 if kind == Kind.Q8_0 else 4)
+        assert torch.equal(weight.dequantize(), value)
+
+
+def test_types_of_one_width_join_without_loss(tmp_path: Path) -> None:
+    model = Model("llama", {"q_proj": Kind.Q4_0, "up_proj": Kind.Q4_0})
+    found = read_all(convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", for_cpu=True))
+    for name, value in wanted_fused(model, 1, "weight").items():
+        weight = found[f"model.layers.1.{name}"]
+        assert isinstance(weight, QTensor)
+        assert torch.equal(weight.dequantize(), value)
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.F32, Kind.BF16])
+def test_floats_are_quantized(kind: Kind, tmp_path: Path) -> None:
+    """Alone by the solver as configured; beside imported rows in the format of those."""
+    model = Model("llama", {"o_proj": kind, "v_proj": kind})
+    quant = QuantConfig(group_size=64, solver="mse")
+    path = model.write(tmp_path / "m.gguf")
+    found = read_all(convert(path, tmp_path / "out", quant=quant))
+    alone, joined = (
+        found["model.layers.0.self_attn.o_proj"],
+        found["model.layers.0.self_attn.qkv_proj"],
+    )
+    assert isinstance(alone, QTensor)
+    assert isinstance(joined, QTensor)
+    values = model.value("model.layers.0.self_attn.o_proj.weight")
+    assert alone.group_size == 64
+    assert torch.equal(alone.dequantize(), quantize(values, 4, 64, "mse").dequantize())
+    values = model.value("model.layers.0.self_attn.v_proj.weight")
+    assert joined.group_size == 32
+    rows = joined.dequantize()[-values.shape[0] :]
+    assert torch.equal(rows, quantize(values, 4, 32, "mse").dequantize())
+
+
+def test_widths_are_mixed_only_on_request(tmp_path: Path) -> None:
+    model = Model("llama", {"v_proj": Kind.Q8_0})
+    path = model.write(tmp_path / "m.gguf")
+    with pytest.raises(
+        QuantizationError, match=r"qkv_proj joins .*v_proj.weight 8 bits.*requantize"
+    ):
+        convert(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    quant = QuantConfig(group_size=32, solver="rtn")
+    found = read_all(convert(path, tmp_path / "out", quant=quant, requantize=True))
+    weight = found["model.layers.0.self_attn.qkv_proj"]
+    assert isinstance(weight, QTensor)
+    value = wanted_fused(model, 0, "weight")["self_attn.qkv_proj"]
+    assert torch.equal(weight.dequantize(), quantize(value, 4, 32, "rtn").dequantize())
+
+
+def test_rope_factors_become_llama3_scaling(tmp_path: Path) -> None:
+    """Llama 3.1's frequency factors, as llama.cpp's converter computes them, give its config."""
+    model = Model("llama")
+    rope = {"rope_type": "llama3", "rope_theta": 1e5, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    base = 1e5 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    wavelength = 2 * np.pi / base
+    smooth = np.clip((8192 / wavelength - 1) / 3, 0, 1)
+    model.extra["rope_freqs.weight"] = (1 / ((1 - smooth) / 32 + smooth)).astype(np.float32)
+    out = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["rope_parameters"] == rope
+    model.extra["rope_freqs.weight"][3] *= 1.5
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight does not hold"):
+        convert(model.write(tmp_path / "n.gguf"), tmp_path / "other")
+
+
+def test_rope_scaling_keys(tmp_path: Path) -> None:
+    model = Model("qwen2")
+    model.metadata |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    model.metadata |= {"rope.scaling.original_context_length": 128}
+    out = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+    spec = DecoderSpec.from_config(json.loads((out / "config.json").read_text()))
+    assert spec.rope.kind == "yarn"
+    assert dict(spec.rope.scaling) == {"factor": 4.0, "original_max_position_embeddings": 128}
+    model.metadata["rope.scaling.type"] = "longrope"
+    with pytest.raises(UnsupportedModelError, match=r"scaling.type is 'longrope'; supported: none"):
+        convert(model.write(tmp_path / "n.gguf"), tmp_path / "other")
+
+
+def _missing(model: Model) -> None:
+    del model.tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def _shape(model: Model) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    model.tensors[name] = model.tensors[name][:64]
+
+
+def _nan(model: Model) -> None:
+    model.tensors["model.layers.1.self_attn.k_proj.weight"][2, 5] = torch.nan
+
+
+def _partial(model: Model) -> None:
+    model.metadata["rope.dimension_count"] = 16
+
+
+def _experts(model: Model) -> None:
+    model.metadata["expert_count"] = 8
+
+
+def _no_heads(model: Model) -> None:
+    del model.metadata["attention.head_count"]
+
+
+def _kind(model: Model) -> None:
+    model.kinds = {"down_proj": Kind.Q5_0}
+
+
+def _pre(model: Model) -> None:
+    model.tokenizer["pre"] = "chameleon"
+
+
+def _spm(model: Model) -> None:
+    model.tokenizer["model"] = "llama"
+
+
+def _arch(model: Model) -> None:
+    model.arch = "falcon"
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (_missing, FormatError, r"m.gguf: no tensor model.layers.1.mlp.up_proj.weight"),
+        (_shape, FormatError, r"up_proj.weight has shape \(64, 64\), but config.json wants \(96,"),
+        (_nan, FormatError, r"m.gguf: tensor blk.1.attn_k.weight \(Q4_1\) holds NaN"),
+        (_partial, UnsupportedModelError, r"rope.dimension_count is 16; supported: 32"),
+        (_experts, UnsupportedModelError, r"llama.expert_count is 8; supported: 0"),
+        (_no_heads, FormatError, r"key llama.attention.head_count is None; expected a number"),
+        (_kind, FormatError, r"blk.0.ffn_down.weight has type Q5_0; supported are Q4_0"),
+        (_pre, UnsupportedModelError, r"tokenizer.ggml.pre is 'chameleon'; supported: default"),
+        (_spm, UnsupportedModelError, r"tokenizer.ggml.model is 'llama'; supported: 'gpt2'"),
+        (_arch, UnsupportedModelError, r"general.architecture is 'falcon'; supported: llama"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    damage: Any, error: type[QoffError], message: str, tmp_path: Path
+) -> None:
+    model = Model("llama")
+    damage(model)
+    with np.errstate(invalid="ignore"):
+        path = model.write(tmp_path / "m.gguf")
+    with pytest.raises(error, match=message):
+        convert(path, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]

@@ -1,0 +1,197 @@
+"""Tokenizers built from GGUF metadata give the tokens of the model's own tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import AutoTokenizer
+
+from qoff.errors import FormatError, UnsupportedModelError
+from qoff.models.gguf_tokenizer import KINDS, build_tokenizer
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEXT = [
+    "The 12 quick foxes didn't jump 3456 times.\n\n1. First  2   3\n\n2. Second\t\tthing",
+    "  leading, trailing  \r\n\r\n  and I'LL you're Über straße 漢字かな交じり 🤗🤗 e\u0301",
+    "def f(x):\n        return x[1:10] + 1234567890 # ²³ Ⅷ ٣٤٥\n\n\n99 bottles\n 100%",
+]
+TRICKY = [
+    *TEXT,
+    "",
+    " ",
+    "  ",
+    "x  1",
+    "a\n\n1. b",
+    "1   2",
+    "\n\n\n7\n",
+    "it's IT'S 'tis",
+    "<|im_start|>user\nhi 42<|im_end|>\n",
+    "<|im_star",
+    "e\u0301 \u00e9 \u1e9b\u0323",
+    "\u200b\u00a0\ufeff\x00",
+]
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def reference(pre: str) -> Tokenizer:
+    """A tokenizer as the model's `tokenizer.json` has it, trained on a little text."""
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    kind = {
+        "smollm": pre_tokenizers.Sequence([digits, gpt2]),
+        "qwen2": _split(QWEN2),
+    }.get(pre, gpt2 if pre in ("default", "gpt-2") else _split(LLAMA3))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre.startswith("llama")))
+    tokenizer.pre_tokenizer = kind
+    tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        show_progress=False,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
+
+
+def metadata_of(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
+    """The keys that llama.cpp's converter writes for a tokenizer."""
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.chat_template": "{{ messages[0]['content'] + eos_token }}",
+    }
+
+
+REFERENCES = {pre: reference(pre) for pre in KINDS}
+BUILT = {pre: build_tokenizer(metadata_of(REFERENCES[pre], pre), 512) for pre in KINDS}
+
+
+@pytest.mark.parametrize("pre", KINDS)
+def test_tokens_are_those_of_the_model(pre: str) -> None:
+    for text in TRICKY:
+        ids = BUILT[pre](text, add_special_tokens=False).input_ids
+        assert ids == REFERENCES[pre].encode(text).ids, text
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.text(st.sampled_from("a1 '\n\té字²") | st.characters(exclude_categories=["Cs"])),
+)
+def test_any_text(pre: str, text: str) -> None:
+    ids = BUILT[pre](text, add_special_tokens=False).input_ids
+    assert ids == REFERENCES[pre].encode(text).ids
+    normal = normalizers.NFC().normalize_str(text) if pre == "qwen2" else text
+    assert BUILT[pre].decode(ids) == normal
+
+
+def test_digits_stand_alone_in_smollm() -> None:
+    """Blank lines and runs of spaces before a digit are one piece, unlike in GPT-2."""
+    pieces = BUILT["smollm"].backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12  3")
+    assert [piece for piece, _ in pieces] == ["a", "ĊĊ", "1", "2", "ĠĠ", "3"]
+
+
+@pytest.mark.parametrize("pre", KINDS)
+def test_saved_tokenizer_is_the_same(pre: str, tmp_path: Path) -> None:
+    built = BUILT[pre]
+    built.save_pretrained(tmp_path)
+    model_type = "qwen2" if pre == "qwen2" else "llama"
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.backend_tokenizer.to_str() == built.backend_tokenizer.to_str()
+    assert (loaded.bos_token, loaded.eos_token_id) == ("<|im_start|>", 2)
+    assert (loaded.unk_token, loaded.pad_token) == ("<|endoftext|>", "<|im_end|>")
+    assert loaded.model_max_length == 512
+    message = [{"role": "user", "content": "hi"}]
+    assert loaded.apply_chat_template(message, tokenize=False) == "hi<|im_end|>"
+    assert loaded(TRICKY[0]).input_ids == built(TRICKY[0]).input_ids
+    assert loaded.decode(loaded("a<|im_end|>b").input_ids, skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("pre", "flag", "starts"),
+    [
+        ("llama-bpe", None, True),
+        ("llama-bpe", False, False),
+        ("smollm", None, False),
+        ("gpt-2", True, True),
+    ],
+)
+def test_bos_is_added_as_the_file_says(pre: str, flag: bool | None, starts: bool) -> None:
+    metadata = metadata_of(REFERENCES[pre], pre)
+    if flag is not None:
+        metadata["tokenizer.ggml.add_bos_token"] = flag
+    ids = build_tokenizer(metadata, 512)("abc").input_ids
+    assert ids == [1] * starts + REFERENCES[pre].encode("abc").ids
+
+
+def test_user_defined_tokens_stay_whole_and_are_not_special() -> None:
+    metadata = metadata_of(REFERENCES["smollm"], "smollm")
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<think>"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 4]
+    tokenizer = build_tokenizer(metadata, 512)
+    ids = tokenizer("a<think>b").input_ids
+    assert ids[1] == len(metadata["tokenizer.ggml.tokens"]) - 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<think>b"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "message"),
+    [
+        ("model", "llama", UnsupportedModelError, r"tokenizer.ggml.model is 'llama'"),
+        ("pre", "falcon", UnsupportedModelError, r"tokenizer.ggml.pre is 'falcon'"),
+        ("pre", None, UnsupportedModelError, r"tokenizer.ggml.pre is None"),
+        ("tokens", None, FormatError, r"tokenizer.ggml.tokens is missing"),
+        ("merges", [], FormatError, r"tokenizer.ggml.merges is missing"),
+        ("merges", ["ab"], FormatError, r"merges holds 'ab'; expected two tokens"),
+        ("merges", ["a 漢"], FormatError, r"merges joins 'a' and '漢'"),
+        ("token_type", [3], FormatError, r"token_type has 1 entries"),
+        ("bos_token_id", -1, FormatError, r"bos_token_id is -1"),
+        ("eos_token_id", 10**6, FormatError, r"eos_token_id is 1000000; expected one of"),
+    ],
+)
+def test_unknown_and_damaged_metadata(
+    key: str, value: Any, error: type[Exception], message: str
+) -> None:
+    metadata = metadata_of(REFERENCES["smollm"], "smollm")
+    metadata[f"tokenizer.ggml.{key}"] = value
+    with pytest.raises(error, match=message):
+        build_tokenizer(metadata, 512)

@@ -1,0 +1,166 @@
+"""Specs agree with transformers' configs and modules, and refuse what the decoder cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qoff.errors import UnsupportedModelError
+from qoff.models.names import layer_weights, outer_weights
+from qoff.models.spec import DecoderSpec
+
+TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **TINY},
+    "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, **TINY},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, **TINY},
+    "mistral": {"model_type": "mistral", "sliding_window": 7, **TINY},
+    "mistral-full": {"model_type": "mistral", "sliding_window": None, **TINY},
+    "qwen2": {"model_type": "qwen2", **TINY},
+    "qwen2-windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        **TINY,
+    },
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, **TINY},
+    "qwen3-biased": {"model_type": "qwen3", "attention_bias": True, **TINY},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, **TINY},
+    "smollm3-untied": {"model_type": "smollm3", "tie_word_embeddings": False, **TINY},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_of_the_module_has_its_place(name: str) -> None:
+    """The spec's weights are exactly the parameters of transformers' module, shape by shape."""
+    spec = DecoderSpec.from_config(CONFIGS[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]))
+    wanted = {key: tuple(value.shape) for key, value in model.named_parameters()}
+    ours = {
+        prefix + weight.parts[i].source: weight.part_shape(i)
+        for prefix, weights in (
+            *((f"model.layers.{layer}.", layer_weights(spec)) for layer in range(spec.num_layers)),
+            ("", outer_weights(spec)),
+        )
+        for weight in weights
+        for i in range(len(weight.parts))
+    }
+    assert ours == wanted
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attention_switches_are_those_of_the_module(name: str) -> None:
+    spec = DecoderSpec.from_config(CONFIGS[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]))
+    for layer, module in enumerate(model.model.layers):
+        attention = module.self_attn
+        assert attention.head_dim == spec.head_dim
+        assert attention.scaling == spec.head_dim**-0.5
+        assert bool(getattr(attention, "use_rope", True)) == spec.rope_layers[layer]
+        window = getattr(attention, "sliding_window", None)
+        if spec.model_type == "mistral":  # its attention reads the window from the config
+            window = model.config.sliding_window
+        assert window == spec.sliding_window[layer]
+    assert model.model.norm.variance_epsilon == spec.norm_eps
+    assert model.config.tie_word_embeddings == spec.tie_word_embeddings
+
+
+def test_old_and_new_configs_give_one_spec() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 64}
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "rope_type": "llama3", **scaling}}
+    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
+    specs = [DecoderSpec.from_config({**CONFIGS["llama"], **keys}) for keys in (old, new)]
+    assert specs[0] == specs[1]
+    assert hash(specs[0]) == hash(specs[1])
+    assert (specs[0].rope.kind, specs[0].rope.theta) == ("llama3", 5e5)
+    assert dict(specs[0].rope.scaling) == scaling
+
+
+def test_head_dim_and_kv_heads_have_defaults() -> None:
+    config = {**CONFIGS["llama"], "head_dim": None, "num_key_value_heads": None}
+    spec = DecoderSpec.from_config(config)
+    assert (spec.head_dim, spec.num_kv_heads) == (16, 4)
+
+
+def test_reading_leaves_the_config_alone() -> None:
+    config = {**CONFIGS["llama"], "rope_scaling": {"type": "linear", "factor": 2.0}}
+    before = repr(config)
+    DecoderSpec.from_config(config)
+    assert repr(config) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, r"model_type is 'mamba'; supported: llama, mistral"),
+        ({"model_type": None}, r"model_type is None"),
+        ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'; supported: silu"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads is 3; supported: a divisor of 4"),
+        ({"num_key_value_heads": 0}, r"num_key_value_heads is 0"),
+        ({"num_attention_heads": 0}, r"num_attention_heads is 0"),
+        ({"num_hidden_layers": -1}, r"num_hidden_layers is -1"),
+        ({"intermediate_size": 0}, r"intermediate_size is 0"),
+        ({"head_dim": 7}, r"(?s)head_dim"),
+        ({"hidden_size": 63}, r"(?s)hidden size \(63\)"),
+        ({"hidden_size": "big"}, r"hidden_size"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, r"(?s)longrope"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, r"rope_type is 'spiral'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, r"(?s)Missing required keys"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; supported: 1.0"),
+        ({"rope_theta": 0.0}, r"rope_theta is 0.0"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        DecoderSpec.from_config({**CONFIGS["llama"], **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen2", {"layer_types": ["full_attention"] * 2}, r"(?s)layer"),
+        (
+            "qwen3",
+            {"layer_types": ["chunked_attention"] * 3},
+            r"layer_types is 'chunked_attention'",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers|transformers"),
+        ("mistral", {"sliding_window": 0}, r"sliding_window is 0"),
+        (
+            "qwen2",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            r"rope_parameters is \['full_attention'\]",
+        ),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        DecoderSpec.from_config({**CONFIGS[name], **change})
+
+
+@pytest.mark.parametrize("change", [{"head_dim": 24}, {"intermediate_size": 100}])
+def test_row_blocks_of_two_parts_are_refused(change: dict[str, int]) -> None:
+    spec = DecoderSpec.from_config({**CONFIGS["llama"], **change})
+    with pytest.raises(UnsupportedModelError, match=r"supported: multiples of 16"):
+        layer_weights(spec)
