@@ -55,5 +55,5 @@ JOB = types.void(types.int64, types.int64, types.int64, types.int64)
 
 
 def job(function: Callable) -> Callable:
-    """Compile `function(pool, thread, threads, args)` so that a `Pool` can run it on its threads."""
+    """Compile `function(pool, thread, threads, args)` so that a `Pool` can run it."""
     return numba.cfunc(JOB, nopython=True, cache=True, error_model="numpy")(function)

@@ -1,4 +1,4 @@
-"""A pool of threads that run compiled jobs: microseconds from launch to finish, no Python in between.
+"""A pool of threads that run compiled jobs, microseconds from launch to finish, without Python.
 
 A job is a compiled `void(pool, thread, threads, args)`. It consists of up to four phases of
 numbered items: `take` hands out each item once, `finish` reports it done, and `wait` lets a thread

@@ -2,8 +2,8 @@
 
 numba has no vector values, so its loops keep accumulators in memory. Here `f32x16` and `i32x16` are
 numba types whose LLVM representation is a vector; values of them live in registers. LLVM splits
-them where the processor's registers are narrower, so the same code runs on AVX2 or NEON. Addresses are plain
-int64 numbers; loads and stores need no alignment.
+them where the processor's registers are narrower, so the same code runs on AVX2 or NEON. Addresses
+are plain int64 numbers; loads and stores need no alignment.
 """
 
 from __future__ import annotations

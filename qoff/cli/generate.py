@@ -1,0 +1,154 @@
+"""`qoff generate`: text as it comes, then what it cost."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from qoff.hf.model import QoffForCausalLM
+from qoff.units import format_size
+
+
+@dataclass
+class Timing:
+    """When the prompt and each generated token were through, in seconds."""
+
+    started: float
+    stamps: list[float] = field(default_factory=list)
+
+    @property
+    def first_token_s(self) -> float:
+        return self.stamps[0] - self.started
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first, by the time they took."""
+        elapsed = self.stamps[-1] - self.stamps[0]
+        return (len(self.stamps) - 1) / elapsed if elapsed > 0 else 0.0
+
+
+class _TimedStreamer(TextStreamer):
+    """Prints text as it comes (unless quiet) and notes when each token came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, timing: Timing, quiet: bool) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._timing = timing
+        self._quiet = quiet
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            self._timing.stamps.append(time.perf_counter())
+        self._prompt_seen = True
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if not self._quiet:
+            super().on_finalized_text(text, stream_end)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A generated text and its cost. Seconds, bytes, tokens per second."""
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    prefill_tokens_per_s: float
+    first_token_s: float
+    decode_tokens_per_s: float
+    disk_bytes: int
+    disk_busy_s: float
+    wait_s: float
+    arena_peak_bytes: int
+    arena_capacity_bytes: int
+    resident_bytes: int
+    kv_cache_bytes: int
+    peak_rss_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Labels and values for a table."""
+        return [
+            ("prefill", f"{self.prefill_tokens_per_s:.1f} tok/s ({self.prompt_tokens} tokens)"),
+            ("time to first token", f"{self.first_token_s * 1e3:.0f} ms"),
+            ("decode", f"{self.decode_tokens_per_s:.1f} tok/s ({self.new_tokens} tokens)"),
+            ("read from disk", format_size(self.disk_bytes)),
+            (
+                "peak of the arena",
+                f"{format_size(self.arena_peak_bytes)} of {format_size(self.arena_capacity_bytes)}",
+            ),
+            ("KV cache", format_size(self.kv_cache_bytes)),
+            ("peak RSS of the process", format_size(self.peak_rss_bytes)),
+        ]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> dict[str, Tensor]:
+    """Return input_ids and attention_mask, through the chat template unless `raw` or none."""
+    if raw or not tokenizer.chat_template:
+        return dict(tokenizer(prompt, return_tensors="pt"))
+    messages = [{"role": "user", "content": prompt}]
+    return dict(
+        tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    )
+
+
+def answer(
+    model: QoffForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    raw: bool = False,
+    quiet: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> Answer:
+    """Generate once and measure it; `options` go to `generate`. Prints unless quiet."""
+    inputs = encode(tokenizer, prompt, raw)
+    inputs.pop("token_type_ids", None)
+    torch.manual_seed(seed)
+    before = model.stats()
+    timing = Timing(time.perf_counter())
+    out = model.generate(
+        **inputs,
+        streamer=_TimedStreamer(tokenizer, timing, quiet),
+        pad_token_id=tokenizer.pad_token_id,
+        return_dict_in_generate=True,
+        **options,
+    )
+    after = model.stats()
+    prompt_tokens = inputs["input_ids"].shape[1]
+    new = out.sequences[0, prompt_tokens:]
+    return Answer(
+        text=tokenizer.decode(new, skip_special_tokens=True),
+        prompt_tokens=prompt_tokens,
+        new_tokens=len(new),
+        prefill_tokens_per_s=prompt_tokens / timing.first_token_s,
+        first_token_s=timing.first_token_s,
+        decode_tokens_per_s=timing.decode_tokens_per_s,
+        disk_bytes=after.disk_bytes - before.disk_bytes,
+        disk_busy_s=after.disk_busy_s - before.disk_busy_s,
+        wait_s=after.wait_s - before.wait_s,
+        arena_peak_bytes=after.arena_peak,
+        arena_capacity_bytes=after.arena_capacity,
+        resident_bytes=after.resident_bytes,
+        kv_cache_bytes=out.past_key_values.plain.nbytes,
+        peak_rss_bytes=peak_rss(),
+    )
+
+
+def peak_rss() -> int:
+    """Largest resident set of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,66 @@
+"""What the commands print: tables for people, JSON for machines, one line for an error."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from qoff.errors import QoffError
+
+P = ParamSpec("P")
+
+
+def errors_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn a QoffError into its message on standard error and exit status 1."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except QoffError as error:
+            print(f"qoff: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            print("qoff: interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+    return wrapped
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document on standard output."""
+    print(json.dumps(value, indent=2))
+
+
+def print_table(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...] = ()) -> None:
+    """Print rows of text, the first column a label."""
+    table = Table(title=title, title_justify="left", show_header=bool(header))
+    for i in range(len(rows[0])):
+        table.add_column(header[i] if header else "", justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@contextmanager
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function (done, all) that draws a bar on standard error."""
+    console = Console(stderr=True, quiet=quiet)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

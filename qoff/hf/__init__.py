@@ -1,0 +1,1 @@
+"""The front door for transformers users: `load`, and the model it returns."""

@@ -1,0 +1,151 @@
+"""`qoff.load`: from a path or a hub id to a model and a tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from qoff.errors import FormatError, QoffError
+from qoff.models.convert import convert
+from qoff.models.runtime import Runtime
+from qoff.quant import QuantConfig
+from qoff.settings import cache_directory
+from qoff.units import parse_size
+
+from .model import QoffForCausalLM, build
+
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+
+
+def load(
+    path_or_hub_id: str | PathLike[str],
+    *,
+    device_memory: int | str | None = None,
+    slots: int = 2,
+    quant: QuantConfig | None = None,
+    cache_dir: str | PathLike[str] | None = None,
+    revision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[QoffForCausalLM, PreTrainedTokenizerBase]:
+    """Load a model that generates like a transformers model, and its tokenizer.
+
+    path_or_hub_id: a qoff checkpoint; or a safetensors directory, a GGUF file or a hub id, which is
+    converted once, as `quant` says, into the cache directory (`cache_dir`, by default
+    QOFF_CACHE). device_memory bounds the weights in memory, resident ones and `slots` slots for
+    streamed layers together, in bytes or like "24MiB"; None keeps all weights resident. The KV
+    cache comes on top.
+    Raises BudgetError, FormatError, ChecksumError, UnsupportedModelError or ConversionError.
+    """
+    checkpoint = find_checkpoint(
+        path_or_hub_id, quant=quant, cache_dir=cache_dir, revision=revision, progress=progress
+    )
+    budget = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
+    runtime = Runtime(checkpoint, device_memory=budget, slots=slots)
+    try:
+        return _model(runtime, checkpoint), load_tokenizer(checkpoint)
+    except BaseException:
+        runtime.close()
+        raise
+
+
+def find_checkpoint(
+    path_or_hub_id: str | PathLike[str],
+    *,
+    quant: QuantConfig | None = None,
+    cache_dir: str | PathLike[str] | None = None,
+    revision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Return the qoff checkpoint for a path or hub id, converting into the cache if there is none.
+
+    A conversion is found again by its source (the path, sizes and times of its files, or the hub
+    revision) and by `quant`. Arguments and errors are those of `load`.
+    """
+    path = local_source(path_or_hub_id, revision)
+    if is_checkpoint(path):
+        return path
+    quant = quant or QuantConfig()
+    folder = Path(cache_dir) if cache_dir is not None else cache_directory()
+    target = folder / f"{path.stem if path.is_file() else path.name}-{_fingerprint(path, quant)}"
+    if not is_checkpoint(target):
+        folder.mkdir(parents=True, exist_ok=True)
+        convert(path, target, quant=quant, for_cpu=True, progress=progress)
+    return target
+
+
+def local_source(path_or_hub_id: str | PathLike[str], revision: str | None = None) -> Path:
+    """Return the path itself where it exists, else the files of that model on the hub, downloaded.
+
+    Raises QoffError when there is neither.
+    """
+    path = Path(path_or_hub_id)
+    return path if path.exists() else _download(str(path_or_hub_id), revision)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory says of itself that it is a qoff checkpoint."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    return isinstance(found, dict) and found.get("quant_method") == "qoff"
+
+
+def load_tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+    """Return the checkpoint's tokenizer, padding on the left as decoders need."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(
+            f"{checkpoint}: no usable tokenizer ({error}); convert the model again"
+        ) from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:
+    values = {k: v for k, v in runtime.checkpoint.config.items() if k != "quantization_config"}
+    config = AutoConfig.for_model(**values)
+    generation = None
+    if (checkpoint / "generation_config.json").exists():
+        generation = GenerationConfig.from_pretrained(checkpoint)
+    return build(runtime, config, generation)
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    """Fetch a model's files from the hub into its own cache; nothing when they are there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))
+    except HFValidationError as error:
+        raise QoffError(f"{hub_id}: no such file or directory, and not a hub id") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise QoffError(
+            f"{hub_id}: no such file or directory, and the hub did not give a model of that name "
+            f"({type(error).__name__}); check the name and the network"
+        ) from error
+
+
+def _fingerprint(path: Path, quant: QuantConfig) -> str:
+    """16 hex digits that change with the source's files and with how they are quantized."""
+    resolved = path.resolve()
+    files = sorted(resolved.iterdir()) if resolved.is_dir() else [resolved]
+    stamps: list[Any] = [str(resolved)]
+    for file in files:
+        if file.is_file():
+            info = file.stat()
+            stamps.append([file.name, info.st_size, info.st_mtime_ns])
+    described = {k: str(v) for k, v in asdict(quant).items()}
+    return hashlib.sha256(json.dumps([stamps, described]).encode()).hexdigest()[:16]

@@ -1,0 +1,133 @@
+"""A qoff model with the interface of a transformers causal language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from qoff.errors import OpError, QoffError
+from qoff.models.runtime import Batch, Runtime, RuntimeStats
+
+from .cache import GenerationCache
+from .columns import Columns
+
+
+class QoffForCausalLM(PreTrainedModel, GenerationMixin):
+    """Runs a qoff checkpoint behind `forward` and `generate`.
+
+    It holds no torch parameters: the weights belong to `runtime`. Logits are float32 on the CPU.
+    """
+
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _is_stateful = False
+
+    def __init__(self, config: PretrainedConfig, runtime: Runtime) -> None:
+        super().__init__(config)
+        self.runtime = runtime
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def stats(self) -> RuntimeStats:
+        """Return what was read, waited for and allocated so far."""
+        return self.runtime.stats()
+
+    def close(self) -> None:
+        """Give back memory, threads and files; the model cannot be used afterwards."""
+        self.runtime.close()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **unsupported: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """One forward pass over int64 ids [B, T], padded on one side as attention_mask says.
+
+        Returns logits float32 [B, T or logits_to_keep, vocab_size] (zero at padding), and the cache
+        as `past_key_values`. Raises OpError for what cannot be done: embeddings as input, hidden
+        states or attention weights as output, another kind of cache.
+        """
+        _refuse(unsupported)
+        if input_ids is None or input_ids.dim() != 2:
+            found = None if input_ids is None else list(input_ids.shape)
+            raise OpError(f"input_ids must be [batch, tokens], not {found}")
+        batch, width = input_ids.shape
+        cache = self._cache(past_key_values, batch)
+        columns = Columns.of((batch, width), attention_mask, cache.plain.lengths)
+        columns.check_positions(position_ids)
+        rows, places = columns.logit_rows(logits_to_keep)
+        found = self.runtime.forward(
+            Batch(columns.tokens(input_ids), columns.ragged, cache.plain, rows)
+        )
+        cache.columns += width
+        kept = min(logits_to_keep, width) if logits_to_keep else width
+        if len(rows) == batch * kept:
+            logits = found.view(batch, kept, -1)
+        else:
+            logits = torch.zeros(batch * kept, found.shape[1])
+            logits[places] = found
+            logits = logits.view(batch, kept, -1)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1])
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=cache if use_cache is not False else None
+        )
+        return output if return_dict is not False else output.to_tuple()
+
+    def _cache(self, given: Cache | None, batch: int) -> GenerationCache:
+        if given is None:
+            return GenerationCache(self.runtime.new_cache(batch))
+        if not isinstance(given, GenerationCache):
+            raise OpError(
+                f"past_key_values must come from a qoff model, not be a {type(given).__name__}"
+            )
+        if given.batch_size != batch:
+            raise OpError(f"the cache holds {given.batch_size} sequences, the batch {batch}")
+        return given
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # `forward` makes its own cache
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: the weights are a checkpoint on disk already."""
+        raise QoffError(
+            f"nothing to save: the model is the directory {self.runtime.checkpoint.path}; copy it"
+        )
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Raise OpError for an argument that was given and would change the result."""
+    for name, value in options.items():
+        if value is None or value is False or name in _HARMLESS:
+            continue
+        raise OpError(f"forward does not support {name}={value!r}")
+
+
+_HARMLESS = {"cache_position", "num_items_in_batch"}
+
+
+def build(runtime: Runtime, config: PretrainedConfig, generation: GenerationConfig | None) -> Any:
+    """Return the model for an opened checkpoint; `generation` replaces the config's defaults."""
+    model = QoffForCausalLM(config, runtime)
+    if generation is not None:
+        model.generation_config = generation
+    return model.eval()

@@ -1,0 +1,23 @@
+"""Every environment variable that qoff reads, and nothing else.
+
+| variable | meaning | default |
+| --- | --- | --- |
+| QOFF_CACHE | where models that were converted on the way are kept | $XDG_CACHE_HOME/qoff, or ~/.cache/qoff |
+
+The libraries below read their own: HF_HOME, HF_HUB_OFFLINE and HF_TOKEN (downloads),
+OMP_NUM_THREADS (threads of torch and so of qoff's CPU kernels), NUMBA_CACHE_DIR (compiled CPU
+kernels).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_directory() -> Path:
+    """Return the directory for converted models; it need not exist yet."""
+    if explicit := os.environ.get("QOFF_CACHE"):
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "qoff"
