@@ -13,7 +13,7 @@ class OpError(QoffError, ValueError):
 
 
 class QuantizationError(QoffError, ValueError):
-    """A tensor cannot be quantized as asked (NaN or infinity in it, group does not divide K, ...)."""
+    """A tensor cannot be quantized as asked: NaN in it, a group that does not divide K, ..."""
 
 
 class FormatError(QoffError):

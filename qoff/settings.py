@@ -1,8 +1,7 @@
 """Every environment variable that qoff reads, and nothing else.
 
-| variable | meaning | default |
-| --- | --- | --- |
-| QOFF_CACHE | where models that were converted on the way are kept | $XDG_CACHE_HOME/qoff, or ~/.cache/qoff |
+QOFF_CACHE: where models that were converted on the way are kept; by default $XDG_CACHE_HOME/qoff,
+or ~/.cache/qoff.
 
 The libraries below read their own: HF_HOME, HF_HUB_OFFLINE and HF_TOKEN (downloads),
 OMP_NUM_THREADS (threads of torch and so of qoff's CPU kernels), NUMBA_CACHE_DIR (compiled CPU

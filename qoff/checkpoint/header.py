@@ -2,8 +2,8 @@
 
 A safetensors file is 8 bytes of header length (little endian), a JSON header, and the tensors' data
 without holes (https://github.com/huggingface/safetensors#format). The header maps names to dtype,
-shape and offsets within the data; `__metadata__` maps strings to strings. Here `__metadata__["qoff"]`
-is a JSON object that describes every quantized weight.
+shape and offsets within the data; `__metadata__` maps strings to strings. Here
+`__metadata__["qoff"]` is a JSON object that describes every quantized weight.
 """
 
 from __future__ import annotations

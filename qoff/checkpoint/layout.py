@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: names of files and keys, and where each weight lies in its file."""
+"""What a checkpoint consists of: names of files, and where each weight lies in its file."""
 
 from __future__ import annotations
 

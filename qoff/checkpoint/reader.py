@@ -91,8 +91,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if quantization.get("version") != FORMAT_VERSION:
         raise FormatError(
-            f"{folder / CONFIG_FILE}: checkpoint version {quantization.get('version')!r}; this qoff "
-            f"reads version {FORMAT_VERSION}: use a newer qoff or convert the model again"
+            f"{folder / CONFIG_FILE}: checkpoint version {quantization.get('version')!r}; this "
+            f"qoff reads version {FORMAT_VERSION}: use a newer qoff or convert the model again"
         )
     return config
 

@@ -53,14 +53,21 @@ def print_table(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...]
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, all) that draws a bar on standard error."""
-    console = Console(stderr=True, quiet=quiet)
+    """Yield a function (done, all) that draws a bar on standard error from its first call on."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.percentage:.0f} %"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(stderr=True, quiet=quiet))
+    task = bar.add_task(what)
+
+    def update(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        bar.stop()

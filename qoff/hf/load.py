@@ -125,7 +125,7 @@ def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:
 def _download(hub_id: str, revision: str | None) -> Path:
     """Fetch a model's files from the hub into its own cache; nothing when they are there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))

@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from qoff.checkpoint import QuantEntry, TensorEntry, WeightEntry, WeightFile, view_weight
+from qoff.checkpoint import (
+    QuantEntry,
+    TensorEntry,
+    WeightEntry,
+    WeightFile,
+    tensors_of,
+    view_weight,
+)
 from qoff.kernels.packing import packed_shapes
 from qoff.kernels.qtensor import QTensor
 
@@ -78,11 +85,6 @@ def make_image(file: WeightFile, names: Iterable[str], packing: str) -> Image:
         return Image(file, ranges, raw, raw_bytes, raw, raw_bytes)
     placed, nbytes = _place(raw, packing)
     return Image(file, ranges, raw, raw_bytes, placed, nbytes)
-
-
-def tensors_of(entry: WeightEntry) -> tuple[TensorEntry, ...]:
-    """The stored tensors of a weight: one, or the codes and scales of a quantized one."""
-    return (entry,) if isinstance(entry, TensorEntry) else (entry.codes, entry.scale_min)
 
 
 def _ranges(tensors: list[TensorEntry], file_bytes: int) -> tuple[FileRange, ...]:

@@ -7,12 +7,12 @@ from hashlib import sha256
 
 from torch import Tensor
 
-from qoff.checkpoint import WeightFile
+from qoff.checkpoint import WeightFile, check_digest
 
 from .arena import Arena, map_pages
 from .disk import DiskReader, ReadRequest
 from .image import Image, Weight
-from .transfers import Transfers, UnitRead, check_digest
+from .transfers import Transfers, UnitRead
 
 _SCRATCH = 4 << 20  # bytes read ahead of the hash, given back after it
 
@@ -52,5 +52,5 @@ def check_file(reader: DiskReader, file: WeightFile) -> None:
         if i > 0:
             read, piece = pending.pop(0)
             read.result()
-            digest.update(piece.numpy())
-    check_digest(file.path, digest.hexdigest(), file.sha256)
+            digest.update(piece.numpy().data)
+    check_digest(file, digest.hexdigest())

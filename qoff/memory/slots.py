@@ -119,7 +119,7 @@ class SlotRing:
 
     def _find(self, unit: Unit) -> _Load | None:
         """The first element of this unit; the idle ones before it are dropped."""
-        skipped = []
+        skipped: list[_Load] = []
         for load in self._loads:
             if load.unit == unit:
                 if skipped:

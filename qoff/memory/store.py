@@ -63,7 +63,7 @@ class WeightStore:
         self._complete: dict[Unit, Weights] = {}  # units of which nothing streams
         self._closed = False
         try:
-            self._arena = self._transfers.open(residency)
+            self.arena = self._transfers.open(residency)
             self._open(verify, poison)
         except BaseException:
             self._transfers.close()
@@ -136,7 +136,7 @@ class WeightStore:
     def stats(self) -> StoreStats:
         """Counters since the start."""
         disk = self._transfers.reader.stats
-        return StoreStats(disk.bytes, disk.busy_s, self._ring.wait_s, self._arena.peak)
+        return StoreStats(disk.bytes, disk.busy_s, self._ring.wait_s, self.arena.peak)
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -156,7 +156,7 @@ class WeightStore:
         for views in (self._complete, self._views, self._resident):
             views.clear()
         self._slots.clear()
-        self._arena.close()
+        self.arena.close()
 
     def __enter__(self) -> WeightStore:
         return self
@@ -187,8 +187,8 @@ class WeightStore:
             elif not (len(images[unit]) == 1 and _holds_file(images[unit][0])):
                 check_file(self._transfers.reader, file)
         every = [image for parts in images.values() for image in parts]
-        self._resident = load_resident(every, self._arena, self._transfers, verify)
-        self._slots = [self._arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
+        self._resident = load_resident(every, self.arena, self._transfers, verify)
+        self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
         for unit in files:
             if unit not in self._streamed:
                 self._complete[unit] = self._named(unit, {})

@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qoff.errors import ChecksumError, DiskReadError
+from qoff.checkpoint import check_digest
+from qoff.errors import DiskReadError
 from qoff.kernels.packing import repack_into
 from qoff.kernels.qtensor import QTensor
 
@@ -209,18 +210,9 @@ def check_whole(reader: DiskReader, image: Image, raw: Tensor) -> None:
     assert at is not None
     header = torch.empty(file.data_start, dtype=torch.uint8)
     reader.submit(file.path, 0, header, urgent=True).result()
-    digest = sha256(header.numpy())
-    digest.update(raw[at : at + file.nbytes - file.data_start].numpy())
-    check_digest(image.file.path, digest.hexdigest(), file.sha256)
-
-
-def check_digest(path: object, found: str, wanted: str) -> None:
-    """Raise ChecksumError naming the file unless the two agree."""
-    if found != wanted:
-        raise ChecksumError(
-            f"{path}: sha256 is {found}, the index says {wanted}; the file is damaged, "
-            "copy or convert it again"
-        )
+    digest = sha256(header.numpy().data)
+    digest.update(raw[at : at + file.nbytes - file.data_start].numpy().data)
+    check_digest(file, digest.hexdigest())
 
 
 def _repack(image: Image, raw: Tensor, memory: Tensor) -> None:

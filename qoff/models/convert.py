@@ -43,7 +43,8 @@ def convert(
 
     `for_cpu` stores the packing that CPU kernels read. Quantized GGUF weights are taken over code
     for code; where the parts of a fused weight have different formats this needs `requantize`,
-    which quantizes them anew. Besides a constant, memory holds one layer as written.
+    which quantizes them anew. Besides a constant, memory holds one layer, or the outer weights, as
+    written.
 
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
     ConversionError when writing fails; then nothing is left at `out`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from qoff.kernels.heads import HeadShape
@@ -13,13 +12,12 @@ from qoff.kernels.ops import Ops
 from qoff.kernels.qtensor import QTensor
 from qoff.kernels.ragged import Ragged
 from qoff.kvcache import PlainCache
+from qoff.memory import HEAD, Unit
 
 from . import names
 from .rope import RotaryTable
 from .spec import DecoderSpec
 
-HEAD = "head"  # the step after the last layer: final norm and vocabulary projection
-Unit = int | str  # a layer's number, or HEAD
 Weights = Mapping[str, QTensor | Tensor]
 Steps = Generator[Unit, Weights, Tensor]
 
@@ -66,8 +64,9 @@ class Decoder:
     def steps(self, batch: Batch) -> Steps:
         """One forward pass, as a generator over its units.
 
-        It yields the unit it needs next (0, 1, ..., HEAD) and is sent that unit's weights, which it
-        uses until it yields again. It returns the logits, float32 [R, vocab_size]; the new tokens
+        It yields the unit it needs next (0, 1, ..., HEAD) and is sent that unit's weights, by
+        their names inside the layer, which it uses until it yields again. A tied embedding comes
+        as "lm_head". It returns the logits, float32 [R, vocab_size]; the new tokens
         are then in the cache.
         """
         cache, ragged = batch.cache, batch.ragged
@@ -82,7 +81,7 @@ class Decoder:
         cache.advance([span.count for span in ragged.spans])
         return self._ops.w4_linear(
             hidden[batch.logit_rows],
-            weights[names.EMBEDDING if self.spec.tie_word_embeddings else names.HEAD],
+            weights[names.HEAD],
             norm=weights[names.NORM],
             eps=self.spec.norm_eps,
         )

@@ -25,7 +25,7 @@ from .spec import DecoderSpec
 class RuntimeStats:
     """What has happened since the model was loaded. Bytes and seconds."""
 
-    disk_bytes: int  # read from disk while generating
+    disk_bytes: int  # read from disk, loading included
     disk_busy_s: float  # time with at least one read under way
     wait_s: float  # time the decoder waited for weights
     arena_peak: int
@@ -39,8 +39,9 @@ class Runtime:
 
     device_memory bounds, in bytes, the arena of resident weights and slots (None: everything
     resident); what does not fit streams from disk through `slots` slots, layer after layer.
-    The KV cache is the caller's and outside of that budget. One forward pass at a time; others wait
-    their turn. Raises BudgetError when the budget is too small, and the errors of `Checkpoint.open`.
+    The KV cache is the caller's and outside of that budget. One forward pass runs at a time; others
+    wait their turn. Raises BudgetError when the budget is too small, and the errors of
+    `Checkpoint.open`.
     """
 
     def __init__(
@@ -81,11 +82,16 @@ class Runtime:
 
     def stats(self) -> RuntimeStats:
         """Return the counters as they are now."""
-        s = self.store.stats
+        done, plan = self.store.stats, self.residency
         return RuntimeStats(
-            s.bytes_read, s.disk_busy_s, s.wait_s, self.store.arena.peak, self.store.arena.capacity,
-            self.residency.resident_bytes, self.residency.slots * self.residency.slot_bytes,
-        )  # fmt: skip
+            disk_bytes=done.bytes_read,
+            disk_busy_s=done.disk_busy_s,
+            wait_s=done.wait_s,
+            arena_peak=done.arena_peak,
+            arena_capacity=plan.device_bytes,
+            resident_bytes=plan.resident_bytes,
+            slot_bytes=plan.slots * plan.slot_bytes,
+        )
 
     def close(self) -> None:
         """Stop the transfers and give the memory back; idempotent."""

@@ -186,20 +186,22 @@ def _inside(directory: Path, file: object, index: Path) -> Path:
 
 def _read_header(path: Path) -> dict[str, _Stored]:
     """Return the tensors of a safetensors file. Raises FormatError if they do not fit the file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise FormatError(
-                f"{path}: a header of {length} bytes in a file of {size}; "
-                "the file is truncated or not safetensors, get it again"
-            )
-        try:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise FormatError(
+                    f"{path}: a header of {length} bytes in a file of {size}; "
+                    "the file is truncated or not safetensors, get it again"
+                )
             header = json.loads(file.read(length))
-            entries = [(n, e) for n, e in header.items() if n != "__metadata__"]
-            return {name: _stored(path, entry, 8 + length, size) for name, entry in entries}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise FormatError(f"{path}: header is not valid safetensors: {error}") from error
+        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        return {name: _stored(path, entry, 8 + length, size) for name, entry in entries}
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{path}: header is not valid safetensors: {error}") from error
 
 
 def _stored(path: Path, entry: Mapping[str, Any], data_start: int, size: int) -> _Stored:

@@ -17,9 +17,17 @@ HIDDEN, MLP, VOCAB = 64, 128, 100
 
 
 def write_checkpoint(
-    path: Path, layers: int = 4, packing: str = "cpu16", tied: bool = True, scale: int = 1
+    path: Path,
+    layers: int = 4,
+    packing: str = "cpu16",
+    tied: bool = True,
+    scale: int = 1,
+    alike: bool = False,
 ) -> Checkpoint:
-    """A checkpoint shaped like a decoder; `scale` multiplies the rows of its matrices."""
+    """A checkpoint shaped like a decoder; `scale` multiplies the rows of its matrices.
+
+    With `alike`, all layers have the same weights, which is quicker.
+    """
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -34,20 +42,11 @@ def write_checkpoint(
         },
     }
     with CheckpointWriter(path) as writer:
+        layer: dict[str, QTensor | Tensor] = {}
         for i in range(layers):
-            p = f"model.layers.{i}."
-            writer.write_layer(
-                i,
-                {
-                    p + "input_layernorm.weight": torch.randn(HIDDEN),
-                    p + "self_attn.qkv_proj": random_weight(90 * scale, HIDDEN, packing=packing),
-                    p + "self_attn.qkv_proj.bias": torch.randn(90 * scale),
-                    p + "self_attn.o_proj": random_weight(HIDDEN, HIDDEN, packing=packing),
-                    p + "post_attention_layernorm.weight": torch.randn(HIDDEN),
-                    p + "mlp.gate_up_proj": random_weight(256 * scale, HIDDEN, packing=packing),
-                    p + "mlp.down_proj": random_weight(HIDDEN * scale, MLP, packing=packing),
-                },
-            )
+            if not layer or not alike:
+                layer = random_layer(packing, scale)
+            writer.write_layer(i, {f"model.layers.{i}.{n}": w for n, w in layer.items()})
         outer: dict[str, QTensor | Tensor] = {
             "model.embed_tokens": random_weight(VOCAB, HIDDEN, 8, packing=packing),
             "model.norm.weight": torch.randn(HIDDEN),
@@ -57,6 +56,18 @@ def write_checkpoint(
         writer.write_outer(outer)
         writer.finish(config)
     return Checkpoint.open(path)
+
+
+def random_layer(packing: str, scale: int) -> dict[str, QTensor | Tensor]:
+    return {
+        "input_layernorm.weight": torch.randn(HIDDEN),
+        "self_attn.qkv_proj": random_weight(90 * scale, HIDDEN, packing=packing),
+        "self_attn.qkv_proj.bias": torch.randn(90 * scale),
+        "self_attn.o_proj": random_weight(HIDDEN, HIDDEN, packing=packing),
+        "post_attention_layernorm.weight": torch.randn(HIDDEN),
+        "mlp.gate_up_proj": random_weight(256 * scale, HIDDEN, packing=packing),
+        "mlp.down_proj": random_weight(HIDDEN * scale, MLP, packing=packing),
+    }
 
 
 def all_names(checkpoint: Checkpoint) -> list[str]:
@@ -85,11 +96,12 @@ class Truth:
         self.units: dict[Unit, dict[str, QTensor | Tensor]] = {}
         for unit, file in unit_files(checkpoint).items():
             local = local_names(unit, file.weights)
-            weights = {}
+            weights: dict[str, QTensor | Tensor] = {}
             for name in unit_weights(checkpoint, unit):
                 weight = read_weight(file, file.weights[name])
-                quantized = isinstance(weight, QTensor)
-                weights[local[name]] = weight.to_packing(packing) if quantized else weight
+                if isinstance(weight, QTensor):
+                    weight = weight.to_packing(packing)
+                weights[local[name]] = weight
             self.units[unit] = weights
 
     def wrong(self, unit: Unit, served: Mapping[str, QTensor | Tensor]) -> list[str]:

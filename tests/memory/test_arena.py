@@ -51,7 +51,8 @@ def test_memory_the_system_refuses_is_a_budget_error() -> None:
 
 
 def mapped(address: int) -> bool:
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").open())
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = (line.split()[0].split("-") for line in lines)
     return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
 
 

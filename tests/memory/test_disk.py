@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from qoff.errors import DiskReadError
 from qoff.memory.arena import map_pages
+from qoff.memory.direct import Preadv
 from qoff.memory.disk import DiskReader
 
 SIZE = 300_001
@@ -41,7 +42,7 @@ def short(fd: int, views: Sequence[memoryview], offset: int) -> int:
 
 
 def slow(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    time.sleep(random.random() * 1e-3)
+    time.sleep(offset % 7 * 1e-4)
     return os.preadv(fd, views, offset)
 
 
@@ -51,7 +52,7 @@ def test_bytes_delivered_are_the_bytes_of_the_file(
     data: st.DataObject, threads: int, chunk: int, direct: bool, path: Path, content: bytes
 ) -> None:
     aligned = st.integers(0, SIZE // 4096).map(lambda block: block * 4096)
-    hook = data.draw(st.sampled_from([os.preadv, short, slow]))
+    hook: Preadv = data.draw(st.sampled_from([os.preadv, short, slow]))
     with closing(DiskReader(threads, chunk, direct, hook)) as reader:
         wanted = []
         for _ in range(data.draw(st.integers(1, 4))):
@@ -101,9 +102,8 @@ def test_a_refused_direct_read_is_done_buffered_and_recorded(path: Path, content
 
 
 def test_a_missing_file_is_a_disk_read_error(tmp_path: Path) -> None:
-    with closing(DiskReader(1)) as reader:
-        with pytest.raises(DiskReadError, match=r"gone\.bin"):
-            reader.submit(tmp_path / "gone.bin", 0, map_pages(4096)).result(timeout=20)
+    with closing(DiskReader(1)) as reader, pytest.raises(DiskReadError, match=r"gone\.bin"):
+        reader.submit(tmp_path / "gone.bin", 0, map_pages(4096)).result(timeout=20)
 
 
 def test_only_the_failing_request_fails(path: Path, content: bytes) -> None:
@@ -172,14 +172,14 @@ def test_the_death_of_a_thread_fails_everything_and_hangs_nothing(path: Path) ->
 
 
 def test_close_ends_waiting_reads_threads_and_files(path: Path) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     reader = DiskReader(2, 4096, preadv=slow)
     request = reader.submit(path, 0, map_pages(SIZE))
     threads = [t for t in threading.enumerate() if t.name.startswith("qoff-disk")]
     reader.close()
     assert len(threads) == 2
     assert not any(t.is_alive() for t in threads)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     assert request.done()
     with pytest.raises(DiskReadError, match="closed"):
         reader.submit(path, 0, map_pages(4096)).result(timeout=20)
@@ -187,6 +187,5 @@ def test_close_ends_waiting_reads_threads_and_files(path: Path) -> None:
 
 @pytest.mark.parametrize("dest", [torch.zeros(64), torch.zeros(64, dtype=torch.uint8)[::2]])
 def test_only_contiguous_bytes_are_filled(path: Path, dest: torch.Tensor) -> None:
-    with closing(DiskReader(1)) as reader:
-        with pytest.raises(ValueError, match="uint8"):
-            reader.submit(path, 0, dest)
+    with closing(DiskReader(1)) as reader, pytest.raises(ValueError, match="uint8"):
+        reader.submit(path, 0, dest)

@@ -47,11 +47,11 @@ def checkpoint(pristine: Checkpoint, tmp_path: Path) -> Checkpoint:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """No thread and no descriptor survives a test."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     yield
     names = [t.name for t in threading.enumerate() if t.name.startswith("qoff-")]
     assert names == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 class Faulty:
@@ -66,6 +66,12 @@ class Faulty:
         if self.broken and Path(f"/proc/self/fd/{fd}").resolve().name == self._name:
             raise self._fault
         return os.preadv(fd, views, offset)
+
+
+def consume(store: WeightStore, units: Sequence[Unit]) -> None:
+    for unit in units:
+        with store.use(unit):
+            pass
 
 
 def flip(path: Path, at: int) -> None:
@@ -147,14 +153,10 @@ def test_a_flipped_bit_in_a_file_with_resident_weights_is_found_before_it_is_ser
 
 def test_a_file_is_hashed_once(checkpoint: Checkpoint) -> None:
     with WeightStore(checkpoint, residency_of(checkpoint, [])) as store:
-        for unit in UNITS * 2:
-            store.acquire(unit)
-            store.release(unit)
+        consume(store, UNITS * 2)
         file = checkpoint.layers[3]
         flip(file.path, file.nbytes - 1)
-        for unit in UNITS:  # a second hash would fail now
-            store.acquire(unit)
-            store.release(unit)
+        consume(store, UNITS)  # a second hash would fail now
 
 
 @pytest.mark.parametrize("death", [SystemExit(1), KeyboardInterrupt(), MemoryError()])
@@ -165,14 +167,11 @@ def test_the_death_of_reading_threads_is_an_error_and_not_a_hang(
     transfers = ThreadTransfers(DiskReader(preadv=faulty.preadv))
     with WeightStore(checkpoint, residency_of(checkpoint, []), transfers=transfers) as store:
         with pytest.raises((DiskReadError, MemoryError)):
-            for unit in UNITS:
-                store.acquire(unit)
-                store.release(unit)
+            consume(store, UNITS)
         if not isinstance(death, Exception):  # an ordinary error does not kill a thread
             for unit in UNITS:
                 with pytest.raises(DiskReadError, match="died"):
-                    store.acquire(unit)
-                    store.release(unit)
+                    consume(store, [unit])
 
 
 def slow(fd: int, views: Sequence[memoryview], offset: int) -> int:

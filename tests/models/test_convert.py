@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -356,15 +358,33 @@ def test_pickles_and_strangers_are_not_opened(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "model", "llama")
 
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def fill_after_first(done: int, total: int) -> None:
-        monkeypatch.setattr("qoff.models.convert.CheckpointWriter.write_outer", full)
+    def fill_after_first_layer(done: int, total: int) -> None:
+        monkeypatch.setattr("os.fsync", full)
 
-    with pytest.raises(ConversionError, match=r"out"):
-        convert(tmp_path / "model", tmp_path / "out", quant=QUANT, progress=fill_after_first)
+    with pytest.raises(ConversionError, match=r"out: the disk is full"):
+        convert(tmp_path / "model", tmp_path / "out", quant=QUANT, progress=fill_after_first_layer)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_disk_that_is_too_small_is_noticed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path / "model", "llama")
+    out = convert(tmp_path / "model", tmp_path / "whole", quant=QUANT)
+    needed = sum(
+        entry.nbytes for file in Checkpoint.open(out).files for entry in file.weights.values()
+    )
+    usage = shutil.disk_usage(tmp_path)
+    for free, fits in ((needed - 1, False), (needed, True)):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: usage._replace(free=free))
+        if fits:
+            convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
+        else:
+            with pytest.raises(ConversionError, match=r"out: the disk is full"):
+                convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
 
 
 MEASURE = """
