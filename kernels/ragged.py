@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """The new tokens of one sequence."""
 
     slot: int  # the sequence's place in the cache

@@ -54,6 +54,9 @@ inner = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=Fals
 JOB = types.void(types.int64, types.int64, types.int64, types.int64)
 
 
-def job(function: Callable) -> Callable:
-    """Compile `function(pool, thread, threads, args)` so that a `Pool` can run it."""
+def job(function: Callable[[int, int, int, int], None]) -> Any:
+    """Compile `function(pool, thread, threads, args)` so that a `Pool` can run it; see `pool`.
+
+    The result has the compiled function's `address`.
+    """
     return numba.cfunc(JOB, nopython=True, cache=True, error_model="numpy")(function)

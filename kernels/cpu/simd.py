@@ -144,7 +144,8 @@ def vector_intrinsic(result, *params):
         # numba reads an intrinsic's arity from its signature.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         names = ["typingctx", *(f"operand{i}" for i in range(len(params)))]
-        definition.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
+        signature_of_definition = inspect.Signature([inspect.Parameter(n, kind) for n in names])
+        definition.__dict__["__signature__"] = signature_of_definition
         definition.__name__ = emit.__name__
         definition.__doc__ = emit.__doc__
         return intrinsic(definition)

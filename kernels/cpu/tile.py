@@ -165,7 +165,7 @@ def emit_tile(b, bits, row_blocks, tokens, o: Operands) -> None:
         b.add(o.scales, b.mul(_const(8), b.add(group, b.mul(o.groups, _const(t)))))
         for t in range(tokens)
     ]
-    totals = []
+    totals: list[ir.Value] = []
     for row in range(row_blocks):
         address = b.add(scale_at, b.mul(o.scale_min_stride, _const(row)))
         scale, minimum = _scale_and_minimum(b, address, o.wide_scales)

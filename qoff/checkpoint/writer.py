@@ -229,7 +229,7 @@ def _pieces(head: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview]:
     for tensor in tensors:
         raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         for start in range(0, len(raw), _PIECE):
-            yield memoryview(raw[start : start + _PIECE])
+            yield raw[start : start + _PIECE].data
 
 
 def _sync_directory(folder: Path) -> None:

@@ -95,13 +95,15 @@ class Answer:
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> dict[str, Tensor]:
     """Return input_ids and attention_mask, through the chat template unless `raw` or none."""
     if raw or not tokenizer.chat_template:
-        return dict(tokenizer(prompt, return_tensors="pt"))
-    messages = [{"role": "user", "content": prompt}]
-    return dict(
-        tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        encoded: Any = tokenizer(prompt, return_tensors="pt")
+    else:
+        encoded = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
         )
-    )
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
 def answer(
@@ -116,11 +118,11 @@ def answer(
 ) -> Answer:
     """Generate once and measure it; `options` go to `generate`. Prints unless quiet."""
     inputs = encode(tokenizer, prompt, raw)
-    inputs.pop("token_type_ids", None)
     torch.manual_seed(seed)
     before = model.stats()
     timing = Timing(time.perf_counter())
-    out = model.generate(
+    generating: Any = model  # transformers types `generate` for models of its own
+    out = generating.generate(
         **inputs,
         streamer=_TimedStreamer(tokenizer, timing, quiet),
         pad_token_id=tokenizer.pad_token_id,
@@ -131,7 +133,7 @@ def answer(
     prompt_tokens = inputs["input_ids"].shape[1]
     new = out.sequences[0, prompt_tokens:]
     return Answer(
-        text=tokenizer.decode(new, skip_special_tokens=True),
+        text=str(tokenizer.decode(new, skip_special_tokens=True)),
         prompt_tokens=prompt_tokens,
         new_tokens=len(new),
         prefill_tokens_per_s=prompt_tokens / timing.first_token_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec
 
@@ -41,7 +41,7 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def print_table(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...] = ()) -> None:
+def print_table(title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ()) -> None:
     """Print rows of text, the first column a label."""
     table = Table(title=title, title_justify="left", show_header=bool(header))
     for i in range(len(rows[0])):

@@ -66,8 +66,8 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         """
         _refuse(unsupported)
         if input_ids is None or input_ids.dim() != 2:
-            found = None if input_ids is None else list(input_ids.shape)
-            raise OpError(f"input_ids must be [batch, tokens], not {found}")
+            given = None if input_ids is None else list(input_ids.shape)
+            raise OpError(f"input_ids must be [batch, tokens], not {given}")
         batch, width = input_ids.shape
         cache = self._cache(past_key_values, batch)
         columns = Columns.of((batch, width), attention_mask, cache.plain.lengths)

@@ -153,7 +153,7 @@ class DiskReader:
             raise ValueError("reads land in contiguous uint8 memory of the host")
         path = Path(path)
         nbytes, address = dest.numel(), dest.data_ptr()
-        memory = memoryview(dest.numpy()) if nbytes else memoryview(b"")
+        memory = dest.numpy().data
         pieces = list(_split(offset, nbytes, self._chunk))
         request = ReadRequest(str(path), len(pieces))
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -81,8 +82,8 @@ class Decoder:
         cache.advance([span.count for span in ragged.spans])
         return self._ops.w4_linear(
             hidden[batch.logit_rows],
-            weights[names.HEAD],
-            norm=weights[names.NORM],
+            _matrix(weights, names.HEAD),
+            norm=_vector(weights, names.NORM),
             eps=self.spec.norm_eps,
         )
 
@@ -98,10 +99,10 @@ class Decoder:
         spec = self.spec
         qkv = self._ops.w4_linear(
             hidden,
-            weights["self_attn.qkv_proj"],
-            norm=weights["input_layernorm.weight"],
+            _matrix(weights, "self_attn.qkv_proj"),
+            norm=_vector(weights, "input_layernorm.weight"),
             eps=spec.norm_eps,
-            bias=weights.get("self_attn.qkv_proj.bias"),
+            bias=_vector(weights, "self_attn.qkv_proj.bias"),
         )
         attended = self._ops.attention(
             qkv,
@@ -110,13 +111,13 @@ class Decoder:
             batch.cache.values[layer],
             batch.ragged,
             rotary=rotary if spec.rope_layers[layer] else None,
-            q_norm=weights.get("self_attn.q_norm.weight"),
-            k_norm=weights.get("self_attn.k_norm.weight"),
+            q_norm=_vector(weights, "self_attn.q_norm.weight"),
+            k_norm=_vector(weights, "self_attn.k_norm.weight"),
         )
         self._ops.w4_linear(
             attended,
-            weights["self_attn.o_proj"],
-            bias=weights.get("self_attn.o_proj.bias"),
+            _matrix(weights, "self_attn.o_proj"),
+            bias=_vector(weights, "self_attn.o_proj.bias"),
             residual=hidden,
             out=hidden,
         )
@@ -126,16 +127,25 @@ class Decoder:
         for part in hidden.split(_MLP_TOKENS):
             gated = self._ops.w4_linear(
                 part,
-                weights["mlp.gate_up_proj"],
-                norm=weights["post_attention_layernorm.weight"],
+                _matrix(weights, "mlp.gate_up_proj"),
+                norm=_vector(weights, "post_attention_layernorm.weight"),
                 eps=self.spec.norm_eps,
-                bias=weights.get("mlp.gate_up_proj.bias"),
+                bias=_vector(weights, "mlp.gate_up_proj.bias"),
                 silu_mul=True,
             )
             self._ops.w4_linear(
                 gated,
-                weights["mlp.down_proj"],
-                bias=weights.get("mlp.down_proj.bias"),
+                _matrix(weights, "mlp.down_proj"),
+                bias=_vector(weights, "mlp.down_proj.bias"),
                 residual=part,
                 out=part,
             )
+
+
+def _matrix(weights: Weights, name: str) -> QTensor:
+    return cast(QTensor, weights[name])
+
+
+def _vector(weights: Weights, name: str) -> Tensor | None:
+    """A dense weight, None where this model has none of that name."""
+    return cast("Tensor | None", weights.get(name))

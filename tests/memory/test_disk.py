@@ -46,13 +46,16 @@ def slow(fd: int, views: Sequence[memoryview], offset: int) -> int:
     return os.preadv(fd, views, offset)
 
 
+HOOKS: list[Preadv] = [os.preadv, short, slow]
+
+
 @settings(max_examples=60)
 @given(data=st.data(), threads=st.integers(1, 5), chunk=CHUNKS, direct=st.booleans())
 def test_bytes_delivered_are_the_bytes_of_the_file(
     data: st.DataObject, threads: int, chunk: int, direct: bool, path: Path, content: bytes
 ) -> None:
     aligned = st.integers(0, SIZE // 4096).map(lambda block: block * 4096)
-    hook: Preadv = data.draw(st.sampled_from([os.preadv, short, slow]))
+    hook = data.draw(st.sampled_from(HOOKS))
     with closing(DiskReader(threads, chunk, direct, hook)) as reader:
         wanted = []
         for _ in range(data.draw(st.integers(1, 4))):

@@ -28,6 +28,7 @@ from qoff.memory import (
 from tests.memory.checkpoints import Truth, all_names, same_bits, write_checkpoint
 
 LAYERS = 4
+DELAYS = random.Random(3)
 UNITS: list[Unit] = [*range(LAYERS), HEAD]
 KINDS = [("cpu16", True), ("cpu16", False), ("half32", True), ("half32", False)]
 
@@ -53,7 +54,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def racing(fd: int, views: Sequence[memoryview], offset: int) -> int:
     """Reads that take any time and so end in any order."""
-    time.sleep(random.random() * 5e-4)
+    time.sleep(DELAYS.random() * 5e-4)
     return preadv(fd, views, offset)
 
 
