@@ -100,7 +100,7 @@ def test_every_folder_of_the_package_has_a_layer() -> None:
         ("qoff.quant.solvers", "from .. import hf"),
         ("qoff.memory.store", "def f():\n    from qoff.cli.main import app"),
         ("qoff.memory.store", "if TYPE_CHECKING:\n    from qoff.hf import model"),
-        ("qoff.models.decoder", "from qoff.kvcache import dense"),
+        ("qoff.kvcache.plain", "from qoff.models import decoder"),
         ("qoff.kernels.cpu.linear", "from ...quant import QTensor"),
         ("qoff.hf.model", "from bench.timing import median"),
         ("qoff.models.decoder", "from qoff import load"),

@@ -12,11 +12,13 @@ class Recorded:
     """A job that runs `action`, and tells how it ended."""
 
     def __init__(self, action: object = None) -> None:
+        self.started = threading.Event()
         self.ended = threading.Event()
         self.error: Exception | None = None
         self._action = action
 
     def run(self) -> None:
+        self.started.set()
         if isinstance(self._action, BaseException):
             raise self._action
         if isinstance(self._action, threading.Event):
@@ -51,11 +53,13 @@ def test_close_fails_what_is_queued_and_finishes_what_runs() -> None:
     workers = Workers(1, "qoff-test")
     workers.submit([running, queued])
     assert workers.alive
+    assert running.started.wait(20)
     closing = threading.Thread(target=workers.close)
     closing.start()
-    assert queued.ended.wait(20) or running.ended.is_set()
+    assert queued.ended.wait(20)
     gate.set()
     closing.join(20)
-    assert running.error is None or "closed" in str(running.error)
+    assert running.ended.is_set()
+    assert running.error is None
     assert "closed" in str(queued.error)
     assert not workers.alive
