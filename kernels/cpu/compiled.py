@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,29 @@ CacheImpl._locator_classes[:0] = [
     _locator(UserWideCacheLocator),
 ]
 
-inner = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
-
 JOB = types.void(types.int64, types.int64, types.int64, types.int64)
+
+
+def _with_disk_cache(compile_: Callable[[bool], Any]) -> Any:
+    """Compile with numba's disk cache, or without where no folder for it can be written."""
+    try:
+        return compile_(True)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        warnings.warn(
+            f"{error}: kernels are compiled anew in every process; set NUMBA_CACHE_DIR to a "
+            "folder that can be written",
+            stacklevel=3,
+        )
+        return compile_(False)
+
+
+def inner(function: Callable) -> Any:
+    """Compile a function that jobs call."""
+    return _with_disk_cache(
+        lambda cache: numba.njit(nogil=True, cache=cache, error_model="numpy")(function)
+    )
 
 
 def job(function: Callable[[int, int, int, int], None]) -> Any:
@@ -59,4 +80,6 @@ def job(function: Callable[[int, int, int, int], None]) -> Any:
 
     The result has the compiled function's `address`.
     """
-    return numba.cfunc(JOB, nopython=True, cache=True, error_model="numpy")(function)
+    return _with_disk_cache(
+        lambda cache: numba.cfunc(JOB, nopython=True, cache=cache, error_model="numpy")(function)
+    )

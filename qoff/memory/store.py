@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class WeightStore:
         self._views: dict[tuple[Unit, int], Weights] = {}  # by unit and slot
         self._complete: dict[Unit, Weights] = {}  # units of which nothing streams
         self._closed = False
+        self._lock = threading.Lock()  # between close() and views being made
         try:
             self.arena = self._transfers.open(residency)
             self._open(verify, poison)
@@ -82,10 +84,12 @@ class WeightStore:
         self._check(unit)
         slot = self._ring.acquire(unit)
         views = self._views.get((unit, slot))
-        if views is None:
+        if views is not None:
+            return views
+        with self._lock:
+            self._check(unit)
             views = self._named(unit, self._streamed[unit].views(self._slots[slot]))
-            self._views[unit, slot] = views
-        return views
+            return self._views.setdefault((unit, slot), views)
 
     def release(self, unit: Unit) -> None:
         """Give a unit back, once for each `acquire`; its slot is then read into at once."""
@@ -146,16 +150,18 @@ class WeightStore:
     def close(self) -> None:
         """Stop reading, join all threads, close all files, let go of all memory. May be repeated.
 
-        Whoever waits in `acquire` gets DiskReadError. Memory lives on where tensors of it are kept.
+        Who waits in `acquire` gets DiskReadError or ValueError. Memory lives on where tensors of it
+        are kept.
         """
         if self._closed:
             return
         self._closed = True
         self._ring.close()
         self._transfers.close()
-        for views in (self._complete, self._views, self._resident):
-            views.clear()
-        self._slots.clear()
+        with self._lock:
+            for views in (self._complete, self._views, self._resident):
+                views.clear()
+            self._slots.clear()
         self.arena.close()
 
     def __enter__(self) -> WeightStore:

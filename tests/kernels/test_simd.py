@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numba import njit
+from numba import njit, types
 
 from qoff.kernels.cpu import simd
 
@@ -26,6 +26,39 @@ def _split(x, high, low):
     v = simd.round_i32(simd.load_f32(x.ctypes.data))
     simd.store_high_low(high.ctypes.data, low.ctypes.data, v)
     return simd.sum_i32(v)
+
+
+_VARIANTS = [
+    {"avx512vnni"} & simd.host_features(),
+    {"avx512bw"} & simd.host_features(),
+    {"avx2"} & simd.host_features(),
+    set(),
+]
+
+
+@pytest.mark.parametrize("features", _VARIANTS, ids=lambda f: next(iter(f), "plain"))
+def test_byte_dot_is_exact_on_every_processor(features: set[str]) -> None:
+    i64 = types.int64
+
+    @simd.vector_intrinsic(types.void, i64, i64, i64)
+    def accumulate(b, acc, u8, s8):
+        vectors = (simd.load(b, address, 0, simd.V_I32) for address in (acc, u8, s8))
+        result = simd.dot_u8s8(b, *vectors, features=features)
+        b.store(result, simd.at(b, acc, 0, simd.V_I32), align=1)
+
+    @njit
+    def run(acc, u8, s8):
+        accumulate(acc.ctypes.data, u8.ctypes.data, s8.ctypes.data)
+
+    random = np.random.default_rng(0)
+    acc = random.integers(-(2**20), 2**20, 16).astype(np.int32)
+    u8 = random.integers(0, 256, (16, 4)).astype(np.uint8)
+    s8 = random.integers(-128, 128, (16, 4)).astype(np.int8)
+    u8[0], s8[0] = 255, -128
+    u8[1], s8[1] = 255, 127
+    expected = acc + (u8.astype(np.int32) * s8.astype(np.int32)).sum(1)
+    run(acc, u8, s8)
+    assert (acc == expected).all()
 
 
 def test_exp() -> None:
