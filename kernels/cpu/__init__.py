@@ -1,6 +1,7 @@
 """The ops on the CPU, compiled by numba for the processor at hand. Modules:
 
-- `simd`: vector types and instructions for numba; `compiled`: decorators and disk cache.
+- `emit`: vector instructions for LLVM; `simd`: the same for numba; `compiled`: decorators and
+  disk cache.
 - `pool`: threads that run a compiled job within microseconds.
 - `tile`, `linear_job`, `w4_linear`: the quantized matmul, inside out.
 - `append`, `decode_attention`, `attention`: the attention op.

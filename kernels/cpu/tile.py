@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from llvmlite import ir
 from numba import types
 
-from .simd import (
+from .emit import (
     F32,
     I32,
     I64,
@@ -32,8 +32,8 @@ from .simd import (
     fma,
     load,
     splat,
-    vector_intrinsic,
 )
+from .simd import vector_intrinsic
 
 VECTOR_BYTES = 64
 UNROLL = 32  # elements of K handled by one pass of the inner loop: the smallest group

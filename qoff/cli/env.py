@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from qoff.kernels.cpu.simd import host_features
+from qoff.kernels.cpu.emit import host_features
 from qoff.settings import cache_directory
 from qoff.units import format_size
 

@@ -93,8 +93,9 @@ class DiskReader:
     """Reads ranges of files into host memory, `threads` at a time, first come first served.
 
     Requests are split at multiples of `chunk` bytes, so that a large one keeps all threads busy
-    and the device's queue never runs dry while one of them is between two reads. The defaults are
-    the smallest that reached the highest O_DIRECT rate on a virtual disk of about 2 GB/s. `direct`
+    and the device's queue never runs dry while one of them is between two reads. On the virtual
+    disk they were chosen on (1 to 3 GB/s from one minute to the next) chunks of 256 KiB were slower
+    and took more CPU; from 512 KiB and two threads on, differences were within the noise. `direct`
     asks for O_DIRECT; a file whose file system refuses it is read through the page cache and
     listed in `stats.buffered_files`. `preadv` replaces `os.preadv` in tests.
     """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import njit, types
 
-from qoff.kernels.cpu import simd
+from qoff.kernels.cpu import emit, simd
 
 
 @njit
@@ -29,9 +29,9 @@ def _split(x, high, low):
 
 
 _VARIANTS = [
-    {"avx512vnni"} & simd.host_features(),
-    {"avx512bw"} & simd.host_features(),
-    {"avx2"} & simd.host_features(),
+    {"avx512vnni"} & emit.host_features(),
+    {"avx512bw"} & emit.host_features(),
+    {"avx2"} & emit.host_features(),
     set(),
 ]
 
@@ -42,9 +42,9 @@ def test_byte_dot_is_exact_on_every_processor(features: set[str]) -> None:
 
     @simd.vector_intrinsic(types.void, i64, i64, i64)
     def accumulate(b, acc, u8, s8):
-        vectors = (simd.load(b, address, 0, simd.V_I32) for address in (acc, u8, s8))
-        result = simd.dot_u8s8(b, *vectors, features=features)
-        b.store(result, simd.at(b, acc, 0, simd.V_I32), align=1)
+        vectors = (emit.load(b, address, 0, emit.V_I32) for address in (acc, u8, s8))
+        result = emit.dot_u8s8(b, *vectors, features=features)
+        b.store(result, emit.at(b, acc, 0, emit.V_I32), align=1)
 
     @njit
     def run(acc, u8, s8):
