@@ -54,5 +54,6 @@ def ops_for(device: torch.device) -> Ops:
     if device.type == "cpu":
         from . import cpu
 
+        cpu.default_pool()  # takes as many threads as torch has now; torch may be given fewer later
         return cpu
     raise OpError(f"no ops for device {device.type!r}; use 'cpu'")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from qoff.errors import QoffError
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
@@ -24,7 +25,7 @@ def parse_size(text: str | int) -> int:
     if match is None or (match[3] and not match[2]):
         raise QoffError(f"{text!r} is not a size; write it like 24MiB, 8GB, 1.5GiB or 1048576")
     base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** _UNITS[match[2].lower()])
+    return int(Fraction(match[1]) * base ** _UNITS[match[2].lower()])
 
 
 def format_size(nbytes: int) -> str:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = frozenset({"errors", "settings", "units"})  # every layer may import these; they import no layer
+SHARED = frozenset(
+    {"errors", "settings", "units"}
+)  # every layer may import these; they import no layer
 RANK = {
     layer: rank
     for rank, row in enumerate(

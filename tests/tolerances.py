@@ -48,3 +48,6 @@ def assert_close(
 # A quantized matmul whose activations are 16-bit integers per group of K: rounding is 2^-16 of the
 # group's largest value, a few standard deviations.
 INT16_ACTIVATIONS = 1e-4
+
+# Logits of a whole decoder on such matmuls, whose errors add up over its layers.
+DECODER_LOGITS = 5e-4

@@ -23,7 +23,7 @@ from .attention_fields import (
     VALUES,
     M,
 )
-from .compiled import inner, job
+from .compiled import inner
 from .pool import finish, take, wait
 
 
@@ -87,6 +87,7 @@ def _append_token(args, token):
 
 @inner
 def append_all(pool, args):
+    """Phase 0 of the attention jobs: all tokens."""
     tokens = simd.peek_i64(args + M)
     token = take(pool, 0)
     while token < tokens:
@@ -94,9 +95,3 @@ def append_all(pool, args):
         finish(pool, 0)
         token = take(pool, 0)
     wait(pool, 0, tokens)
-
-
-@job
-def append_job(pool, thread, threads, args):
-    """The whole of it, for a pass whose attention is computed elsewhere."""
-    append_all(pool, args)

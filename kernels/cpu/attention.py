@@ -1,21 +1,20 @@
-"""The attention op on the CPU: append to the cache, then a decode job or torch's prefill."""
+"""The attention op on the CPU: append to the cache, then attend, in one job."""
 
 from __future__ import annotations
 
 import ctypes
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qoff.errors import OpError
 
-from ..heads import HeadShape, cache_shapes, read_keys
-from ..ragged import Ragged, Span
-from .append import append_job
+from ..heads import HeadShape, cache_shapes
+from ..ragged import Ragged
 from .attention_fields import FIELDS
 from .decode_attention import RUN, append_attend_job, partial_bytes
 from .pool import Pool, default_pool
+from .prefill_attention import append_prefill_job, tile_bytes
 
 
 def _fail(message: str) -> None:
@@ -89,47 +88,18 @@ def attention(
     runs = ragged.longest // RUN + 1
     floats = (ctypes.c_float * 4)(shape.norm_eps, 0, shape.scale, 0)
     bits = (ctypes.c_int64 * 2).from_buffer(floats)
-    partials = ragged.tokens * shape.heads * runs * partial_bytes(shape.head_dim)
+    if ragged.is_decode:
+        job = append_attend_job
+        scratch = ragged.tokens * shape.heads * runs * partial_bytes(shape.head_dim)
+    else:
+        job, scratch = append_prefill_job, pool.threads * tile_bytes(shape.head_dim)
     with pool.lock:
         args = (ctypes.c_int64 * FIELDS)(
             qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
             shape.head_dim, _address(q_norm), _address(k_norm), bits[0], _address(cos),
             _address(sin), ragged.positions.data_ptr(), ragged.slots.data_ptr(), keys.data_ptr(),
             values.data_ptr(), values.shape[2], bits[1], shape.window or 0, out.data_ptr(),
-            4 * out.stride(0), runs, pool.workspace(partials) if ragged.is_decode else 0,
+            4 * out.stride(0), runs, pool.workspace(scratch),
         )  # fmt: skip
-        job = append_attend_job if ragged.is_decode else append_job
         pool.run(job.address, ctypes.addressof(args))
-    if not ragged.is_decode:
-        for span in ragged.spans:
-            _prefill(qkv, shape, keys, values, span, out)
     return out
-
-
-def _prefill(
-    qkv: Tensor, shape: HeadShape, keys: Tensor, values: Tensor, span: Span, out: Tensor
-) -> None:
-    """Attend the new tokens of one sequence to its cached and new keys."""
-    rows = slice(span.start, span.start + span.count)
-    heads = qkv[rows].view(span.count, -1, shape.head_dim).transpose(0, 1)
-    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
-    length = span.past + span.count
-    if span.past:
-        key = read_keys(keys, span.slot, length)
-        value = values[span.slot, :, :length]
-    mask = None
-    if span.past or (shape.window and shape.window < length):
-        mask = _causal_mask(span, shape.window)
-    attended = F.scaled_dot_product_attention(
-        query[None], key[None], value[None], attn_mask=mask, is_causal=mask is None,
-        scale=shape.scale, enable_gqa=True,
-    )  # fmt: skip
-    out[rows] = attended[0].transpose(0, 1).reshape(span.count, -1)
-
-
-def _causal_mask(span: Span, window: int | None) -> Tensor:
-    """bool [count, past + count]: which keys each new token sees."""
-    query = torch.arange(span.past, span.past + span.count)[:, None]
-    key = torch.arange(span.past + span.count)[None]
-    seen = key <= query
-    return seen if not window else seen & (key > query - window)

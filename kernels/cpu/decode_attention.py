@@ -118,7 +118,8 @@ def _partial_bytes(dim):
 
 
 @inner
-def _first_key(args, position):
+def first_key(args, position):
+    """The oldest key that a query sees."""
     window = simd.peek_i64(args + WINDOW)
     return max(0, position + 1 - window) if window > 0 else 0
 
@@ -129,7 +130,7 @@ def _attend_item(args, token, kv_head, run):
     dim, heads = simd.peek_i64(args + DIM), simd.peek_i64(args + HEADS)
     kv_heads, capacity = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + CAPACITY)
     position = simd.peek_i64(simd.peek_i64(args + POSITIONS) + 8 * token)
-    first = max(_first_key(args, position), run * RUN)
+    first = max(first_key(args, position), run * RUN)
     last = min(position + 1, (run + 1) * RUN)
     if first >= last:
         return
@@ -155,7 +156,7 @@ def _merge(args, token, head):
     index = (token * simd.peek_i64(args + HEADS) + head) * runs
     partials = simd.peek_i64(args + PARTIALS) + index * size
     position = simd.peek_i64(simd.peek_i64(args + POSITIONS) + 8 * token)
-    low, high = _first_key(args, position) // RUN, position // RUN + 1
+    low, high = first_key(args, position) // RUN, position // RUN + 1
     peak = np.float32(-np.inf)
     for run in range(low, high):
         peak = max(peak, simd.peek_f32(partials + run * size))

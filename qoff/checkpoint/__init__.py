@@ -4,6 +4,7 @@
 - `header`: the safetensors header, written and read with every claim checked.
 - `reader`: `Checkpoint`, an opened directory; `read_weight`.
 - `writer`: `CheckpointWriter`, all or nothing.
+- `staging`: the hidden directory it writes to, moved into place at the end.
 - `verify`: every byte against its checksum.
 """
 

@@ -29,7 +29,7 @@ from .layout import (
     tensors_of,
 )
 
-METADATA_KEY = "qoff"
+METADATA, METADATA_KEY = "__metadata__", "qoff"
 MAX_HEADER = 100 << 20  # bytes; the limit of the safetensors library
 
 
@@ -46,7 +46,7 @@ def encode(weights: dict[str, WeightEntry]) -> bytes:
         for e in weights.values()
         if isinstance(e, QuantEntry)
     }
-    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(described)}}
+    header: dict[str, Any] = {METADATA: {METADATA_KEY: json.dumps(described)}}
     for entry in weights.values():
         for tensor in tensors_of(entry):
             header[tensor.name] = {
@@ -77,7 +77,7 @@ def read(path: Path) -> tuple[int, dict[str, WeightEntry]]:
         raise FormatError(
             f"{path}: data starts at byte {start}, not at a multiple of {ALIGNMENT}; {_AGAIN}"
         )
-    metadata = header.pop("__metadata__", None)
+    metadata = header.pop(METADATA, None)
     tensors = [_tensor(path, name, value, start) for name, value in header.items()]
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
     _check_contiguous(path, tensors, start, size)
@@ -114,7 +114,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in value)
 
 
 def _tensor(path: Path, name: str, value: Any, start: int) -> TensorEntry:
@@ -123,7 +123,9 @@ def _tensor(path: Path, name: str, value: Any, start: int) -> TensorEntry:
         if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
             raise ValueError("shape or offsets are not whole numbers")
     except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: tensor {name!r} is described wrongly ({error!r})") from error
+        raise FormatError(
+            f"{path}: tensor {name!r} is described wrongly ({error!r}); {_AGAIN}"
+        ) from error
     nbytes = offsets[1] - offsets[0]
     if math.prod(shape) * dtype.itemsize != nbytes:
         raise FormatError(
@@ -141,6 +143,11 @@ def _check_contiguous(path: Path, tensors: list[TensorEntry], start: int, size: 
                 f"{path}: tensor {tensor.name!r} starts at byte {tensor.offset} where "
                 f"{end} is expected: a hole or an overlap; {_AGAIN}"
             )
+        if tensor.offset % tensor.dtype.itemsize:
+            raise FormatError(
+                f"{path}: tensor {tensor.name!r} of {tensor.dtype} starts at byte {tensor.offset}, "
+                f"not at a multiple of {tensor.dtype.itemsize}; {_AGAIN}"
+            )
         end += tensor.nbytes
     if end != size:
         raise FormatError(f"{path}: has {size} bytes, but its header describes {end}; {_AGAIN}")
@@ -148,11 +155,11 @@ def _check_contiguous(path: Path, tensors: list[TensorEntry], start: int, size: 
 
 def _described(path: Path, metadata: Any) -> dict[str, Any]:
     try:
-        found = json.loads(metadata[METADATA_KEY])
-    except (KeyError, TypeError, ValueError) as error:
+        found = json.loads(metadata[METADATA_KEY], object_pairs_hook=_no_duplicates)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise FormatError(
             f"{path}: the header has no readable metadata {METADATA_KEY!r}; "
-            "this is no file of a qoff checkpoint"
+            "this is no file of a qoff checkpoint: convert the model with qoff convert"
         ) from error
     if not isinstance(found, dict):
         raise FormatError(f"{path}: metadata {METADATA_KEY!r} is not a JSON object; {_AGAIN}")
@@ -184,10 +191,11 @@ def _quantized(
     codes, scale_min = tensors[name + CODES], tensors[name + SCALE_MIN]
     try:
         found = described[name]
-        shape = (int(found["shape"][0]), int(found["shape"][1]))
-        bits, group_size, packing = int(found["bits"]), int(found["group_size"]), found["packing"]
-        version = found["packing_version"]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        (n, k), bits, group_size = found["shape"], found["bits"], found["group_size"]
+        packing, version = found["packing"], found["packing_version"]
+        if not (_is_sizes([n, k, bits, group_size]) and isinstance(packing, str)):
+            raise ValueError("shape, bits and group_size must be whole numbers, packing a name")
+    except (KeyError, TypeError, ValueError) as error:
         raise FormatError(
             f"{path}: quantized weight {name!r} is not described ({error!r}); {_AGAIN}"
         ) from error
@@ -198,14 +206,16 @@ def _quantized(
             "use a newer qoff or convert the model again"
         )
     try:
-        expected = packed_shapes(shape, bits, group_size, packing)
+        expected = packed_shapes((n, k), bits, group_size, packing)
     except OpError as error:
         raise FormatError(f"{path}: {name!r}: {error}; {_AGAIN}") from error
     if (codes.shape, scale_min.shape) != expected or codes.dtype != DTYPES["U8"]:
         raise FormatError(
-            f"{path}: {name!r} {list(shape)} in {bits} bits should have codes and scales "
+            f"{path}: {name!r} [{n}, {k}] in {bits} bits should have codes and scales "
             f"{expected}, found {codes.shape}, {scale_min.shape}; {_AGAIN}"
         )
     if scale_min.dtype not in (DTYPES["F16"], DTYPES["F32"]):
-        raise FormatError(f"{path}: scales of {name!r} are {scale_min.dtype}, not float16 or 32")
-    return QuantEntry(name, shape, bits, group_size, packing, codes, scale_min)
+        raise FormatError(
+            f"{path}: scales of {name!r} are {scale_min.dtype}, not float16 or float32; {_AGAIN}"
+        )
+    return QuantEntry(name, (n, k), bits, group_size, packing, codes, scale_min)

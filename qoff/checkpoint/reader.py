@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import Any, Self
 
 import torch
@@ -54,14 +55,13 @@ class Checkpoint:
             raise FormatError(
                 f"{folder / INDEX_FILE}: has no checksums and weight_map; convert the model again"
             )
-        for name in {*checksums, *map(str, weight_map.values())}:
+        for name in sorted({*checksums, *map(str, weight_map.values())}):
             _inside(folder, name)
         count = sum(name != OUTER_FILE for name in checksums)
         files = {
             name: _weight_file(folder, name, checksums)
             for name in [*(layer_file(i) for i in range(count)), OUTER_FILE]
         }
-        _check_map(folder / INDEX_FILE, weight_map, files)
         wanted = config.get("num_hidden_layers", count)
         if wanted != count:
             raise FormatError(
@@ -69,18 +69,33 @@ class Checkpoint:
                 f"{count} layers; convert the model again"
             )
         outer = files.pop(OUTER_FILE)
-        return cls(folder, config, tuple(files.values()), outer)
+        checkpoint = cls(folder, config, tuple(files.values()), outer)
+        _check_map(folder / INDEX_FILE, weight_map, checkpoint)
+        return checkpoint
 
     @property
     def files(self) -> tuple[WeightFile, ...]:
         """All files of weights: the layers in order, then the outer file."""
         return (*self.layers, self.outer)
 
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """Return the name of the file that each tensor is in. Raises FormatError for two files."""
+        there: dict[str, str] = {}
+        for file in self.files:
+            for tensor in (t for entry in file.weights.values() for t in tensors_of(entry)):
+                if (first := there.setdefault(tensor.name, file.path.name)) != file.path.name:
+                    raise FormatError(
+                        f"{file.path}: tensor {tensor.name!r} is also in {first}; "
+                        "convert the model again"
+                    )
+        return there
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a qoff checkpoint. Raises FormatError if the directory is none."""
     if not folder.is_dir():
-        raise FormatError(f"{folder}: no such directory")
+        raise FormatError(f"{folder}: no such directory; convert a model first: qoff convert")
     config = _json_object(folder / CONFIG_FILE)
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
@@ -113,11 +128,15 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 def _inside(folder: Path, name: str) -> None:
     """Refuse a file name from the index that leads out of the checkpoint."""
-    pure = PurePosixPath(name)
-    outside = pure.is_absolute() or ".." in pure.parts or len(pure.parts) != 1 or "\0" in name
-    if outside or not (folder / name).resolve().is_relative_to(folder.resolve()):
+    plain = PurePosixPath(name).parts == (name,) and name != ".."
+    try:
+        inside = plain and (folder / name).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or no name a file can have
+        inside = False
+    if not inside:
         raise FormatError(
-            f"{folder / INDEX_FILE}: file {name!r} is not in the checkpoint's own directory"
+            f"{folder / INDEX_FILE}: file {name!r} is not in the checkpoint's own directory; "
+            "copy the files there, or convert the model again"
         )
 
 
@@ -132,28 +151,25 @@ def _weight_file(folder: Path, name: str, checksums: Mapping[str, Any]) -> Weigh
             f"{folder / INDEX_FILE}: the checksum of {name} is damaged; convert the model again"
         )
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except OSError as error:
         raise FormatError(
             f"{path}: cannot be read ({error.strerror}); fetch the file again"
         ) from error
-    if size != nbytes:
+    if not S_ISREG(status.st_mode):
+        raise FormatError(f"{path}: is not a file; fetch the file again")
+    if status.st_size != nbytes:
         raise FormatError(
-            f"{path}: has {size} bytes, the index says {nbytes}: truncated or replaced; "
+            f"{path}: has {status.st_size} bytes, the index says {nbytes}: truncated or replaced; "
             "fetch the file again"
         )
     start, weights = header.read(path)
     return WeightFile(path, start, nbytes, sha256, weights)
 
 
-def _check_map(index: Path, weight_map: Mapping[str, Any], files: dict[str, WeightFile]) -> None:
+def _check_map(index: Path, weight_map: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """The index and the headers must agree on which tensor is in which file."""
-    there = {
-        tensor.name: name
-        for name, file in files.items()
-        for entry in file.weights.values()
-        for tensor in tensors_of(entry)
-    }
+    there = checkpoint.weight_map
     for name in sorted({*there, *weight_map}):
         if there.get(name) != weight_map.get(name):
             raise FormatError(
@@ -168,13 +184,16 @@ def read_weight(file: WeightFile, entry: WeightEntry) -> QTensor | Tensor:
     def load(tensor: TensorEntry) -> Tensor:
         buffer = bytearray(tensor.nbytes)
         try:
-            with file.path.open("rb", buffering=0) as source:
+            with file.path.open("rb") as source:  # buffered: one plain read ends at 2 GiB
                 source.seek(tensor.offset)
-                got = source.readinto(buffer) if buffer else 0
+                got = source.readinto(buffer)
         except OSError as error:
             raise DiskReadError(f"{file.path}: cannot be read ({error.strerror})") from error
         if got != tensor.nbytes:
-            raise DiskReadError(f"{file.path}: {tensor.name!r} ends after {got} bytes")
+            raise DiskReadError(
+                f"{file.path}: {tensor.name!r} ends after {got} of {tensor.nbytes} bytes; "
+                "fetch the file again"
+            )
         if not buffer:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(buffer, dtype=torch.uint8)

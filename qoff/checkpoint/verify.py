@@ -31,7 +31,7 @@ def verify(
     """Read a whole checkpoint; compare checksums and look for scales that are not finite.
 
     progress: called with bytes done and bytes in all. Raises FormatError or ChecksumError naming
-    the first file that is wrong.
+    the first file that is wrong, DiskReadError where one cannot be read.
     """
     checkpoint = Checkpoint.open(path)
     total = sum(file.nbytes for file in checkpoint.files)

@@ -7,18 +7,16 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
 
-from qoff.errors import ConversionError
+from qoff.errors import ConversionError, FormatError
 from qoff.quant import QTensor
 from qoff.units import format_size
 
@@ -26,6 +24,7 @@ from . import header
 from .layout import (
     CODES,
     CONFIG_FILE,
+    DTYPE_NAMES,
     FORMAT_VERSION,
     INDEX_FILE,
     OUTER_FILE,
@@ -37,6 +36,8 @@ from .layout import (
     layer_file,
     tensors_of,
 )
+from .reader import Checkpoint, read_config
+from .staging import publish, sigterm_as_exit, staging
 
 _PIECE = 8 << 20  # bytes hashed and written at a time
 
@@ -49,8 +50,11 @@ class CheckpointWriter:
     it, `Checkpoint.open` does not take it for a checkpoint, and the next writer for the same place
     removes it. Use it as a context manager.
 
-    Raises ConversionError when the place is taken (unless overwrite, which replaces it at the end),
-    when the disk has less than `expected_bytes` free, or when writing fails.
+    overwrite: replace a checkpoint that is there, at the end; never anything else.
+    expected_bytes: what the weights will take, to be refused at once where the disk has less free.
+
+    Raises ConversionError when the place is taken, the disk is full, writing fails, or a weight
+    cannot be stored.
     """
 
     def __init__(
@@ -58,23 +62,20 @@ class CheckpointWriter:
     ) -> None:
         self.path = Path(path)
         self._overwrite = overwrite
-        self._prefix = f".{self.path.name}.qoff-"
         self._expected = expected_bytes
         self._checksums: dict[str, dict[str, Any]] = {}
         self._weight_map: dict[str, str] = {}
         self._total = 0
-        self._finished = False
-        if self.path.exists() and not overwrite:
-            raise ConversionError(f"{self.path}: exists already; choose another or overwrite it")
-        with self._failures():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            self._check_space()
-            self._folder = self.path.parent / f"{self._prefix}{os.getpid()}"
-            self._folder.mkdir()
 
     def __enter__(self) -> Self:
-        self._restore = _signals_as_exceptions()
+        with self._failures(), ExitStack() as stack:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(sigterm_as_exit())
+            self._folder = stack.enter_context(staging(self.path))
+            self._check_place()
+            if _free(self.path.parent) < self._expected:
+                raise ConversionError(self._no_space())
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -83,9 +84,7 @@ class CheckpointWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._restore()
-        if not self._finished:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._stack.__exit__(kind, error, trace)
 
     def write_layer(self, layer: int, weights: Mapping[str, QTensor | Tensor]) -> None:
         """Write the weights of a decoder layer, in their order, under their full names."""
@@ -97,38 +96,48 @@ class CheckpointWriter:
 
     def copy_file(self, name: str, data: bytes | str | os.PathLike[str]) -> None:
         """Put a file (of the tokenizer, say) beside the weights: its bytes, or a path to copy."""
-        if Path(name).name != name:
-            raise ConversionError(f"{name!r} is not the name of a file in the checkpoint")
-        with self._failures():
-            content = data if isinstance(data, bytes) else Path(data).read_bytes()
-            with self._new_file(name) as file:
-                file.write(content)
+        if Path(name).name != name or name in ("", "..", CONFIG_FILE, INDEX_FILE):
+            raise ConversionError(
+                f"{self.path}: a file cannot be copied there as {name!r}; use a plain file name "
+                "that the checkpoint itself does not"
+            )
+        if not isinstance(data, bytes):
+            try:
+                data = Path(data).read_bytes()
+            except OSError as error:
+                raise ConversionError(
+                    f"{data}: cannot be read ({error.strerror}); it belongs to the checkpoint"
+                ) from error
+        with self._failures(), self._new_file(name) as file:
+            file.write(data)
 
     def finish(self, config: Mapping[str, Any]) -> None:
-        """Write config.json and the index, and move the checkpoint into place.
+        """Write config.json and the index, check the whole, and move it into place.
 
         config: that of Hugging Face; its `quantization_config` gets method and version.
         """
         quantization = {
-            **config.get("quantization_config", {}),
+            **(config.get("quantization_config") or {}),
             "quant_method": QUANT_METHOD,
             "version": FORMAT_VERSION,
         }
-        index = {
-            "metadata": {"total_size": self._total},
-            "weight_map": self._weight_map,
-            "checksums": self._checksums,
-        }
+        self._write_json(
+            INDEX_FILE,
+            {
+                "metadata": {"total_size": self._total},
+                "weight_map": self._weight_map,
+                "checksums": self._checksums,
+            },
+        )
+        self._write_json(CONFIG_FILE, {**config, "quantization_config": quantization})
+        try:
+            Checkpoint.open(self._folder)
+        except FormatError as error:
+            what = str(error).replace(str(self._folder), str(self.path))
+            raise ConversionError(f"{self.path}: this would be no checkpoint: {what}") from error
         with self._failures():
-            for name, value in (
-                (INDEX_FILE, index),
-                (CONFIG_FILE, {**config, "quantization_config": quantization}),
-            ):
-                with self._new_file(name) as file:
-                    file.write(json.dumps(value, indent=2).encode())
-            _sync_directory(self._folder)
-            self._move_into_place()
-        self._finished = True
+            self._check_place()
+            publish(self._folder, self.path)
 
     def _write(self, name: str, weights: Mapping[str, QTensor | Tensor]) -> None:
         entries, tensors = _layout(weights)
@@ -143,6 +152,11 @@ class CheckpointWriter:
             for tensor in tensors_of(entry):
                 self._weight_map[tensor.name] = name
                 self._total += tensor.nbytes
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        text = json.dumps(value, indent=2).encode()
+        with self._failures(), self._new_file(name) as file:
+            file.write(text)
 
     @contextmanager
     def _new_file(self, name: str) -> Iterator[BinaryIO]:
@@ -159,38 +173,33 @@ class CheckpointWriter:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise ConversionError(self._no_space()) from error
-            raise ConversionError(f"{self.path}: cannot be written ({error})") from error
-
-    def _check_space(self) -> None:
-        if shutil.disk_usage(self.path.parent).free < self._expected:
-            raise ConversionError(self._no_space())
+            raise ConversionError(
+                f"{self.path}: cannot be written ({error}); see to it, or choose another place"
+            ) from error
 
     def _no_space(self) -> str:
-        free = format_size(shutil.disk_usage(self.path.parent).free)
+        free = format_size(_free(self.path.parent))
         need = f"{format_size(self._expected)} needed, " if self._expected else ""
         return f"{self.path}: the disk is full ({need}{free} free); free some or write elsewhere"
 
-    def _remove_leftovers(self) -> None:
-        """Remove what writers of this place that are not alive any more left behind."""
-        for folder in self.path.parent.glob(f"{self._prefix}*"):
-            process = folder.name.removeprefix(self._prefix)
-            if not process.isdigit() or not _is_alive(int(process)):
-                shutil.rmtree(folder, ignore_errors=True)
+    def _check_place(self) -> None:
+        if not os.path.lexists(self.path):
+            return
+        if not self._overwrite:
+            raise ConversionError(f"{self.path}: exists already; choose another or overwrite it")
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            return
+        try:
+            read_config(self.path)
+        except FormatError as error:
+            raise ConversionError(
+                f"{self.path}: is no qoff checkpoint, and only one is overwritten ({error}); "
+                "remove it, or choose another place"
+            ) from error
 
-    def _move_into_place(self) -> None:
-        if self.path.exists() and self._overwrite:
-            old = self.path.parent / f"{self._prefix}old-{os.getpid()}"
-            self.path.rename(old)
-            self._folder.rename(self.path)
-            if old.is_dir() and not old.is_symlink():
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                old.unlink()
-        elif self.path.exists():
-            raise ConversionError(f"{self.path}: was created meanwhile; choose another place")
-        else:
-            self._folder.rename(self.path)
-        _sync_directory(self.path.parent)
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
 
 def _layout(
@@ -203,6 +212,7 @@ def _layout(
 
     def place(name: str, tensor: Tensor) -> TensorEntry:
         nonlocal offset
+        _check_storable(name, tensor, offset)
         entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), offset, tensor.nbytes)
         tensors.append(tensor)
         offset += tensor.nbytes
@@ -219,9 +229,22 @@ def _layout(
                 place(name + CODES, weight.codes),
                 place(name + SCALE_MIN, weight.scale_min),
             )
+        elif name.endswith((CODES, SCALE_MIN)) or name == header.METADATA:
+            raise ConversionError(f"{name!r} is reserved by the format; store it by another name")
         else:
             entries[name] = place(name, weight)
     return entries, tensors
+
+
+def _check_storable(name: str, tensor: Tensor, offset: int) -> None:
+    if tensor.dtype not in DTYPE_NAMES:
+        known = ", ".join(map(str, DTYPE_NAMES))
+        raise ConversionError(f"{name!r} is {tensor.dtype}; a checkpoint holds {known}")
+    if offset % tensor.dtype.itemsize:
+        raise ConversionError(
+            f"{name!r} of {tensor.dtype} would start at byte {offset}, which is not aligned; "
+            "write weights of larger elements first"
+        )
 
 
 def _pieces(head: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview]:
@@ -230,33 +253,3 @@ def _pieces(head: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview]:
         raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         for start in range(0, len(raw), _PIECE):
             yield raw[start : start + _PIECE].data
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _signals_as_exceptions() -> Any:
-    """Let SIGTERM end the process through its `finally` blocks; returns what undoes that."""
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    return lambda: signal.signal(signal.SIGTERM, before)

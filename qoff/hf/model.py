@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +94,16 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         )
         return output if return_dict is not False else output.to_tuple()
 
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, with torch's own operations on one thread meanwhile.
+
+        Those between forward passes are small, and torch's idle threads would spin for milliseconds
+        on the cores that the next pass computes on.
+        """
+        with _one_torch_thread():
+            return super().generate(*args, **kwargs)
+
     def _cache(self, given: Cache | None, batch: int) -> GenerationCache:
         if given is None:
             return GenerationCache(self.runtime.new_cache(batch))
@@ -112,6 +124,16 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         raise QoffError(
             f"nothing to save: the model is the directory {self.runtime.checkpoint.path}; copy it"
         )
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _refuse(options: dict[str, Any]) -> None:

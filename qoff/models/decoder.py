@@ -35,6 +35,24 @@ class Batch:
     logit_rows: Tensor  # int64 [R], rows whose logits are wanted
 
 
+@dataclass(frozen=True)
+class _Scratch:
+    """What one layer leaves between its ops; the same memory for all layers of a pass."""
+
+    qkv: Tensor  # [M, (heads + 2 kv_heads) * head_dim]
+    attended: Tensor  # [M, heads * head_dim]
+    gated: Tensor  # [at most _MLP_TOKENS, intermediate_size]
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, hidden: Tensor) -> _Scratch:
+        tokens = len(hidden)
+        return cls(
+            hidden.new_empty(tokens, spec.q_rows + 2 * spec.kv_rows),
+            hidden.new_empty(tokens, spec.q_rows),
+            hidden.new_empty(min(tokens, _MLP_TOKENS), spec.intermediate_size),
+        )
+
+
 class Decoder:
     """A decoder of the Llama family, computed by `ops` on weights that it is handed step by step.
 
@@ -74,10 +92,11 @@ class Decoder:
         cache.reserve(ragged.longest + 1)
         rotary = self._rotary.upto(ragged.longest + 1)
         hidden = self._embed(batch.tokens)
+        scratch = _Scratch.of(self.spec, hidden)
         for layer in range(self.spec.num_layers):
             weights = yield layer
-            self._attention(layer, weights, hidden, batch, rotary)
-            self._mlp(weights, hidden)
+            self._attention(layer, weights, hidden, scratch, batch, rotary)
+            self._mlp(weights, hidden, scratch)
         weights = yield HEAD
         cache.advance([span.count for span in ragged.spans])
         return self._ops.w4_linear(
@@ -92,6 +111,7 @@ class Decoder:
         layer: int,
         weights: Weights,
         hidden: Tensor,
+        scratch: _Scratch,
         batch: Batch,
         rotary: tuple[Tensor, Tensor],
     ) -> None:
@@ -103,6 +123,7 @@ class Decoder:
             norm=_vector(weights, "input_layernorm.weight"),
             eps=spec.norm_eps,
             bias=_vector(weights, "self_attn.qkv_proj.bias"),
+            out=scratch.qkv,
         )
         attended = self._ops.attention(
             qkv,
@@ -113,6 +134,7 @@ class Decoder:
             rotary=rotary if spec.rope_layers[layer] else None,
             q_norm=_vector(weights, "self_attn.q_norm.weight"),
             k_norm=_vector(weights, "self_attn.k_norm.weight"),
+            out=scratch.attended,
         )
         self._ops.w4_linear(
             attended,
@@ -122,9 +144,10 @@ class Decoder:
             out=hidden,
         )
 
-    def _mlp(self, weights: Weights, hidden: Tensor) -> None:
+    def _mlp(self, weights: Weights, hidden: Tensor, scratch: _Scratch) -> None:
         """hidden += down(silu(gate(norm(hidden))) * up(norm(hidden)))."""
-        for part in hidden.split(_MLP_TOKENS):
+        parts = (hidden,) if len(hidden) <= _MLP_TOKENS else hidden.split(_MLP_TOKENS)
+        for part in parts:
             gated = self._ops.w4_linear(
                 part,
                 _matrix(weights, "mlp.gate_up_proj"),
@@ -132,6 +155,7 @@ class Decoder:
                 eps=self.spec.norm_eps,
                 bias=_vector(weights, "mlp.gate_up_proj.bias"),
                 silu_mul=True,
+                out=scratch.gated[: len(part)],
             )
             self._ops.w4_linear(
                 gated,

@@ -1,0 +1,108 @@
+"""The decoder's logits are those of transformers on the dequantized weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.kernels import cpu, reference_ops
+from qoff.kernels.ragged import Ragged
+from qoff.kvcache import PlainCache
+from qoff.models.decoder import Batch
+from tests.tiny_models import FAMILIES, PlainRun, reference_model, tiny_checkpoint
+from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
+
+OPS = [cpu, reference_ops]
+TOLERANCE = {cpu: DECODER_LOGITS, reference_ops: RELATIVE_RMS[torch.float32]}
+DECODE_STEPS = 10
+LENGTHS = [1, 21, 8]  # of the sequences of a ragged batch
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), request.param, "half32")
+
+
+def forward(run: PlainRun, cache: PlainCache, tokens: list[Tensor]) -> Tensor:
+    """Logits of all new tokens, those of one sequence after those of the other."""
+    ragged = Ragged.of([len(t) for t in tokens], cache.lengths)
+    batch = Batch(torch.cat(tokens), ragged, cache, torch.arange(ragged.tokens))
+    return run.forward(batch)
+
+
+def padded(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids and mask of a batch padded on the left."""
+    width = max(len(t) for t in tokens)
+    ids, mask = torch.zeros(2, len(tokens), width, dtype=torch.int64)
+    for row, t in enumerate(tokens):
+        ids[row, width - len(t) :] = t
+        mask[row, width - len(t) :] = 1
+    return ids, mask
+
+
+@torch.no_grad()
+def expected_logits(path: Path, prompts: list[Tensor], decoded: Tensor) -> list[Tensor]:
+    """transformers' logits of the real tokens of a prefill, and of every decode step."""
+    model = reference_model(path)
+    ids, mask = padded(prompts)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    out = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
+    found = [out.logits[mask.bool()]]
+    for column in decoded.T[:, :, None]:
+        mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=torch.int64)], 1)
+        positions = mask.sum(1, keepdim=True) - 1
+        out = model(
+            column,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=out.past_key_values,
+        )
+        found.append(out.logits[:, 0])
+    return found
+
+
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.PACKING)
+@pytest.mark.parametrize("lengths", [[23], LENGTHS], ids=str)
+def test_logits_are_those_of_transformers(
+    checkpoint: Path, lengths: list[int], ops: ModuleType
+) -> None:
+    run = PlainRun(checkpoint, ops)
+    vocab = run.decoder.spec.vocab_size
+    prompts = [torch.randint(3, vocab, (n,)) for n in lengths]
+    decoded = torch.randint(3, vocab, (len(prompts), DECODE_STEPS))
+    prefill, *steps = expected_logits(checkpoint, prompts, decoded)
+    cache = run.decoder.new_cache(len(prompts))
+    assert_close(forward(run, cache, prompts), prefill, tolerance=TOLERANCE[ops])
+    for column, wanted in zip(decoded.T, steps, strict=True):
+        found = forward(run, cache, list(column[:, None]))
+        assert_close(found, wanted, tolerance=TOLERANCE[ops])
+    assert cache.lengths == [n + DECODE_STEPS for n in lengths]
+
+
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.PACKING)
+@pytest.mark.parametrize("first", [1, 6, 15, 16, 20])
+def test_a_prompt_in_two_parts_gives_the_logits_of_the_whole(
+    checkpoint: Path, first: int, ops: ModuleType
+) -> None:
+    run = PlainRun(checkpoint, ops)
+    prompt = torch.randint(3, run.decoder.spec.vocab_size, (21,))
+    whole = forward(run, run.decoder.new_cache(1), [prompt])
+    cache = run.decoder.new_cache(1)
+    parts = [forward(run, cache, [part]) for part in (prompt[:first], prompt[first:])]
+    assert_close(torch.cat(parts), whole, tolerance=TOLERANCE[ops])
+
+
+def test_only_the_wanted_rows_have_logits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = PlainRun(tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama"), cpu)
+    prompts = [torch.randint(3, 128, (n,)) for n in LENGTHS]
+    every = forward(run, run.decoder.new_cache(3), prompts)
+    ragged = Ragged.of(LENGTHS, [0, 0, 0])
+    for rows in (ragged.last_rows, torch.tensor([5, 0]), torch.empty(0, dtype=torch.int64)):
+        batch = Batch(torch.cat(prompts), ragged, run.decoder.new_cache(3), rows)
+        found = run.forward(batch)
+        assert found.shape == (len(rows), every.shape[1])
+        assert_close(found, every[rows], tolerance=DECODER_LOGITS)

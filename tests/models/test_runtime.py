@@ -1,0 +1,334 @@
+"""Where weights are and how they travel changes no bit of the logits."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import BudgetError, ChecksumError, DiskReadError, OpError
+from qoff.kernels.qtensor import QTensor
+from qoff.kernels.ragged import Ragged
+from qoff.kvcache import PlainCache
+from qoff.memory import DiskReader, Residency, ThreadTransfers, WeightStore, residency_of
+from qoff.memory.units import unit_files
+from qoff.models import names
+from qoff.models.decoder import Batch, Decoder, Steps
+from qoff.models.runtime import Runtime
+from tests.tiny_models import tiny_checkpoint
+
+FAMILIES = ["llama", "llama-gqa-tied", "qwen3-tied"]
+PACKINGS = ["cpu16", "half32"]
+DELAYS = random.Random(5)
+PROMPTS = [torch.arange(5, 22), torch.tensor([99]), torch.arange(60, 40, -3)]
+DECODED = torch.tensor([[11, 12, 13], [90, 91, 92], [7, 7, 7]]).T  # [steps, sequences]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoints(family: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.getbasetemp()
+    return {packing: tiny_checkpoint(base, family, packing) for packing in PACKINGS}
+
+
+@pytest.fixture(scope="module")
+def resident_logits(checkpoints: dict[str, Path]) -> Tensor:
+    with Runtime(checkpoints["cpu16"]) as runtime:
+        return logits_of(runtime)
+
+
+@pytest.fixture
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+
+
+def next_batch(tokens: Sequence[Tensor], cache: PlainCache) -> Batch:
+    ragged = Ragged.of([len(t) for t in tokens], cache.lengths)
+    return Batch(torch.cat(list(tokens)), ragged, cache, torch.arange(ragged.tokens))
+
+
+def logits_of(runtime: Runtime) -> Tensor:
+    """Logits of a ragged prefill and of decode steps, one below the other."""
+    cache = runtime.new_cache(len(PROMPTS))
+    found = [runtime.forward(next_batch(PROMPTS, cache))]
+    found += [runtime.forward(next_batch(list(row[:, None]), cache)) for row in DECODED]
+    return torch.cat(found)
+
+
+def racing(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Reads that take any time and so end in any order."""
+    time.sleep(DELAYS.random() * 3e-4)
+    return os.preadv(fd, views, offset)
+
+
+def racing_transfers() -> ThreadTransfers:
+    return ThreadTransfers(DiskReader(threads=3, chunk=4096, preadv=racing))
+
+
+@contextmanager
+def racing_runtime(
+    path: Path, residency: Residency | None = None, memory: int | None = None, slots: int = 2
+) -> Iterator[Runtime]:
+    """A runtime with racing reads and poisoned slots, by a residency or else by a budget."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qoff.memory.store.ThreadTransfers", racing_transfers)
+        if residency is not None:
+            patch.setattr("qoff.models.runtime.plan_residency", lambda *_, **__: residency)
+        with Runtime(path, device_memory=memory, slots=slots, poison=True) as runtime:
+            yield runtime
+
+
+def names_of(path: Path) -> list[str]:
+    files = unit_files(Checkpoint.open(path)).values()
+    return [name for file in files for name in file.weights]
+
+
+def least_memory(path: Path, slots: int) -> int:
+    """Bytes of the arena when nothing is resident."""
+    return residency_of(Checkpoint.open(path), [], slots).device_bytes
+
+
+@settings(max_examples=12)
+@given(data=st.data(), slots=st.sampled_from([2, 3]), packing=st.sampled_from(PACKINGS))
+def test_every_residency_gives_the_same_bits(
+    data: st.DataObject,
+    slots: int,
+    packing: str,
+    checkpoints: dict[str, Path],
+    resident_logits: Tensor,
+) -> None:
+    path = checkpoints[packing]
+    every = names_of(path)
+    resident = data.draw(st.sets(st.sampled_from(every)) | st.sampled_from([set(), set(every)]))
+    plan = residency_of(Checkpoint.open(path), resident, slots)
+    with racing_runtime(path, plan) as runtime:
+        assert torch.equal(logits_of(runtime), resident_logits)
+        stats = runtime.stats()
+    assert stats.arena_peak <= stats.arena_capacity == plan.device_bytes
+    assert stats.slot_bytes == plan.slots * plan.slot_bytes
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("slots", [2, 3])
+def test_every_budget_gives_the_same_bits(
+    slots: int, packing: str, checkpoints: dict[str, Path], resident_logits: Tensor
+) -> None:
+    path = checkpoints[packing]
+    least, most = least_memory(path, slots), sum(f.stat().st_size for f in path.glob("*.safet*"))
+    resident, read = [], []
+    for memory in torch.linspace(least, max(most, least) * 1.5, 7, dtype=torch.int64).tolist():
+        with racing_runtime(path, memory=memory, slots=slots) as runtime:
+            assert torch.equal(logits_of(runtime), resident_logits)
+            stats = runtime.stats()
+        assert stats.arena_peak <= stats.arena_capacity <= memory
+        resident.append(stats.resident_bytes)
+        read.append(stats.disk_bytes)
+    assert resident == sorted(resident)
+    assert resident[0] < resident[-1]
+    assert read[0] > read[-1]
+
+
+def test_a_budget_below_the_minimum_names_the_bytes(llama: Path) -> None:
+    with pytest.raises(BudgetError) as raised:
+        Runtime(llama, device_memory=1000)
+    least = int(str(raised.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+    with pytest.raises(BudgetError, match=f"{least - 1:,} are there"):
+        Runtime(llama, device_memory=least - 1)
+    with Runtime(llama, device_memory=least) as runtime:
+        assert runtime.stats().arena_capacity == least
+
+
+def test_generators_that_take_turns_give_what_each_gives_alone(llama: Path) -> None:
+    """One pass of the layers serves four batches, each with its own cache."""
+    prompts = [torch.arange(3 + i, 40, 2 + i) for i in range(4)]
+    with Runtime(llama) as runtime:
+        alone = [runtime.forward(next_batch([p], runtime.new_cache(1))) for p in prompts]
+    with racing_runtime(llama, memory=least_memory(llama, 2)) as runtime:
+        passes: list[Steps] = [
+            runtime.decoder.steps(next_batch([p], runtime.new_cache(1))) for p in prompts
+        ]
+        units = {next(steps) for steps in passes}
+        finished: list[Tensor] = []
+        while len(finished) < len(passes):
+            (unit,) = units
+            units = set()
+            with runtime.store.use(unit) as weights:
+                for steps in passes:
+                    try:
+                        units.add(steps.send(weights))
+                    except StopIteration as end:
+                        finished.append(end.value)
+    for found, wanted in zip(finished, alone, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("fails_at", [0, 3, 6])
+def test_an_exception_in_a_step_leaves_the_runtime_usable(
+    fails_at: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with racing_runtime(llama, memory=least_memory(llama, 2)) as runtime:
+        wanted = logits_of(runtime)
+        ops = runtime.decoder._ops
+        calls = 0
+
+        class Failing:
+            PACKING, attention, embedding = ops.PACKING, ops.attention, ops.embedding
+
+            @staticmethod
+            def w4_linear(x: Tensor, weight: QTensor, **options: object) -> Tensor:
+                nonlocal calls
+                calls += 1
+                if calls > fails_at:
+                    raise RuntimeError("injected")
+                return ops.w4_linear(x, weight, **options)
+
+        cache = runtime.new_cache(len(PROMPTS))
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime.decoder, "_ops", Failing)
+            with pytest.raises(RuntimeError, match="injected"):
+                runtime.forward(next_batch(PROMPTS, cache))
+        assert cache.lengths == [0] * len(PROMPTS)  # the pass may be repeated on the same cache
+        assert torch.equal(runtime.forward(next_batch(PROMPTS, cache)), wanted[: len(wanted) - 9])
+        assert torch.equal(logits_of(runtime), wanted)
+
+
+def test_a_read_error_ends_one_forward_pass_only(llama: Path) -> None:
+    fault: list[OSError] = []
+
+    def faulty(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if fault:
+            raise fault[0]
+        return os.preadv(fd, views, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "qoff.memory.store.ThreadTransfers",
+            lambda: ThreadTransfers(DiskReader(preadv=faulty)),
+        )
+        with Runtime(llama, device_memory=least_memory(llama, 2)) as runtime:
+            wanted = logits_of(runtime)
+            fault.append(OSError(5, "Input/output error"))
+            with pytest.raises(DiskReadError, match="Input/output error"):
+                logits_of(runtime)
+            fault.clear()
+            assert torch.equal(logits_of(runtime), wanted)
+
+
+def test_a_flipped_byte_is_found_before_any_logits(llama: Path, tmp_path: Path) -> None:
+    import shutil
+
+    path = tmp_path / "damaged"
+    shutil.copytree(llama, path)
+    file = path / "model-layer-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(ChecksumError, match=file.name):
+        Runtime(path)
+    with (
+        Runtime(path, device_memory=least_memory(path, 2)) as runtime,
+        pytest.raises(ChecksumError, match=file.name),
+    ):
+        logits_of(runtime)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_threads_that_share_a_runtime_take_turns(llama: Path, streaming: bool) -> None:
+    memory = least_memory(llama, 2) if streaming else None
+    with racing_runtime(llama, memory=memory) as runtime:
+        wanted = logits_of(runtime)
+        found: list[Tensor] = []
+
+        def run() -> None:
+            found.extend(logits_of(runtime) for _ in range(3))
+
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    assert len(found) == 6
+    assert all(torch.equal(logits, wanted) for logits in found)
+
+
+def test_ids_outside_of_the_vocabulary_are_refused(llama: Path) -> None:
+    for memory in (None, least_memory(llama, 2)):
+        with Runtime(llama, device_memory=memory) as runtime:
+            cache = runtime.new_cache(1)
+            for bad in (-1, runtime.spec.vocab_size):
+                with pytest.raises(OpError, match="rows 0 to 127"):
+                    runtime.forward(next_batch([torch.tensor([5, bad])], cache))
+
+
+@given(moves=st.lists(st.sampled_from(["append", "reserve", "crop", "select"]), max_size=8))
+def test_a_cache_keeps_what_was_said_through_every_move(
+    moves: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """After any moves, the next logits are those of a fresh run over what is remembered."""
+    llama = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+    random_moves = random.Random(len(moves))
+    with Runtime(llama) as runtime:
+        said = [[3, 4, 5], [60, 61]]
+        cache = runtime.new_cache(2)
+        runtime.forward(next_batch([torch.tensor(s) for s in said], cache))
+        for move in moves:
+            if move == "append":
+                new = [[random_moves.randrange(128)] * random_moves.randint(1, 9) for _ in said]
+                runtime.forward(next_batch([torch.tensor(n) for n in new], cache))
+                said = [s + n for s, n in zip(said, new, strict=True)]
+            elif move == "reserve":
+                cache.reserve(cache.capacity + 1)
+            elif move == "crop":
+                cache.crop(3)
+                said = [s[:3] for s in said]
+            else:
+                chosen = random_moves.choices(range(len(said)), k=random_moves.randint(1, 3))
+                cache.select(chosen)
+                said = [said[i] for i in chosen]
+            assert cache.lengths == [len(s) for s in said]
+        last = [torch.tensor([9])] * len(said)
+        found = runtime.forward(next_batch(last, cache))
+        fresh = [
+            runtime.forward(next_batch([torch.tensor([*s, 9])], runtime.new_cache(1)))[-1]
+            for s in said
+        ]
+    torch.testing.assert_close(found, torch.stack(fresh), rtol=0, atol=1e-3)
+
+
+def test_an_untied_embedding_is_gathered_from_disk(llama: Path) -> None:
+    with Runtime(llama, device_memory=least_memory(llama, 2)) as runtime:
+        assert names.EMBEDDING not in runtime.residency.resident
+        logits_of(runtime)
+        before = runtime.stats().disk_bytes
+        assert isinstance(runtime.decoder, Decoder)
+        runtime.decoder._embed(torch.tensor([3]))
+        assert 0 < runtime.stats().disk_bytes - before < 64 * 1024
+
+
+def test_working_store_is_the_public_way_to_weights(llama: Path) -> None:
+    """The generator needs only a store: a scheduler of its own can drive it."""
+    checkpoint = Checkpoint.open(llama)
+    with Runtime(llama) as runtime, WeightStore(checkpoint, residency_of(checkpoint, [])) as store:
+        wanted = logits_of(runtime)[: sum(map(len, PROMPTS))]
+        steps = runtime.decoder.steps(next_batch(PROMPTS, runtime.new_cache(len(PROMPTS))))
+        unit = next(steps)
+        with pytest.raises(StopIteration) as finished:
+            while True:
+                with store.use(unit) as weights:
+                    unit = steps.send(weights)
+        assert torch.equal(finished.value.value, wanted)

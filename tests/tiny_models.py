@@ -1,0 +1,202 @@
+"""Tiny random models of every family, their checkpoints, and transformers models of equal weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+
+from qoff.checkpoint import Checkpoint, read_weight
+from qoff.kernels.ops import Ops
+from qoff.kernels.qtensor import QTensor
+from qoff.memory.units import HEAD, Unit, local_names, unit_files
+from qoff.models import names
+from qoff.models.convert import convert
+from qoff.models.decoder import Batch, Decoder
+from qoff.models.spec import DecoderSpec
+from qoff.quant import QuantConfig
+
+QUANT = QuantConfig(group_size=32, solver="rtn")
+VOCAB = 128
+PAD, BOS, EOS = 0, 1, 2
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-gqa-tied": {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 3,
+        "vocab_size": 130,  # no multiple of 16
+        "tie_word_embeddings": True,
+    },
+    "llama3-rope": {"model_type": "llama", "head_dim": 32, "rope_parameters": LLAMA3_ROPE},
+    "mistral-window": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 7},
+    "qwen2": {"model_type": "qwen2", "hidden_size": 128, "num_key_value_heads": 2},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "qwen3-tied": {
+        "model_type": "qwen3",
+        "hidden_size": 96,
+        "head_dim": 32,  # 4 heads of 32 are wider than the model
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "no_rope_layer_interval": 2,
+    },
+}
+
+
+def save_model(directory: Path, family: str = "llama", **changes: Any) -> None:
+    """Save a random model of a family in float32, without a tokenizer."""
+    torch.manual_seed(len(family))
+    config = AutoConfig.for_model(**{**TINY, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=float("norm" in name), std=0.1)
+    model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+    model.save_pretrained(directory)
+
+
+def save_tokenizer(directory: Path, size: int = VOCAB) -> None:
+    """Save a tokenizer with one token a character, and a chat template."""
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    letters = [chr(c) for c in range(32, 32 + size) if c != 127][: size - len(special)]
+    vocab = {token: i for i, token in enumerate(special + letters)}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    )
+    tokenizer.save_pretrained(directory)
+
+
+def tiny_model(base: Path, family: str = "llama") -> Path:
+    """The saved model of a family with its tokenizer, under `base`; made once."""
+    path = base / "tiny-models" / family
+    if not path.exists():
+        save_model(path, family)
+        save_tokenizer(path, FAMILIES[family].get("vocab_size", VOCAB))
+    return path
+
+
+def tiny_checkpoint(base: Path, family: str = "llama", packing: str = "cpu16") -> Path:
+    """The checkpoint of `tiny_model`, under `base`; made once."""
+    path = base / "tiny-checkpoints" / f"{family}-{packing}"
+    if not path.exists():
+        convert(tiny_model(base, family), path, quant=QUANT, for_cpu=packing == "cpu16")
+    return path
+
+
+def reference_model(path: Path) -> Any:
+    """The transformers model, in float32, with the dequantized weights of a checkpoint."""
+    checkpoint = Checkpoint.open(path)
+    config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    missing, unexpected = model.load_state_dict(dict(_state(checkpoint)), strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"} and bool(missing) == config["tie_word_embeddings"]
+    model.tie_weights()
+    model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.float().eval()
+
+
+def _state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of Hugging Face that the weights of a checkpoint were made of."""
+    spec = DecoderSpec.from_config(checkpoint.config)
+    units = [
+        (names.layer_prefix(i), names.layer_weights(spec), file)
+        for i, file in enumerate(checkpoint.layers)
+    ]
+    for prefix, weights, file in [*units, ("", names.outer_weights(spec), checkpoint.outer)]:
+        for weight in weights:
+            stored = read_weight(file, file.weights[prefix + weight.name])
+            value = stored.dequantize() if isinstance(stored, QTensor) else stored
+            for i, part in enumerate(weight.parts):
+                yield prefix + part.source, value[weight.destination(i, 0, part.rows)]
+
+
+class PlainRun:
+    """The decoder on weights that are all in memory: no store, no slots, no threads of ours."""
+
+    def __init__(self, path: Path, ops: Ops) -> None:
+        checkpoint = Checkpoint.open(path)
+        self._units: dict[Unit, Mapping[str, QTensor | Tensor]] = {}
+        for unit, file in unit_files(checkpoint).items():
+            local = local_names(unit, file.weights)
+            self._units[unit] = {
+                local[name]: w.to_packing(ops.PACKING) if isinstance(w, QTensor) else w
+                for name, entry in file.weights.items()
+                for w in [read_weight(file, entry)]
+            }
+        outer = self._units[HEAD]
+        table = outer[names.EMBEDDING]
+        assert isinstance(table, QTensor)
+        self._units[HEAD] = {names.HEAD: table, **outer}
+        spec = DecoderSpec.from_config(checkpoint.config)
+        self.decoder = Decoder(spec, ops, table.dequantize().__getitem__)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return drive(self.decoder, batch, self._units)
+
+
+def drive(
+    decoder: Decoder, batch: Batch, units: Mapping[Unit, Mapping[str, QTensor | Tensor]]
+) -> Tensor:
+    """Send a forward pass the weights it asks for; returns its logits."""
+    steps = decoder.steps(batch)
+    unit = next(steps)
+    while True:
+        try:
+            unit = steps.send(units[unit])
+        except StopIteration as finished:
+            return finished.value
