@@ -78,7 +78,7 @@ def dot_u8s8(b, acc, u8, s8, features=_FEATURES):
     if "avx512vnni" in features:
         return _vpdpbusd(b, acc, u8, s8, 512)
     if "avxvnni" in features:
-        return _by_halves(b, lambda *part: _vpdpbusd(b, *part, 256), acc, u8, s8)
+        return _by_halves(b, lambda x, y, z: _vpdpbusd(b, x, y, z, 256), acc, u8, s8)
     if "avx512bw" in features:
         return _multiply_add(
             b, acc, u8, s8, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"
@@ -86,8 +86,8 @@ def dot_u8s8(b, acc, u8, s8, features=_FEATURES):
     if "avx2" in features:
         return _by_halves(
             b,
-            lambda *part: _multiply_add(
-                b, *part, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
+            lambda x, y, z: _multiply_add(
+                b, x, y, z, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
             ),
             acc,
             u8,

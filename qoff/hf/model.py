@@ -102,7 +102,8 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         on the cores that the next pass computes on.
         """
         with _one_torch_thread():
-            return super().generate(*args, **kwargs)
+            generate: Any = super().generate  # type: ignore[misc]  # typed for their own models
+            return generate(*args, **kwargs)
 
     def _cache(self, given: Cache | None, batch: int) -> GenerationCache:
         if given is None:
