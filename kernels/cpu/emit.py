@@ -36,6 +36,14 @@ def load(b, address, offset, type_):
     return b.load(at(b, address, offset, type_), align=1)
 
 
+def prefetch(b, address, offset):
+    """Ask for the cache line at `address + offset` to be brought into the second-level cache."""
+    fnty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, fnty, "llvm.prefetch.p0")
+    read, second_level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+    b.call(function, [at(b, address, offset, I8), read, second_level, data])
+
+
 def splat(b, scalar, vector_type):
     """All lanes equal to `scalar`."""
     one = b.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(I32, 0))

@@ -198,14 +198,17 @@ def _linear(pool, thread, threads, args):
     blocks = (simd.peek_i64(args + N) + 15) // 16
     scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
     step = 2 * max(1, blocks // (16 * threads))
-    chunks = (blocks + step - 1) // step
+    part = ((blocks + step - 1) // step + threads - 1) // threads  # chunks a thread
+    chunks = part * threads
     together = max(_TOKENS, _CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
     runs = (tokens + together - 1) // together
     item = take(pool, 1)
     while item < runs * chunks:
         first = item // chunks * together
         last = min(first + together, tokens)
-        start = item % chunks * step
+        # Threads that take turns walk through a part of their own, as the tile's prefetch expects.
+        chunk = item % threads * part + item % chunks // threads
+        start = chunk * step
         for block in range(start, min(start + step, blocks), 2):
             row_blocks = 2 if block + 2 <= blocks else 1
             _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last)

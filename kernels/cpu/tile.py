@@ -31,6 +31,7 @@ from .emit import (
     dot_u8s8,
     fma,
     load,
+    prefetch,
     splat,
 )
 from .simd import vector_intrinsic
@@ -95,9 +96,16 @@ def _code_parts(b, codes, bits):
     return [b.and_(codes, mask), b.and_(b.lshr(codes, const_i32(4)), mask)]
 
 
-def _dot_32(b, bits, codes, high, low, accumulators):
-    """Add 32 elements of K to `accumulators[row block][token] = (high, low)`."""
+def _dot_32(b, bits, codes, ahead, high, low, accumulators):
+    """Add 32 elements of K to `accumulators[row block][token] = (high, low)`.
+
+    ahead: bytes from a row block's codes to those that the next tile reads.
+    """
     per_vector = 8 if bits == 4 else 4
+    if len(high) == 1:  # with more tokens, memory is not what it waits for
+        for address in codes:
+            for step in range(UNROLL // per_vector):
+                prefetch(b, b.add(address, ahead), step * VECTOR_BYTES)
     for step in range(UNROLL // per_vector):
         for row, address in enumerate(codes):
             parts = _code_parts(b, load(b, address, step * VECTOR_BYTES, V_I32), bits)
@@ -154,6 +162,7 @@ def emit_tile(b, bits, row_blocks, tokens, o: Operands) -> None:
         b,
         bits,
         codes,
+        b.mul(o.codes_stride, _const(row_blocks)),
         [b.add(o.high, x) for x in rows],
         [b.add(o.low, x) for x in rows],
         accumulators,

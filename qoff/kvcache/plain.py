@@ -40,7 +40,8 @@ class PlainCache:
         """Make room for `tokens` tokens in every sequence; what is remembered stays."""
         if tokens <= self.capacity:
             return
-        self._rebuild(range(self.sequences), max(tokens, self.capacity + _GROWTH_TOKENS))
+        grown = self.capacity + max(_GROWTH_TOKENS, self.capacity // 2)
+        self._rebuild(range(self.sequences), max(tokens, grown))
 
     def select(self, sequences: Sequence[int]) -> None:
         """Keep the given sequences, in this order; one may be named more than once."""
