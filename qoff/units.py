@@ -8,7 +8,7 @@ from fractions import Fraction
 from qoff.errors import QoffError
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(text: str | int) -> int:
@@ -19,7 +19,7 @@ def parse_size(text: str | int) -> int:
     """
     if isinstance(text, int):
         if text < 0:
-            raise QoffError(f"a size cannot be negative: {text}")
+            raise QoffError(f"a size cannot be negative: {text}; give a number of bytes from 0 up")
         return text
     match = _SIZE.fullmatch(text)
     if match is None or (match[3] and not match[2]):
@@ -29,10 +29,10 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Write a number of bytes with three or four digits and a binary unit: "24.0 MiB"."""
+    """Write a number of bytes with one decimal and a binary unit: "24.0 MiB"."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
+        if round(abs(value), 1) < 1024 or unit == "TiB":
             break
         value /= 1024
     return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

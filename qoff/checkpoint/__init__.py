@@ -6,6 +6,7 @@
 - `writer`: `CheckpointWriter`, all or nothing.
 - `staging`: the hidden directory it writes to, moved into place at the end.
 - `verify`: every byte against its checksum.
+- `strict_json`: JSON objects from files that nobody vouches for.
 """
 
 from .layout import (

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 from qoff.errors import FormatError, OpError
 from qoff.kernels.packing import PACKINGS, packed_shapes
@@ -28,9 +28,11 @@ from .layout import (
     WeightEntry,
     tensors_of,
 )
+from .strict_json import load_object
 
 METADATA, METADATA_KEY = "__metadata__", "qoff"
-MAX_HEADER = 100 << 20  # bytes; the limit of the safetensors library
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+MAX_DIMENSIONS = 16
 
 
 def encode(weights: dict[str, WeightEntry]) -> bytes:
@@ -71,17 +73,20 @@ def read(path: Path) -> tuple[int, dict[str, WeightEntry]]:
             text = _header_text(path, file, size)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
-    header = _parse(path, text)
+    try:
+        header = load_object(text)
+    except ValueError as error:
+        raise FormatError(f"{path}: the header is not a JSON object ({error}); {_AGAIN}") from error
     start = 8 + len(text)
     if start % ALIGNMENT:
         raise FormatError(
             f"{path}: data starts at byte {start}, not at a multiple of {ALIGNMENT}; {_AGAIN}"
         )
-    metadata = header.pop(METADATA, None)
+    described = _described(path, header.pop(METADATA, None))
     tensors = [_tensor(path, name, value, start) for name, value in header.items()]
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
     _check_contiguous(path, tensors, start, size)
-    return start, _weights(path, tensors, _described(path, metadata))
+    return start, _weights(path, tensors, described)
 
 
 _AGAIN = "convert the model again, or fetch the file again"
@@ -91,46 +96,43 @@ def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER):
         raise FormatError(
-            f"{path}: claims a header of {length} bytes, but the file has {size}; {_AGAIN}"
+            f"{path}: claims a header of {length} bytes, but the file has {size} and a header at "
+            f"most {MAX_HEADER}; {_AGAIN}"
         )
     return file.read(length)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name stands twice")
-    return result
-
-
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: the header is not JSON ({error}); {_AGAIN}") from error
-    if not isinstance(header, dict):
-        raise FormatError(f"{path}: the header is not a JSON object; {_AGAIN}")
-    return header
-
-
-def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in value)
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**63 for x in value)
 
 
 def _tensor(path: Path, name: str, value: Any, start: int) -> TensorEntry:
-    try:
-        dtype, shape, offsets = DTYPES[value["dtype"]], value["shape"], value["data_offsets"]
-        if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
-            raise ValueError("shape or offsets are not whole numbers")
-    except (KeyError, TypeError, ValueError) as error:
+    found = value if isinstance(value, dict) else {}
+    dtype_name, shape, offsets = (found.get(k) for k in ("dtype", "shape", "data_offsets"))
+    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
         raise FormatError(
-            f"{path}: tensor {name!r} is described wrongly ({error!r}); {_AGAIN}"
-        ) from error
-    nbytes = offsets[1] - offsets[0]
-    if math.prod(shape) * dtype.itemsize != nbytes:
+            f"{path}: tensor {name!r} is described wrongly: shape and offsets must be "
+            f"whole numbers; {_AGAIN}"
+        )
+    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
         raise FormatError(
-            f"{path}: tensor {name!r} of {dtype} {shape} takes "
-            f"{math.prod(shape) * dtype.itemsize} bytes, but its offsets span {nbytes}; {_AGAIN}"
+            f"{path}: tensor {name!r} is described wrongly: its dtype is {dtype_name!r}, not one "
+            f"of {', '.join(DTYPES)}; {_AGAIN}"
+        )
+    # The sizes of an empty tensor could be anything: bound them as if it were not empty.
+    if len(shape) > MAX_DIMENSIONS or math.prod(x for x in shape if x) >= 2**60:
+        raise FormatError(f"{path}: tensor {name!r} has an impossible shape; {_AGAIN}")
+    wanted, nbytes = math.prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+    if wanted != nbytes:
+        raise FormatError(
+            f"{path}: tensor {name!r} of {dtype} {shape} takes {wanted} bytes, "
+            f"but its offsets span {nbytes}; {_AGAIN}"
+        )
+    if offsets[0] % dtype.itemsize:
+        raise FormatError(
+            f"{path}: tensor {name!r} of {dtype} starts at byte {offsets[0]} of the data, "
+            f"not at a multiple of {dtype.itemsize}; {_AGAIN}"
         )
     return TensorEntry(name, dtype, tuple(shape), start + offsets[0], nbytes)
 
@@ -143,27 +145,32 @@ def _check_contiguous(path: Path, tensors: list[TensorEntry], start: int, size: 
                 f"{path}: tensor {tensor.name!r} starts at byte {tensor.offset} where "
                 f"{end} is expected: a hole or an overlap; {_AGAIN}"
             )
-        if tensor.offset % tensor.dtype.itemsize:
-            raise FormatError(
-                f"{path}: tensor {tensor.name!r} of {tensor.dtype} starts at byte {tensor.offset}, "
-                f"not at a multiple of {tensor.dtype.itemsize}; {_AGAIN}"
-            )
         end += tensor.nbytes
     if end != size:
         raise FormatError(f"{path}: has {size} bytes, but its header describes {end}; {_AGAIN}")
 
 
 def _described(path: Path, metadata: Any) -> dict[str, Any]:
-    try:
-        found = json.loads(metadata[METADATA_KEY], object_pairs_hook=_no_duplicates)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
         raise FormatError(
-            f"{path}: the header has no readable metadata {METADATA_KEY!r}; "
-            "this is no file of a qoff checkpoint: convert the model with qoff convert"
+            f"{path}: the header has no readable metadata {METADATA_KEY!r}; this is no file of a "
+            "qoff checkpoint: convert the model with qoff convert"
+        )
+    try:
+        return load_object(text)
+    except ValueError as error:
+        raise FormatError(
+            f"{path}: no readable metadata {METADATA_KEY!r}: not a JSON object ({error}); {_AGAIN}"
         ) from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: metadata {METADATA_KEY!r} is not a JSON object; {_AGAIN}")
-    return found
+
+
+def quantized_name(tensor: str) -> str | None:
+    """Return the name of the quantized weight that a tensor's name says it is part of, if any."""
+    for part in (CODES, SCALE_MIN):
+        if tensor.endswith(part):
+            return tensor.removesuffix(part)
+    return None
 
 
 def _weights(
@@ -172,50 +179,57 @@ def _weights(
     by_name = {t.name: t for t in tensors}
     weights: dict[str, WeightEntry] = {}
     for tensor in tensors:
-        owner = tensor.name.removesuffix(CODES).removesuffix(SCALE_MIN)
-        if owner == tensor.name:
+        owner = quantized_name(tensor.name)
+        if owner is None:
             weights[tensor.name] = tensor
+        elif owner in by_name:
+            raise FormatError(f"{path}: {owner!r} is there both whole and in parts; {_AGAIN}")
         elif owner not in weights:
-            weights[owner] = _quantized(path, owner, by_name, described)
-    if missing := described.keys() - weights.keys():
-        raise FormatError(f"{path}: {min(missing)!r} is described, but not there; {_AGAIN}")
+            weights[owner] = _quantized(path, owner, by_name, described.pop(owner, None))
+    if described:
+        raise FormatError(
+            f"{path}: {min(described)!r} is described, but not there as a quantized weight; "
+            f"{_AGAIN}"
+        )
     return weights
 
 
 def _quantized(
-    path: Path, name: str, tensors: dict[str, TensorEntry], described: dict[str, Any]
+    path: Path, name: str, tensors: dict[str, TensorEntry], description: Any
 ) -> QuantEntry:
     for part in (CODES, SCALE_MIN):
         if name + part not in tensors:
             raise FormatError(f"{path}: tensor {name + part!r} is missing; {_AGAIN}")
     codes, scale_min = tensors[name + CODES], tensors[name + SCALE_MIN]
-    try:
-        found = described[name]
-        (n, k), bits, group_size = found["shape"], found["bits"], found["group_size"]
-        packing, version = found["packing"], found["packing_version"]
-        if not (_is_sizes([n, k, bits, group_size]) and isinstance(packing, str)):
-            raise ValueError("shape, bits and group_size must be whole numbers, packing a name")
-    except (KeyError, TypeError, ValueError) as error:
+    found = description if isinstance(description, dict) else {}
+    shape, packing = found.get("shape"), found.get("packing")
+    numbers = [found.get(k) for k in ("bits", "group_size", "packing_version")]
+    if not (
+        isinstance(packing, str) and _are_sizes(numbers) and _are_sizes(shape) and len(shape) == 2
+    ):
         raise FormatError(
-            f"{path}: quantized weight {name!r} is not described ({error!r}); {_AGAIN}"
-        ) from error
-    if PACKINGS.get(packing) != version:
+            f"{path}: quantized weight {name!r} is not described: shape, bits, group_size and "
+            f"packing_version must be whole numbers, packing a name; {_AGAIN}"
+        )
+    bits, group_size, version = numbers
+    if packing not in PACKINGS or PACKINGS[packing] != version:
         known = ", ".join(f"{p} version {v}" for p, v in PACKINGS.items())
         raise FormatError(
-            f"{path}: {name!r} is packed as {packing} version {version}; this qoff reads {known}: "
-            "use a newer qoff or convert the model again"
+            f"{path}: {name!r} is packed as {packing!r} version {version}; this qoff reads "
+            f"{known}: use a newer qoff or convert the model again"
         )
+    size = (shape[0], shape[1])
     try:
-        expected = packed_shapes((n, k), bits, group_size, packing)
+        expected = packed_shapes(size, bits, group_size, packing)
     except OpError as error:
         raise FormatError(f"{path}: {name!r}: {error}; {_AGAIN}") from error
     if (codes.shape, scale_min.shape) != expected or codes.dtype != DTYPES["U8"]:
         raise FormatError(
-            f"{path}: {name!r} [{n}, {k}] in {bits} bits should have codes and scales "
-            f"{expected}, found {codes.shape}, {scale_min.shape}; {_AGAIN}"
+            f"{path}: {name!r} {shape} in {bits} bits should have codes and scales "
+            f"{expected}, found {codes.dtype} {codes.shape} and {scale_min.shape}; {_AGAIN}"
         )
     if scale_min.dtype not in (DTYPES["F16"], DTYPES["F32"]):
         raise FormatError(
             f"{path}: scales of {name!r} are {scale_min.dtype}, not float16 or float32; {_AGAIN}"
         )
-    return QuantEntry(name, (n, k), bits, group_size, packing, codes, scale_min)
+    return QuantEntry(name, size, bits, group_size, packing, codes, scale_min)

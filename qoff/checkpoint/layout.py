@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ INDEX_FILE = "model.safetensors.index.json"
 OUTER_FILE = "model-outer.safetensors"
 ALIGNMENT = 4096  # bytes; data sections start at a multiple: a page, and a block of any disk
 CODES, SCALE_MIN = ".codes", ".scale_min"  # what a quantized weight's name is followed by
+WEIGHT_FILE = re.compile(r"model-(?:layer-[0-9]{5,}|outer)\.safetensors")
 
 DTYPES = {
     "F64": torch.float64,
@@ -86,7 +88,8 @@ class WeightFile:
 def view_weight(entry: WeightEntry, locate: Callable[[TensorEntry], Tensor]) -> QTensor | Tensor:
     """Return a weight as views of bytes that are in memory already; nothing is copied.
 
-    locate: gives the uint8 tensor [nbytes] that holds a tensor's bytes.
+    locate: gives the uint8 tensor [nbytes] that holds a tensor's bytes, at a multiple of the size
+    of its elements.
     """
     if isinstance(entry, TensorEntry):
         return locate(entry).view(entry.dtype).view(entry.shape)

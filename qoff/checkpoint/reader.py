@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from .layout import (
     tensors_of,
     view_weight,
 )
+from .strict_json import load_object
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -65,7 +65,7 @@ class Checkpoint:
         wanted = config.get("num_hidden_layers", count)
         if wanted != count:
             raise FormatError(
-                f"{folder}: config.json has num_hidden_layers {wanted}, but there are files of "
+                f"{folder / CONFIG_FILE}: has num_hidden_layers {wanted!r}, but there are files of "
                 f"{count} layers; convert the model again"
             )
         outer = files.pop(OUTER_FILE)
@@ -94,7 +94,11 @@ class Checkpoint:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a qoff checkpoint. Raises FormatError if the directory is none."""
-    if not folder.is_dir():
+    try:
+        found = folder.is_dir()
+    except OSError:  # a name that is too long, a parent that may not be searched
+        found = False
+    if not found:
         raise FormatError(f"{folder}: no such directory; convert a model first: qoff convert")
     config = _json_object(folder / CONFIG_FILE)
     quantization = config.get("quantization_config")
@@ -114,23 +118,29 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        if not S_ISREG(path.stat().st_mode):  # reading a pipe could block
+            raise FormatError(f"{path}: is not a file; is this a qoff checkpoint?")
+        return load_object(path.read_bytes())
     except OSError as error:
         raise FormatError(
             f"{path}: cannot be read ({error.strerror}); is this a qoff checkpoint?"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: is not JSON ({error}); convert the model again") from error
-    if not isinstance(value, dict):
-        raise FormatError(f"{path}: is not a JSON object; convert the model again")
-    return value
+    except ValueError as error:
+        raise FormatError(
+            f"{path}: is not a JSON object ({error}); convert the model again"
+        ) from error
 
 
 def _inside(folder: Path, name: str) -> None:
-    """Refuse a file name from the index that leads out of the checkpoint."""
+    """Refuse a file name from the index that leads out of the checkpoint.
+
+    In a snapshot of the Hugging Face hub's cache, files are links to the blobs beside it.
+    """
     plain = PurePosixPath(name).parts == (name,) and name != ".."
     try:
-        inside = plain and (folder / name).resolve().is_relative_to(folder.resolve())
+        root, target = folder.resolve(), (folder / name).resolve()
+        homes = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+        inside = plain and any(target.is_relative_to(home) for home in homes)
     except (OSError, RuntimeError, ValueError):  # a loop of links, or no name a file can have
         inside = False
     if not inside:
@@ -173,8 +183,8 @@ def _check_map(index: Path, weight_map: Mapping[str, Any], checkpoint: Checkpoin
     for name in sorted({*there, *weight_map}):
         if there.get(name) != weight_map.get(name):
             raise FormatError(
-                f"{index}: tensor {name!r} should be in {weight_map.get(name)}, "
-                f"but is in {there.get(name)}; convert the model again"
+                f"{index}: has tensor {name!r} in {weight_map.get(name, 'no file')!r}, but it is "
+                f"in {there.get(name, 'no file')!r}; convert the model again"
             )
 
 
@@ -188,7 +198,9 @@ def read_weight(file: WeightFile, entry: WeightEntry) -> QTensor | Tensor:
                 source.seek(tensor.offset)
                 got = source.readinto(buffer)
         except OSError as error:
-            raise DiskReadError(f"{file.path}: cannot be read ({error.strerror})") from error
+            raise DiskReadError(
+                f"{file.path}: cannot be read ({error.strerror}); fetch the file again"
+            ) from error
         if got != tensor.nbytes:
             raise DiskReadError(
                 f"{file.path}: {tensor.name!r} ends after {got} of {tensor.nbytes} bytes; "

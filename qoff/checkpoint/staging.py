@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -26,17 +27,13 @@ def staging(place: Path) -> Iterator[Path]:
     """
     for folder in _hidden(place):
         _remove_unlocked(folder, place)
-    hidden = Path(tempfile.mkdtemp(prefix=_prefix(place), dir=place.parent))
-    descriptor = -1
+    hidden, descriptor = _create(place)
     try:
-        descriptor = os.open(hidden, os.O_RDONLY)
-        _lock(descriptor)
         (hidden / _NEW).mkdir()
         yield hidden / _NEW
     finally:
         _discard(hidden, place)
-        if descriptor >= 0:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def publish(built: Path, place: Path) -> None:
@@ -58,6 +55,22 @@ def sync_directory(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def parents(place: Path) -> Iterator[None]:
+    """Make the directories that `place` lies in; those made are removed again if still empty.
+
+    Raises OSError.
+    """
+    made = [p for p in place.parents if not p.exists()]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 @contextmanager
@@ -83,13 +96,36 @@ def _prefix(place: Path) -> str:
 
 
 def _hidden(place: Path) -> list[Path]:
-    return [p for p in place.parent.iterdir() if p.name.startswith(_prefix(place)) and p.is_dir()]
+    name = re.compile(re.escape(_prefix(place)) + "[a-z0-9_]+")
+    return [p for p in place.parent.iterdir() if name.fullmatch(p.name) and p.is_dir()]
+
+
+def _create(place: Path) -> tuple[Path, int]:
+    """Make a hidden directory; returns it and the descriptor that holds its lock."""
+    while True:
+        hidden = Path(tempfile.mkdtemp(prefix=_prefix(place), dir=place.parent))
+        try:
+            descriptor = os.open(hidden, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # a writer that came just now took it for a leftover
+        try:
+            _lock(descriptor)
+            if os.path.samestat(os.fstat(descriptor), hidden.stat()):
+                return hidden, descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a directory if nobody has; on a file system without locks nothing can be locked."""
+    """Lock a directory; False where the file system has no locks.
+
+    Raises BlockingIOError when another has it.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
     except OSError:
         return False
     return True
@@ -98,11 +134,13 @@ def _lock(descriptor: int) -> bool:
 def _remove_unlocked(hidden: Path, place: Path) -> None:
     try:
         descriptor = os.open(hidden, os.O_RDONLY)
-    except FileNotFoundError:
-        return  # its writer has just ended
+    except OSError:
+        return  # its writer has just ended, or it is not ours to touch
     try:
         if _lock(descriptor):
             _discard(hidden, place)
+    except BlockingIOError:
+        pass  # its writer is at work
     finally:
         os.close(descriptor)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from os import PathLike
 
@@ -37,11 +37,14 @@ def verify(
     total = sum(file.nbytes for file in checkpoint.files)
     done = 0
     for file in checkpoint.files:
-        check_digest(file, _digest(file))
+        digest = hashlib.sha256()
+        for piece in _pieces(file):
+            digest.update(piece)
+            done += len(piece)
+            if progress is not None:
+                progress(done, total)
+        check_digest(file, digest.hexdigest())
         _check_scales(file)
-        done += file.nbytes
-        if progress is not None:
-            progress(done, total)
     return VerifyReport(len(checkpoint.files), total)
 
 
@@ -54,15 +57,24 @@ def check_digest(file: WeightFile, found: str) -> None:
         )
 
 
-def _digest(file: WeightFile) -> str:
-    digest = hashlib.sha256()
+def _pieces(file: WeightFile) -> Iterator[bytes]:
     try:
-        with file.path.open("rb") as source:
-            while piece := source.read(_PIECE):
-                digest.update(piece)
+        source = file.path.open("rb")
     except OSError as error:
-        raise DiskReadError(f"{file.path}: cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
+        raise _unreadable(file, error) from error
+    with source:
+        while True:
+            try:
+                piece = source.read(_PIECE)
+            except OSError as error:
+                raise _unreadable(file, error) from error
+            if not piece:
+                return
+            yield piece
+
+
+def _unreadable(file: WeightFile, error: OSError) -> DiskReadError:
+    return DiskReadError(f"{file.path}: cannot be read ({error.strerror}); fetch the file again")
 
 
 def _check_scales(file: WeightFile) -> None:

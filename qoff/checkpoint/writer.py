@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -30,6 +30,7 @@ from .layout import (
     OUTER_FILE,
     QUANT_METHOD,
     SCALE_MIN,
+    WEIGHT_FILE,
     QuantEntry,
     TensorEntry,
     WeightEntry,
@@ -37,7 +38,7 @@ from .layout import (
     tensors_of,
 )
 from .reader import Checkpoint, read_config
-from .staging import publish, sigterm_as_exit, staging
+from .staging import parents, publish, sigterm_as_exit, staging
 
 _PIECE = 8 << 20  # bytes hashed and written at a time
 
@@ -69,11 +70,11 @@ class CheckpointWriter:
 
     def __enter__(self) -> Self:
         with self._failures(), ExitStack() as stack:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(sigterm_as_exit())
+            stack.enter_context(parents(self.path))
             self._folder = stack.enter_context(staging(self.path))
             self._check_place()
-            if _free(self.path.parent) < self._expected:
+            if _free(self.path) < self._expected:
                 raise ConversionError(self._no_space())
             self._stack = stack.pop_all()
         return self
@@ -96,20 +97,15 @@ class CheckpointWriter:
 
     def copy_file(self, name: str, data: bytes | str | os.PathLike[str]) -> None:
         """Put a file (of the tokenizer, say) beside the weights: its bytes, or a path to copy."""
-        if Path(name).name != name or name in ("", "..", CONFIG_FILE, INDEX_FILE):
+        plain = name.isprintable() and name != ".." and PurePosixPath(name).parts == (name,)
+        if not plain or name in (CONFIG_FILE, INDEX_FILE) or WEIGHT_FILE.fullmatch(name):
             raise ConversionError(
                 f"{self.path}: a file cannot be copied there as {name!r}; use a plain file name "
                 "that the checkpoint itself does not"
             )
-        if not isinstance(data, bytes):
-            try:
-                data = Path(data).read_bytes()
-            except OSError as error:
-                raise ConversionError(
-                    f"{data}: cannot be read ({error.strerror}); it belongs to the checkpoint"
-                ) from error
         with self._failures(), self._new_file(name) as file:
-            file.write(data)
+            for piece in [data] if isinstance(data, bytes) else _read(Path(data)):
+                file.write(piece)
 
     def finish(self, config: Mapping[str, Any]) -> None:
         """Write config.json and the index, check the whole, and move it into place.
@@ -178,7 +174,7 @@ class CheckpointWriter:
             ) from error
 
     def _no_space(self) -> str:
-        free = format_size(_free(self.path.parent))
+        free = format_size(_free(self.path))
         need = f"{format_size(self._expected)} needed, " if self._expected else ""
         return f"{self.path}: the disk is full ({need}{free} free); free some or write elsewhere"
 
@@ -198,8 +194,9 @@ class CheckpointWriter:
             ) from error
 
 
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
+def _free(place: Path) -> int:
+    there = next(p for p in place.absolute().parents if p.exists())
+    return shutil.disk_usage(there).free
 
 
 def _layout(
@@ -219,6 +216,12 @@ def _layout(
         return entry
 
     for name, weight in weights.items():
+        if (
+            not name.isprintable()
+            or name in ("", header.METADATA)
+            or name.endswith((CODES, SCALE_MIN))
+        ):
+            raise ConversionError(f"{name!r} is reserved by the format; store it by another name")
         if isinstance(weight, QTensor):
             entries[name] = QuantEntry(
                 name,
@@ -229,8 +232,6 @@ def _layout(
                 place(name + CODES, weight.codes),
                 place(name + SCALE_MIN, weight.scale_min),
             )
-        elif name.endswith((CODES, SCALE_MIN)) or name == header.METADATA:
-            raise ConversionError(f"{name!r} is reserved by the format; store it by another name")
         else:
             entries[name] = place(name, weight)
     return entries, tensors
@@ -250,6 +251,18 @@ def _check_storable(name: str, tensor: Tensor, offset: int) -> None:
 def _pieces(head: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview]:
     yield head
     for tensor in tensors:
-        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for start in range(0, len(raw), _PIECE):
-            yield raw[start : start + _PIECE].data
+            yield raw[start : start + _PIECE].cpu().numpy().data
+
+
+def _read(path: Path) -> Iterator[bytes]:
+    try:
+        source = path.open("rb")
+    except OSError as error:
+        raise ConversionError(
+            f"{path}: cannot be read ({error.strerror}); it belongs to the checkpoint, get it again"
+        ) from error
+    with source:
+        while piece := source.read(_PIECE):
+            yield piece

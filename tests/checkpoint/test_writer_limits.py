@@ -1,0 +1,77 @@
+"""What a writer must not do: hold copies, touch other places, or leave directories behind."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from qoff.checkpoint import Checkpoint, CheckpointWriter
+from qoff.errors import ConversionError
+from qoff.quant import QTensor
+from tests.checkpoint.samples import outer_weights, write
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", [".", "a\0b", "\ud800", "model-outer.safetensors", "model-layer-00007.safetensors"]
+)
+def test_names_of_the_format_and_of_no_file_are_refused(tmp_path: Path, name: str) -> None:
+    with (
+        pytest.raises(ConversionError, match="plain file name"),
+        CheckpointWriter(tmp_path / "model") as writer,
+    ):
+        writer.copy_file(name, b"")
+
+
+def test_directories_made_for_a_failed_writer_are_removed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConversionError, match="the disk is full"),
+        CheckpointWriter(tmp_path / "a" / "b" / "model", expected_bytes=1 << 60),
+    ):
+        pass
+    assert names(tmp_path) == []
+    write(tmp_path / "a" / "b" / "model")
+    assert names(tmp_path / "a" / "b") == ["model"]
+
+
+def test_leftovers_of_a_place_whose_name_begins_alike_stay(tmp_path: Path) -> None:
+    hidden = tmp_path / ".a.qoff-b.qoff-12345678"
+    write(hidden / "old")
+    write(tmp_path / "a")
+    assert names(tmp_path) == [hidden.name, "a"]
+
+
+def test_of_two_writers_of_one_place_the_first_to_finish_wins(tmp_path: Path) -> None:
+    def late() -> None:
+        with CheckpointWriter(tmp_path / "model") as writer:
+            write(tmp_path / "model", layers=1)
+            writer.write_outer(outer_weights())
+            writer.finish({})
+
+    with pytest.raises(ConversionError, match="exists already"):
+        late()
+    assert names(tmp_path) == ["model"]
+    assert len(Checkpoint.open(tmp_path / "model").layers) == 1
+
+
+def test_writing_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
+    first: dict[str, QTensor | Tensor] = {"a": torch.zeros(4 << 20)}  # 16 MiB
+    second: dict[str, QTensor | Tensor] = {"b": torch.zeros(4 << 20)}
+    with CheckpointWriter(tmp_path / "model") as writer:
+        writer.write_outer(first)  # what a first call imports is not counted
+        tracemalloc.start()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as torch_memory:
+            writer.write_layer(0, second)
+        python_peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert python_peak < 4 << 20
+    events = torch_memory.events() or []
+    assert sum(max(0, e.self_cpu_memory_usage) for e in events) < 1 << 20
