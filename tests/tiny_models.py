@@ -1,12 +1,15 @@
-"""Tiny random models of every family, their checkpoints, and transformers models of equal weights."""
+"""Tiny random models of every family, as checkpoints and as transformers models."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from gguf import GGUFWriter
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (
@@ -15,14 +18,17 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qoff.checkpoint import Checkpoint, read_weight
+from qoff.errors import BudgetError
 from qoff.kernels.ops import Ops
 from qoff.kernels.qtensor import QTensor
 from qoff.memory.units import HEAD, Unit, local_names, unit_files
 from qoff.models import names
 from qoff.models.convert import convert
 from qoff.models.decoder import Batch, Decoder
+from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
 
@@ -51,13 +57,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
+    "llama": {"model_type": "llama", "num_hidden_layers": 4},
     "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-gqa-tied": {
         "model_type": "llama",
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 5,
         "vocab_size": 130,  # no multiple of 16
         "tie_word_embeddings": True,
     },
@@ -73,6 +79,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3-tied": {
         "model_type": "qwen3",
+        "num_hidden_layers": 4,
         "hidden_size": 96,
         "head_dim": 32,  # 4 heads of 32 are wider than the model
         "num_key_value_heads": 2,
@@ -120,6 +127,48 @@ def save_tokenizer(directory: Path, size: int = VOCAB) -> None:
     tokenizer.save_pretrained(directory)
 
 
+def save_gguf(path: Path) -> None:
+    """Save a random llama of one layer in float32, with a byte-level tokenizer."""
+    letters = list(bytes_to_unicode().values())
+    shapes = {
+        "token_embd.weight": (260, 64),
+        "output_norm.weight": (64,),
+        "output.weight": (260, 64),
+        "blk.0.attn_norm.weight": (64,),
+        "blk.0.ffn_norm.weight": (64,),
+        "blk.0.attn_q.weight": (64, 64),
+        "blk.0.attn_k.weight": (32, 64),
+        "blk.0.attn_v.weight": (32, 64),
+        "blk.0.attn_output.weight": (64, 64),
+        "blk.0.ffn_gate.weight": (128, 64),
+        "blk.0.ffn_up.weight": (128, 64),
+        "blk.0.ffn_down.weight": (64, 128),
+    }
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(260)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([*letters, "<s>", "</s>", "<pad>", "th"])
+    writer.add_token_types([1] * 256 + [3] * 3 + [1])
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    for name, shape in shapes.items():
+        writer.add_tensor(name, (torch.randn(shape) * 0.1).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def tiny_model(base: Path, family: str = "llama") -> Path:
     """The saved model of a family with its tokenizer, under `base`; made once."""
     path = base / "tiny-models" / family
@@ -137,6 +186,16 @@ def tiny_checkpoint(base: Path, family: str = "llama", packing: str = "cpu16") -
     return path
 
 
+def budgets(path: Path, slots: int = 2) -> tuple[int, int]:
+    """The least budget that will do, and the one for everything, as the refusal of 0 tells them."""
+    with pytest.raises(BudgetError) as refusal:
+        Runtime(path, device_memory=0, slots=slots)
+    found = re.search(r"want ([\d,]+) bytes.*at least ([\d,]+)", str(refusal.value))
+    assert found is not None
+    everything, least = (int(number.replace(",", "")) for number in found.groups())
+    return least, everything
+
+
 def reference_model(path: Path) -> Any:
     """The transformers model, in float32, with the dequantized weights of a checkpoint."""
     checkpoint = Checkpoint.open(path)
@@ -144,7 +203,7 @@ def reference_model(path: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     missing, unexpected = model.load_state_dict(dict(_state(checkpoint)), strict=False)
     assert not unexpected
-    assert set(missing) <= {"lm_head.weight"} and bool(missing) == config["tie_word_embeddings"]
+    assert missing == ["lm_head.weight"] * config["tie_word_embeddings"]
     model.tie_weights()
     model.generation_config = GenerationConfig.from_pretrained(path)
     return model.float().eval()

@@ -11,7 +11,7 @@ from qoff.errors import OpError
 
 from ..heads import HeadShape, cache_shapes
 from ..ragged import Ragged
-from .attention_fields import FIELDS
+from .attention_fields import AttentionArguments
 from .decode_attention import RUN, append_attend_job, partial_bytes
 from .pool import Pool, default_pool
 from .prefill_attention import append_prefill_job, tile_bytes
@@ -86,20 +86,18 @@ def attention(
     cos, sin = rotary or (None, None)
     pool = pool or default_pool()
     runs = ragged.longest // RUN + 1
-    floats = (ctypes.c_float * 4)(shape.norm_eps, 0, shape.scale, 0)
-    bits = (ctypes.c_int64 * 2).from_buffer(floats)
     if ragged.is_decode:
         job = append_attend_job
         scratch = ragged.tokens * shape.heads * runs * partial_bytes(shape.head_dim)
     else:
         job, scratch = append_prefill_job, pool.threads * tile_bytes(shape.head_dim)
     with pool.lock:
-        args = (ctypes.c_int64 * FIELDS)(
+        args = AttentionArguments(
             qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
-            shape.head_dim, _address(q_norm), _address(k_norm), bits[0], _address(cos),
-            _address(sin), ragged.positions.data_ptr(), ragged.slots.data_ptr(), keys.data_ptr(),
-            values.data_ptr(), values.shape[2], bits[1], shape.window or 0, out.data_ptr(),
-            4 * out.stride(0), runs, pool.workspace(scratch),
+            shape.head_dim, _address(q_norm), _address(k_norm), _address(cos), _address(sin),
+            ragged.positions.data_ptr(), ragged.slots.data_ptr(), keys.data_ptr(),
+            values.data_ptr(), values.shape[2], shape.window or 0, out.data_ptr(),
+            4 * out.stride(0), runs, pool.workspace(scratch), shape.norm_eps, shape.scale,
         )  # fmt: skip
         pool.run(job.address, ctypes.addressof(args))
     return out

@@ -1,7 +1,26 @@
-"""Fields of the attention jobs' arguments, each an int64 (addresses and strides in bytes)."""
+"""The arguments of the attention jobs, and where each lies."""
 
-(QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, NORM_EPS, COS, SIN, POSITIONS, SLOTS,
- KEYS, VALUES, CAPACITY, SCALE, WINDOW, OUT, OUT_STRIDE, RUNS, PARTIALS) = (
-    8 * i for i in range(22)
+import ctypes
+
+
+class AttentionArguments(ctypes.Structure):
+    """Addresses and strides in bytes, sizes, flags."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "qkv", "qkv_stride", "tokens", "heads", "kv_heads", "head_dim", "q_norm", "k_norm",
+                "cos", "sin", "positions", "slots", "keys", "values", "capacity", "window", "out",
+                "out_stride", "runs", "scratch",
+            )
+        ),
+        ("norm_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+(QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, COS, SIN, POSITIONS, SLOTS, KEYS, VALUES,
+ CAPACITY, WINDOW, OUT, OUT_STRIDE, RUNS, PARTIALS, NORM_EPS, SCALE) = (
+    getattr(AttentionArguments, field[0]).offset for field in AttentionArguments._fields_
 )  # fmt: skip
-FIELDS = 22

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 
 from . import simd
@@ -9,12 +11,27 @@ from .compiled import inner, job
 from .pool import finish, take, wait
 from .tile import tile
 
-# Fields of the job's arguments, each an int64.
-(X, X_STRIDE, M, K, N, NORM, EPS, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, RESIDUAL,
- RESIDUAL_STRIDE, SILU_MUL, OUT, OUT_STRIDE, HIGH, LOW, SCALES, SCRATCH) = (
-    8 * i for i in range(22)
+
+class LinearArguments(ctypes.Structure):
+    """The job's arguments: addresses and strides in bytes, sizes, flags."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "x", "x_stride", "tokens", "k", "n", "norm", "codes", "scale_min", "wide", "group",
+                "bits", "bias", "residual", "residual_stride", "silu_mul", "out", "out_stride",
+                "high", "low", "scales", "scratch",
+            )
+        ),
+        ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
+(X, X_STRIDE, M, K, N, NORM, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, RESIDUAL, RESIDUAL_STRIDE,
+ SILU_MUL, OUT, OUT_STRIDE, HIGH, LOW, SCALES, SCRATCH, EPS) = (
+    getattr(LinearArguments, field[0]).offset for field in LinearArguments._fields_
 )  # fmt: skip
-FIELDS = 22
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 _LARGEST = 32512  # 127 * 256: both int8 planes stay in range
 _LONG = 2048  # inputs that are worth splitting between threads

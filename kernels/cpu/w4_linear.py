@@ -15,7 +15,7 @@ from torch import Tensor
 from qoff.errors import OpError
 
 from ..qtensor import QTensor
-from . import linear_job as field
+from .linear_job import SCRATCH_BYTES, LinearArguments, linear_job
 from .pool import Pool, default_pool
 
 
@@ -24,54 +24,46 @@ def _fail(message: str) -> None:
 
 
 def _check_vector(name: str, value: Tensor, length: int) -> None:
-    if value.dtype != torch.float32 or value.shape != (length,) or not value.is_contiguous():
+    whole = value.dtype == torch.float32 and value.is_cpu and value.is_contiguous()
+    if not whole or value.shape != (length,):
         _fail(
-            f"{name} must be contiguous float32 [{length}], not {value.dtype} {list(value.shape)}"
+            f"{name} must be contiguous float32 [{length}] on the CPU, "
+            f"not {value.dtype} {list(value.shape)} on {value.device}"
         )
 
 
 def _check_matrix(name: str, value: Tensor, rows: int, columns: int) -> None:
-    if value.dtype != torch.float32 or value.shape != (rows, columns) or value.stride(1) != 1:
+    rowwise = value.dtype == torch.float32 and value.is_cpu and value.stride(-1) == 1
+    if not rowwise or value.shape != (rows, columns):
         _fail(
-            f"{name} must be float32 [{rows}, {columns}] with contiguous rows, "
-            f"not {value.dtype} {list(value.shape)} of strides {list(value.stride())}"
+            f"{name} must be float32 [{rows}, {columns}] with contiguous rows on the CPU, not "
+            f"{value.dtype} {list(value.shape)} of strides {list(value.stride())} on {value.device}"
         )
 
 
-class _Arguments:
-    """The job's arguments for one weight: what the weight fixes is filled in once."""
+def _arguments(weight: QTensor) -> LinearArguments:
+    """The job's arguments with what the weight fixes filled in; made once for each weight.
 
-    def __init__(self, weight: QTensor) -> None:
-        if weight.packing != "cpu16":
-            _fail(f"the CPU kernel needs packing cpu16, not {weight.packing}; repack it first")
-        if weight.codes.device.type != "cpu":
-            _fail(f"the weight is on {weight.codes.device}, not on the CPU")
-        self.fields = (ctypes.c_int64 * field.FIELDS)()
-        self.address = ctypes.addressof(self.fields)
-        self.floats = (ctypes.c_float * 2).from_buffer(self.fields, field.EPS)
-        self.set(field.N, weight.shape[0])
-        self.set(field.K, weight.shape[1])
-        self.set(field.CODES, weight.codes.data_ptr())
-        self.set(field.SCALE_MIN, weight.scale_min.data_ptr())
-        self.set(field.WIDE, int(weight.scale_min.dtype == torch.float32))
-        self.set(field.GROUP, weight.group_size)
-        self.set(field.BITS, weight.bits)
-
-    def set(self, field: int, value: int) -> None:
-        self.fields[field >> 3] = value
-
-
-def _arguments(weight: QTensor) -> _Arguments:
-    """The weight's cached arguments (the tensors' addresses do not change while it lives)."""
+    The addresses of a QTensor's tensors do not change while it lives.
+    """
     cached = weight.__dict__.get("_cpu_arguments")
-    if cached is None:
-        cached = _Arguments(weight)
-        weight.__dict__["_cpu_arguments"] = cached
-    return cached
-
-
-def _workspace_bytes(tokens: int, k: int, group: int, threads: int) -> int:
-    return threads * field.SCRATCH_BYTES + 2 * tokens * k + 8 * tokens * (k // group)
+    if cached is not None:
+        return cached
+    if weight.packing != "cpu16":
+        _fail(f"the CPU kernel needs packing cpu16, not {weight.packing}; repack it first")
+    if not weight.codes.is_cpu:
+        _fail(f"the weight is on {weight.device}, not on the CPU")
+    arguments = LinearArguments(
+        n=weight.shape[0],
+        k=weight.shape[1],
+        codes=weight.codes.data_ptr(),
+        scale_min=weight.scale_min.data_ptr(),
+        wide=weight.scale_min.dtype == torch.float32,
+        group=weight.group_size,
+        bits=weight.bits,
+    )
+    weight.__dict__["_cpu_arguments"] = arguments
+    return arguments
 
 
 def w4_linear(
@@ -94,7 +86,7 @@ def w4_linear(
     residual, out: float32 [M, N] (or N/2); out may be residual or x itself. Returns out.
     Raises OpError for any other dtype, shape, stride or packing.
     """
-    arguments = _arguments(weight)
+    a = _arguments(weight)
     n, k = weight.shape
     if x.dim() != 2:
         _fail(f"x must be [M, K], not {list(x.shape)}")
@@ -115,25 +107,20 @@ def w4_linear(
     if tokens == 0:
         return out
     pool = pool or default_pool()
+    groups = k // weight.group_size
     with pool.lock:
-        a = arguments.fields
-        a[field.X >> 3], a[field.X_STRIDE >> 3], a[field.M >> 3] = (
-            x.data_ptr(),
-            4 * x.stride(0),
-            tokens,
-        )
-        a[field.NORM >> 3] = norm.data_ptr() if norm is not None else 0
-        arguments.floats[0] = eps
-        a[field.BIAS >> 3] = bias.data_ptr() if bias is not None else 0
-        a[field.RESIDUAL >> 3] = residual.data_ptr() if residual is not None else 0
-        a[field.RESIDUAL_STRIDE >> 3] = 4 * residual.stride(0) if residual is not None else 0
-        a[field.SILU_MUL >> 3] = silu_mul
-        a[field.OUT >> 3], a[field.OUT_STRIDE >> 3] = out.data_ptr(), 4 * out.stride(0)
-        planes = tokens * k
-        scratch = pool.workspace(_workspace_bytes(tokens, k, weight.group_size, pool.threads))
-        a[field.SCRATCH >> 3] = scratch
-        a[field.SCALES >> 3] = scratch = scratch + pool.threads * field.SCRATCH_BYTES
-        a[field.HIGH >> 3] = scratch = scratch + 8 * tokens * (k // weight.group_size)
-        a[field.LOW >> 3] = scratch + planes
-        pool.run(field.linear_job.address, arguments.address)
+        a.x, a.x_stride, a.tokens = x.data_ptr(), 4 * x.stride(0), tokens
+        a.norm, a.eps, a.bias = _address(norm), eps, _address(bias)
+        a.residual = _address(residual)
+        a.residual_stride = 4 * residual.stride(0) if residual is not None else 0
+        a.silu_mul, a.out, a.out_stride = silu_mul, out.data_ptr(), 4 * out.stride(0)
+        a.scratch = pool.workspace(pool.threads * SCRATCH_BYTES + tokens * (8 * groups + 2 * k))
+        a.scales = a.scratch + pool.threads * SCRATCH_BYTES
+        a.high = a.scales + tokens * 8 * groups
+        a.low = a.high + tokens * k
+        pool.run(linear_job.address, ctypes.addressof(a))
     return out
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -6,12 +6,14 @@ import resource
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from qoff.errors import QoffError
 from qoff.hf.model import QoffForCausalLM
 from qoff.units import format_size
 
@@ -116,8 +118,13 @@ def answer(
     seed: int = 0,
     **options: Any,
 ) -> Answer:
-    """Generate once and measure it; `options` go to `generate`. Prints unless quiet."""
+    """Generate once and measure it; `options` go to `generate`. Prints unless quiet.
+
+    Raises QoffError for a prompt without tokens.
+    """
     inputs = encode(tokenizer, prompt, raw)
+    if not inputs["input_ids"].numel():
+        raise QoffError("the prompt has no tokens; write something, or leave out --raw")
     torch.manual_seed(seed)
     before = model.stats()
     timing = Timing(time.perf_counter())
@@ -152,5 +159,9 @@ def answer(
 
 def peak_rss() -> int:
     """Largest resident set of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the parent had at the time of the fork
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -75,12 +75,12 @@ def generate(
     device_memory: Annotated[
         str | None, typer.Option(help="Bound of the weights in memory, like 24MiB or 8GB.")
     ] = None,
-    slots: Annotated[int, typer.Option(help="Buffers for streamed layers.")] = 2,
+    slots: Annotated[int, typer.Option(min=2, help="Buffers for streamed layers.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1: off.")] = 1.0,
-    seed: int = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="1: off.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     raw: Annotated[bool, typer.Option(help="No chat template.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -125,7 +125,7 @@ def verify(
 @app.command()
 @errors_in_one_line
 def env(
-    path: Annotated[Path, typer.Option(help="Whose disk to look at.")] = Path(),
+    path: Annotated[Path, typer.Option(exists=True, help="Whose disk to look at.")] = Path(),
     as_json: Json = False,
 ) -> None:
     """Show what qoff found: versions, processor, memory, disk, GPU."""

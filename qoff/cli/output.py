@@ -11,6 +11,7 @@ from typing import Any, ParamSpec
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -27,7 +28,7 @@ def errors_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except QoffError as error:
-            print(f"qoff: {error}", file=sys.stderr)
+            print("qoff:", " ".join(str(error).splitlines()), file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             print("qoff: interrupted", file=sys.stderr)
@@ -47,20 +48,21 @@ def print_table(title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, 
     for i in range(len(rows[0])):
         table.add_column(header[i] if header else "", justify="left" if i == 0 else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console().print(table)
 
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, all) that draws a bar on standard error from its first call on."""
+    """Yield a function (done, all) that draws a bar on standard error, if that is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:.0f} %"),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True, quiet=quiet))
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
     task = bar.add_task(what)
 
     def update(done: int, total: int) -> None:
@@ -70,4 +72,5 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int]
     try:
         yield update
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()

@@ -20,20 +20,30 @@ class Columns:
     offsets: tuple[int, ...]  # column of each row's first real token
 
     @classmethod
-    def of(cls, shape: tuple[int, int], mask: Tensor | None, pasts: list[int]) -> Columns:
-        """mask: [B, past columns + T], 1 where a token is real, or None when all are.
+    def of(
+        cls, shape: tuple[int, int], mask: Tensor | None, pasts: list[int], past_columns: int
+    ) -> Columns:
+        """mask: [B, past_columns + T], 1 where a token is real, or None when all are.
 
         `pasts` is how many real tokens of each row are cached. Raises OpError when the real tokens
-        of a row are not in one piece, or there are none.
+        of a row are not in one piece, there are none, or the cached ones are not as many.
         """
         batch, width = shape
-        if mask is None or width == 1:
+        if not batch or not width:
+            raise OpError(f"input_ids is {list(shape)}: there must be a token in each row")
+        if mask is None:
             return cls(shape, Ragged.of([width] * batch, pasts), (0,) * batch)
-        if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < width:
+        if mask.shape != (batch, past_columns + width):
             raise OpError(
-                f"attention_mask must be [{batch}, past + {width}], not {list(mask.shape)}"
+                f"attention_mask must be [{batch}, {past_columns + width}] for {past_columns} "
+                f"columns in the cache and {width} new ones, not {list(mask.shape)}"
             )
-        real = mask[:, -width:].bool()
+        real = mask.bool()
+        if past_columns and real[:, :past_columns].sum(1).tolist() != pasts:
+            raise OpError(f"attention_mask must have ones for {pasts} cached tokens, as before")
+        real = real[:, past_columns:]
+        if bool(real.all()):
+            return cls(shape, Ragged.of([width] * batch, pasts), (0,) * batch)
         counts = real.sum(1)
         first = real.int().argmax(1)
         column = torch.arange(width)
@@ -78,8 +88,8 @@ class Columns:
             return torch.arange(batch), torch.arange(batch)
         rows, places = [], []
         for i, (at, span) in enumerate(zip(self.offsets, self.ragged.spans, strict=True)):
-            first = max(at, width - kept)
-            column = torch.arange(first, at + span.count)
+            end = at + span.count
+            column = torch.arange(min(max(at, width - kept), end), end)
             rows.append(column - at + span.start)
             places.append(column - (width - kept) + i * kept)
         return torch.cat(rows), torch.cat(places)

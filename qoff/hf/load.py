@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from qoff.errors import FormatError, QoffError
+from qoff.errors import ConversionError, FormatError, QoffError
 from qoff.models.convert import convert
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
@@ -22,6 +22,7 @@ from qoff.units import parse_size
 from .model import QoffForCausalLM, build
 
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+_NOT_HUB_FILES = ["*/*", "consolidated*"]  # the same weights once more, in their maker's own format
 
 
 def load(
@@ -43,10 +44,10 @@ def load(
     cache comes on top.
     Raises BudgetError, FormatError, ChecksumError, UnsupportedModelError or ConversionError.
     """
+    budget = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
     checkpoint = find_checkpoint(
         path_or_hub_id, quant=quant, cache_dir=cache_dir, revision=revision, progress=progress
     )
-    budget = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
     runtime = Runtime(checkpoint, device_memory=budget, slots=slots)
     try:
         return _model(runtime, checkpoint), load_tokenizer(checkpoint)
@@ -75,8 +76,11 @@ def find_checkpoint(
     folder = Path(cache_dir) if cache_dir is not None else cache_directory()
     target = folder / f"{path.stem if path.is_file() else path.name}-{_fingerprint(path, quant)}"
     if not is_checkpoint(target):
-        folder.mkdir(parents=True, exist_ok=True)
-        convert(path, target, quant=quant, for_cpu=True, progress=progress)
+        try:
+            convert(path, target, quant=quant, for_cpu=True, progress=progress)
+        except ConversionError:
+            if not is_checkpoint(target):  # it is one when another process was faster
+                raise
     return target
 
 
@@ -100,12 +104,16 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def load_tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
-    """Return the checkpoint's tokenizer, padding on the left as decoders need."""
+    """Return the checkpoint's tokenizer, padding on the left as decoders need.
+
+    Raises FormatError when there is none, or it is damaged.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises nothing more special for a damaged file
+        reason = " ".join(str(error).split())
         raise FormatError(
-            f"{checkpoint}: no usable tokenizer ({error}); convert the model again"
+            f"{checkpoint}: no usable tokenizer ({reason}); put the model's tokenizer files there"
         ) from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
@@ -125,13 +133,17 @@ def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:
 def _download(hub_id: str, revision: str | None) -> Path:
     """Fetch a model's files from the hub into its own cache; nothing when they are there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES
+            )
+        )
     except HFValidationError as error:
         raise QoffError(f"{hub_id}: no such file or directory, and not a hub id") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HTTPError, OSError) as error:
         raise QoffError(
             f"{hub_id}: no such file or directory, and the hub did not give a model of that name "
             f"({type(error).__name__}); check the name and the network"

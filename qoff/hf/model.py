@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qoff.errors import OpError, QoffError
@@ -18,12 +26,19 @@ from .cache import GenerationCache
 from .columns import Columns
 
 
+class QoffConfig(PretrainedConfig):
+    """The key of `QoffForCausalLM` in transformers' registry; models have the config of theirs."""
+
+    model_type = "qoff"
+
+
 class QoffForCausalLM(PreTrainedModel, GenerationMixin):
     """Runs a qoff checkpoint behind `forward` and `generate`.
 
     It holds no torch parameters: the weights belong to `runtime`. Logits are float32 on the CPU.
     """
 
+    config_class = QoffConfig
     main_input_name = "input_ids"
     _supports_sdpa = True
     _is_stateful = False
@@ -31,6 +46,9 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: PretrainedConfig, runtime: Runtime) -> None:
         super().__init__(config)
         self.runtime = runtime
+        self._lock = threading.Lock()
+        self._generating = 0  # calls of `generate` under way
+        self._torch_threads = torch.get_num_threads()
 
     @property
     def device(self) -> torch.device:
@@ -62,18 +80,21 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple:
         """One forward pass over int64 ids [B, T], padded on one side as attention_mask says.
 
+        attention_mask: [B, columns in the cache + T], or None where nothing is padded.
         Returns logits float32 [B, T or logits_to_keep, vocab_size] (zero at padding), and the cache
         as `past_key_values`. Raises OpError for what cannot be done: embeddings as input, hidden
         states or attention weights as output, another kind of cache.
         """
         _refuse(unsupported)
-        if input_ids is None or input_ids.dim() != 2:
-            given = None if input_ids is None else list(input_ids.shape)
-            raise OpError(f"input_ids must be [batch, tokens], not {given}")
+        if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point():
+            given = None if input_ids is None else f"{input_ids.dtype} {list(input_ids.shape)}"
+            raise OpError(f"input_ids must be whole numbers [batch, tokens], not {given}")
         batch, width = input_ids.shape
         cache = self._cache(past_key_values, batch)
-        columns = Columns.of((batch, width), attention_mask, cache.plain.lengths)
+        columns = Columns.of((batch, width), attention_mask, cache.plain.lengths, cache.columns)
         columns.check_positions(position_ids)
+        if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+            raise OpError("logits_to_keep must be how many of the last columns, not which ones")
         rows, places = columns.logit_rows(logits_to_keep)
         found = self.runtime.forward(
             Batch(columns.tokens(input_ids), columns.ragged, cache.plain, rows)
@@ -101,9 +122,44 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         Those between forward passes are small, and torch's idle threads would spin for milliseconds
         on the cores that the next pass computes on.
         """
-        with _one_torch_thread():
+        with self._one_torch_thread():
             generate: Any = super().generate  # type: ignore[misc]  # typed for their own models
             return generate(*args, **kwargs)
+
+    @contextmanager
+    def _one_torch_thread(self) -> Iterator[None]:
+        """Who comes first notes torch's number of threads, which everybody restores."""
+        with self._lock:
+            if self._generating == 0:
+                self._torch_threads = torch.get_num_threads()
+            self._generating += 1
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._generating -= 1
+            torch.set_num_threads(self._torch_threads)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        """transformers' hook; speculative decoding and prefill in chunks want a cache from here."""
+        prepared = super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            copies = max(
+                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
+            )
+            cache = GenerationCache(self.runtime.new_cache(batch_size * copies))
+            model_kwargs["past_key_values"] = cache
+        return prepared
 
     def _cache(self, given: Cache | None, batch: int) -> GenerationCache:
         if given is None:
@@ -118,7 +174,7 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # `forward` makes its own cache
+        return False  # a cache of our own is made instead
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: the weights are a checkpoint on disk already."""
@@ -127,25 +183,19 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
 
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _refuse(options: dict[str, Any]) -> None:
     """Raise OpError for an argument that was given and would change the result."""
     for name, value in options.items():
         if value is None or value is False or name in _HARMLESS:
             continue
-        raise OpError(f"forward does not support {name}={value!r}")
+        given = value if isinstance(value, bool | int | str) else f"a {type(value).__name__}"
+        raise OpError(f"forward does not support {name}={given}; leave it out")
 
 
-_HARMLESS = {"cache_position", "num_items_in_batch"}
+AutoModelForCausalLM.register(QoffConfig, QoffForCausalLM)  # pipelines then know the class
+
+# What transformers passes on to every model, `tokenizer` for stop strings.
+_HARMLESS = {"cache_position", "num_items_in_batch", "tokenizer"}
 
 
 def build(runtime: Runtime, config: PretrainedConfig, generation: GenerationConfig | None) -> Any:

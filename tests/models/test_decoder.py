@@ -66,7 +66,7 @@ def expected_logits(path: Path, prompts: list[Tensor], decoded: Tensor) -> list[
 
 
 @pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.PACKING)
-@pytest.mark.parametrize("lengths", [[23], LENGTHS], ids=str)
+@pytest.mark.parametrize("lengths", [[17], LENGTHS], ids=str)
 def test_logits_are_those_of_transformers(
     checkpoint: Path, lengths: list[int], ops: ModuleType
 ) -> None:

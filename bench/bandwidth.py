@@ -1,0 +1,74 @@
+"""How fast this machine reads memory: the limit of everything that is bound by weights."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from bench.harness import Samples, interleaved, timed
+from qoff.kernels.cpu import default_pool, simd
+from qoff.kernels.cpu.compiled import JOB
+from qoff.kernels.cpu.pool import take
+
+BUFFER_BYTES = 512 << 20
+_BLOCK = 1 << 20  # bytes a thread takes at a time; the buffer is a multiple of it
+
+
+def read_bandwidth(nbytes: int = BUFFER_BYTES, rounds: int = 7) -> dict[str, Samples]:
+    """Bytes per second of reading a buffer once, on all threads, in three ways.
+
+    The buffer should be far larger than the last-level cache. The best way is the bandwidth:
+    `best_bandwidth`.
+    """
+    buffer = torch.ones(nbytes // _BLOCK * _BLOCK // 4)
+    ways = {
+        "torch sum": timed(buffer.sum),
+        "torch max": timed(buffer.max),
+        "numba SIMD": timed(lambda: read_all(buffer)),
+    }
+    seconds = interleaved(ways, rounds)
+    return {
+        name: Samples(tuple(buffer.nbytes / s for s in samples.values))
+        for name, samples in seconds.items()
+    }
+
+
+def best_bandwidth(ways: dict[str, Samples]) -> Samples:
+    """The samples of the way with the largest median."""
+    return max(ways.values(), key=lambda samples: samples.median)
+
+
+def read_all(buffer: torch.Tensor) -> float:
+    """Read a contiguous float32 buffer, whole MiB, on the pool of the CPU ops; returns its sum."""
+    pool = default_pool()
+    sums = torch.zeros(pool.threads, 16)  # a cache line for each thread
+    args = (ctypes.c_int64 * 3)(buffer.data_ptr(), buffer.nbytes // _BLOCK, sums.data_ptr())
+    pool.run(_read_job().address, ctypes.addressof(args))
+    return float(sums.sum())
+
+
+@cache
+def _read_job() -> Any:
+    return numba.cfunc(JOB, nopython=True, error_model="numpy")(_read)
+
+
+def _read(pool: int, thread: int, threads: int, args: int) -> None:
+    """Blocks of the buffer, four vectors at a time, into four independent sums."""
+    base, blocks = simd.peek_i64(args), simd.peek_i64(args + 8)
+    a = b = c = d = simd.splat_f32(np.float32(0.0))
+    block = take(pool, 0)
+    while block < blocks:
+        start = base + block * _BLOCK
+        for i in range(start, start + _BLOCK, 256):
+            a = simd.add(a, simd.load_f32(i))
+            b = simd.add(b, simd.load_f32(i + 64))
+            c = simd.add(c, simd.load_f32(i + 128))
+            d = simd.add(d, simd.load_f32(i + 192))
+        block = take(pool, 0)
+    total = simd.sum_f32(simd.add(simd.add(a, b), simd.add(c, d)))
+    simd.poke_f32(simd.peek_i64(args + 16) + 64 * thread, total)

@@ -1,0 +1,191 @@
+"""The int4 matmul on the CPU beside torch's int4 op, dequantize + GEMM, and ready fp32 weights.
+
+Weights rotate over enough copies that one token's product reads them from memory, not from cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from bench.bandwidth import BUFFER_BYTES, best_bandwidth, read_bandwidth
+from bench.harness import Bar, Report, Samples, arguments, interleaved, timed
+from bench.peers.int4 import DequantizeGemm, TorchInt4
+from qoff.errors import QoffError
+from qoff.kernels.cpu import w4_linear
+from qoff.kernels.packing import packed_shapes
+from qoff.kernels.qtensor import QTensor
+
+SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (576, 1536))
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+QUICK_SHAPES, QUICK_TOKENS = ((576, 1536),), (1, 16)
+GROUP = 64
+COPIES_BYTES = 64 << 20  # all copies of the packed weight together take more
+_TILE_ROWS = 256  # of the tiled dequantize + GEMM
+_TOLERANCE = 0.03  # of the result's RMS: the torch op rounds activations and scales to bfloat16
+
+QOFF, TORCH, WHOLE, TILED, READY = (
+    "qoff",
+    "torch int4",
+    "dequantize + GEMM",
+    "dequantize tiles + GEMM",
+    "fp32 GEMM, ready weights",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product: the alternatives' seconds, and the weight's bytes."""
+
+    n: int
+    k: int
+    tokens: int
+    nbytes: int
+    seconds: dict[str, Samples]
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.nbytes / self.seconds[QOFF].median
+
+    @property
+    def ops_per_s(self) -> float:
+        return 2 * self.n * self.k * self.tokens / self.seconds[QOFF].median
+
+    def ratio(self, peer: str) -> float:
+        """How many times faster than a peer qoff is."""
+        return self.seconds[peer].median / self.seconds[QOFF].median
+
+    @property
+    def best_ratio(self) -> float:
+        """The ratio to the fastest peer that has 4-bit weights too."""
+        return min(self.ratio(peer) for peer in (TORCH, WHOLE, TILED))
+
+
+def random_weight(n: int, k: int, seed: int) -> QTensor:
+    """A matrix of random codes, packing cpu16, whose elements are about 1 / sqrt(K)."""
+    generator = torch.Generator().manual_seed(seed)
+    codes_shape, scale_shape = packed_shapes((n, k), 4, GROUP, "cpu16")
+    codes = torch.randint(256, codes_shape, dtype=torch.uint8, generator=generator)
+    scale = (0.5 + torch.rand(scale_shape, generator=generator)) / (4.6 * k**0.5)
+    scale[:, :, 1] *= -7.5
+    return QTensor(codes, scale.half(), (n, k), 4, GROUP, "cpu16")
+
+
+class Operands:
+    """The copies of one weight in every alternative's form."""
+
+    def __init__(self, n: int, k: int) -> None:
+        nbytes = random_weight(16, k, 0).nbytes * n // 16
+        self.weights = [random_weight(n, k, i) for i in range(COPIES_BYTES // nbytes + 2)]
+        self.shape, self.nbytes = (n, k), self.weights[0].nbytes
+        self.int4 = [TorchInt4(w) for w in self.weights]
+        whole: dict[str, Tensor] = {}
+        tiled: dict[str, Tensor] = {}
+        self.whole = [DequantizeGemm(w, n, whole) for w in self.weights]
+        self.tiled = [DequantizeGemm(w, _TILE_ROWS, tiled) for w in self.weights]
+        self.ready = [w.dequantize().T for w in self.weights[: COPIES_BYTES // (4 * n * k) + 2]]
+
+    def calls(self, tokens: int) -> dict[str, Callable[[], Tensor]]:
+        """Return each alternative as a call that takes the next copy."""
+        n, k = self.shape
+        x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(tokens))
+        half, out = x.bfloat16(), torch.empty(tokens, n)
+        weights, int4, ready = cycle(self.weights), cycle(self.int4), cycle(self.ready)
+        whole, tiled = cycle(self.whole), cycle(self.tiled)
+        return {
+            QOFF: lambda: w4_linear(x, next(weights), out=out),
+            TORCH: lambda: next(int4)(half),
+            WHOLE: lambda: next(whole)(x, out),
+            TILED: lambda: next(tiled)(x, out),
+            READY: lambda: torch.mm(x, next(ready), out=out),
+        }
+
+
+def check(operands: Operands) -> None:
+    """Raise QoffError unless all alternatives compute the same product."""
+    found = {name: call().float().clone() for name, call in operands.calls(3).items()}
+    truth = found[READY]
+    for name, value in found.items():
+        error = ((value - truth).norm() / truth.norm()).item()
+        if not error < _TOLERANCE:
+            raise QoffError(f"{name} is off by {error:.1%} at {operands.shape}: nothing measured")
+
+
+def measure(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], rounds: int, least_s: float
+) -> list[Case]:
+    """Measure every shape at every number of tokens, each sample lasting `least_s` or more."""
+    cases = []
+    for n, k in shapes:
+        operands = Operands(n, k)
+        check(operands)
+        for m in tokens:
+            calls = {name: timed(call, least_s) for name, call in operands.calls(m).items()}
+            cases.append(Case(n, k, m, operands.nbytes, interleaved(calls, rounds)))
+    return cases
+
+
+def report(cases: Sequence[Case], ways: dict[str, Samples], settings: dict) -> Report:
+    """Return the table, ratios and bars."""
+    limit = best_bandwidth(ways).median
+    result = Report(
+        "cpu_matmul",
+        settings,
+        f"int4 matmul, group {GROUP}; x: times as fast as the peer; reads {limit / 1e9:.1f} GB/s",
+        ("N x K", "M", "ms", "spread", "GB/s", "eta", "GOP/s", "x torch int4", "x dequantize",
+         "x deq. tiles", "x fp32 ready", "x best int4"),
+    )  # fmt: skip
+    result.measured["read_bandwidth"] = {name: way.summary() for name, way in ways.items()}
+    for case in cases:
+        peers = {peer: case.ratio(peer) for peer in (TORCH, WHOLE, TILED, READY)}
+        qoff, eta = case.seconds[QOFF], case.bytes_per_s / limit
+        result.rows.append(
+            (f"{case.n} x {case.k}", str(case.tokens), f"{qoff.median * 1e3:.3f}",
+             f"{qoff.spread:.0%}", f"{case.bytes_per_s / 1e9:.1f}", f"{eta:.2f}",
+             f"{case.ops_per_s / 1e9:.0f}", *(f"{ratio:.2f}" for ratio in peers.values()),
+             f"{case.best_ratio:.2f}")
+        )  # fmt: skip
+        key = f"{case.n}x{case.k} M={case.tokens}"
+        result.measured[key] = {
+            "weight_bytes": case.nbytes,
+            "bytes_per_s": case.bytes_per_s,
+            "eta": eta,
+            "ops_per_s": case.ops_per_s,
+            "seconds": {name: samples.summary() for name, samples in case.seconds.items()},
+        }
+        result.ratios[key] = {**peers, "best int4": case.best_ratio}
+    single = [case for case in cases if case.tokens == 1]
+    result.bars = [
+        Bar("x torch int4 at M=1, worst shape", 1.0, min(c.ratio(TORCH) for c in single)),
+        Bar(
+            "x dequantize + GEMM (whole or tiles), worst shape and M",
+            1.0,
+            min(min(c.ratio(WHOLE), c.ratio(TILED)) for c in cases),
+        ),
+        *(
+            Bar(f"eta at M=1, {c.n} x {c.k}", 0.85, c.bytes_per_s / limit)
+            for c in single
+            if (c.n, c.k) == (4096, 4096)
+        ),
+    ]
+    return result
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the bench."""
+    args = arguments(__doc__, argv)
+    rounds, least_s, buffer = (3, 0.002, 64 << 20) if args.quick else (9, 0.03, BUFFER_BYTES)
+    shapes, tokens = (QUICK_SHAPES, QUICK_TOKENS) if args.quick else (SHAPES, TOKENS)
+    ways = read_bandwidth(buffer, rounds)
+    cases = measure(shapes, tokens, rounds, least_s)
+    settings = {"rounds": rounds, "group": GROUP, "least_s": least_s, "quick": args.quick}
+    report(cases, ways, settings).publish(args.out)
+
+
+if __name__ == "__main__":
+    main()

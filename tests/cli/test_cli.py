@@ -1,0 +1,285 @@
+"""The commands: what they print and write, and one line for each thing that can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from qoff.checkpoint import Checkpoint
+from qoff.cli.main import app
+from tests.tiny_models import EOS, QUANT, budgets, tiny_checkpoint, tiny_model
+
+FAST = ["--solver", "rtn", "--group-size", "32"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.getbasetemp(), "llama")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def succeed(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fail(*arguments: object) -> str:
+    """The one line that a failing command prints."""
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("qoff: ")
+    return line
+
+
+@pytest.mark.parametrize("packing", ["any", "cpu"])
+def test_convert_writes_a_checkpoint_and_says_so(
+    packing: str, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    printed = succeed("convert", source, out, *FAST, "--for", packing)
+    assert printed.startswith(f"{out}: 4 layers, ")
+    config = Checkpoint.open(out).config["quantization_config"]
+    assert (config["bits"], config["group_size"], config["solver"]) == (4, 32, "rtn")
+    assert config["packing"] == {"any": "half32", "cpu": "cpu16"}[packing]
+
+
+def test_convert_prints_json(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = json.loads(succeed("convert", source, out, *FAST, "--bits", 8, "--json"))
+    files = list(out.glob("*.safetensors"))
+    assert found == {
+        "path": str(out),
+        "layers": 4,
+        "bytes": sum(f.stat().st_size for f in files),
+    }
+
+
+def test_convert_overwrites_only_when_told(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    succeed("convert", source, out, *FAST)
+    before = (out / "config.json").read_bytes()
+    assert f"{out}: " in fail("convert", source, out, *FAST, "--bits", 8)
+    assert (out / "config.json").read_bytes() == before
+    succeed("convert", source, out, *FAST, "--bits", 8, "--overwrite")
+    assert (out / "config.json").read_bytes() != before
+
+
+def test_verify_reads_every_byte(checkpoint: Path, tmp_path: Path) -> None:
+    assert succeed("verify", checkpoint).startswith(f"{checkpoint}: 5 files, ")
+    found = json.loads(succeed("verify", checkpoint, "--json"))
+    assert found["ok"] is True
+    assert found["bytes"] == sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
+
+
+def test_generate_gives_the_same_answer_from_memory_and_from_disk(checkpoint: Path) -> None:
+    least, _ = budgets(checkpoint)
+    options = ["Hello", "--max-new-tokens", 6, "--json"]
+    resident = json.loads(succeed("generate", checkpoint, *options))
+    streamed = json.loads(succeed("generate", checkpoint, *options, "--device-memory", least))
+    assert streamed["text"] == resident["text"]
+    assert 0 < streamed["new_tokens"] <= 6
+    assert streamed["prompt_tokens"] == resident["prompt_tokens"] > 0
+    assert streamed["arena_peak_bytes"] <= streamed["arena_capacity_bytes"] <= least
+    assert resident["disk_bytes"] == 0 < streamed["disk_bytes"]
+    assert streamed["peak_rss_bytes"] > 0 < streamed["kv_cache_bytes"]
+
+
+def test_generate_prints_the_text_and_a_table(checkpoint: Path) -> None:
+    options = ["Hello", "--max-new-tokens", 4, "--raw"]
+    printed = succeed("generate", checkpoint, *options)
+    answer = json.loads(succeed("generate", checkpoint, *options, "--json"))
+    assert answer["prompt_tokens"] == len("Hello")  # no chat template
+    text, table = printed.split("\n", 1)
+    assert text == answer["text"]
+    for label in ("prefill", "time to first token", "decode", "read from disk", "peak RSS"):
+        assert label in table
+
+
+def test_sampling_follows_the_seed(checkpoint: Path) -> None:
+    def text(seed: int) -> str:
+        options = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.95, "--seed", seed, "--json"]
+        return json.loads(succeed("generate", checkpoint, "Hi", *options))["text"]
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_generate_converts_on_the_way(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QOFF_CACHE", str(tmp_path))
+    monkeypatch.setattr("qoff.hf.load.QuantConfig", lambda: QUANT)
+    found = json.loads(succeed("generate", source, "Hi", "--max-new-tokens", 2, "--json"))
+    assert found["new_tokens"] > 0
+    (made,) = tmp_path.iterdir()
+    assert json.loads(succeed("verify", made, "--json"))["ok"]
+
+
+def test_env_describes_the_machine() -> None:
+    found = json.loads(succeed("env", "--json"))
+    assert {"python", "torch", "transformers", "memory", "disk", "gpu", "cores"} <= found.keys()
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    printed = succeed("env")
+    assert found["python"] in printed
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+LAYER = "model-layer-00001.safetensors"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped": (lambda p: flip(p / LAYER, -5), LAYER),
+    "header": (lambda p: flip(p / LAYER, 3), LAYER),
+    "truncated": (lambda p: os.truncate(p / LAYER, 5000), LAYER),
+    "empty": (lambda p: os.truncate(p / LAYER, 0), LAYER),
+    "missing": (lambda p: (p / LAYER).unlink(), LAYER),
+    "index": (lambda p: (p / "model.safetensors.index.json").unlink(), "index.json"),
+    "config": (lambda p: (p / "config.json").write_text("{"), "config.json"),
+}
+
+
+@pytest.mark.parametrize(("damage", "name"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_one_line_that_names_the_file(
+    damage: Callable[[Path], object], name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    damage(copy)
+    assert name in fail("verify", copy)
+    if name == LAYER:
+        assert name in fail("generate", copy, "Hello")
+
+
+def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
+    least, everything = budgets(checkpoint)
+    line = fail("generate", checkpoint, "Hello", "--device-memory", "1KiB")
+    assert f"{least:,}" in line
+    assert f"{everything:,}" in line
+    assert "1,024 are there" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "{tmp}/gone", "{tmp}/out"], "no such file or directory"),
+        (["convert", "{tmp}", "{tmp}/out"], "no model.safetensors"),
+        (["convert", "{source}", "{tmp}/out", "--solver", "magic"], "solver 'magic'"),
+        (["convert", "{source}", "{tmp}/out", "--bits", "3"], "bits 3"),
+        (["convert", "{source}", "{tmp}/out", "--group-size", "40"], "group_size 40"),
+        (["convert", "{source}", "{tmp}/out", "--group-size", "128"], "does not divide"),
+        (["convert", "{source}", "{tmp}/out", "--for", "toaster"], "'toaster'"),
+        (["convert", "{source}", "{source}/config.json/out", *FAST], "cannot be written"),
+        (["generate", "{tmp}/gone", "Hello"], "no such file or directory"),
+        (["generate", "{tmp}", "Hello"], "no model.safetensors"),
+        (["generate", "{checkpoint}", "Hello", "--device-memory", "much"], "'much' is not a size"),
+        (["generate", "{checkpoint}", "", "--raw"], "the prompt has no tokens"),
+        (["verify", "{tmp}/gone"], "gone"),
+        (["verify", "{source}"], "convert the model first"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], message: str, source: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    places = {"tmp": tmp_path, "source": source, "checkpoint": checkpoint}
+    line = fail(*(a.format(**places) for a in arguments))
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert"],
+        ["generate", "model"],
+        ["generate", "model", "Hello", "--slots", "1"],
+        ["generate", "model", "Hello", "--max-new-tokens", "0"],
+        ["generate", "model", "Hello", "--temperature", "-1"],
+        ["generate", "model", "Hello", "--top-p", "1.5"],
+        ["env", "--path", "/no/such/place"],
+        ["verify", "model", "--no-such-option"],
+        ["no-such-command"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_has_a_status_of_its_own(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_an_answer_may_end_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    """One token, and it is the end: no rate to divide by, an empty text."""
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    answer = json.loads(succeed("generate", copy, "Hello", "--max-new-tokens", 1, "--json"))
+    assert answer["new_tokens"] == 1
+    every = list(range(128))
+    edit_json(copy / "generation_config.json", lambda c: c.update(eos_token_id=[EOS, *every]))
+    answer = json.loads(succeed("generate", copy, "Hello", "--max-new-tokens", 9, "--json"))
+    assert answer["new_tokens"] == 1
+    assert answer["decode_tokens_per_s"] == 0
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "qoff.cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; from typer.testing import CliRunner; from qoff.cli.main import app\n"
+        "assert CliRunner().invoke(app, ['generate', '--help']).exit_code == 0\n"
+        "print(sorted({'torch', 'transformers', 'numba', 'numpy', 'triton'} & set(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+def test_the_program_itself(checkpoint: Path, tmp_path: Path) -> None:
+    """Through a real process: status, both streams, nothing else on standard output."""
+    listed = command("--help")
+    assert listed.returncode == 0
+    assert all(name in listed.stdout for name in ("convert", "generate", "verify", "env"))
+    good = command("generate", checkpoint, "Hello", "--max-new-tokens", 3, "--json")
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["new_tokens"] > 0
+    bad = command("verify", tmp_path / "gone")
+    assert (bad.returncode, bad.stdout) == (1, "")
+    assert len(bad.stderr.splitlines()) == 1

@@ -1,0 +1,191 @@
+"""`qoff.load`: checkpoints, models converted on the way, hub ids, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+import qoff
+from qoff.errors import BudgetError, FormatError, QoffError, UnsupportedModelError
+from qoff.hf.load import find_checkpoint, is_checkpoint
+from qoff.quant import QuantConfig
+from tests.tiny_models import QUANT, budgets, save_gguf
+
+HUB_ID = "someone/tiny-model"
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The sources of conversions done so far."""
+    from qoff.hf import load as module
+
+    done: list[Path] = []
+    original = module.convert
+
+    def counted(source: Path, *args: Any, **kwargs: Any) -> Path:
+        done.append(Path(source))
+        return original(source, *args, **kwargs)
+
+    monkeypatch.setattr(module, "convert", counted)
+    return done
+
+
+def test_a_directory_is_converted_once(
+    source: Path, tmp_path: Path, conversions: list[Path], model: Any
+) -> None:
+    seen = []
+    for _ in range(2):
+        converted, tokenizer = qoff.load(
+            source,
+            quant=QUANT,
+            cache_dir=tmp_path / "deep" / "cache",
+            progress=lambda done, total: seen.append((done, total)),
+        )
+        with converted.runtime:
+            assert torch.equal(converted(IDS).logits, model(IDS).logits)
+        assert tokenizer("ab").input_ids == [69, 70]
+    assert conversions == [source]
+    assert seen[-1] == (5, 5)
+    find_checkpoint(source, quant=QuantConfig(group_size=32), cache_dir=tmp_path / "deep" / "cache")
+    assert len(conversions) == 2  # quantized in another way
+
+
+def test_a_changed_source_is_converted_again(
+    source: Path, tmp_path: Path, conversions: list[Path]
+) -> None:
+    copy, cache = tmp_path / "copy", tmp_path / "cache"
+    shutil.copytree(source, copy)
+    first = find_checkpoint(copy, quant=QUANT, cache_dir=cache)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    second = find_checkpoint(copy, quant=QUANT, cache_dir=cache)
+    assert first != second
+    assert len(conversions) == 2
+    assert json.loads((second / "config.json").read_text())["rms_norm_eps"] == 1e-3
+
+
+def test_the_cache_directory_is_an_environment_variable(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QOFF_CACHE", str(tmp_path / "here"))
+    assert find_checkpoint(source, quant=QUANT).parent == tmp_path / "here"
+
+
+def test_a_checkpoint_is_taken_as_it_is(checkpoint: Path, conversions: list[Path]) -> None:
+    assert is_checkpoint(checkpoint)
+    assert find_checkpoint(str(checkpoint)) == checkpoint
+    assert conversions == []
+
+
+def test_a_hub_id_is_downloaded_and_converted_once(
+    source: Path, tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot(hub_id: str, *, revision: str | None = None, **_: Any) -> str:
+        asked.append((hub_id, revision))
+        return str(source)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    for _ in range(2):
+        model, _ = qoff.load(HUB_ID, revision="main", quant=QUANT, cache_dir=tmp_path)
+        with model.runtime:
+            assert model(IDS).logits.isfinite().all()
+    assert asked == [(HUB_ID, "main")] * 2
+    assert conversions == [source]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [(HUB_ID, "check the name and the network"), ("/no/such/place", "not a hub id")],
+)
+def test_a_name_that_is_nowhere_gives_one_message(name: str, message: str) -> None:
+    with pytest.raises(QoffError, match=rf"^{name}: no such file or directory, and.*{message}$"):
+        qoff.load(name)
+
+
+def test_a_hub_that_does_not_answer_gives_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("no network\nand no local copy")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(QoffError, match=f"^{HUB_ID}: .*LocalEntryNotFoundError.*network$") as error:
+        qoff.load(HUB_ID)
+    assert "\n" not in str(error.value)
+
+
+def test_a_gguf_file_is_converted(tmp_path: Path, conversions: list[Path]) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(path)
+    for _ in range(2):
+        found = find_checkpoint(path, quant=QUANT, cache_dir=tmp_path / "cache")
+    assert conversions == [path]
+    assert found.name.startswith("model-")
+    model, tokenizer = qoff.load(path, quant=QUANT, cache_dir=tmp_path / "cache")
+    with model.runtime:
+        assert model(IDS).logits.isfinite().all()
+        assert tokenizer.decode(tokenizer("the").input_ids, skip_special_tokens=True) == "the"
+
+
+def without_tokenizer(checkpoint: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "mute"
+    shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns("tokenizer*", "chat*"))
+    return path
+
+
+def test_a_missing_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    path = without_tokenizer(checkpoint, tmp_path)
+    with pytest.raises(FormatError, match=rf"^{path}: no usable tokenizer") as error:
+        qoff.load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "garbled"
+    shutil.copytree(checkpoint, path)
+    for content in ('{"model": 7}', "{", "[]"):
+        (path / "tokenizer.json").write_text(content)
+        with pytest.raises(FormatError, match=rf"^{path}: no usable tokenizer"):
+            qoff.load(path)
+
+
+def test_a_failed_load_leaves_no_threads(checkpoint: Path, tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(FormatError):
+        qoff.load(without_tokenizer(checkpoint, tmp_path))
+    assert threading.active_count() == before
+
+
+def test_the_tokenizer_pads_on_the_left(tokenizer: Any) -> None:
+    assert tokenizer.padding_side == "left"
+    assert tokenizer(["a", "bcd"], padding=True).attention_mask == [[0, 0, 1], [1, 1, 1]]
+
+
+def test_memory_is_given_in_bytes_or_as_text(checkpoint: Path) -> None:
+    least, everything = budgets(checkpoint)
+    for memory in (least, str(least), f"{-(-least // 1024)}KiB"):
+        model, _ = qoff.load(checkpoint, device_memory=memory)
+        with model.runtime:
+            assert model.stats().arena_peak <= -(-least // 1024) * 1024 < everything
+    with pytest.raises(BudgetError, match=f"at least {least:,}"):
+        qoff.load(checkpoint, device_memory="1kB")
+    with pytest.raises(QoffError, match="'lots' is not a size"):
+        qoff.load(checkpoint, device_memory="lots")
+
+
+def test_models_that_are_not_supported_are_refused(source: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    with pytest.raises(UnsupportedModelError, match="model_type is 'bert'"):
+        qoff.load(copy, cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
