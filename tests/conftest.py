@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+# For `bench` and `tests`; last, or the folder `kernels` would stand for the PyPI package.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may ask the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
