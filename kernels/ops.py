@@ -19,8 +19,6 @@ class Ops(Protocol):
 
     PACKING: str  # of the weights these ops read
 
-    def embedding(self, ids: Tensor, weight: QTensor) -> Tensor: ...
-
     def w4_linear(
         self,
         x: Tensor,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from qoff.errors import OpError
 
 
 @dataclass(frozen=True)
@@ -15,18 +17,48 @@ class Span:
 
     slot: int  # the sequence's place in the cache
     start: int  # its first row among all new tokens
-    count: int  # how many new tokens
+    count: int  # how many new tokens, at least 1
     past: int  # tokens of this sequence that are in the cache already
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Which sequence and position each of the M rows of a forward pass is."""
+    """Which sequence and position each of the M rows of a forward pass is.
+
+    Spans follow each other without gaps, each in a slot of its own. Raises OpError otherwise.
+    """
 
     spans: tuple[Span, ...]
-    positions: Tensor  # int64 [M], position of each token in its own sequence
-    slots: Tensor  # int64 [M], cache slot of each token's sequence
-    longest: int  # largest position
+    positions: Tensor = field(init=False)  # int64 [M], position of each token in its own sequence
+    slots: Tensor = field(init=False)  # int64 [M], cache slot of each token's sequence
+    longest: int = field(init=False)  # largest position
+    sequences: int = field(init=False)  # largest slot + 1
+
+    def __post_init__(self) -> None:
+        end = 0
+        for span in self.spans:
+            if span.count < 1 or span.past < 0 or span.slot < 0 or span.start != end:
+                raise OpError(f"a span needs 1 token at least, and to start at row {end}: {span}")
+            end += span.count
+        slots = [span.slot for span in self.spans]
+        if not slots or len(set(slots)) < len(slots):
+            raise OpError(f"each sequence needs a cache slot of its own, not {slots}")
+        if end == len(slots):
+            positions = torch.tensor([span.past for span in self.spans])
+            rows = torch.tensor(slots)
+        else:
+            steps = [torch.arange(s.past, s.past + s.count) for s in self.spans]
+            positions = torch.cat(steps)
+            counts = torch.tensor([span.count for span in self.spans])
+            rows = torch.repeat_interleave(torch.tensor(slots), counts)
+        longest = max(span.past + span.count for span in self.spans) - 1
+        for name, value in (
+            ("positions", positions),
+            ("slots", rows),
+            ("longest", longest),
+            ("sequences", max(slots) + 1),
+        ):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, counts: Sequence[int], pasts: Sequence[int]) -> Ragged:
@@ -35,10 +67,7 @@ class Ragged:
         for slot, (count, past) in enumerate(zip(counts, pasts, strict=True)):
             spans.append(Span(slot, start, count, past))
             start += count
-        positions = [torch.arange(s.past, s.past + s.count) for s in spans]
-        slots = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(list(counts)))
-        longest = max(s.past + s.count for s in spans) - 1
-        return cls(tuple(spans), torch.cat(positions), slots, longest)
+        return cls(tuple(spans))
 
     @property
     def tokens(self) -> int:

@@ -5,14 +5,13 @@
 - `pool`: threads that run a compiled job within microseconds.
 - `tile`, `linear_job`, `w4_linear`: the quantized matmul, inside out.
 - `append`, `decode_attention`, `prefill_attention`, `attention`: the attention op.
-- `embedding`: rows of a quantized matrix.
+- `operands`: checks before addresses are handed to compiled code.
 """
 
 from .attention import attention
-from .embedding import embedding
 from .pool import default_pool
 from .w4_linear import w4_linear
 
-PACKING = "cpu16"  # what w4_linear and embedding read
+PACKING = "cpu16"  # what w4_linear reads
 
-__all__ = ["PACKING", "attention", "default_pool", "embedding", "w4_linear"]
+__all__ = ["PACKING", "attention", "default_pool", "w4_linear"]

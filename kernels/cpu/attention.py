@@ -7,54 +7,46 @@ import ctypes
 import torch
 from torch import Tensor
 
-from qoff.errors import OpError
-
 from ..heads import HeadShape, cache_shapes
 from ..ragged import Ragged
 from .attention_fields import AttentionArguments
 from .decode_attention import RUN, append_attend_job, partial_bytes
+from .operands import address, check_dense, check_rows, fail
 from .pool import Pool, default_pool
 from .prefill_attention import append_prefill_job, tile_bytes
 
-
-def _fail(message: str) -> None:
-    raise OpError(f"attention: {message}")
+_OP = "attention"
 
 
-def _check_qkv(qkv: Tensor, shape: HeadShape, ragged: Ragged) -> None:
-    want = (ragged.tokens, shape.qkv_width)
-    if qkv.dtype != torch.float32 or qkv.shape != want or qkv.stride(1) != 1:
-        _fail(f"qkv must be float32 {list(want)}, not {qkv.dtype} {list(qkv.shape)}")
+def _check(
+    qkv: Tensor, shape: HeadShape, keys: Tensor, values: Tensor, ragged: Ragged, out: Tensor
+) -> None:
+    check_rows(_OP, "qkv", qkv, ragged.tokens, shape.qkv_width)
+    check_rows(_OP, "out", out, ragged.tokens, shape.heads * shape.head_dim)
     if shape.head_dim % 16 or shape.heads % shape.kv_heads:
-        _fail(f"head_dim must be a multiple of 16 and heads one of kv_heads: {shape}")
+        fail(_OP, f"head_dim must be a multiple of 16 and heads one of kv_heads: {shape}")
+    if values.dim() != 4:
+        fail(_OP, f"values must have 4 dimensions, not {list(values.shape)}")
+    sequences, capacity = values.shape[0], values.shape[2]
+    key_shape, value_shape = cache_shapes(sequences, shape, capacity)
+    check_dense(_OP, "keys", keys, key_shape)
+    check_dense(_OP, "values", values, value_shape)
+    if ragged.longest >= capacity:
+        fail(_OP, f"position {ragged.longest} is beyond the cache's {capacity} tokens")
+    if ragged.sequences > sequences:
+        fail(_OP, f"{ragged.sequences} sequences, but the cache holds {sequences}")
 
 
-def _check_cache(keys: Tensor, values: Tensor, shape: HeadShape, ragged: Ragged) -> None:
-    expected = cache_shapes(values.shape[0], shape, values.shape[2])
-    for name, tensor, want in (("keys", keys, expected[0]), ("values", values, expected[1])):
-        if tensor.dtype != torch.float32 or tensor.shape != want or not tensor.is_contiguous():
-            _fail(f"{name} must be float32 {list(want)}, not {tensor.dtype} {list(tensor.shape)}")
-    if ragged.longest >= values.shape[2]:
-        _fail(f"position {ragged.longest} is beyond the cache's {values.shape[2]} tokens")
-    if len(ragged.spans) > values.shape[0]:
-        _fail(f"{len(ragged.spans)} sequences, but the cache holds {values.shape[0]}")
-
-
-def _check_angles(
+def _check_small(
     rotary: tuple[Tensor, Tensor] | None, norms: tuple[Tensor | None, ...], dim: int, longest: int
 ) -> None:
     for table in rotary or ():
-        if table.dtype != torch.float32 or table.dim() != 2 or table.shape[1] != dim // 2:
-            _fail(f"cos and sin must be float32 [positions, {dim // 2}], not {list(table.shape)}")
-        if table.shape[0] <= longest or not table.is_contiguous():
-            _fail(f"the rotary table must be contiguous and reach position {longest}")
+        if table.dim() != 2 or table.shape[0] <= longest:
+            fail(_OP, f"cos and sin must be [positions, {dim // 2}] and reach position {longest}")
+        check_dense(_OP, "cos and sin", table, (table.shape[0], dim // 2))
     for norm in norms:
-        if norm is not None and (norm.dtype != torch.float32 or norm.shape != (dim,)):
-            _fail(f"query and key norms must be float32 [{dim}], not {list(norm.shape)}")
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+        if norm is not None:
+            check_dense(_OP, "query and key norms", norm, (dim,))
 
 
 def attention(
@@ -78,11 +70,10 @@ def attention(
     [head_dim], RMSNorm over each head. Attention is causal within each sequence.
     Returns float32 [M, heads * head_dim]. Raises OpError for operands of the wrong form.
     """
-    _check_qkv(qkv, shape, ragged)
-    _check_cache(keys, values, shape, ragged)
-    _check_angles(rotary, (q_norm, k_norm), shape.head_dim, ragged.longest)
     if out is None:
         out = torch.empty(ragged.tokens, shape.heads * shape.head_dim)
+    _check(qkv, shape, keys, values, ragged, out)
+    _check_small(rotary, (q_norm, k_norm), shape.head_dim, ragged.longest)
     cos, sin = rotary or (None, None)
     pool = pool or default_pool()
     runs = ragged.longest // RUN + 1
@@ -94,7 +85,7 @@ def attention(
     with pool.lock:
         args = AttentionArguments(
             qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
-            shape.head_dim, _address(q_norm), _address(k_norm), _address(cos), _address(sin),
+            shape.head_dim, address(q_norm), address(k_norm), address(cos), address(sin),
             ragged.positions.data_ptr(), ragged.slots.data_ptr(), keys.data_ptr(),
             values.data_ptr(), values.shape[2], shape.window or 0, out.data_ptr(),
             4 * out.stride(0), runs, pool.workspace(scratch), shape.norm_eps, shape.scale,

@@ -16,7 +16,12 @@ from typing import Any
 
 import numba
 from numba import types
-from numba.core.caching import CacheImpl, UserProvidedCacheLocator, UserWideCacheLocator
+from numba.core.caching import (
+    CacheImpl,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -48,6 +53,7 @@ def _locator(base: Any) -> type:
 CacheImpl._locator_classes[:0] = [
     _locator(UserProvidedCacheLocator),
     _locator(UserWideCacheLocator),
+    _locator(InTreeCacheLocator),
 ]
 
 JOB = types.void(types.int64, types.int64, types.int64, types.int64)

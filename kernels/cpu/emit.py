@@ -11,6 +11,8 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
+from ..processor import host_features
+
 LANES = 16
 
 I8, I32, I64, F16, F32 = (
@@ -67,11 +69,6 @@ def call_llvm(b, name, result, args):
 
 def fma(b, x, y, z):
     return call_llvm(b, "llvm.fma.v16f32", V_F32, [x, y, z])
-
-
-def host_features() -> frozenset[str]:
-    """Names of the host processor's features, as LLVM spells them."""
-    return frozenset(name for name, on in llvm.get_host_cpu_features().items() if on)
 
 
 _FEATURES = host_features()

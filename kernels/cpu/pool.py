@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import os
 import platform
 import sys
@@ -21,6 +22,7 @@ from functools import cache
 import torch
 from numba import types
 
+from ..processor import usable_threads
 from . import simd
 from .compiled import inner, job
 
@@ -127,6 +129,7 @@ def _stop(pool, thread, threads, args):
     _publish(pool)
 
 
+_numbers = itertools.count()
 _Native = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
 
@@ -137,6 +140,7 @@ class Pool:
         if threads < 1:
             raise ValueError(f"a pool needs at least 1 thread, not {threads}")
         self.threads = threads
+        self.key = f"_arguments_of_pool_{next(_numbers)}"  # what ops keep for this pool
         self.lock = threading.RLock()  # held from filling a job's arguments to its end
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._memory = (ctypes.c_byte * (_STATE_BYTES + _LINE))()
@@ -174,8 +178,8 @@ class Pool:
 
 @cache
 def default_pool() -> Pool:
-    """The pool that the ops run on: as many threads as torch uses when it is first asked for."""
-    pool = Pool(torch.get_num_threads())
+    """The pool that the ops run on; its threads are counted when it is first asked for."""
+    pool = Pool(usable_threads())
     atexit.register(pool.close)
     return pool
 

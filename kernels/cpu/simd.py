@@ -227,7 +227,7 @@ def poke_f32(b, address, value):
 
 @vector_intrinsic(_i64, _i64)
 def atomic_load(b, address):
-    return b.load_atomic(at(b, address, 0, I64), "acquire", 8)
+    return b.load_atomic(at(b, address, 0, I64), "seq_cst", 8)
 
 
 @vector_intrinsic(types.void, _i64, _i64)

@@ -12,57 +12,34 @@ import ctypes
 import torch
 from torch import Tensor
 
-from qoff.errors import OpError
-
 from ..qtensor import QTensor
 from .linear_job import SCRATCH_BYTES, LinearArguments, linear_job
+from .operands import address, check_dense, check_rows, fail
 from .pool import Pool, default_pool
 
-
-def _fail(message: str) -> None:
-    raise OpError(f"w4_linear: {message}")
+_OP = "w4_linear"
 
 
-def _check_vector(name: str, value: Tensor, length: int) -> None:
-    whole = value.dtype == torch.float32 and value.is_cpu and value.is_contiguous()
-    if not whole or value.shape != (length,):
-        _fail(
-            f"{name} must be contiguous float32 [{length}] on the CPU, "
-            f"not {value.dtype} {list(value.shape)} on {value.device}"
-        )
-
-
-def _check_matrix(name: str, value: Tensor, rows: int, columns: int) -> None:
-    rowwise = value.dtype == torch.float32 and value.is_cpu and value.stride(-1) == 1
-    if not rowwise or value.shape != (rows, columns):
-        _fail(
-            f"{name} must be float32 [{rows}, {columns}] with contiguous rows on the CPU, not "
-            f"{value.dtype} {list(value.shape)} of strides {list(value.stride())} on {value.device}"
-        )
-
-
-def _arguments(weight: QTensor) -> LinearArguments:
-    """The job's arguments with what the weight fixes filled in; made once for each weight.
-
-    The addresses of a QTensor's tensors do not change while it lives.
-    """
-    cached = weight.__dict__.get("_cpu_arguments")
-    if cached is not None:
-        return cached
+def _arguments(weight: QTensor, pool: Pool) -> LinearArguments:
+    """The job's arguments with what the weight fixes filled in; kept with the weight."""
+    codes, scale_min = weight.codes.data_ptr(), weight.scale_min.data_ptr()
+    kept = weight.__dict__.get(pool.key)
+    if kept is not None and kept.codes == codes and kept.scale_min == scale_min:
+        return kept
     if weight.packing != "cpu16":
-        _fail(f"the CPU kernel needs packing cpu16, not {weight.packing}; repack it first")
+        fail(_OP, f"the CPU kernel needs packing cpu16, not {weight.packing}; repack it first")
     if not weight.codes.is_cpu:
-        _fail(f"the weight is on {weight.device}, not on the CPU")
+        fail(_OP, f"the weight is on {weight.device}, not on the CPU")
     arguments = LinearArguments(
         n=weight.shape[0],
         k=weight.shape[1],
-        codes=weight.codes.data_ptr(),
-        scale_min=weight.scale_min.data_ptr(),
+        codes=codes,
+        scale_min=scale_min,
         wide=weight.scale_min.dtype == torch.float32,
         group=weight.group_size,
         bits=weight.bits,
     )
-    weight.__dict__["_cpu_arguments"] = arguments
+    weight.__dict__[pool.key] = arguments
     return arguments
 
 
@@ -86,32 +63,32 @@ def w4_linear(
     residual, out: float32 [M, N] (or N/2); out may be residual or x itself. Returns out.
     Raises OpError for any other dtype, shape, stride or packing.
     """
-    a = _arguments(weight)
+    pool = pool or default_pool()
+    a = _arguments(weight, pool)
     n, k = weight.shape
     if x.dim() != 2:
-        _fail(f"x must be [M, K], not {list(x.shape)}")
+        fail(_OP, f"x must be [M, K], not {list(x.shape)}")
     tokens = x.shape[0]
-    _check_matrix("x", x, tokens, k)
+    check_rows(_OP, "x", x, tokens, k)
     if silu_mul and n % 32:
-        _fail(f"silu_mul needs a multiple of 32 rows, not {n}")
+        fail(_OP, f"silu_mul needs a multiple of 32 rows, not {n}")
     columns = n // 2 if silu_mul else n
     if out is None:
         out = torch.empty(tokens, columns)
-    _check_matrix("out", out, tokens, columns)
+    check_rows(_OP, "out", out, tokens, columns)
     if norm is not None:
-        _check_vector("norm", norm, k)
+        check_dense(_OP, "norm", norm, (k,))
     if bias is not None:
-        _check_vector("bias", bias, n)
+        check_dense(_OP, "bias", bias, (n,))
     if residual is not None:
-        _check_matrix("residual", residual, tokens, columns)
+        check_rows(_OP, "residual", residual, tokens, columns)
     if tokens == 0:
         return out
-    pool = pool or default_pool()
     groups = k // weight.group_size
     with pool.lock:
         a.x, a.x_stride, a.tokens = x.data_ptr(), 4 * x.stride(0), tokens
-        a.norm, a.eps, a.bias = _address(norm), eps, _address(bias)
-        a.residual = _address(residual)
+        a.norm, a.eps, a.bias = address(norm), eps, address(bias)
+        a.residual = address(residual)
         a.residual_stride = 4 * residual.stride(0) if residual is not None else 0
         a.silu_mul, a.out, a.out_stride = silu_mul, out.data_ptr(), 4 * out.stride(0)
         a.scratch = pool.workspace(pool.threads * SCRATCH_BYTES + tokens * (8 * groups + 2 * k))
@@ -120,7 +97,3 @@ def w4_linear(
         a.low = a.high + tokens * k
         pool.run(linear_job.address, ctypes.addressof(a))
     return out
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

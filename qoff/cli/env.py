@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from qoff.kernels.cpu.emit import host_features
+from qoff.kernels.processor import host_features, usable_threads
 from qoff.settings import cache_directory
 from qoff.units import format_size
 
@@ -28,7 +28,7 @@ def describe(path: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": " ".join(f for f in _FEATURES if f in host_features()) or "generic",
-        "threads": torch.get_num_threads(),
+        "threads": usable_threads(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": f"{format_size(memory.total)}, {format_size(memory.available)} available",
         "disk": f"{format_size(disk.total)}, {format_size(disk.free)} free ({path.resolve()})",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qoff.checkpoint import QuantEntry, TensorEntry, WeightEntry, WeightFile
-from qoff.kernels.cpu.embedding import embedding
+from qoff.kernels.embedding import embedding
 from qoff.kernels.packing import ROW_BLOCK
 from qoff.kernels.qtensor import QTensor
 
@@ -23,11 +22,7 @@ def rows_of(weight: Weight, ids: Tensor) -> Tensor:
     """Rows `ids`, int64 [T], of a weight [N, K] in memory, as float32 [T, K]."""
     if isinstance(weight, Tensor):
         return weight[ids].float()
-    if weight.packing == "cpu16":
-        return embedding(ids, weight)
-    codes, scale_min = weight.codes[ids], weight.scale_min[:, ids].contiguous()
-    shape = (len(ids), weight.shape[1])
-    return replace(weight, codes=codes, scale_min=scale_min, shape=shape).dequantize()
+    return embedding(ids, weight)
 
 
 def read_rows(reader: DiskReader, file: WeightFile, entry: WeightEntry, ids: Tensor) -> Tensor:

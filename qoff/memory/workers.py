@@ -69,6 +69,7 @@ class Workers:
         try:
             while (job := self._take()) is not None:
                 job.run()
+                job = None  # or the memory it filled would live as long as the thread
         except BaseException as cause:
             error = DiskReadError(f"{self._name}: a reading thread died: {cause!r}")
             error.__cause__ = cause

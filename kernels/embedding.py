@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+
 from torch import Tensor
 
 from qoff.errors import OpError
 
-from ..packing import ROW_BLOCK
-from ..qtensor import QTensor
+from .packing import ROW_BLOCK
+from .qtensor import QTensor
 
 
 def embedding(ids: Tensor, weight: QTensor) -> Tensor:
-    """Dequantize the rows `ids` (int64 [T]) of a cpu16 weight [N, K] to float32 [T, K].
+    """Dequantize the rows `ids` (int64 [T]) of a weight [N, K] of any packing to float32 [T, K].
 
-    Raises OpError for an id outside of [0, N) or another packing.
+    Raises OpError for an id outside of [0, N).
     """
-    if weight.packing != "cpu16":
-        raise OpError(f"embedding: the CPU kernel needs packing cpu16, not {weight.packing}")
     n, k = weight.shape
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < n):
         raise OpError(
             f"embedding: ids from {int(ids.min())} to {int(ids.max())}, rows 0 to {n - 1}"
         )
+    if weight.packing == "half32":
+        codes, scale_min = weight.codes[ids], weight.scale_min[:, ids].contiguous()
+        rows = replace(weight, codes=codes, scale_min=scale_min, shape=(len(ids), k))
+        return rows.dequantize()
     blocks, lanes = ids // ROW_BLOCK, ids % ROW_BLOCK
     codes = weight.codes[blocks, :, lanes]  # [T, K / 8 or K / 4, 4]
     if weight.bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=2)  # [T, K / 8, 2, 4]
+        codes = _nibbles(codes)
     groups = codes.reshape(len(ids), -1, weight.group_size).float()
     scale, minimum = weight.scale_min[blocks, :, :, lanes].float()[..., None].unbind(2)
     return (groups * scale + minimum).view(len(ids), k)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Codes [T, K / 8, 4] of two nibbles as [T, K / 8, 2, 4], low ones first."""
+    return (codes.unsqueeze(2) >> codes.new_tensor([0, 4]).view(2, 1)) & 15

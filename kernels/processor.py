@@ -1,0 +1,42 @@
+"""What the processor at hand can do, and how many threads it is worth using."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def host_features() -> frozenset[str]:
+    """Return the instruction sets that numba compiles for, as LLVM spells them.
+
+    Those of the host, unless numba was told otherwise (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES).
+    """
+    from numba.core import config
+    from numba.core.codegen import get_host_cpu_features
+
+    chosen = config.CPU_FEATURES
+    listed = get_host_cpu_features() if chosen is None else chosen
+    return frozenset(name[1:] for name in listed.split(",") if name.startswith("+"))
+
+
+def usable_threads() -> int:
+    """Return torch's number of threads, but no more than this process may run at once.
+
+    A process may be bound to some cores, and a container may have a quota of processor time
+    (cgroup v2 `cpu.max`), which torch does not look at.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(torch.get_num_threads(), allowed or 1, _quota_threads()))
+
+
+def _quota_threads() -> int:
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):  # no cgroup, or "max": no quota
+        return 1 << 30

@@ -1,0 +1,233 @@
+"""The benches run, compare the same computations, and write what they say. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import cpu_decode, cpu_matmul, disk_stream
+from bench.bandwidth import ReadBandwidth, read_all
+from bench.harness import Bar, Report, Samples, interleaved, machine, timed, torch_threads, versions
+from bench.native import Timing
+from bench.native import generate as native_generate
+from bench.peers import accelerate_offload, llama_cpp, transformers_model
+from bench.peers.int4 import DequantizeGemm, TorchInt4
+from bench.random_model import TINYLLAMA, random_matrix, write_random_checkpoint
+from qoff.checkpoint import Checkpoint, verify
+from qoff.errors import QoffError
+from qoff.hf.load import load
+from qoff.models.runtime import Runtime
+from tests.tiny_models import VOCAB, reference_model, tiny_checkpoint
+
+TINY_SHAPE = TINYLLAMA | {
+    "hidden_size": 128,
+    "num_hidden_layers": 12,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+
+
+def test_alternatives_are_sampled_in_turn_and_each_goes_first() -> None:
+    calls: list[str] = []
+
+    def alternative(name: str) -> Callable[[], float]:
+        def call() -> float:
+            calls.append(name)
+            return float(len(calls))
+
+        return call
+
+    found = interleaved({n: alternative(n) for n in "ab"}, rounds=4, pause=0)
+    assert "".join(calls) == "abbaabba"
+    assert found["a"].values == (1.0, 4.0, 5.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "median", "spread"),
+    [((2.0,), 2.0, 0.0), ((1.0, 2.0, 5.0), 2.0, 2.0), ((1.0, 2.0, 3.0, 4.0, 99.0), 3.0, 2 / 3)],
+)
+def test_an_outlier_moves_neither_median_nor_spread(
+    values: tuple[float, ...], median: float, spread: float
+) -> None:
+    samples = Samples(values)
+    assert samples.median == median
+    assert math.isclose(samples.spread, spread)
+
+
+def test_a_timed_call_is_repeated_until_it_lasts() -> None:
+    calls: list[int] = []
+    measure = timed(lambda: calls.append(1), least_s=0.001)
+    before = len(calls)
+    assert measure() > 0
+    assert len(calls) - before > 2
+
+
+def test_torch_gets_its_threads_back() -> None:
+    before = torch.get_num_threads()
+    inside = []
+
+    def fail() -> None:
+        with torch_threads(before + 1):
+            inside.append(torch.get_num_threads())
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert inside == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+def test_a_report_is_printed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report("name", {"rounds": 1}, "title", ("", "b"), rows=[("label", "1.5")])
+    report.bars = [Bar("reached", 1.0, 1.0), Bar("missed", 1.0, 0.99)]
+    path = report.publish(tmp_path / "new" / "out.json")
+    printed = capsys.readouterr().out
+    assert "label" in printed
+    assert "NOT MET: missed" in printed
+    written = json.loads(path.read_text())
+    assert [bar["met"] for bar in written["bars"]] == [True, False]
+    assert written["machine"].keys() == machine().keys()
+    assert written["versions"].keys() == versions().keys()
+
+
+def test_reading_memory_reads_all_of_it() -> None:
+    reading = ReadBandwidth(3 << 20)
+    buffer = reading.buffer
+    buffer.copy_(torch.randint(-8, 8, buffer.shape))
+    assert read_all(buffer) == buffer.sum().item()
+    seconds = {name: Samples((way(),)) for name, way in reading.ways().items()}
+    fastest = min(samples.median for samples in seconds.values())
+    assert math.isclose(reading.best(seconds).median, (3 << 20) / fastest)
+
+
+@pytest.mark.parametrize("tile", [16, 48, 256])
+def test_int4_peers_compute_the_product(tile: int) -> None:
+    weight = cpu_matmul.random_weight(80, 192, seed=3)
+    x = torch.randn(5, 192)
+    truth = x @ weight.dequantize().T
+    out = DequantizeGemm(weight, tile, {})(x, torch.empty(5, 80))
+    torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
+    rounded = TorchInt4(weight)(x.bfloat16()).float()
+    assert (rounded - truth).norm() < 0.02 * truth.norm()
+
+
+def test_a_peer_that_computes_something_else_is_not_measured() -> None:
+    class Wrong(cpu_matmul.Operands):
+        def calls(self, tokens: int) -> dict[str, Callable[[], torch.Tensor]]:
+            calls = super().calls(tokens)
+            return {**calls, cpu_matmul.TORCH: lambda: 1.1 * calls[cpu_matmul.TORCH]()}
+
+    with pytest.raises(QoffError, match="torch int4 is off by"):
+        cpu_matmul.check(Wrong(16, 65536))
+
+
+def test_the_matmul_bench_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu_matmul, "QUICK_SHAPES", ((64, 1024),))
+    monkeypatch.setattr(cpu_matmul, "COPIES_BYTES", 1 << 18)
+    cpu_matmul.main(["--quick", "--out", str(tmp_path / "out.json")])
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert set(written["ratios"]) == {"64x1024 M=1", "64x1024 M=16"}
+    assert written["measured"]["64x1024 M=1"]["weight_bytes"] == 64 * 1024 // 2 + 64 * 16 * 4
+    assert "64 x 1024" in capsys.readouterr().out
+
+
+def test_rates_of_a_generation() -> None:
+    timing = Timing(start=10.0, stamps=(12.0, 13.0, 14.0), batch=4)
+    works = {rate: cpu_decode.Work("", 4, 6, 3, rate) for rate in ("prefill", "decode", "total")}
+    assert {rate: work.of(timing) for rate, work in works.items()} == {
+        "prefill": 12.0,
+        "decode": 4.0,
+        "total": 3.0,
+    }
+
+
+def test_both_loops_generate_what_transformers_does(checkpoint: Path) -> None:
+    theirs = reference_model(checkpoint)
+    model, _ = load(checkpoint)
+    ids = torch.randint(3, VOCAB, (2, 9))
+    wanted, clock = transformers_model.generate(theirs, ids, 5)
+    assert wanted.shape == (2, 5)
+    assert len(clock.stamps) == 5
+    assert sorted(clock.stamps) == list(clock.stamps)
+    assert torch.equal(transformers_model.generate(model, ids, 5)[0], wanted)
+    assert torch.equal(native_generate(model.runtime, ids, 5)[0], wanted)
+    model.close()
+
+
+@pytest.mark.parametrize("llama", [False, True])
+def test_the_decode_bench_runs(
+    llama: bool,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class FakeLlama(llama_cpp.LlamaCpp):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self._server = None
+
+        def measure(self, prompt: int, generate: int) -> llama_cpp.Rates:
+            return llama_cpp.Rates(prompt, 1.0, generate, 1.0)
+
+    monkeypatch.setattr(cpu_decode, "fetch_checkpoint", lambda: checkpoint)
+    monkeypatch.setattr(cpu_decode, "fetch_gguf", lambda: checkpoint)
+    monkeypatch.setattr(transformers_model, "load_fp32", reference_model)
+    monkeypatch.setattr(llama_cpp, "installed", lambda: llama)
+    monkeypatch.setattr(llama_cpp, "LlamaCpp", FakeLlama)
+    cpu_decode.main(["--quick", "--out", str(tmp_path / "out.json")])
+    written = json.loads((tmp_path / "out.json").read_text())
+    agreed = written["measured"]["greedy_agreement_with_transformers"]
+    assert [found["equal"] for found in agreed.values()] == [4, 4]
+    short = written["ratios"][cpu_decode.QUICK_WORK[0].name]
+    assert (f"{cpu_decode.GENERATE} / {cpu_decode.LLAMA}" in short) == llama
+    assert ("not installed" in capsys.readouterr().out) != llama
+
+
+def test_the_random_model_is_a_checkpoint_that_computes_numbers(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path / "random", TINY_SHAPE)
+    verify(tmp_path / "random")
+    assert len(Checkpoint.open(tmp_path / "random").layers) == 12
+    with Runtime(tmp_path / "random") as runtime:
+        tokens, _ = native_generate(runtime, torch.arange(6)[None], 4)
+    assert tokens.shape == (1, 4)
+    weight = random_matrix((64, 256), 8, torch.Generator()).dequantize()
+    assert 0.9 < weight.std() * 256**0.5 < 1.2
+
+
+def test_the_disk_bench_runs_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_stream, "SMALL", TINY_SHAPE)
+    folder = tmp_path / "models"
+    folder.mkdir()
+    disk_stream.main(["--quick", "--folder", str(folder), "--out", str(tmp_path / "out.json")])
+    assert list(folder.iterdir()) == []
+    written = json.loads((tmp_path / "out.json").read_text())
+    settings, measured = written["settings"], written["measured"]
+    assert settings["arena_bytes"] <= settings["device_memory"] < settings["model_bytes"] / 4
+    assert 0 < measured["beside"]["disk_bytes_per_token"]["median"] < settings["model_bytes"]
+    assert 0 < measured["beside"]["disk_busy"]["median"] <= 1
+
+
+def test_accelerate_has_all_weights_on_disk(tmp_path: Path) -> None:
+    peer = accelerate_offload.Offloaded(TINY_SHAPE, tmp_path / "weights")
+    assert all(parameter.is_meta for parameter in peer._model.parameters())
+    assert peer.nbytes == sum(2 * p.numel() for p in peer._model.parameters())
+    peer.drop_page_cache()
+    assert peer.token() > 0
