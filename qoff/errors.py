@@ -8,6 +8,10 @@ class QoffError(Exception):
     """Base of all qoff errors; the command line prints its message and exits with status 1."""
 
 
+class ArgumentError(QoffError, ValueError):
+    """An argument of a function is out of its range, or its object was closed."""
+
+
 class OpError(QoffError, ValueError):
     """An op was given an operand of the wrong dtype, shape, stride, group or device."""
 

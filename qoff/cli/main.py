@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qoff.errors import QoffError
+from qoff.errors import ArgumentError, QoffError
 from qoff.units import format_size
 
 from .output import errors_in_one_line, print_json, print_table, progress_bar
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_COLDEST = 0.01  # logits divided by less may overflow
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
@@ -89,6 +90,8 @@ def generate(
 
     from .generate import answer
 
+    if 0 < temperature < _COLDEST:
+        raise ArgumentError(f"--temperature is 0 or at least {_COLDEST}, not {temperature}")
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 
 
 def errors_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn a QoffError into its message on standard error and exit status 1."""
+    """Turn an error of the user or the system into a line on standard error and exit status 1."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -29,6 +29,9 @@ def errors_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except QoffError as error:
             print("qoff:", " ".join(str(error).splitlines()), file=sys.stderr)
+            raise typer.Exit(1) from None
+        except OSError as error:
+            print(f"qoff: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             print("qoff: interrupted", file=sys.stderr)

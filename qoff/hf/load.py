@@ -6,23 +6,22 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from qoff.errors import ConversionError, FormatError, QoffError
+from qoff.errors import ConversionError, FormatError
 from qoff.models.convert import convert
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 from qoff.settings import cache_directory
 from qoff.units import parse_size
 
+from .hub import download, download_config
 from .model import QoffForCausalLM, build
-
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
-_NOT_HUB_FILES = ["*/*", "consolidated*"]  # the same weights once more, in their maker's own format
 
 
 def load(
@@ -44,7 +43,7 @@ def load(
     cache comes on top.
     Raises BudgetError, FormatError, ChecksumError, UnsupportedModelError or ConversionError.
     """
-    budget = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
+    budget = None if device_memory is None else parse_size(device_memory)
     checkpoint = find_checkpoint(
         path_or_hub_id, quant=quant, cache_dir=cache_dir, revision=revision, progress=progress
     )
@@ -67,30 +66,52 @@ def find_checkpoint(
     """Return the qoff checkpoint for a path or hub id, converting into the cache if there is none.
 
     A conversion is found again by its source (the path, sizes and times of its files, or the hub
-    revision) and by `quant`. Arguments and errors are those of `load`.
+    id and commit, whose weights need not be there any more) and by `quant`. Arguments and errors
+    are those of `load`.
     """
-    path = local_source(path_or_hub_id, revision)
-    if is_checkpoint(path):
-        return path
     quant = quant or QuantConfig()
     folder = Path(cache_dir) if cache_dir is not None else cache_directory()
-    target = folder / f"{path.stem if path.is_file() else path.name}-{_fingerprint(path, quant)}"
+    if exists(path_or_hub_id):
+        path = Path(path_or_hub_id)
+        if is_checkpoint(path):
+            return path
+        name = path.stem if path.is_file() else path.resolve().name
+        target = folder / f"{name}-{_digest(_stamps(path), quant)}"
+        source = partial(Path, path)
+    else:
+        hub_id = str(path_or_hub_id)
+        config = download_config(hub_id, revision)
+        if is_checkpoint(config.parent):
+            return download(hub_id, revision)
+        commit = config.parent.name  # of the hub's own cache
+        target = folder / f"{hub_id.replace('/', '--')}-{_digest([commit], quant)}"
+        source = partial(download, hub_id, revision)
     if not is_checkpoint(target):
         try:
-            convert(path, target, quant=quant, for_cpu=True, progress=progress)
+            convert(source(), target, quant=quant, for_cpu=True, progress=progress)
         except ConversionError:
             if not is_checkpoint(target):  # it is one when another process was faster
                 raise
     return target
 
 
-def local_source(path_or_hub_id: str | PathLike[str], revision: str | None = None) -> Path:
+def local_source(path_or_hub_id: str | PathLike[str]) -> Path:
     """Return the path itself where it exists, else the files of that model on the hub, downloaded.
 
-    Raises QoffError when there is neither.
+    Raises QoffError when there is neither, UnsupportedModelError before weights are downloaded.
     """
-    path = Path(path_or_hub_id)
-    return path if path.exists() else _download(str(path_or_hub_id), revision)
+    if exists(path_or_hub_id):
+        return Path(path_or_hub_id)
+    download_config(str(path_or_hub_id), None)
+    return download(str(path_or_hub_id), None)
+
+
+def exists(path: str | PathLike[str]) -> bool:
+    """Whether there is such a path; what cannot be one (too long a name, say) is not there."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -130,34 +151,15 @@ def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:
     return build(runtime, config, generation)
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
-    """Fetch a model's files from the hub into its own cache; nothing when they are there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError
-
-    try:
-        return Path(
-            snapshot_download(
-                hub_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES
-            )
-        )
-    except HFValidationError as error:
-        raise QoffError(f"{hub_id}: no such file or directory, and not a hub id") from error
-    except (HTTPError, OSError) as error:
-        raise QoffError(
-            f"{hub_id}: no such file or directory, and the hub did not give a model of that name "
-            f"({type(error).__name__}); check the name and the network"
-        ) from error
-
-
-def _fingerprint(path: Path, quant: QuantConfig) -> str:
-    """16 hex digits that change with the source's files and with how they are quantized."""
+def _stamps(path: Path) -> list[Any]:
+    """Path, names, sizes and times of a source's files: what tells that it has changed."""
     resolved = path.resolve()
     files = sorted(resolved.iterdir()) if resolved.is_dir() else [resolved]
-    stamps: list[Any] = [str(resolved)]
-    for file in files:
-        if file.is_file():
-            info = file.stat()
-            stamps.append([file.name, info.st_size, info.st_mtime_ns])
+    found = [(file.name, file.stat()) for file in files if file.is_file()]
+    return [str(resolved), *([name, info.st_size, info.st_mtime_ns] for name, info in found)]
+
+
+def _digest(stamps: list[Any], quant: QuantConfig) -> str:
+    """16 hex digits that change with the source and with how it is quantized."""
     described = {k: str(v) for k, v in asdict(quant).items()}
     return hashlib.sha256(json.dumps([stamps, described]).encode()).hexdigest()[:16]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +21,7 @@ from qoff.models.runtime import Batch, Runtime, RuntimeStats
 
 from .cache import GenerationCache
 from .columns import Columns
+from .torch_threads import one_torch_thread
 
 
 class QoffConfig(PretrainedConfig):
@@ -46,9 +44,6 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: PretrainedConfig, runtime: Runtime) -> None:
         super().__init__(config)
         self.runtime = runtime
-        self._lock = threading.Lock()
-        self._generating = 0  # calls of `generate` under way
-        self._torch_threads = torch.get_num_threads()
 
     @property
     def device(self) -> torch.device:
@@ -63,8 +58,17 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         return self.runtime.stats()
 
     def close(self) -> None:
-        """Give back memory, threads and files; the model cannot be used afterwards."""
+        """Give back memory, threads and files; the model cannot be used afterwards.
+
+        It happens by itself when nothing refers to the model any more, or at the end of a `with`.
+        """
         self.runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def forward(
         self,
@@ -117,29 +121,10 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, with torch's own operations on one thread meanwhile.
-
-        Those between forward passes are small, and torch's idle threads would spin for milliseconds
-        on the cores that the next pass computes on.
-        """
-        with self._one_torch_thread():
+        """transformers' `generate`, with torch's own operations on one thread meanwhile."""
+        with one_torch_thread():
             generate: Any = super().generate  # type: ignore[misc]  # typed for their own models
             return generate(*args, **kwargs)
-
-    @contextmanager
-    def _one_torch_thread(self) -> Iterator[None]:
-        """Who comes first notes torch's number of threads, which everybody restores."""
-        with self._lock:
-            if self._generating == 0:
-                self._torch_threads = torch.get_num_threads()
-            self._generating += 1
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._generating -= 1
-            torch.set_num_threads(self._torch_threads)
 
     def _prepare_cache_for_generation(
         self,

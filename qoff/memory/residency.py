@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qoff.checkpoint import Checkpoint, WeightFile
-from qoff.errors import BudgetError
+from qoff.errors import ArgumentError, BudgetError
 
 from .image import Image, make_image
 from .units import HEAD, Unit, unit_files, unit_weights
@@ -46,10 +46,10 @@ def residency_of(
 ) -> Residency:
     """The residency that keeps exactly the named weights, and what it takes in bytes.
 
-    Raises ValueError for fewer than two slots or a name the checkpoint does not have.
+    Raises ArgumentError for fewer than two slots or a name the checkpoint does not have.
     """
     if slots < 2:
-        raise ValueError(f"{slots} slots: one is computed on while another is read, so at least 2")
+        raise ArgumentError(f"{slots} slots are too few: one is read while another is in use")
     kept = frozenset(resident)
     resident_bytes = slot_bytes = staging = 0
     known: set[str] = set()
@@ -63,7 +63,7 @@ def residency_of(
             slot_bytes = max(slot_bytes, streamed.nbytes)
             staging = max(staging, streamed.raw_bytes * streamed.repacked)
     if not kept <= known:
-        raise ValueError(f"not in {checkpoint.path}: {', '.join(sorted(kept - known))}")
+        raise ArgumentError(f"not in {checkpoint.path}: {', '.join(sorted(kept - known))}")
     count = slots if slot_bytes else 0
     return Residency(kept, count, slot_bytes, resident_bytes, staging, workspace, packing)
 

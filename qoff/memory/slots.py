@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from qoff.errors import ArgumentError
+
 from .image import Image
 from .transfers import Mark, Transfers, UnitRead
 from .units import Unit
@@ -72,7 +74,7 @@ class SlotRing:
         """
         with self._lock:
             if self._closed:
-                raise ValueError("the weight store is closed")
+                raise ArgumentError("the weight store is closed")
             load = self._find(unit) or self._jump(unit)
             load.holders += 1
         start, arrived = time.perf_counter(), False
@@ -95,7 +97,7 @@ class SlotRing:
         with self._lock:
             load = next((x for x in self._loads if x.unit == unit and x.holders), None)
             if load is None:
-                raise ValueError(f"unit {unit!r} is released but was not acquired")
+                raise ArgumentError(f"unit {unit!r} is released but was not acquired")
             load.holders -= 1
             if load.holders == 0:
                 self._drop([load])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import OpError
+from qoff.errors import ArgumentError, OpError
 
 from .image import Image, Weight
 from .load import check_file, load_resident
@@ -23,6 +23,8 @@ from .transfers import ThreadTransfers, Transfers
 from .units import EMBEDDING, HEAD, LM_HEAD, Unit, local_names, unit_files, unit_weights
 
 Weights = Mapping[str, Weight]
+
+_ROWS = 256  # gathered together: what is read around them is not in proportion to the prompt
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class WeightStore:
         verify: bool = True,
     ) -> None:
         if packing != residency.packing:
-            raise ValueError(f"packing {packing}, but the residency is for {residency.packing}")
+            raise ArgumentError(f"packing {packing}, but the residency is for {residency.packing}")
         self.checkpoint = checkpoint
         self.residency = residency
         self._transfers = transfers if transfers is not None else ThreadTransfers()
@@ -75,8 +77,8 @@ class WeightStore:
         """The weights of a unit by the names inside the layer, valid until `release`.
 
         Waits if they are still being read. A tied embedding is also under "lm_head". The same
-        objects come back for the same slot. Raises DiskReadError, ChecksumError, ValueError for an
-        unknown unit or a closed store, RuntimeError when all slots are held.
+        objects come back for the same slot. Raises DiskReadError, ChecksumError, ArgumentError for
+        an unknown unit or a closed store, RuntimeError when all slots are held.
         """
         complete = self._complete.get(unit)
         if complete is not None:
@@ -93,7 +95,7 @@ class WeightStore:
 
     def release(self, unit: Unit) -> None:
         """Give a unit back, once for each `acquire`; its slot is then read into at once."""
-        if unit in self._complete:
+        if self._closed or unit in self._complete:
             return
         self._check(unit)
         self._ring.release(unit)
@@ -110,7 +112,7 @@ class WeightStore:
     def set_order(self, order: Sequence[Unit]) -> None:
         """Read ahead in another cyclic order; units may occur several times, or not at all.
 
-        Raises ValueError for an unknown unit.
+        Raises ArgumentError for an unknown unit.
         """
         for unit in order:
             self._check(unit)
@@ -123,7 +125,7 @@ class WeightStore:
         rows that are not there, DiskReadError.
         """
         if self._closed:
-            raise ValueError("the weight store is closed")
+            raise ArgumentError("the weight store is closed")
         entry = self.checkpoint.outer.weights[name]
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
             raise OpError(
@@ -132,9 +134,13 @@ class WeightStore:
             )
         if not ids.numel():
             return torch.empty(0, entry.shape[1])
-        if name in self._resident:
-            return rows_of(self._resident[name], ids)
-        return read_rows(self._transfers.reader, self.checkpoint.outer, entry, ids)
+        rows = torch.empty(len(ids), entry.shape[1])
+        for some, out in zip(ids.split(_ROWS), rows.split(_ROWS), strict=True):
+            if name in self._resident:
+                out.copy_(rows_of(self._resident[name], some))
+            else:
+                out.copy_(read_rows(self._transfers.reader, self.checkpoint.outer, entry, some))
+        return rows
 
     @property
     def stats(self) -> StoreStats:
@@ -150,8 +156,8 @@ class WeightStore:
     def close(self) -> None:
         """Stop reading, join all threads, close all files, let go of all memory. May be repeated.
 
-        Who waits in `acquire` gets DiskReadError or ValueError. Memory lives on where tensors of it
-        are kept.
+        Who waits in `acquire` gets DiskReadError or ArgumentError. Memory lives on where tensors
+        of it are kept.
         """
         if self._closed:
             return
@@ -216,9 +222,11 @@ class WeightStore:
 
     def _check(self, unit: Unit) -> None:
         if self._closed:
-            raise ValueError("the weight store is closed")
+            raise ArgumentError("the weight store is closed")
         if unit not in self._streamed and unit not in self._complete:
-            raise ValueError(f"no unit {unit!r}; there are 0 to {len(self.units) - 2} and {HEAD!r}")
+            raise ArgumentError(
+                f"no unit {unit!r}; there are 0 to {len(self.units) - 2} and {HEAD!r}"
+            )
 
 
 def _holds_file(image: Image | None) -> bool:

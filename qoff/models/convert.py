@@ -158,8 +158,8 @@ class _Job:
             )
             raise QuantizationError(
                 f"{self.source.path}: {prefix}{weight.name} joins tensors of different formats "
-                f"({listed}); pass requantize=True to quantize them anew, at some loss, or use a "
-                "file of one format"
+                f"({listed}); pass requantize=True (--requantize) to quantize them anew, at some "
+                "loss, or use a file of one format"
             )
         outer = not prefix
         return self.quant.head_bits if outer else self.quant.bits, self.quant.group_size, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
@@ -60,6 +61,7 @@ class Runtime:
         self.store = WeightStore(self.checkpoint, residency, packing=ops.PACKING, poison=poison)
         self.decoder = Decoder(self.spec, ops, self._embed)
         self._turn = threading.Lock()
+        weakref.finalize(self, self.store.close)  # for who drops it without closing it
 
     def forward(self, batch: Batch) -> Tensor:
         """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +90,10 @@ def test_a_checkpoint_is_taken_as_it_is(checkpoint: Path, conversions: list[Path
 def test_a_hub_id_is_downloaded_and_converted_once(
     source: Path, tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, str | None]] = []
+    asked: list[tuple[str, str | None, bool]] = []
 
-    def snapshot(hub_id: str, *, revision: str | None = None, **_: Any) -> str:
-        asked.append((hub_id, revision))
+    def snapshot(hub_id: str, *, revision: str, allow_patterns: list[str], **_: Any) -> str:
+        asked.append((hub_id, revision, "*.safetensors" in allow_patterns))
         return str(source)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
@@ -99,13 +101,31 @@ def test_a_hub_id_is_downloaded_and_converted_once(
         model, _ = qoff.load(HUB_ID, revision="main", quant=QUANT, cache_dir=tmp_path)
         with model.runtime:
             assert model(IDS).logits.isfinite().all()
-    assert asked == [(HUB_ID, "main")] * 2
+    config, weights = (HUB_ID, "main", False), (HUB_ID, "main", True)
+    assert asked == [config, weights, config]  # the weights may be deleted after the conversion
     assert conversions == [source]
+
+
+def test_an_unsupported_hub_model_is_refused_before_its_weights_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mystery"}')
+
+    def snapshot(hub_id: str, *, allow_patterns: list[str], **_: Any) -> str:
+        assert allow_patterns == ["config.json"]
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(UnsupportedModelError, match="mystery"):
+        qoff.load(HUB_ID)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(HUB_ID, "check the name and the network"), ("/no/such/place", "not a hub id")],
+    [
+        (HUB_ID, "the network and HF_HUB_OFFLINE"),
+        ("/no/such/place", "not a hub id"),
+    ],
 )
 def test_a_name_that_is_nowhere_gives_one_message(name: str, message: str) -> None:
     with pytest.raises(QoffError, match=rf"^{name}: no such file or directory, and.*{message}$"):
@@ -117,7 +137,7 @@ def test_a_hub_that_does_not_answer_gives_one_message(monkeypatch: pytest.Monkey
         raise LocalEntryNotFoundError("no network\nand no local copy")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(QoffError, match=f"^{HUB_ID}: .*LocalEntryNotFoundError.*network$") as error:
+    with pytest.raises(QoffError, match=f"^{HUB_ID}: .*network.*$") as error:
         qoff.load(HUB_ID)
     assert "\n" not in str(error.value)
 
@@ -189,3 +209,23 @@ def test_models_that_are_not_supported_are_refused(source: Path, tmp_path: Path)
     with pytest.raises(UnsupportedModelError, match="model_type is 'bert'"):
         qoff.load(copy, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_model_that_nobody_holds_gives_everything_back(checkpoint: Path) -> None:
+    gc.collect()
+    threads = set(threading.enumerate())
+    for _ in range(3):
+        model, _ = qoff.load(checkpoint)
+        model(IDS)
+        arena = weakref.ref(model.runtime.store.arena)
+        del model
+        gc.collect()
+        left = [t.name for t in set(threading.enumerate()) - threads if "cpu" not in t.name]
+        assert left == []
+        assert arena() is None
+
+
+@pytest.mark.parametrize("options", [{"slots": 1, "device_memory": 10**9}, {"device_memory": -5}])
+def test_bad_arguments_are_refused(checkpoint: Path, options: dict[str, int]) -> None:
+    with pytest.raises(QoffError):
+        qoff.load(checkpoint, **options)

@@ -181,7 +181,7 @@ def test_an_exception_in_a_step_leaves_the_runtime_usable(
         calls = 0
 
         class Failing:
-            PACKING, attention, embedding = ops.PACKING, ops.attention, ops.embedding
+            PACKING, attention = ops.PACKING, ops.attention
 
             @staticmethod
             def w4_linear(x: Tensor, weight: QTensor, **options: object) -> Tensor:

@@ -1,0 +1,75 @@
+"""Files of a model on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from qoff.errors import QoffError
+from qoff.models.spec import DecoderSpec
+
+_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+_NOT_FILES = ["*/*", "consolidated*"]  # the same weights once more, in other formats
+
+
+def download_config(hub_id: str, revision: str | None) -> Path:
+    """Return the path of a model's config.json, downloaded if it is not in the hub's cache.
+
+    Raises UnsupportedModelError for a model that could not be converted, before its weights are
+    downloaded, and QoffError like `download`.
+    """
+    path = _fetch(hub_id, revision, ["config.json"]) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise QoffError(
+            f"{hub_id}: has no readable config.json; is it a language model?"
+        ) from error
+    DecoderSpec.from_config(config)
+    return path
+
+
+def download(hub_id: str, revision: str | None) -> Path:
+    """Return the directory of a model's files, downloaded if they are not in the hub's cache.
+
+    Raises QoffError saying what to do: no such model, a gated one, no network, no space.
+    """
+    return _fetch(hub_id, revision, _FILES)
+
+
+def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_FILES
+            )
+        )
+    except HFValidationError as error:
+        raise QoffError(f"{hub_id}: no such file or directory, and not a hub id") from error
+    except GatedRepoError as error:
+        raise QoffError(
+            f"{hub_id}: is gated; accept its licence on the hub and set HF_TOKEN"
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise QoffError(
+            f"{hub_id}: no such file or directory, and the hub has no model of that name and "
+            "revision; check both"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise QoffError(
+            f"{hub_id}: no such file or directory, and the hub, which may have it, cannot be "
+            "reached; check the name, the network and HF_HUB_OFFLINE"
+        ) from error
+    except (HTTPError, OSError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise QoffError(f"{hub_id}: could not be downloaded ({reason})") from error
