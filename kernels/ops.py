@@ -29,6 +29,7 @@ class Ops(Protocol):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         silu_mul: bool = False,
+        activation_bits: int = 16,
         out: Tensor | None = None,
     ) -> Tensor: ...
 

@@ -47,9 +47,13 @@ def w4_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     silu_mul: bool = False,
+    activation_bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `gated_silu` or nothing. x: [M, K]."""
+    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `gated_silu` or nothing. x: [M, K].
+
+    activation_bits is how precisely others may round x; here it is not rounded.
+    """
     y = x if norm is None else rms_norm(x, norm, eps)
     y = y @ weight.dequantize().to(x.dtype).T
     if bias is not None:

@@ -21,7 +21,7 @@ class LinearArguments(ctypes.Structure):
             for name in (
                 "x", "x_stride", "tokens", "k", "n", "norm", "codes", "scale_min", "wide", "group",
                 "bits", "bias", "residual", "residual_stride", "silu_mul", "out", "out_stride",
-                "high", "low", "scales", "scratch",
+                "high", "low", "scales", "scratch", "planes",
             )
         ),
         ("eps", ctypes.c_float),
@@ -29,11 +29,11 @@ class LinearArguments(ctypes.Structure):
 
 
 (X, X_STRIDE, M, K, N, NORM, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, RESIDUAL, RESIDUAL_STRIDE,
- SILU_MUL, OUT, OUT_STRIDE, HIGH, LOW, SCALES, SCRATCH, EPS) = (
+ SILU_MUL, OUT, OUT_STRIDE, HIGH, LOW, SCALES, SCRATCH, PLANES, EPS) = (
     getattr(LinearArguments, field[0]).offset for field in LinearArguments._fields_
 )  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
-_LARGEST = 32512  # 127 * 256: both int8 planes stay in range
+_LARGEST = (127, 32512)  # of one int8 plane, and of two: 127 * 256, so that both stay in range
 _LONG = 2048  # inputs that are worth splitting between threads
 _TOKENS = 4  # tokens of the widest tile
 _CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
@@ -57,8 +57,9 @@ def _input(x, norm, factor, offset):
 
 
 @inner
-def _quantize_group(x, norm, factor, start, stop, high, low, scales):
-    """Elements [start, stop) of one token as high and low int8 planes, scale and sum."""
+def _quantize_group(x, norm, factor, start, stop, planes, high, low, scales):
+    """Elements [start, stop) of one token as one or two int8 planes, scale and sum."""
+    limit = np.float32(_LARGEST[planes - 1])
     largest = simd.splat_f32(np.float32(0.0))
     total = simd.splat_f32(np.float32(0.0))
     for i in range(start, stop, 16):
@@ -68,15 +69,18 @@ def _quantize_group(x, norm, factor, start, stop, high, low, scales):
     peak = simd.max_f32(largest)
     inverse = np.float32(0.0)
     if peak > np.float32(1e-30):
-        inverse = np.float32(_LARGEST) / peak
-    scale = peak / np.float32(_LARGEST)
+        inverse = limit / peak
+    scale = peak / limit
     if not simd.sum_f32(total) < np.float32(np.inf):
         scale = np.float32(np.nan)  # NaN or infinity comes out as NaN, never as a number
     factors = simd.splat_f32(inverse)
     integers = simd.zero_i32()
     for i in range(start, stop, 16):
         q = simd.round_i32(simd.mul(_input(x, norm, factor, 4 * i), factors))
-        simd.store_high_low(high + i, low + i, q)
+        if planes == 2:
+            simd.store_high_low(high + i, low + i, q)
+        else:
+            simd.store_i8(high + i, q)
         integers = simd.add_i32(integers, q)
     simd.poke_f32(scales, scale)
     simd.poke_f32(scales + 4, scale * np.float32(simd.sum_i32(integers)))
@@ -94,9 +98,10 @@ def _quantize_token(args, token, first, last):
     high = simd.peek_i64(args + HIGH) + token * k
     low = simd.peek_i64(args + LOW) + token * k
     scales = simd.peek_i64(args + SCALES) + token * (k // group) * 8
+    planes = simd.peek_i64(args + PLANES)
     for g in range(first, last):
         start = g * group
-        _quantize_group(x, norm, factor, start, start + group, high, low, scales + 8 * g)
+        _quantize_group(x, norm, factor, start, start + group, planes, high, low, scales + 8 * g)
 
 
 @inner
@@ -190,8 +195,8 @@ def _tile(args, scratch, block, row_blocks, token, tokens):
     high = simd.peek_i64(args + HIGH) + token * k
     low = simd.peek_i64(args + LOW) + token * k
     scales = simd.peek_i64(args + SCALES) + token * groups * 8
-    tile(bits, row_blocks, tokens, codes, codes_stride, scale_min, scale_stride, wide, group,
-         groups, high, low, k, scales, scratch)  # fmt: skip
+    tile(bits, row_blocks, tokens, simd.peek_i64(args + PLANES), codes, codes_stride, scale_min,
+         scale_stride, wide, group, groups, high, low, k, scales, scratch)  # fmt: skip
 
 
 @inner

@@ -187,6 +187,13 @@ def store_high_low(b, high_address, low_address, value):
     b.store(b.trunc(low, narrow), at(b, low_address, 0, narrow), align=1)
 
 
+@vector_intrinsic(types.void, _i64, i32x16)
+def store_i8(b, address, value):
+    """Store the lowest bytes of 16 integers."""
+    narrow = ir.VectorType(I8, LANES)
+    b.store(b.trunc(value, narrow), at(b, address, 0, narrow), align=1)
+
+
 @vector_intrinsic(f32x16, f32x16)
 def exp(b, x):
     """e**x with a relative error below 2e-7; 0 below -87.3, capped above 88.3.

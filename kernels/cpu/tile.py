@@ -96,28 +96,27 @@ def _code_parts(b, codes, bits):
     return [b.and_(codes, mask), b.and_(b.lshr(codes, const_i32(4)), mask)]
 
 
-def _dot_32(b, bits, codes, ahead, high, low, accumulators):
-    """Add 32 elements of K to `accumulators[row block][token] = (high, low)`.
+def _dot_32(b, bits, codes, ahead, planes, accumulators):
+    """Add 32 elements of K to `accumulators[row block][token][plane]`.
 
-    ahead: bytes from a row block's codes to those that the next tile reads.
+    planes: the activations' addresses, [plane][token]. ahead: bytes from a row block's codes to
+    those that the next tile reads.
     """
     per_vector = 8 if bits == 4 else 4
-    if len(high) == 1:  # with more tokens, memory is not what it waits for
+    if len(planes[0]) == 1:  # with more tokens, memory is not what it waits for
         for address in codes:
             for step in range(UNROLL // per_vector):
                 prefetch(b, b.add(address, ahead), step * VECTOR_BYTES)
     for step in range(UNROLL // per_vector):
         for row, address in enumerate(codes):
             parts = _code_parts(b, load(b, address, step * VECTOR_BYTES, V_I32), bits)
-            for token, (high_at, low_at) in enumerate(zip(high, low, strict=True)):
-                acc_high, acc_low = accumulators[row][token]
-                for i, part in enumerate(parts):
-                    k = step * per_vector + 4 * i
-                    x_high = splat(b, load(b, high_at, k, I32), V_I32)
-                    x_low = splat(b, load(b, low_at, k, I32), V_I32)
-                    acc_high = dot_u8s8(b, acc_high, part, x_high)
-                    acc_low = dot_u8s8(b, acc_low, part, x_low)
-                accumulators[row][token] = (acc_high, acc_low)
+            for i, part in enumerate(parts):
+                k = step * per_vector + 4 * i
+                for plane, addresses in enumerate(planes):
+                    for token, at_token in enumerate(addresses):
+                        x = splat(b, load(b, at_token, k, I32), V_I32)
+                        sums = accumulators[row][token]
+                        sums[plane] = dot_u8s8(b, sums[plane], part, x)
 
 
 def _scale_and_minimum(b, address, wide):
@@ -138,8 +137,11 @@ def _scale_and_minimum(b, address, wide):
     return result
 
 
-def emit_tile(b, bits, row_blocks, tokens, o: Operands) -> None:
-    """Emit the whole tile: loops over groups and, inside, over runs of 32 elements."""
+def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
+    """Emit the whole tile: loops over groups and, inside, over runs of 32 elements.
+
+    planes: 2 for 16-bit activations, 1 for 8-bit ones, which are the high plane alone.
+    """
     runs = b.sdiv(o.group_size, _const(UNROLL))
     run_bytes = UNROLL * 16 * bits // 8
     group_bytes = b.mul(runs, _const(run_bytes))
@@ -151,23 +153,25 @@ def emit_tile(b, bits, row_blocks, tokens, o: Operands) -> None:
     k_at = b.mul(group, o.group_size)
 
     zero = const_i32(0)
-    run, integers, close_runs = _loop(b, runs, [zero] * (2 * len(pairs)))
+    run, integers, close_runs = _loop(b, runs, [zero] * (planes * len(pairs)))
     codes_at = b.add(codes_at, b.mul(run, _const(run_bytes)))
     k_at = b.add(k_at, b.mul(run, _const(UNROLL)))
     codes = [b.add(codes_at, b.mul(o.codes_stride, _const(r))) for r in range(row_blocks)]
     rows = [b.add(k_at, b.mul(o.token_stride, _const(t))) for t in range(tokens)]
     flat = iter(integers)
-    accumulators = [[(next(flat), next(flat)) for _ in range(tokens)] for _ in range(row_blocks)]
+    accumulators = [
+        [[next(flat) for _ in range(planes)] for _ in range(tokens)] for _ in range(row_blocks)
+    ]
+    activations = [[b.add(plane, x) for x in rows] for plane in (o.high, o.low)[:planes]]
     _dot_32(
         b,
         bits,
         codes,
         b.mul(o.codes_stride, _const(row_blocks)),
-        [b.add(o.high, x) for x in rows],
-        [b.add(o.low, x) for x in rows],
+        activations,
         accumulators,
     )
-    integers = close_runs([value for row in accumulators for pair in row for value in pair])
+    integers = close_runs([value for row in accumulators for sums in row for value in sums])
 
     scale_at = b.add(o.scale_min, b.mul(group, scale_bytes))
     token_scales = [
@@ -180,7 +184,9 @@ def emit_tile(b, bits, row_blocks, tokens, o: Operands) -> None:
         scale, minimum = _scale_and_minimum(b, address, o.wide_scales)
         for token in range(tokens):
             i = len(totals)
-            exact = b.add(b.shl(integers[2 * i], const_i32(8)), integers[2 * i + 1])
+            exact = integers[planes * i]
+            if planes == 2:
+                exact = b.add(b.shl(exact, const_i32(8)), integers[2 * i + 1])
             x_scale = splat(b, load(b, token_scales[token], 0, F32), V_F32)
             x_sum = splat(b, load(b, token_scales[token], 4, F32), V_F32)
             total = fma(b, b.sitofp(exact, V_F32), b.fmul(scale, x_scale), sums[i])
@@ -189,21 +195,29 @@ def emit_tile(b, bits, row_blocks, tokens, o: Operands) -> None:
         b.store(total, at(b, o.out, i * VECTOR_BYTES, V_F32), align=1)
 
 
-_VARIANTS = [(bits, 2, tokens) for bits in (4, 8) for tokens in (4, 2, 1)] + [(4, 1, 1), (8, 1, 1)]
+_SHAPES = [(2, 4), (2, 2), (2, 1), (1, 1)]
+_VARIANTS = [(bits, *shape, planes) for bits in (4, 8) for shape in _SHAPES for planes in (2, 1)]
 
 
-@vector_intrinsic(types.void, *[types.int64] * (3 + len(fields(Operands))))
-def tile(b, bits, row_blocks, tokens, *operands):
+@vector_intrinsic(types.void, *[types.int64] * (4 + len(fields(Operands))))
+def tile(b, bits, row_blocks, tokens, planes, *operands):
     """Run the tile of this shape: 2 row blocks with 4, 2 or 1 tokens, or 1 with 1.
+
+    planes: 2 for 16-bit activations, 1 for 8-bit ones.
 
     Operands are those of `Operands`, in order; any other shape writes nothing.
     """
-    key = b.add(b.add(b.shl(bits, _const(8)), b.shl(row_blocks, _const(4))), tokens)
+    key = _const(0)
+    for part in (bits, row_blocks, tokens, planes):
+        key = b.add(b.shl(key, _const(4)), part)
     after = b.append_basic_block("tile_done")
     choice = b.switch(key, after)
     for variant in _VARIANTS:
         block = b.append_basic_block("tile")
-        choice.add_case(_const((variant[0] << 8) + (variant[1] << 4) + variant[2]), block)
+        number = 0
+        for part in variant:
+            number = (number << 4) + part
+        choice.add_case(_const(number), block)
         b.position_at_end(block)
         emit_tile(b, *variant, Operands(*operands))
         b.branch(after)

@@ -77,6 +77,9 @@ def generate(
         str | None, typer.Option(help="Bound of the weights in memory, like 24MiB or 8GB.")
     ] = None,
     slots: Annotated[int, typer.Option(min=2, help="Buffers for streamed layers.")] = 2,
+    activation_bits: Annotated[
+        int, typer.Option(help="16, or 8: faster prefill, less exact.")
+    ] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
@@ -96,7 +99,13 @@ def generate(
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     with progress_bar("converting", quiet=as_json) as progress:
-        loaded, tokenizer = load(model, device_memory=device_memory, slots=slots, progress=progress)
+        loaded, tokenizer = load(
+            model,
+            device_memory=device_memory,
+            slots=slots,
+            activation_bits=activation_bits,
+            progress=progress,
+        )
     try:
         result = answer(loaded, tokenizer, prompt, raw=raw, quiet=as_json, seed=seed, **options)
     finally:

@@ -29,6 +29,7 @@ def load(
     *,
     device_memory: int | str | None = None,
     slots: int = 2,
+    activation_bits: int = 16,
     quant: QuantConfig | None = None,
     cache_dir: str | PathLike[str] | None = None,
     revision: str | None = None,
@@ -40,14 +41,17 @@ def load(
     converted once, as `quant` says, into the cache directory (`cache_dir`, by default
     QOFF_CACHE). device_memory bounds the weights in memory, resident ones and `slots` slots for
     streamed layers together, in bytes or like "24MiB"; None keeps all weights resident. The KV
-    cache comes on top.
+    cache comes on top. activation_bits: 16, or 8 for up to twice the speed with many tokens at a
+    time, at some loss.
     Raises BudgetError, FormatError, ChecksumError, UnsupportedModelError or ConversionError.
     """
     budget = None if device_memory is None else parse_size(device_memory)
     checkpoint = find_checkpoint(
         path_or_hub_id, quant=quant, cache_dir=cache_dir, revision=revision, progress=progress
     )
-    runtime = Runtime(checkpoint, device_memory=budget, slots=slots)
+    runtime = Runtime(
+        checkpoint, device_memory=budget, slots=slots, activation_bits=activation_bits
+    )
     try:
         return _model(runtime, checkpoint), load_tokenizer(checkpoint)
     except BaseException:

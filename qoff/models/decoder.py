@@ -56,12 +56,20 @@ class _Scratch:
 class Decoder:
     """A decoder of the Llama family, computed by `ops` on weights that it is handed step by step.
 
-    `embed` turns token ids, int64 [M], into float32 [M, hidden_size].
+    `embed` turns token ids, int64 [M], into float32 [M, hidden_size]. activation_bits: of the
+    inputs of each layer's matmuls, 16 or 8; the head's are always 16.
     """
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, embed: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        ops: Ops,
+        embed: Callable[[Tensor], Tensor],
+        activation_bits: int = 16,
+    ) -> None:
         self.spec = spec
         self._ops = ops
+        self._activation_bits = activation_bits
         self._embed = embed
         self._rotary = RotaryTable(spec)
         self.head_shapes = tuple(
@@ -123,6 +131,7 @@ class Decoder:
             norm=_vector(weights, "input_layernorm.weight"),
             eps=spec.norm_eps,
             bias=_vector(weights, "self_attn.qkv_proj.bias"),
+            activation_bits=self._activation_bits,
             out=scratch.qkv,
         )
         attended = self._ops.attention(
@@ -141,6 +150,7 @@ class Decoder:
             _matrix(weights, "self_attn.o_proj"),
             bias=_vector(weights, "self_attn.o_proj.bias"),
             residual=hidden,
+            activation_bits=self._activation_bits,
             out=hidden,
         )
 
@@ -155,6 +165,7 @@ class Decoder:
                 eps=self.spec.norm_eps,
                 bias=_vector(weights, "mlp.gate_up_proj.bias"),
                 silu_mul=True,
+                activation_bits=self._activation_bits,
                 out=scratch.gated[: len(part)],
             )
             self._ops.w4_linear(
@@ -162,6 +173,7 @@ class Decoder:
                 _matrix(weights, "mlp.down_proj"),
                 bias=_vector(weights, "mlp.down_proj.bias"),
                 residual=part,
+                activation_bits=self._activation_bits,
                 out=part,
             )
 

@@ -12,7 +12,7 @@ from qoff.kernels import reference_ops
 from qoff.kernels.cpu import w4_linear
 from qoff.kernels.cpu.pool import Pool
 from tests.kernels.operands import random_weight
-from tests.tolerances import INT16_ACTIVATIONS, relative_rms
+from tests.tolerances import INT16_ACTIVATIONS, RELATIVE_RMS, relative_rms
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,19 @@ def test_gate(tokens: int) -> None:
     expected = reference_ops.w4_linear(x.double(), weight, bias=bias, silu_mul=True)
     actual = w4_linear(x, weight, bias=bias, silu_mul=True)
     assert relative_rms(actual, expected) < INT16_ACTIVATIONS
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_activations_of_8_bits_are_rounded_as_said(tokens: int, bits: int) -> None:
+    weight, x = random_weight(80, 192, bits, 32), torch.randn(tokens, 192)
+    groups = x.view(tokens, -1, 32)
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    rounded = ((groups / scale).round() * scale).view(tokens, -1)
+    actual = w4_linear(x, weight, activation_bits=8)
+    expected = reference_ops.w4_linear(rounded.double(), weight)
+    assert relative_rms(actual, expected) < RELATIVE_RMS[torch.float32]
+    assert relative_rms(actual, reference_ops.w4_linear(x.double(), weight)) > INT16_ACTIVATIONS
 
 
 def test_float32_scales() -> None:
@@ -114,6 +127,7 @@ def test_no_tokens() -> None:
         ({"residual": torch.ones(2, 31)}, "residual must be"),
         ({"out": torch.ones(1, 48)}, "out must be"),
         ({"silu_mul": True}, "multiple of 32"),
+        ({"activation_bits": 4}, "8 or 16"),
         ({"weight": random_weight(48, 64, packing="half32")}, "cpu16"),
     ],
 )
