@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -10,37 +11,39 @@ import numba
 import numpy as np
 import torch
 
-from bench.harness import Samples, interleaved, timed
+from bench.harness import Samples, timed
 from qoff.kernels.cpu import default_pool, simd
 from qoff.kernels.cpu.compiled import JOB
 from qoff.kernels.cpu.pool import take
 
-BUFFER_BYTES = 512 << 20
+BUFFER_BYTES = 256 << 20
 _BLOCK = 1 << 20  # bytes a thread takes at a time; the buffer is a multiple of it
 
 
-def read_bandwidth(nbytes: int = BUFFER_BYTES, rounds: int = 7) -> dict[str, Samples]:
-    """Bytes per second of reading a buffer once, on all threads, in three ways.
+class ReadBandwidth:
+    """Reading a buffer once, on all threads, in three ways; the best of them is the bandwidth.
 
-    The buffer should be far larger than the last-level cache. The best way is the bandwidth:
-    `best_bandwidth`.
+    The buffer, `nbytes` in whole MiB, should be far larger than the last-level cache. On a shared
+    machine the bandwidth changes by the minute: sample `ways` between what is compared with it.
     """
-    buffer = torch.ones(nbytes // _BLOCK * _BLOCK // 4)
-    ways = {
-        "torch sum": timed(buffer.sum),
-        "torch max": timed(buffer.max),
-        "numba SIMD": timed(lambda: read_all(buffer)),
-    }
-    seconds = interleaved(ways, rounds)
-    return {
-        name: Samples(tuple(buffer.nbytes / s for s in samples.values))
-        for name, samples in seconds.items()
-    }
 
+    def __init__(self, nbytes: int = BUFFER_BYTES) -> None:
+        self.buffer = torch.ones(nbytes // _BLOCK * _BLOCK // 4)
 
-def best_bandwidth(ways: dict[str, Samples]) -> Samples:
-    """The samples of the way with the largest median."""
-    return max(ways.values(), key=lambda samples: samples.median)
+    def ways(self) -> dict[str, Callable[[], float]]:
+        """Return the ways, by name; each reads once and returns the seconds it took."""
+        buffer = self.buffer
+        return {
+            "read, torch sum": timed(buffer.sum),
+            "read, torch max": timed(buffer.max),
+            "read, numba SIMD": timed(lambda: read_all(buffer)),
+        }
+
+    def best(self, seconds: Mapping[str, Samples]) -> Samples:
+        """Return bytes per second of the fastest way, from the seconds of each."""
+        ways = [samples for name, samples in seconds.items() if name.startswith("read, ")]
+        fastest = min(ways, key=lambda samples: samples.median)
+        return Samples(tuple(self.buffer.nbytes / s for s in fastest.values))
 
 
 def read_all(buffer: torch.Tensor) -> float:

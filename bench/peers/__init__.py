@@ -1,4 +1,7 @@
 """Other people's runtimes, measured beside qoff in the same run on the same machine.
 
+- `accelerate_offload`: accelerate's `disk_offload` of a transformers model in bfloat16.
+- `int4`: torch's int4 op, and dequantizing with torch before its GEMM.
 - `llama_cpp`: llama.cpp, by the package xllamacpp.
+- `transformers_model`: transformers' `generate`, and its models in float32.
 """

@@ -33,24 +33,25 @@ class TorchInt4:
 class DequantizeGemm:
     """torch alone: dequantize `tile` rows into a buffer, multiply in float32, go on.
 
-    `tile` of all rows dequantizes the whole matrix; smaller ones keep the buffer in cache. Buffers
-    are shared by weights that are made with the same `buffers`.
+    `tile` of all rows dequantizes the whole matrix; fewer keep the buffer in cache. The layout
+    suits torch's vector loops: low nibbles are a row's first half, high nibbles its second.
+    Buffers are shared by weights that are made with the same `buffers`.
     """
 
     def __init__(self, weight: QTensor, tile: int, buffers: dict[str, Tensor]) -> None:
-        half = weight.to_packing("half32")
         n, k = weight.shape
-        self._codes = half.codes.view(n, k // 32, 16)
-        scale, minimum = unpack_scale_min(half.scale_min, half.shape, half.packing)
+        codes = unpack_codes(weight.codes, weight.shape, weight.bits, weight.packing)
+        self._codes = codes[:, : k // 2] | (codes[:, k // 2 :] << 4)
+        scale, minimum = unpack_scale_min(weight.scale_min, weight.shape, weight.packing)
         self._scale = scale.float().unsqueeze(-1).contiguous()  # [N, K/g, 1]
         self._minimum = minimum.float().unsqueeze(-1).contiguous()
-        self._shape, self._tile, self._group = (n, k), min(tile, n), weight.group_size
-        self._nibbles = buffers.setdefault("nibbles", self._codes.new_empty(self._tile * k // 2))
+        self._tile = min(tile, n)
+        self._nibbles = buffers.setdefault("nibbles", codes.new_empty(self._tile, k // 2))
         self._values = buffers.setdefault("values", torch.empty(self._tile, k))
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """x float32 [M, K] -> out float32 [M, N]."""
-        n, _ = self._shape
+        n = len(self._codes)
         for start in range(0, n, self._tile):
             stop = min(n, start + self._tile)
             torch.mm(x, self._rows(start, stop).T, out=out[:, start:stop])
@@ -58,13 +59,11 @@ class DequantizeGemm:
 
     def _rows(self, start: int, stop: int) -> Tensor:
         """Dequantize rows into the buffer: float32 [stop - start, K]."""
-        rows, k = stop - start, self._shape[1]
-        codes = self._codes[start:stop]
-        nibbles = self._nibbles[: rows * k // 2].view(codes.shape)
-        values = self._values[:rows]
-        halves = values.view(rows, k // 32, 2, 16)
-        halves[:, :, 0] = torch.bitwise_and(codes, 15, out=nibbles)
-        halves[:, :, 1] = torch.bitwise_right_shift(codes, 4, out=nibbles)
-        groups = values.view(rows, k // self._group, self._group)
-        torch.addcmul(self._minimum[start:stop], groups, self._scale[start:stop], out=groups)
+        codes, scale = self._codes[start:stop], self._scale[start:stop]
+        nibbles, values = self._nibbles[: stop - start], self._values[: stop - start]
+        half = values.shape[1] // 2
+        values[:, :half] = torch.bitwise_and(codes, 15, out=nibbles)
+        values[:, half:] = torch.bitwise_right_shift(codes, 4, out=nibbles)
+        groups = values.view(len(values), scale.shape[1], -1)  # [rows, K/g, g]
+        groups.mul_(scale).add_(self._minimum[start:stop])
         return values

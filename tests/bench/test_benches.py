@@ -49,9 +49,25 @@ def test_alternatives_are_sampled_in_turn_and_each_goes_first() -> None:
 
         return call
 
-    found = interleaved({n: alternative(n) for n in "ab"}, rounds=4, pause=0)
+    found = interleaved({n: alternative(n) for n in "ab"}, rounds=4, pause=0, foreign=lambda: 0.0)
     assert "".join(calls) == "abbaabba"
     assert found["a"].values == (1.0, 4.0, 5.0, 8.0)
+
+
+def test_rounds_that_others_disturb_are_repeated() -> None:
+    numbers = iter([50.0, 1.0, 51.0, 2.0, 3.0])
+    taken = iter([0, 9e9, 9e9, 9e9, 9e9, 18e9, 18e9, 18e9, 18e9, 18e9])
+    found = interleaved({"a": lambda: next(numbers)}, 3, pause=0, foreign=lambda: next(taken))
+    assert sorted(found["a"].values) == [1.0, 2.0, 3.0]
+
+
+def test_rounds_end_where_others_never_rest() -> None:
+    numbers, taken = iter(range(100)), iter(range(10**9, 10**12, 10**9))
+    found = interleaved(
+        {"a": lambda: float(next(numbers))}, 3, pause=0, foreign=lambda: float(next(taken))
+    )
+    assert len(found["a"].values) == 3
+    assert next(numbers) == 6
 
 
 @pytest.mark.parametrize(
@@ -125,14 +141,18 @@ def test_int4_peers_compute_the_product(tile: int) -> None:
     assert (rounded - truth).norm() < 0.02 * truth.norm()
 
 
-def test_a_peer_that_computes_something_else_is_not_measured() -> None:
+def test_a_peer_that_computes_something_else_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_matmul, "COPIES_BYTES", 1)
+
     class Wrong(cpu_matmul.Operands):
         def calls(self, tokens: int) -> dict[str, Callable[[], torch.Tensor]]:
             calls = super().calls(tokens)
             return {**calls, cpu_matmul.TORCH: lambda: 1.1 * calls[cpu_matmul.TORCH]()}
 
     with pytest.raises(QoffError, match="torch int4 is off by"):
-        cpu_matmul.check(Wrong(16, 65536))
+        cpu_matmul.check(Wrong(64, 256))
 
 
 def test_the_matmul_bench_runs(

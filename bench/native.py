@@ -1,0 +1,72 @@
+"""Greedy generation in the runtime's own loop, without transformers around it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.ragged import Ragged
+from qoff.models.runtime import Batch, Runtime
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When one generation began and when each of its tokens was there, in seconds."""
+
+    start: float
+    stamps: tuple[float, ...]
+    batch: int
+
+    @property
+    def prefill_s(self) -> float:
+        return self.stamps[0] - self.start
+
+    @property
+    def wall_s(self) -> float:
+        return self.stamps[-1] - self.start
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first, which comes out of the prefill."""
+        return self.batch * (len(self.stamps) - 1) / (self.stamps[-1] - self.stamps[0])
+
+    @property
+    def total_rate(self) -> float:
+        """All new tokens over the whole time."""
+        return self.batch * len(self.stamps) / self.wall_s
+
+
+class Greedy:
+    """One generation: prompts int64 [B, T] of equal length are read when it is made."""
+
+    def __init__(self, runtime: Runtime, prompts: Tensor, new: int) -> None:
+        self._runtime = runtime
+        batch, length = prompts.shape
+        self._cache = runtime.new_cache(batch, length + new)
+        self._lengths = [length] * batch
+        self.tokens = [self._forward(prompts.flatten(), Ragged.of(self._lengths, [0] * batch))]
+
+    def step(self) -> None:
+        """Generate one token more of each sequence; `tokens` has them, int64 [B] each."""
+        ragged = Ragged.of([1] * len(self._lengths), self._lengths)
+        self.tokens.append(self._forward(self.tokens[-1], ragged))
+        self._lengths = [n + 1 for n in self._lengths]
+
+    def _forward(self, tokens: Tensor, ragged: Ragged) -> Tensor:
+        batch = Batch(tokens, ragged, self._cache, ragged.last_rows)
+        return self._runtime.forward(batch).argmax(dim=-1)
+
+
+@torch.inference_mode()
+def generate(runtime: Runtime, prompts: Tensor, new: int) -> tuple[Tensor, Timing]:
+    """Generate `new` tokens: int64 [B, new], and when each came."""
+    start = time.perf_counter()
+    greedy = Greedy(runtime, prompts, new)
+    stamps = [time.perf_counter()]
+    for _ in range(new - 1):
+        greedy.step()
+        stamps.append(time.perf_counter())
+    return torch.stack(greedy.tokens, dim=1), Timing(start, tuple(stamps), len(prompts))

@@ -1,0 +1,52 @@
+"""Models behind transformers' `generate`, timed token by token; fp32 ones read from a GGUF file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers.utils.logging import disable_progress_bar
+
+from bench.native import Timing
+
+
+def load_fp32(gguf: Path) -> Any:
+    """Return the model of a GGUF file with its weights dequantized to float32, SDPA attention."""
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    return model.eval()
+
+
+class _Clock(StoppingCriteria):
+    """Notes the time after every token, and never stops."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        self.stamps.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: Tensor, new: int) -> tuple[Tensor, Timing]:
+    """Generate `new` tokens greedily, end of text or not: int64 [B, new], and when each came."""
+    config = model.generation_config
+    config.eos_token_id, config.pad_token_id = None, 0
+    clock = _Clock()
+    start = time.perf_counter()
+    ids = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=new,
+        do_sample=False,
+        stopping_criteria=StoppingCriteriaList([clock]),
+    )
+    found = ids[:, prompts.shape[1] :]
+    return found, Timing(start, tuple(clock.stamps), len(prompts))

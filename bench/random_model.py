@@ -1,0 +1,83 @@
+"""Checkpoints of random 4-bit weights in the shape of a real model, written without quantizing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import CheckpointWriter
+from qoff.kernels.packing import packed_shapes
+from qoff.kernels.qtensor import QTensor
+from qoff.models import names
+from qoff.models.spec import DecoderSpec
+
+TINYLLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 22,
+    "intermediate_size": 5632,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+SMALL = TINYLLAMA | {
+    "hidden_size": 256,
+    "num_hidden_layers": 16,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+GROUP = 64
+_HEAD_BITS = 8
+
+
+def random_matrix(shape: tuple[int, int], bits: int, generator: torch.Generator) -> QTensor:
+    """A matrix of random codes, packing cpu16, with elements of deviation about 1 / sqrt(K)."""
+    codes_shape, scale_shape = packed_shapes(shape, bits, GROUP, "cpu16")
+    codes = torch.empty(codes_shape, dtype=torch.uint8)
+    codes.view(-1).view(torch.int64).random_(generator=generator)
+    deviation = (2**bits) / 12**0.5  # of uniform codes
+    scale = (0.5 + torch.rand(scale_shape, generator=generator)) / (deviation * shape[1] ** 0.5)
+    scale[:, :, 1] = scale[:, :, 0] * -(2**bits - 1) / 2
+    return QTensor(codes, scale.half(), shape, bits, GROUP, "cpu16")
+
+
+def write_random_checkpoint(path: Path, config: Mapping[str, Any], seed: int = 0) -> None:
+    """Write a checkpoint of a Hugging Face config: 4-bit layers, 8-bit embedding and head."""
+    spec = DecoderSpec.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(weights: tuple[names.Weight, ...], prefix: str, bits: int) -> dict[str, Any]:
+        drawn: dict[str, QTensor | Tensor] = {}
+        for weight in weights:
+            if weight.columns is None:
+                drawn[prefix + weight.name] = torch.ones(weight.rows)
+            else:
+                shape = (weight.rows, weight.columns)
+                drawn[prefix + weight.name] = random_matrix(shape, bits, generator)
+        return drawn
+
+    with CheckpointWriter(path) as writer:
+        for layer in range(spec.num_layers):
+            weights = draw(names.layer_weights(spec), names.layer_prefix(layer), 4)
+            writer.write_layer(layer, weights)
+        writer.write_outer(draw(names.outer_weights(spec), "", _HEAD_BITS))
+        writer.finish(
+            {
+                **config,
+                "quantization_config": {
+                    "bits": 4,
+                    "group_size": GROUP,
+                    "solver": "random",
+                    "packing": "cpu16",
+                },
+            }
+        )
