@@ -22,12 +22,14 @@ from bench.native import Timing
 from bench.peers import llama_cpp, transformers_model
 from qoff.hf.load import load
 
-GENERATE, NATIVE, TRANSFORMERS, LLAMA = (
+GENERATE, NATIVE, EIGHT_BIT, TRANSFORMERS, LLAMA = (
     "qoff generate",
     "qoff runtime",
+    "qoff generate, 8-bit activations",
     "transformers fp32",
     "llama.cpp",
 )
+OURS = (GENERATE, NATIVE, EIGHT_BIT)
 Generate = Callable[[Tensor, int], tuple[Tensor, Timing]]
 
 
@@ -112,11 +114,14 @@ class Contestants:
         self.threads = torch.get_num_threads()
         ours, self.tokenizer = load(checkpoint)
         self._stack.callback(ours.close)
+        eight, _ = load(checkpoint, activation_bits=8)
+        self._stack.callback(eight.close)
         theirs = transformers_model.load_fp32(gguf)
         self.vocab: int = ours.config.vocab_size
         self.generate: dict[str, Generate] = {
             GENERATE: lambda ids, new: transformers_model.generate(ours, ids, new),
             NATIVE: lambda ids, new: self._native(ours.runtime, ids, new),
+            EIGHT_BIT: lambda ids, new: transformers_model.generate(eight, ids, new),
             TRANSFORMERS: lambda ids, new: transformers_model.generate(theirs, ids, new),
         }
         self.llama: llama_cpp.LlamaCpp | None = None
@@ -148,13 +153,13 @@ class Contestants:
         return Measured(rates, shares)
 
     def compare(self, prompt: str, new: int) -> dict[str, dict[str, int]]:
-        """Agreement of both qoff loops with transformers on a prompt of text."""
+        """Agreement of the qoff alternatives with transformers on a prompt of text."""
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
         )
         ids = torch.tensor([self.tokenizer.encode(str(text), add_special_tokens=False)])
         theirs = self.generate[TRANSFORMERS]
-        return {n: agreement(self.generate[n], theirs, ids, new) for n in (GENERATE, NATIVE)}
+        return {name: agreement(self.generate[name], theirs, ids, new) for name in OURS}
 
     @staticmethod
     def _native(runtime: Any, ids: Tensor, new: int) -> tuple[Tensor, Timing]:
@@ -170,30 +175,36 @@ def bars(ratios: dict[str, dict[str, float]], work: Sequence[Work]) -> list[Bar]
         (f"{NATIVE} / {LLAMA}, short decode", 1.5, short),
         (f"{GENERATE} / {TRANSFORMERS}, prefill", 1.0, prefill),
         (f"{GENERATE} / {TRANSFORMERS}, batch", 5.0, batch),
+        (f"{EIGHT_BIT} / {TRANSFORMERS}, batch", 5.0, batch),
     ]
-    pairs = [(what, least, found.get(what.partition(",")[0])) for what, least, found in wanted]
+    pairs = [(what, least, found.get(what.rpartition(", ")[0])) for what, least, found in wanted]
     return [Bar(what, least, ratio) for what, least, ratio in pairs if ratio is not None]
 
 
 def report(found: dict[str, Measured], work: Sequence[Work], settings: dict[str, Any]) -> Report:
     """Return the table, ratios and bars of the samples, by work and by alternative."""
-    names = (GENERATE, NATIVE, TRANSFORMERS, LLAMA)
+    names = (*OURS, TRANSFORMERS, LLAMA)
     result = Report(
         "cpu_decode",
         settings,
         f"SmolLM2-135M, Q4_1, {settings['threads']} threads: tokens/s, median (spread)",
-        ("", *names, "generate / tf", "generate / llama.cpp", "runtime / llama.cpp"),
+        ("", *names, "generate / tf", "8-bit / tf", "generate / llama.cpp", "runtime / llama.cpp"),
     )
     missing = "-" if settings["llama_cpp"] else "not installed"
     for one in work:
         samples, shares = found[one.name].rates, found[one.name].prefill_shares
         ratios = {
             f"{ours} / {peer}": samples[ours].median / samples[peer].median
-            for ours in (GENERATE, NATIVE)
+            for ours in OURS
             for peer in (TRANSFORMERS, LLAMA)
             if peer in samples
         }
-        shown = (f"{GENERATE} / {TRANSFORMERS}", f"{GENERATE} / {LLAMA}", f"{NATIVE} / {LLAMA}")
+        shown = (
+            f"{GENERATE} / {TRANSFORMERS}",
+            f"{EIGHT_BIT} / {TRANSFORMERS}",
+            f"{GENERATE} / {LLAMA}",
+            f"{NATIVE} / {LLAMA}",
+        )
         cells = [_cell(samples[n]) if n in samples else missing for n in names]
         times = [f"{ratios[key]:.2f}" if key in ratios else "-" for key in shown]
         result.rows.append((one.name, *cells, *times))

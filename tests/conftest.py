@@ -16,6 +16,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels run as numpy
+
 from hypothesis import settings
 
 settings.register_profile("dev", deadline=None, max_examples=30)

@@ -1,0 +1,29 @@
+"""One compiled form of a Triton kernel, described well enough to compile it without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+# What the artefacts of a variant are asked to show; tests/kernels/test_compile.py looks.
+TENSOR_CORES = "tensor cores"  # mma.sync or wgmma (tcgen05 on sm_100)
+WIDE_CODES = "wide codes"  # 128-bit global loads (or asynchronous copies) of codes
+NO_SHARED_IN_LOOP = "no shared memory in the loop"  # no layout conversion through shared memory
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with the types, constants and options that its launcher would compile it with."""
+
+    op: str  # the module in qoff.kernels
+    name: str  # of the variant, unique within the op
+    kernel: Any  # the function under @triton.jit
+    types: Mapping[str, str]  # Triton type of each argument that is not a constant: "*fp16", "i32"
+    constants: Mapping[str, Any]  # the tl.constexpr arguments
+    num_warps: int
+    num_stages: int
+    unaligned: frozenset[str] = frozenset()  # pointers and strides that are not multiples of 16
+    traits: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # others
