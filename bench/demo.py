@@ -128,7 +128,9 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except QoffError as error:
+    except (QoffError, OSError) as error:
         sys.exit(f"demo: {error}")
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"demo: a step failed with status {error.returncode}: {' '.join(error.cmd)}")
+    except subprocess.CalledProcessError as error:  # it has said why itself, unless it was killed
+        if error.returncode < 0:
+            print(f"demo: signal {-error.returncode} ended {' '.join(error.cmd)}", file=sys.stderr)
+        sys.exit(1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,9 @@ from numba.core.caching import (
 )
 
 _FOLDER = Path(__file__).resolve().parent
+_LOADING_S = 0.5  # no longer does it take to load a kernel from the cache
+
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -84,8 +89,18 @@ def inner(function: Callable) -> Any:
 def job(function: Callable[[int, int, int, int], None]) -> Any:
     """Compile `function(pool, thread, threads, args)` so that a `Pool` can run it; see `pool`.
 
-    The result has the compiled function's `address`.
+    The result has the compiled function's `address`. It is compiled here and now; the first that
+    does not come from the cache is announced, for those who wait.
     """
-    return _with_disk_cache(
+    started = time.perf_counter()
+    compiled = _with_disk_cache(
         lambda cache: numba.cfunc(JOB, nopython=True, cache=cache, error_model="numpy")(function)
     )
+    if time.perf_counter() - started > _LOADING_S:
+        _announce()
+    return compiled
+
+
+@functools.cache
+def _announce() -> None:
+    logger.warning("compiling the CPU kernels for this processor: some seconds, once")

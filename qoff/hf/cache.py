@@ -61,7 +61,7 @@ class GenerationCache(Cache):
         """Forget the newest columns: -n for n of them, as transformers counts."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
-        self.plain.lengths = [max(0, n + tokens_to_remove) for n in self.plain.lengths]
+        self.plain.forget(-tokens_to_remove)
         self.columns = max(0, self.columns + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

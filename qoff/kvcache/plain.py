@@ -47,9 +47,9 @@ class PlainCache:
         """Keep the given sequences, in this order; one may be named more than once."""
         self._rebuild(sequences, self.capacity)
 
-    def crop(self, tokens: int) -> None:
-        """Forget everything after the first `tokens` tokens of each sequence."""
-        self.lengths = [min(n, tokens) for n in self.lengths]
+    def forget(self, tokens: int) -> None:
+        """Forget the newest `tokens` tokens of each sequence, or all it has."""
+        self.lengths = [max(0, n - tokens) for n in self.lengths]
 
     def advance(self, counts: Sequence[int]) -> None:
         """Count tokens that a forward pass has appended to each sequence."""

@@ -270,7 +270,7 @@ def test_ids_outside_of_the_vocabulary_are_refused(llama: Path) -> None:
                     runtime.forward(next_batch([torch.tensor([5, bad])], cache))
 
 
-@given(moves=st.lists(st.sampled_from(["append", "reserve", "crop", "select"]), max_size=8))
+@given(moves=st.lists(st.sampled_from(["append", "reserve", "forget", "select"]), max_size=8))
 def test_a_cache_keeps_what_was_said_through_every_move(
     moves: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -288,9 +288,9 @@ def test_a_cache_keeps_what_was_said_through_every_move(
                 said = [s + n for s, n in zip(said, new, strict=True)]
             elif move == "reserve":
                 cache.reserve(cache.capacity + 1)
-            elif move == "crop":
-                cache.crop(3)
-                said = [s[:3] for s in said]
+            elif move == "forget":
+                cache.forget(1)
+                said = [s[:-1] for s in said]
             else:
                 chosen = random_moves.choices(range(len(said)), k=random_moves.randint(1, 3))
                 cache.select(chosen)
