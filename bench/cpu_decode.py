@@ -1,6 +1,6 @@
-"""The demo model on the CPU: qoff by its two loops, transformers in fp32, llama.cpp; tokens/s.
+"""The demo model on the CPU: qoff, transformers in fp32, llama.cpp; tokens/s.
 
-All on the same threads, in turn, greedily, over the same pseudo-random prompts.
+qoff by transformers' `generate`, by its own loop, and by `generate` with 8-bit activations. All on the same threads, in turn, greedily, over the same pseudo-random prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qoff.hf.load import load
 GENERATE, NATIVE, EIGHT_BIT, TRANSFORMERS, LLAMA = (
     "qoff generate",
     "qoff runtime",
-    "qoff generate, 8-bit activations",
+    "qoff 8-bit",
     "transformers fp32",
     "llama.cpp",
 )
@@ -188,7 +188,7 @@ def report(found: dict[str, Measured], work: Sequence[Work], settings: dict[str,
         "cpu_decode",
         settings,
         f"SmolLM2-135M, Q4_1, {settings['threads']} threads: tokens/s, median (spread)",
-        ("", *names, "generate / tf", "8-bit / tf", "generate / llama.cpp", "runtime / llama.cpp"),
+        ("", *names, "/ tf", "8-bit / tf", "/ llama", "runtime / llama"),
     )
     missing = "-" if settings["llama_cpp"] else "not installed"
     for one in work:

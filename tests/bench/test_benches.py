@@ -213,7 +213,7 @@ def test_the_decode_bench_runs(
     cpu_decode.main(["--quick", "--out", str(tmp_path / "out.json")])
     written = json.loads((tmp_path / "out.json").read_text())
     agreed = written["measured"]["greedy_agreement_with_transformers"]
-    assert [found["equal"] for found in agreed.values()] == [4, 4]
+    assert [found["equal"] for found in agreed.values()] == [4] * 3
     short = written["ratios"][cpu_decode.QUICK_WORK[0].name]
     assert (f"{cpu_decode.GENERATE} / {cpu_decode.LLAMA}" in short) == llama
     assert ("not installed" in capsys.readouterr().out) != llama
