@@ -1,6 +1,7 @@
 """The demo model on the CPU: qoff, transformers in fp32, llama.cpp; tokens/s.
 
-qoff by transformers' `generate`, by its own loop, and by `generate` with 8-bit activations. All on the same threads, in turn, greedily, over the same pseudo-random prompts.
+qoff by transformers' `generate`, by its own loop, and by `generate` with 8-bit activations. All on
+the same threads, in turn, greedily, over the same pseudo-random prompts.
 """
 
 from __future__ import annotations
