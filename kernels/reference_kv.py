@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .kv_format import BLOCK_TOKENS, KVFormat
+from .reference_elementwise import rope
 
 
 def hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,3 +87,65 @@ def _dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, form: KVFormat) -
     s, m = (x.float().unflatten(-1, shape)[..., None] for x in (scale, minimum))
     values = _parts(codes, form) * s + m  # [..., parts, 64, D / parts]
     return values.movedim(-3, -2).flatten(-2)
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    start: Tensor,
+    row_start: Tensor,
+    recent_k: Tensor,
+    recent_v: Tensor,
+    pool: Tensor,
+    block_table: Tensor,
+    before: Tensor,
+    after: Tensor,
+    form: KVFormat,
+    interleaved: bool = False,
+) -> None:
+    """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
+
+    k, v: [T, kv_heads, D], rows row_start[s]..row_start[s+1]-1 of sequence s at positions start[s]
+    on. cos, sin: [P, R/2] as for `reference_elementwise.rope`, or None for keys that are turned
+    already. Tokens before[s]..after[s]-1, whole blocks, go into pool [blocks, kv_heads, nbytes]
+    where block_table [S, max_blocks] says: those from start[s] on from k and v, older ones from the
+    ring recent_k, recent_v [S, W, kv_heads, D], which holds position p in slot p % W. Then tokens
+    from after[s] on go into the ring. K is rounded to its dtype before it is packed.
+    """
+    window = recent_k.shape[1]
+    starts, firsts, befores, afters = (x.tolist() for x in (start, row_start, before, after))
+    for s, (first, old, new) in enumerate(zip(starts, befores, afters, strict=True)):
+        rows = slice(firsts[s], firsts[s + 1])
+        positions = torch.arange(first, first + rows.stop - rows.start, device=k.device)
+        key, value = k[rows], v[rows]
+        if cos is not None and sin is not None:
+            key = rope(key, positions, cos, sin, interleaved)
+        if new > old:
+            slots = torch.arange(old, min(first, new), device=k.device) % window
+            done = max(new - first, 0)
+            blocks = [
+                torch.cat((recent[s, slots], fresh[max(old - first, 0) : done]))
+                .unflatten(0, (-1, BLOCK_TOKENS))
+                .transpose(1, 2)  # [blocks, kv_heads, 64, D]
+                for recent, fresh in ((recent_k, key), (recent_v, value))
+            ]
+            physical = block_table[s, old // BLOCK_TOKENS : new // BLOCK_TOKENS].long()
+            pool[physical] = quantize_blocks(blocks[0], blocks[1], form)
+        kept = positions >= new
+        recent_k[s, positions[kept] % window] = key[kept].to(recent_k.dtype)
+        recent_v[s, positions[kept] % window] = value[kept].to(recent_v.dtype)
+
+
+def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Join partial attention results outs [P, T, H, D] by their log-sum-exps [P, T, H].
+
+    Returns the output [T, H, D] in the dtype of outs, and its log-sum-exp. A part with -inf counts
+    nothing, whatever it holds; where all have -inf, the output is 0 and the log-sum-exp -inf.
+    """
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))[..., None]
+    wide = outs if outs.dtype == torch.float64 else outs.float()
+    out = torch.where(weights > 0, wide * weights, 0.0).sum(0)
+    return out.to(outs.dtype), lse

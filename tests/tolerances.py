@@ -51,3 +51,11 @@ INT16_ACTIVATIONS = 1e-4
 
 # Logits of a whole decoder on such matmuls, whose errors add up over its layers.
 DECODER_LOGITS = 5e-4
+
+# Share of codes of a packed KV block that may be one off the reference's: values within float32
+# rounding of the middle between two levels.
+MOVED_CODES = 1e-3
+
+# Attention whose probabilities are 8-bit integers per block: a rounding of at most 1 in 510 of the
+# largest, averaged over the tokens; bfloat16 probabilities would round as much.
+PACKED_ATTENTION = 1e-2

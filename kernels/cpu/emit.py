@@ -71,6 +71,32 @@ def fma(b, x, y, z):
     return call_llvm(b, "llvm.fma.v16f32", V_F32, [x, y, z])
 
 
+def loop(b, count, carried):
+    """Open a loop over 0..count-1: (index, phis, close); close(next values) returns the last."""
+    before = b.block
+    body, after = b.append_basic_block("loop"), b.append_basic_block("after")
+    b.branch(body)
+    b.position_at_end(body)
+    index = b.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), before)
+    phis = []
+    for value in carried:
+        phi = b.phi(value.type)
+        phi.add_incoming(value, before)
+        phis.append(phi)
+
+    def close(values):
+        following = b.add(index, ir.Constant(I64, 1))
+        index.add_incoming(following, b.block)
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, b.block)
+        b.cbranch(b.icmp_signed("<", following, count), body, after)
+        b.position_at_end(after)
+        return values
+
+    return index, phis, close
+
+
 _FEATURES = host_features()
 
 

@@ -21,6 +21,7 @@ from .emit import (
     I32,
     I64,
     LANES,
+    V_F16,
     V_F32,
     V_I32,
     at,
@@ -93,6 +94,12 @@ _i64, _i32, _f32 = types.int64, types.int32, types.float32
 @vector_intrinsic(f32x16, _i64)
 def load_f32(b, address):
     return load(b, address, 0, V_F32)
+
+
+@vector_intrinsic(f32x16, _i64)
+def load_f16(b, address):
+    """16 float16 numbers, widened."""
+    return b.fpext(load(b, address, 0, V_F16), V_F32)
 
 
 @vector_intrinsic(types.void, _i64, f32x16)
@@ -177,6 +184,11 @@ def round_i32(b, x):
     return b.fptosi(call_llvm(b, "llvm.nearbyint.v16f32", V_F32, [x]), V_I32)
 
 
+@vector_intrinsic(f32x16, i32x16)
+def to_f32(b, x):
+    return b.sitofp(x, V_F32)
+
+
 @vector_intrinsic(types.void, _i64, _i64, i32x16)
 def store_high_low(b, high_address, low_address, value):
     """Split value = 256 * high + low, both int8, and store 16 bytes of each."""
@@ -220,6 +232,16 @@ def exp(b, x):
 @vector_intrinsic(_i64, _i64)
 def peek_i64(b, address):
     return load(b, address, 0, I64)
+
+
+@vector_intrinsic(types.void, _i64, _i64)
+def poke_i64(b, address, value):
+    b.store(value, at(b, address, 0, I64), align=1)
+
+
+@vector_intrinsic(_i64, _i64)
+def peek_i32(b, address):
+    return b.sext(load(b, address, 0, I32), I64)
 
 
 @vector_intrinsic(_f32, _i64)

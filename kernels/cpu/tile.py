@@ -31,6 +31,7 @@ from .emit import (
     dot_u8s8,
     fma,
     load,
+    loop,
     prefetch,
     splat,
 )
@@ -60,32 +61,6 @@ class Operands:
 
 def _const(value):
     return ir.Constant(I64, value)
-
-
-def _loop(b, count, carried):
-    """Open a loop over 0..count-1: (index, phis, close); close(next values) returns the last."""
-    before = b.block
-    body, after = b.append_basic_block("loop"), b.append_basic_block("after")
-    b.branch(body)
-    b.position_at_end(body)
-    index = b.phi(I64)
-    index.add_incoming(_const(0), before)
-    phis = []
-    for value in carried:
-        phi = b.phi(value.type)
-        phi.add_incoming(value, before)
-        phis.append(phi)
-
-    def close(values):
-        following = b.add(index, _const(1))
-        index.add_incoming(following, b.block)
-        for phi, value in zip(phis, values, strict=True):
-            phi.add_incoming(value, b.block)
-        b.cbranch(b.icmp_signed("<", following, count), body, after)
-        b.position_at_end(after)
-        return values
-
-    return index, phis, close
 
 
 def _code_parts(b, codes, bits):
@@ -148,12 +123,12 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
     scale_bytes = b.shl(_const(VECTOR_BYTES), o.wide_scales)
     pairs = [(r, t) for r in range(row_blocks) for t in range(tokens)]
 
-    group, sums, close_groups = _loop(b, o.groups, [const_f32(0.0)] * len(pairs))
+    group, sums, close_groups = loop(b, o.groups, [const_f32(0.0)] * len(pairs))
     codes_at = b.add(o.codes, b.mul(group, group_bytes))
     k_at = b.mul(group, o.group_size)
 
     zero = const_i32(0)
-    run, integers, close_runs = _loop(b, runs, [zero] * (planes * len(pairs)))
+    run, integers, close_runs = loop(b, runs, [zero] * (planes * len(pairs)))
     codes_at = b.add(codes_at, b.mul(run, _const(run_bytes)))
     k_at = b.add(k_at, b.mul(run, _const(UNROLL)))
     codes = [b.add(codes_at, b.mul(o.codes_stride, _const(r))) for r in range(row_blocks)]
