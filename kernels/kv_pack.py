@@ -1,0 +1,211 @@
+"""Pieces of Triton kernels that load, turn and pack the keys and values of one KV head.
+
+A head's channels are handled as two tiles, the first and the second half, because a byte of a
+packed block holds a channel of each: packing them needs no exchange between threads.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_half(rows, inside, FIRST: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
+    """Channels FIRST..FIRST+HALF-1 of the heads that start at pointers rows [N]: [N, PADDED]."""
+    channel = tl.arange(0, PADDED)[None, :]
+    mask = inside[:, None] & (channel < HALF)
+    return tl.load(rows[:, None] + FIRST + channel, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_turned(
+    rows,
+    inside,
+    position,  # [N], or [1] for all rows
+    cos,
+    sin,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROPE: tl.constexpr,  # "none", "halves" (all channels, i with i + HALF), "split", "interleaved"
+):
+    """Both halves of the heads that start at pointers rows [N], turned and rounded to their dtype.
+
+    Masked rows are 0; `position` must be one of the table's there, too.
+    """
+    if ROPE == "none":
+        low = load_half(rows, inside, 0, HALF, PADDED)
+        high = load_half(rows, inside, HALF, HALF, PADDED)
+    elif ROPE == "halves":
+        DTYPE: tl.constexpr = rows.dtype.element_ty
+        pair = tl.arange(0, PADDED)[None, :]
+        angle = position.to(tl.int64)[:, None] * PAIRS + pair
+        c = tl.load(cos + angle, mask=pair < PAIRS, other=0.0)
+        s = tl.load(sin + angle, mask=pair < PAIRS, other=0.0)
+        a = load_half(rows, inside, 0, HALF, PADDED).to(tl.float32)
+        b = load_half(rows, inside, HALF, HALF, PADDED).to(tl.float32)
+        low = (a * c - b * s).to(DTYPE)
+        high = (b * c + a * s).to(DTYPE)
+    else:
+        low = _turned_half(rows, inside, position, cos, sin, 0, HALF, PADDED, PAIRS, ROPE)
+        high = _turned_half(rows, inside, position, cos, sin, HALF, HALF, PADDED, PAIRS, ROPE)
+    return low, high
+
+
+@triton.jit
+def _turned_half(
+    rows,
+    inside,
+    position,
+    cos,
+    sin,
+    FIRST: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Half of the channels. In "split", a channel's partner may be in the other half."""
+    DTYPE: tl.constexpr = rows.dtype.element_ty
+    here = load_half(rows, inside, FIRST, HALF, PADDED).to(tl.float32)
+    base = position.to(tl.int64)[:, None] * PAIRS
+    if ROPE == "interleaved":
+        index = tl.arange(0, PADDED // 2)[None, :]
+        turning = (index < HALF // 2) & (index + FIRST // 2 < PAIRS)
+        c = tl.load(cos + base + index + FIRST // 2, mask=turning, other=1.0)
+        s = tl.load(sin + base + index + FIRST // 2, mask=turning, other=0.0)
+        a, b = tl.split(tl.reshape(here, (here.shape[0], PADDED // 2, 2)))
+        both = tl.join(a * c - b * s, b * c + a * s)
+        turned = tl.reshape(both, (here.shape[0], PADDED))
+    else:
+        index = tl.arange(0, PADDED)[None, :]
+        channel = FIRST + index
+        turning = (index < HALF) & (channel < 2 * PAIRS)
+        second = channel >= PAIRS
+        pair = tl.where(second, channel - PAIRS, channel)
+        partner = tl.where(second, channel - PAIRS, channel + PAIRS)
+        c = tl.load(cos + base + pair, mask=turning, other=1.0)
+        s = tl.load(sin + base + pair, mask=turning, other=0.0)
+        there = tl.load(rows[:, None] + partner, mask=inside[:, None] & turning, other=0.0)
+        there = there.to(tl.float32)
+        turned = here * c + tl.where(second, there, -there) * s
+    return turned.to(DTYPE)
+
+
+@triton.jit
+def hadamard(low, high, HALF: tl.constexpr):
+    """Both halves times the orthonormal Hadamard matrix of 2 * HALF channels, in float32.
+
+    The matrix is [[H, H], [H, -H]] over sqrt(2 HALF) with H of +-1, exact in any dtype: products
+    are exact, and only the sums are rounded, in float32.
+    """
+    index = tl.arange(0, HALF)
+    bits = index[:, None] & index[None, :]
+    bits ^= bits >> 4
+    bits ^= bits >> 2
+    bits ^= bits >> 1
+    signs = tl.where((bits & 1) == 0, 1.0, -1.0).to(low.dtype)
+    a, b = tl.dot(low, signs), tl.dot(high, signs)
+    scale: tl.constexpr = (2 * HALF) ** -0.5
+    return (a + b) * scale, (a - b) * scale
+
+
+@triton.jit
+def pack_channels(record, low, high, HALF: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
+    """Write 64 tokens with a scale and a minimum per channel: codes, scales, minima at `record`."""
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    channel = tl.arange(0, PADDED)
+    params = (record + 64 * 2 * HALF * BITS // 8).to(tl.pointer_type(tl.float16)) + channel
+    # One reduction for all four vectors: largest values and largest negated values of both halves.
+    extremes = tl.join(tl.join(low, -low), tl.join(high, -high))
+    most, least = tl.split(tl.max(extremes, axis=0).trans(0, 2, 1))  # [PADDED, half]
+    low_most, high_most = tl.split(most)
+    low_least, high_least = tl.split(least)
+    there = channel < HALF
+    low_base, low_inverse = _parameters(params, -low_least, low_most, there, 2 * HALF, BITS)
+    high_base, high_inverse = _parameters(
+        params + HALF, -high_least, high_most, there, 2 * HALF, BITS
+    )
+    low = _levels(low, low_base[None, :], low_inverse[None, :], BITS)
+    high = _levels(high, high_base[None, :], high_inverse[None, :], BITS)
+    _store_codes(record, low, high, HALF, PADDED, BITS)
+
+
+@triton.jit
+def pack_tokens(
+    record,
+    low,
+    high,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Write 64 tokens with a scale and a minimum per token and part (half of the channels, or all).
+
+    Codes, scales and minima lie at `record`.
+    """
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    token = tl.arange(0, 64)
+    there = token >= 0
+    within = (tl.arange(0, PADDED) < HALF)[None, :]
+    params = (record + 64 * 2 * HALF * BITS // 8).to(tl.pointer_type(tl.float16)) + token
+    low_min = tl.min(tl.where(within, low, float("inf")), axis=1)
+    low_max = tl.max(tl.where(within, low, float("-inf")), axis=1)
+    high_min = tl.min(tl.where(within, high, float("inf")), axis=1)
+    high_max = tl.max(tl.where(within, high, float("-inf")), axis=1)
+    if PARTS == 1:
+        least, most = tl.minimum(low_min, high_min), tl.maximum(low_max, high_max)
+        low_base, low_inverse = _parameters(params, least, most, there, 64, BITS)
+        high_base, high_inverse = low_base, low_inverse
+    else:
+        low_base, low_inverse = _parameters(params, low_min, low_max, there, 128, BITS)
+        high_base, high_inverse = _parameters(params + 64, high_min, high_max, there, 128, BITS)
+    low = _levels(low, low_base[:, None], low_inverse[:, None], BITS)
+    high = _levels(high, high_base[:, None], high_inverse[:, None], BITS)
+    _store_codes(record, low, high, HALF, PADDED, BITS)
+
+
+@triton.jit
+def _parameters(params, least, most, mask, MINIMA: tl.constexpr, BITS: tl.constexpr):
+    """Write scales to pointers `params` and minima MINIMA further; return minima and 1 / scales."""
+    TOP: tl.constexpr = 2.0**BITS - 1.0
+    span = most - least
+    ratio = span * (1.0 / TOP)
+    rest = tl.fma(ratio, -TOP, span)
+    ratio = tl.fma(rest, 1.0 / TOP, ratio)  # span / TOP, correctly rounded
+    scale = ratio.to(tl.float16)
+    minimum = least.to(tl.float16)
+    tl.store(params, scale, mask=mask)
+    tl.store(params + MINIMA, minimum, mask=mask)
+    wide = scale.to(tl.float32)
+    square = wide * wide  # exact; its root's inverse is cheaper than a division
+    inverse = tl.where(wide > 0.0, tl.rsqrt(tl.where(wide > 0.0, square, 1.0)), 0.0)
+    return minimum.to(tl.float32), inverse
+
+
+@triton.jit
+def _levels(values, base, inverse, BITS: tl.constexpr):
+    """The nearest levels, in the lowest byte of int32: float32 above 2**23 rounds to integers."""
+    ZERO: tl.constexpr = 8388608.0
+    level = tl.fma(values - base, inverse + tl.zeros_like(values), ZERO + tl.zeros_like(values))
+    level = tl.minimum(tl.maximum(level, ZERO), ZERO + 2.0**BITS - 1.0)
+    return level.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _store_codes(record, low, high, HALF: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
+    """Write codes in runs of 8 channels, the number that a thread has loaded."""
+    token = tl.arange(0, 64)[:, None, None]
+    channel = (8 * tl.arange(0, PADDED // 8)[:, None] + tl.arange(0, 8)[None, :])[None, :, :]
+    mask = (token >= 0) & (channel < HALF)
+    if BITS == 4:
+        both = tl.reshape((low | (high << 4)).to(tl.uint8), (64, PADDED // 8, 8))
+        tl.store(record + token * HALF + channel, both, mask=mask)
+    else:
+        target = record + token * (2 * HALF) + channel
+        tl.store(target, tl.reshape(low.to(tl.uint8), (64, PADDED // 8, 8)), mask=mask)
+        tl.store(target + HALF, tl.reshape(high.to(tl.uint8), (64, PADDED // 8, 8)), mask=mask)

@@ -1,0 +1,56 @@
+"""What the elementwise ops mean, in plain torch: float32 inside, rounded once at the end."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x**2) + eps) * weight for x [T, C], the mean over C (arXiv 1910.07467).
+
+    float64 operands are computed in float64.
+    """
+    return _normalized(_wide(x), weight, eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return rms_norm(x + residual) and x + residual; the norm is that of the unrounded sum."""
+    total = _wide(x) + _wide(residual)
+    return _normalized(total, weight, eps).to(x.dtype), total.to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up [T, C] for gate_up [T, 2C], gate its first half of the columns."""
+    gate, up = _wide(gate_up).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def rope(
+    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """Turn pairs of the first R channels of x [T, H, D] by the angles of positions [T].
+
+    cos, sin: [P, R/2], row p for position p. Column i turns channels i and i + R/2, or with
+    `interleaved` 2i and 2i + 1; channels from R on are copied. RoPE (arXiv 2104.09864) in the
+    arrangement of GPT-NeoX, interleaved that of GPT-J.
+    """
+    width = 2 * cos.shape[1]
+    turned, rest = _wide(x[..., :width]), x[..., width:]
+    c, s = (table[positions.long()][:, None].to(turned.dtype) for table in (cos, sin))
+    if interleaved:
+        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((a * c - b * s, b * c + a * s), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)

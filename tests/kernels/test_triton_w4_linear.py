@@ -1,0 +1,178 @@
+"""The Triton matmul on packed weights against float64, every way of computing it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qoff.errors import OpError
+from qoff.kernels import w4_linear as op
+from qoff.kernels.library.weights import w4_linear as registered
+from qoff.kernels.w4_fma import FmaConfig
+from qoff.kernels.w4_gemv import GemvConfig
+from qoff.kernels.w4_linear import ScratchConfig, w4_linear
+from qoff.kernels.w4_skinny import SkinnyConfig
+from tests.kernels.packed import quantized
+from tests.tolerances import assert_close
+
+DTYPES = [torch.float16, torch.bfloat16]
+# bits, group, rows, columns: neither rows nor columns are multiples of any tile.
+SHAPES = [(4, 32, 17, 160), (4, 64, 40, 192), (4, 128, 33, 640), (8, 64, 20, 384), (8, 32, 1, 96)]
+
+
+def expected(x, q, bias):
+    y = x.double() @ q.dequantize().double().T
+    return y if bias is None else y + bias.double()
+
+
+def check(tokens, bits, group, rows, columns, dtype, config=None, scale_dtype=torch.float16):
+    q = quantized(rows, columns, bits, group, scale_dtype)
+    x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
+    y = w4_linear(x, q.codes, q.scale_min, bias, bits, group, config)
+    assert y.dtype == dtype
+    assert_close(y, expected(x, q, bias), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 65])
+@pytest.mark.parametrize(("bits", "group", "rows", "columns"), SHAPES)
+def test_equals_the_product_with_the_dequantized_matrix(tokens, bits, group, rows, columns, dtype):
+    check(tokens, bits, group, rows, columns, dtype)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemvConfig(16, 1, 2),
+        GemvConfig(32, 2, 3, splits=2),
+        GemvConfig(16, 4, 3, splits=5),  # the last programs have nothing to do
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 16])
+def test_gemv(tokens, config):
+    check(tokens, 4, 64, 35, 1344, torch.float16, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SkinnyConfig(32, 64, 32, 2, 2, 2),
+        SkinnyConfig(32, 8, 64, 2, 2, 2, splits=2),
+        SkinnyConfig(16, 32, 128, 4, 4, 2, splits=3),
+    ],
+)
+@pytest.mark.parametrize(("group", "tokens"), [(32, 17), (64, 33), (128, 3)])
+def test_skinny(group, tokens, config):
+    check(tokens, 4, group, 35, 640, torch.float16, config)
+
+
+@pytest.mark.parametrize(("bits", "group", "rows", "columns"), SHAPES)
+def test_fma(bits, group, rows, columns):
+    check(3, bits, group, rows, columns, torch.float16, FmaConfig(8, 128))
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_scratch_in_several_pieces(tokens):
+    check(tokens, 4, 32, 300, 96, torch.float16, ScratchConfig(nbytes=1))
+
+
+@pytest.mark.parametrize("config", [GemvConfig(16), SkinnyConfig(16), FmaConfig(), ScratchConfig()])
+def test_float32_scales(config):
+    check(2, 4, 64, 20, 192, torch.float16, config, torch.float32)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("config", [GemvConfig(16), SkinnyConfig(16), FmaConfig(), ScratchConfig()])
+def test_without_bias(config, splits):
+    if hasattr(config, "splits"):
+        config = replace(config, splits=splits)
+    q = quantized(20, 512, 4, 64)
+    x = torch.randn(2, 512).half()
+    y = w4_linear(x, q.codes, q.scale_min, None, 4, 64, config)
+    assert_close(y, expected(x, q, None), dtype=torch.float16)
+
+
+def test_no_tokens():
+    q = quantized(8, 64, 4, 32)
+    assert w4_linear(torch.empty(0, 64).half(), q.codes, q.scale_min, None, 4, 32).shape == (0, 8)
+
+
+def test_rows_of_x_may_lie_apart():
+    q = quantized(20, 64, 4, 32)
+    x = torch.randn(5, 3 * 64).half()[:, 64:128]
+    y = w4_linear(x, q.codes, q.scale_min, None, 4, 32)
+    assert_close(y, expected(x, q, None), dtype=torch.float16)
+
+
+def test_large_mean_of_x_does_not_swamp_the_codes():
+    """The offset that rides on the codes is taken off again with the sums of x."""
+    q = quantized(16, 1024, 4, 64, offset=0.0)
+    x = (torch.randn(1, 1024) + 8).half()
+    y = w4_linear(x, q.codes, q.scale_min, None, 4, 64, GemvConfig(16))
+    exact = expected(x, q, None)
+    size = x.double().abs() @ q.dequantize().double().abs().T
+    assert bool(((y.double() - exact).abs() <= size * 2.0**-11).all())
+
+
+def test_splits_give_the_same_bits_each_time():
+    q = quantized(16, 1024, 4, 64)
+    x = torch.randn(2, 1024).half()
+    results = [
+        w4_linear(x, q.codes, q.scale_min, None, 4, 64, GemvConfig(16, splits=2)) for _ in range(2)
+    ]
+    assert torch.equal(*results)
+
+
+def test_the_rule():
+    assert op.way(1, 32, 75) is FmaConfig
+    assert op.way(5, 32, 75) is ScratchConfig
+    assert [op.way(m, 32, 90) for m in (1, 16)] == [GemvConfig] * 2
+    assert [op.way(m, 16, 90) for m in (4, 5)] == [GemvConfig, SkinnyConfig]
+    assert [op.way(m, 32, 90) for m in (17, 64, 65)] == [SkinnyConfig] * 2 + [ScratchConfig]
+
+
+def operands(**changes):
+    q = quantized(8, 128, 4, 64)
+    return {
+        "x": torch.randn(2, 128).half(),
+        "codes": q.codes,
+        "scale_min": q.scale_min,
+        "bias": None,
+        "bits": 4,
+        "group_size": 64,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.randn(2, 128)}, "x is float16 or bfloat16"),
+        ({"x": torch.randn(2, 64).half()}, r"x is float16 or bfloat16 \[M, 128\]"),
+        ({"x": torch.randn(128, 2).half().T}, "contiguous rows"),
+        ({"x": torch.randn(2, 132).half()[:, :128]}, "multiples of 8 elements"),
+        ({"x": torch.randn(257).half()[1:].view(2, 128)}, "multiple of 16 bytes"),
+        ({"codes": torch.zeros(8, 64)}, "codes is uint8"),
+        ({"codes": torch.zeros(8, 64, dtype=torch.uint8, device="meta")}, "codes is on meta"),
+        ({"group_size": 48}, "group size 48"),
+        ({"bits": 5}, "5"),
+        ({"bits": 8}, "scale_min is"),
+        ({"scale_min": torch.zeros(1, 8, 2).half()}, "scale_min is"),
+        ({"scale_min": torch.zeros(2, 8, 2).bfloat16()}, "scale_min is"),
+        ({"bias": torch.zeros(7).half()}, "bias is float16"),
+        ({"bias": torch.zeros(8)}, "bias is float16"),
+    ],
+)
+def test_wrong_operands_are_refused(changes, message):
+    with pytest.raises(OpError, match=message):
+        registered(**operands(**changes))
+
+
+def test_the_op_on_a_cpu_and_on_meta_tensors():
+    given = operands(bias=torch.randn(8).half())
+    q = quantized(8, 128, 4, 64)
+    given.update(codes=q.codes, scale_min=q.scale_min)
+    assert_close(registered(**given), expected(given["x"], q, given["bias"]))
+    meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    assert registered(**meta).shape == (2, 8)
+    assert registered(**meta).dtype == torch.float16
