@@ -19,6 +19,7 @@ TOKENS = 64
 ROWS = 16  # rows of one call: what is kept per row fills one vector
 _LIMIT = np.float32(32512.0)  # 127 * 256: both int8 planes stay in range
 _SMALLEST = np.float32(1e-30)
+_LOWEST = np.float32(-1e30)  # of a score
 
 # A thread's scratch, in bytes from its start.
 QUERY = 0  # int8 [ROWS, 2, up to 256]
@@ -112,7 +113,7 @@ def _score_rows(codes, rows, half, kind, plane, ahead, scratch):
 
 
 @inner
-def _finish_scores(rows, first, scratch, maxima):
+def _finish_scores(rows, firsts, scratch, maxima):
     """Scale the scores, take their maxima, and find the correction of what was summed before."""
     factors = scratch + FACTORS
     simd.store_f32(factors + PEAK, simd.splat_f32(np.float32(-np.inf)))
@@ -128,15 +129,18 @@ def _finish_scores(rows, first, scratch, maxima):
         simd.store_f32(scores + 64, b)
         simd.store_f32(scores + 128, c)
         simd.store_f32(scores + 192, d)
+        first = simd.peek_i64(firsts + 8 * row)
         if first > 0:
-            for i in range(0, 4 * first, 4):
+            for i in range(0, 4 * min(first, TOKENS), 4):
                 simd.poke_f32(scores + i, np.float32(-np.inf))
             a, b = simd.load_f32(scores), simd.load_f32(scores + 64)
             c, d = simd.load_f32(scores + 128), simd.load_f32(scores + 192)
         top = simd.max_f32(simd.maximum(simd.maximum(a, b), simd.maximum(c, d)))
         simd.poke_f32(factors + PEAK + 4 * row, top)
     before = simd.load_f32(maxima)
-    peaks = simd.maximum(simd.load_f32(factors + PEAK), before)
+    # Finite, so that a row that has seen nothing yet has a difference to it.
+    peaks = simd.maximum(simd.load_f32(factors + PEAK), simd.splat_f32(_LOWEST))
+    peaks = simd.maximum(peaks, before)
     minus = simd.mul(peaks, simd.splat_f32(np.float32(-1.0)))
     simd.store_f32(factors + CORRECTION, simd.exp(simd.add(before, minus)))
     simd.store_f32(maxima, peaks)
@@ -228,13 +232,15 @@ def _sum_values(codes, rows, half, kind, ahead, scratch, out):
 
 @inner
 def attend_block(
-    record, ahead, queries, rows, half, k_bits, v_bits, first, maxima, sums, out, scratch
+    record, ahead, queries, stride, heads, rows, scale, half, k_bits, v_bits, firsts, maxima, sums,
+    out, scratch,
 ):  # fmt: skip
     """Add a block, K per channel, to the running attention of up to ROWS rows of one KV head.
 
     record: the block's address; ahead: bytes from there to the block that is read next. queries:
-    float32 [rows, dim], scaled. first: tokens before it are not attended. maxima, sums: float32
-    [ROWS]. out: float32 [rows, chunks, 64], lanes in `packed_emit.channel_order`.
+    float32, `heads` of dim together, then those of the next token `stride` bytes on. scale: of the
+    scores. firsts: int64 [rows], tokens of the block before it are not attended. maxima, sums:
+    float32 [ROWS]. out: float32 [rows, chunks, 64], lanes in `packed_emit.channel_order`.
     """
     dim = 2 * half
     parts = 1 if half == 32 else 2
@@ -244,13 +250,13 @@ def attend_block(
     v_codes = k_scale + 4 * dim
     v_scale = v_codes + TOKENS * dim * v_bits // 8
     for row in range(rows):
-        scale, offset = _fold_query(
-            queries + 4 * dim * row, k_scale, k_scale + 2 * dim, half, kind, plane,
-            scratch + QUERY + 2 * plane * row,
+        step, offset = _fold_query(
+            queries + row // heads * stride + 4 * dim * (row % heads), k_scale, k_scale + 2 * dim,
+            half, kind, plane, scratch + QUERY + 2 * plane * row,
         )  # fmt: skip
-        simd.poke_f32(scratch + FACTORS + SCALE + 4 * row, scale)
-        simd.poke_f32(scratch + FACTORS + OFFSET + 4 * row, offset)
+        simd.poke_f32(scratch + FACTORS + SCALE + 4 * row, step * scale)
+        simd.poke_f32(scratch + FACTORS + OFFSET + 4 * row, offset * scale)
     _score_rows(record, rows, half, kind, plane, ahead, scratch)
-    _finish_scores(rows, first, scratch, maxima)
+    _finish_scores(rows, firsts, scratch, maxima)
     _weigh_rows(rows, parts, v_scale, v_bits, scratch, maxima, sums)
     _sum_values(v_codes, rows, half, kind_of(half, v_bits), ahead, scratch, out)

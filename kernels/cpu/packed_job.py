@@ -11,27 +11,30 @@ from .compiled import inner, job
 from .packed_block import ROWS, SCRATCH, TOKENS, attend_block, chunk_count
 from .pool import finish, take, wait
 
-THREAD_BYTES = SCRATCH + 8 * ROWS  # the scratch of a block, maxima and sums
-RUN = 16  # blocks whose partial result is one item; fixed, so that threads change no bit
+# The scratch of a block, then maxima and sums, and the first token each row attends.
+_MAXIMA, _SUMS, _FIRSTS = SCRATCH, SCRATCH + 4 * ROWS, SCRATCH + 8 * ROWS
+THREAD_BYTES = SCRATCH + 16 * ROWS
+ITEM_FIELDS = 5  # int64: first row, rows, cache slot, position of the first row, packed tokens
 
 
 class PackedArguments(ctypes.Structure):
-    """Addresses, sizes in elements, flags."""
+    """Addresses, strides in bytes, sizes in elements."""
 
     _fields_ = (
         *(
             (name, ctypes.c_int64)
             for name in (
-                "queries", "sequences", "heads", "kv_heads", "half", "k_bits", "v_bits", "pool",
-                "record", "table", "table_width", "compressed", "firsts", "runs", "partials",
-                "scratch", "out", "lse",
+                "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
+                "pool", "record", "table", "table_width", "items", "item_count", "window", "runs",
+                "run_blocks", "partials", "scratch", "out", "out_stride", "lse", "merge",
             )
         ),
+        ("scale", ctypes.c_float),
     )  # fmt: skip
 
 
-(QUERIES, SEQUENCES, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, TABLE, TABLE_WIDTH,
- COMPRESSED, FIRSTS, RUNS, PARTIALS, SCRATCH_AT, OUT, LSE) = (
+(QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, TABLE, TABLE_WIDTH, ITEMS,
+ ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE, LSE, MERGE, SCALE) = (
     getattr(PackedArguments, field[0]).offset for field in PackedArguments._fields_
 )  # fmt: skip
 
@@ -43,51 +46,75 @@ def partial_floats(half: int) -> int:
 
 
 @inner
-def _record(args, sequence, kv_head, block):
-    width = simd.peek_i64(args + TABLE_WIDTH)
-    entry = simd.peek_i64(args + TABLE) + 4 * (sequence * width + block)
-    physical = simd.peek_i32(entry)
-    index = physical * simd.peek_i64(args + KV_HEADS) + kv_head
+def _record(args, slot, kv_head, block):
+    entry = simd.peek_i64(args + TABLE) + 4 * (slot * simd.peek_i64(args + TABLE_WIDTH) + block)
+    index = simd.peek_i32(entry) * simd.peek_i64(args + KV_HEADS) + kv_head
     return simd.peek_i64(args + POOL) + index * simd.peek_i64(args + RECORD)
 
 
 @inner
-def _run(args, sequence, kv_head, run, scratch):
-    """One run of blocks for all query heads of one KV head."""
-    tokens = simd.peek_i32(simd.peek_i64(args + COMPRESSED) + 4 * sequence)
-    first = simd.peek_i32(simd.peek_i64(args + FIRSTS) + 4 * sequence)
-    begin = max(run * RUN, first // TOKENS)
-    end = min((run + 1) * RUN, tokens // TOKENS)
-    heads, half = simd.peek_i64(args + HEADS), simd.peek_i64(args + HALF)
-    group, runs = heads // simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + RUNS)
-    chunks = chunk_count(half)
-    for start in range(0, group, ROWS):
-        rows = min(ROWS, group - start)
-        head = kv_head * group + start
-        # Partial results: states [S, runs, Hq, 2], then outputs [S, runs, Hq, chunks * 64].
-        index = (sequence * runs + run) * heads + head
-        states = simd.peek_i64(args + PARTIALS) + 8 * index
-        out = simd.peek_i64(args + PARTIALS)
-        out += 4 * (2 * simd.peek_i64(args + SEQUENCES) * runs * heads + index * chunks * 64)
-        maxima, sums = scratch + SCRATCH, scratch + SCRATCH + 4 * ROWS
-        simd.store_f32(maxima, simd.splat_f32(np.float32(-np.inf)))
-        simd.store_f32(sums, simd.splat_f32(np.float32(0.0)))
-        for i in range(0, rows * chunks * 256, 64):
-            simd.store_f32(out + i, simd.splat_f32(np.float32(0.0)))
-        queries = simd.peek_i64(args + QUERIES) + 4 * (sequence * heads + head) * 2 * half
-        for block in range(begin, end):
-            record = _record(args, sequence, kv_head, block)
-            following = record
-            if block + 1 < end:
-                following = _record(args, sequence, kv_head, block + 1)
-            attend_block(
-                record, following - record, queries, rows, half, simd.peek_i64(args + K_BITS),
-                simd.peek_i64(args + V_BITS), max(0, first - block * TOKENS), maxima, sums, out,
-                scratch,
-            )  # fmt: skip
+def _partial(args, token, run, head):
+    """Addresses of the state (maximum, sum) and of the output of one query over one run."""
+    runs, heads = simd.peek_i64(args + RUNS), simd.peek_i64(args + HEADS)
+    index = (token * runs + run) * heads + head
+    states = simd.peek_i64(args + PARTIALS)
+    outs = states + 8 * simd.peek_i64(args + M) * runs * heads
+    return states + 8 * index, outs + 256 * chunk_count(simd.peek_i64(args + HALF)) * index
+
+
+@inner
+def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, scratch):
+    """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most."""
+    first_row, slot = simd.peek_i64(item), simd.peek_i64(item + 16)
+    position, packed = simd.peek_i64(item + 24) + token, simd.peek_i64(item + 32)
+    window, half = simd.peek_i64(args + WINDOW), simd.peek_i64(args + HALF)
+    blocks = simd.peek_i64(args + RUN_BLOCKS)
+    rows, floats = heads * tokens, 64 * chunk_count(half)
+    oldest = max(0, position + 1 - window) if window > 0 else 0
+    begin, end = max(run * blocks, oldest // TOKENS), min((run + 1) * blocks, packed // TOKENS)
+    maxima, sums = scratch + _MAXIMA, scratch + _SUMS
+    simd.store_f32(maxima, simd.splat_f32(np.float32(-np.inf)))
+    simd.store_f32(sums, simd.splat_f32(np.float32(0.0)))
+    # Rows of a token are neighbours in the partial results only if there is one token or run.
+    out = scratch + THREAD_BYTES
+    for i in range(0, 4 * rows * floats, 64):
+        simd.store_f32(out + i, simd.splat_f32(np.float32(0.0)))
+    stride = simd.peek_i64(args + STRIDE)
+    queries = simd.peek_i64(args + QUERIES) + (first_row + token) * stride + 8 * half * head
+    for block in range(begin, end):
+        record = _record(args, slot, kv_head, block)
+        following = _record(args, slot, kv_head, min(block + 1, end - 1))
         for row in range(rows):
-            simd.poke_f32(states + 8 * row, simd.peek_f32(maxima + 4 * row))
-            simd.poke_f32(states + 8 * row + 4, simd.peek_f32(sums + 4 * row))
+            seen = position + row // heads + 1 - window if window > 0 else 0
+            simd.poke_i64(scratch + _FIRSTS + 8 * row, seen - block * TOKENS)
+        attend_block(
+            record, following - record, queries, stride, heads, rows,
+            simd.peek_f32(args + SCALE), half, simd.peek_i64(args + K_BITS),
+            simd.peek_i64(args + V_BITS), scratch + _FIRSTS, maxima, sums, out, scratch,
+        )  # fmt: skip
+    for row in range(rows):
+        state, to = _partial(args, first_row + token + row // heads, run, head + row % heads)
+        total = simd.peek_f32(sums + 4 * row)
+        peak = simd.peek_f32(maxima + 4 * row)
+        simd.poke_f32(state, peak if total > np.float32(0.0) else np.float32(-np.inf))
+        simd.poke_f32(state + 4, total)
+        for i in range(0, 4 * floats, 64):
+            simd.store_f32(to + i, simd.load_f32(out + 4 * row * floats + i))
+
+
+@inner
+def _attend_item(args, item, kv_head, run, scratch):
+    """One run of blocks for all query heads of one KV head and some tokens of a sequence."""
+    group = simd.peek_i64(args + HEADS) // simd.peek_i64(args + KV_HEADS)
+    tokens = simd.peek_i64(item + 8)
+    heads = min(group, ROWS)
+    together = ROWS // heads
+    for token in range(0, tokens, together):
+        for head in range(0, group, heads):
+            _attend_rows(
+                args, item, kv_head, run, kv_head * group + head, min(heads, group - head), token,
+                min(together, tokens - token), scratch,
+            )  # fmt: skip
 
 
 @inner
@@ -105,56 +132,61 @@ def _channel(lane, half):
 
 
 @inner
-def _merge(args, sequence, head):
-    """Join the runs of one query: output and log-sum-exp."""
-    heads, half = simd.peek_i64(args + HEADS), simd.peek_i64(args + HALF)
-    runs, sequences = simd.peek_i64(args + RUNS), simd.peek_i64(args + SEQUENCES)
-    lanes = 64 * chunk_count(half)
-    states = simd.peek_i64(args + PARTIALS)
-    outs = states + 8 * sequences * runs * heads
-    first = sequence * runs * heads + head
-    peak = np.float32(-np.inf)
+def _merge(args, token, head):
+    """Join the runs of one query, and what `out` and `lse` hold of it already if MERGE says so."""
+    half, runs = simd.peek_i64(args + HALF), simd.peek_i64(args + RUNS)
+    to = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE) + 8 * half * head
+    lse = simd.peek_i64(args + LSE) + 4 * (token * simd.peek_i64(args + HEADS) + head)
+    before = np.float32(-np.inf)
+    if simd.peek_i64(args + MERGE) != 0:
+        before = simd.peek_f32(lse)
+    peak = before
     for run in range(runs):
-        peak = max(peak, simd.peek_f32(states + 8 * (first + run * heads)))
-    index = sequence * heads + head
-    to = simd.peek_i64(args + OUT) + 8 * half * index
+        state, _ = _partial(args, token, run, head)
+        peak = max(peak, simd.peek_f32(state))
     if peak == np.float32(-np.inf):
         for i in range(0, 8 * half, 4):
             simd.poke_f32(to + i, np.float32(0.0))
-        simd.poke_f32(simd.peek_i64(args + LSE) + 4 * index, peak)
+        simd.poke_f32(lse, peak)
         return
-    total = np.float32(0.0)
+    kept = np.exp(before - peak)
+    total = kept
     for run in range(runs):
-        at = states + 8 * (first + run * heads)
-        weight = np.exp(simd.peek_f32(at) - peak)
-        total += weight * simd.peek_f32(at + 4)
-        simd.poke_f32(at, weight)
-    for lane in range(lanes):
+        state, _ = _partial(args, token, run, head)
+        weight = np.exp(simd.peek_f32(state) - peak)
+        total += weight * simd.peek_f32(state + 4)
+        simd.poke_f32(state, weight)
+    for lane in range(64 * chunk_count(half)):
         channel = _channel(lane, half)
         if channel < 0:
             continue
         value = np.float32(0.0)
+        if kept > np.float32(0.0):
+            value = kept * simd.peek_f32(to + 4 * channel)
         for run in range(runs):
-            i = first + run * heads
-            value += simd.peek_f32(states + 8 * i) * simd.peek_f32(outs + 4 * (i * lanes + lane))
+            state, out = _partial(args, token, run, head)
+            value += simd.peek_f32(state) * simd.peek_f32(out + 4 * lane)
         simd.poke_f32(to + 4 * channel, value / total)
-    simd.poke_f32(simd.peek_i64(args + LSE) + 4 * index, peak + np.log(total))
+    simd.poke_f32(lse, peak + np.log(total))
 
 
 @job
 def packed_job(pool, thread, threads, args):
-    """All sequences, KV heads and runs, then all queries."""
-    sequences, heads = simd.peek_i64(args + SEQUENCES), simd.peek_i64(args + HEADS)
+    """All items, KV heads and runs, then all queries."""
     kv_heads, runs = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + RUNS)
-    scratch = simd.peek_i64(args + SCRATCH_AT) + thread * THREAD_BYTES
-    items = sequences * kv_heads * runs
+    lanes = 64 * chunk_count(simd.peek_i64(args + HALF))
+    scratch = simd.peek_i64(args + SCRATCH_AT) + thread * (THREAD_BYTES + 4 * ROWS * lanes)
+    work = simd.peek_i64(args + ITEM_COUNT) * kv_heads * runs
     item = take(pool, 0)
-    while item < items:
-        _run(args, item // (kv_heads * runs), item // runs % kv_heads, item % runs, scratch)
+    while item < work:
+        at = simd.peek_i64(args + ITEMS) + 8 * ITEM_FIELDS * (item // (kv_heads * runs))
+        _attend_item(args, at, item // runs % kv_heads, item % runs, scratch)
         finish(pool, 0)
         item = take(pool, 0)
-    wait(pool, 0, items)
+    wait(pool, 0, work)
+    queries = simd.peek_i64(args + M) * simd.peek_i64(args + HEADS)
+    heads = simd.peek_i64(args + HEADS)
     item = take(pool, 1)
-    while item < sequences * heads:
+    while item < queries:
         _merge(args, item // heads, item % heads)
         item = take(pool, 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,50 +13,67 @@ from qoff.errors import OpError
 from qoff.kernels.cpu.packed_attention import packed_attention
 from qoff.kernels.cpu.pool import Pool
 from qoff.kernels.kv_format import HEAD_DIMS, KVFormat
+from qoff.kernels.ragged import Ragged
 from qoff.kernels.reference_kv import dequantize_blocks, quantize_blocks
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of some packed blocks each, in shuffled places of a pool."""
+    """Sequences of some packed blocks each, in shuffled places of a pool, and their new tokens."""
 
     form: KVFormat
-    q: Tensor
+    heads: int
+    q: Tensor  # [M, heads * D]
     pool: Tensor
     table: Tensor
-    compressed: Tensor
+    packed: list[int]
+    ragged: Ragged
 
     @property
     def scale(self) -> float:
         return self.form.head_dim**-0.5
 
     def run(self, **options: object) -> tuple[Tensor, Tensor]:
-        return packed_attention(
-            self.q, self.pool, self.table, self.compressed, self.form, scale=self.scale, **options
-        )
+        out, lse = packed_attention(
+            self.q, self.heads, self.pool, self.table, self.packed, self.ragged, self.form,
+            scale=self.scale, **options,
+        )  # fmt: skip
+        return out, lse
 
-    def expected(self, firsts: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp in float64."""
+    def expected(self, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Output [M, heads * D] and log-sum-exp [M, heads] in float64."""
         k, v = dequantize_blocks(self.pool, self.form)
-        out, lse = torch.zeros_like(self.q, dtype=torch.float64), []
-        group = self.q.shape[1] // self.pool.shape[1]
-        for s, q in enumerate(self.q.double()):
-            blocks = self.table[s, : int(self.compressed[s]) // 64].long()
-            # [kv_heads, tokens, D] -> [heads, tokens, D]
+        group = self.heads // self.pool.shape[1]
+        out, lse = torch.zeros(self.q.shape, dtype=torch.float64), []
+        for row, (slot, position) in enumerate(
+            zip(self.ragged.slots, self.ragged.positions, strict=True)
+        ):
+            blocks = self.table[slot, : self.packed[slot] // 64].long()
+            # [blocks, kv_heads, 64, D] -> [heads, tokens, D]
             keys, values = (
                 x[blocks].transpose(0, 1).flatten(1, 2).double().repeat_interleave(group, 0)
                 for x in (k, v)
             )
-            scores = (keys @ q[..., None])[..., 0] * self.scale
-            scores[:, : firsts[s] if firsts else 0] = -torch.inf
+            q = self.q[row].double().view(self.heads, -1, 1)
+            scores = (keys @ q)[..., 0] * self.scale
+            if window:
+                scores[:, : max(0, int(position) + 1 - window)] = -torch.inf
             lse.append(scores.logsumexp(-1))
-            if blocks.numel():
-                out[s] = (scores.softmax(-1)[:, None] @ values)[:, 0]
+            if not torch.isinf(lse[-1]).any():
+                out[row] = (scores.softmax(-1)[:, None] @ values).flatten()
         return out, torch.stack(lse)
 
 
-def make(form: KVFormat, heads: int, kv_heads: int, blocks: tuple[int, ...]) -> Case:
+def make(
+    form: KVFormat,
+    heads: int,
+    kv_heads: int,
+    blocks: tuple[int, ...],
+    counts: tuple[int, ...] | None = None,
+    recent: int = 7,
+) -> Case:
+    """Sequences of `blocks` packed blocks, `recent` tokens that are not, and `counts` new ones."""
     total = sum(blocks) + 1
     k, v = torch.randn(2, total, kv_heads, 64, form.head_dim)
     k[..., 3] *= 20  # an outlier channel, as keys have
@@ -65,84 +83,101 @@ def make(form: KVFormat, heads: int, kv_heads: int, blocks: tuple[int, ...]) -> 
     for s, count in enumerate(blocks):
         table[s, :count] = order[start : start + count]
         start += count
-    return Case(
-        form,
-        torch.randn(len(blocks), heads, form.head_dim),
-        quantize_blocks(k, v, form),
-        table,
-        64 * torch.tensor(blocks, dtype=torch.int32),
-    )
+    packed = [64 * count for count in blocks]
+    ragged = Ragged.of(counts or [1] * len(blocks), [n + recent for n in packed])
+    q = torch.randn(ragged.tokens, heads * form.head_dim)
+    return Case(form, heads, q, quantize_blocks(k, v, form), table, packed, ragged)
+
+
+def check(case: Case, **options: int) -> None:
+    out, lse = case.run(**options)
+    expected_out, expected_lse = case.expected(**options)
+    assert_close(out, expected_out.float(), tolerance=PACKED_ATTENTION)
+    assert_close(lse, expected_lse.float(), tolerance=1e-4)
 
 
 @pytest.mark.parametrize("bits", [(4, 4), (8, 4), (4, 8), (8, 8)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_equals_attention_over_the_dequantized_cache(head_dim: int, bits: tuple[int, int]) -> None:
-    case = make(KVFormat(head_dim, *bits), 6, 2, (1, 3, 40))
-    out, lse = case.run()
-    expected_out, expected_lse = case.expected()
-    assert_close(out, expected_out.float(), tolerance=PACKED_ATTENTION)
-    assert_close(lse, expected_lse.float(), tolerance=1e-4)
+    check(make(KVFormat(head_dim, *bits), 6, 2, (1, 3, 40)))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 8, 16, 17, 40])
 def test_any_number_of_queries_shares_a_kv_head(heads: int) -> None:
-    case = make(KVFormat(64), heads, 1, (2, 5))
-    assert_close(case.run()[0], case.expected()[0].float(), tolerance=PACKED_ATTENTION)
+    check(make(KVFormat(64), heads, 1, (2, 5)))
+    check(make(KVFormat(64), heads, 1, (2, 5), (3, 19)))
 
 
-def test_a_window_leaves_out_the_oldest_tokens() -> None:
-    case = make(KVFormat(128), 4, 2, (40, 40, 3))
-    firsts = (2500, 0, 129)
-    out, lse = case.run(first=torch.tensor(firsts, dtype=torch.int32))
-    expected_out, expected_lse = case.expected(firsts)
-    assert_close(out, expected_out.float(), tolerance=PACKED_ATTENTION)
-    assert_close(lse, expected_lse.float(), tolerance=1e-4)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_new_tokens_attend_together(head_dim: int) -> None:
+    check(make(KVFormat(head_dim), 6, 2, (20, 0, 3), (37, 5, 1)))
+
+
+@pytest.mark.parametrize("counts", [None, (40, 3, 70)])
+@pytest.mark.parametrize("window", [1, 8, 64, 100, 1500])
+def test_a_window_leaves_out_the_oldest_tokens(window: int, counts: tuple[int, ...] | None) -> None:
+    check(make(KVFormat(64), 4, 2, (40, 17, 3), counts), window=window)
 
 
 def test_a_sequence_without_blocks_weighs_nothing() -> None:
     case = make(KVFormat(64), 2, 2, (0, 2))
     out, lse = case.run()
-    assert torch.equal(out[0], torch.zeros(2, 64))
+    assert torch.equal(out[0], torch.zeros(2 * 64))
     assert torch.equal(lse[0], torch.full((2,), -torch.inf))
-    assert_close(out[1], case.expected()[0][1].float(), tolerance=PACKED_ATTENTION)
+    check(case)
+
+
+def test_merges_into_attention_to_other_tokens() -> None:
+    case = make(KVFormat(64), 4, 2, (3, 1), (2, 1))
+    part, part_lse = case.run()
+    other, other_lse = torch.randn_like(part), part_lse + torch.randn_like(part_lse)
+    other_lse[0, 0] = -torch.inf
+    weights = torch.stack((part_lse, other_lse)).softmax(0)[..., None]
+    expected = weights[0] * part.view(3, 4, 64) + weights[1] * other.view(3, 4, 64)
+    out, lse = case.run(out=other, lse=other_lse.clone())
+    assert out is other
+    assert_close(out, expected.flatten(1), tolerance=1e-5)
+    assert_close(lse, torch.logaddexp(part_lse, other_lse), tolerance=1e-5)
 
 
 def test_threads_change_no_bit() -> None:
-    case = make(KVFormat(128), 8, 2, (50, 1, 17))
-    found = []
-    for count in (1, 2, 3):
-        pool = Pool(count)
-        found.append(case.run(threads=pool))
-        pool.close()
-    for out, lse in found[1:]:
-        assert torch.equal(out, found[0][0])
-        assert torch.equal(lse, found[0][1])
+    for counts in (None, (1, 30, 2)):
+        case = make(KVFormat(128), 8, 2, (50, 1, 17), counts)
+        found = []
+        for count in (1, 2, 3):
+            pool = Pool(count)
+            found.append(case.run(threads=pool))
+            pool.close()
+        for out, lse in found[1:]:
+            assert torch.equal(out, found[0][0])
+            assert torch.equal(lse, found[0][1])
 
 
 def test_a_sharp_peak_is_found() -> None:
     case = make(KVFormat(64), 1, 1, (33,))
     keys, _ = dequantize_blocks(case.pool, case.form)
     place = int(case.table[0, 20])
-    case.q[0, 0] = 100 * keys[place, 0, 17] / keys[place, 0, 17].norm()
-    assert_close(case.run()[0], case.expected()[0].float(), tolerance=PACKED_ATTENTION)
+    case.q[0] = 100 * keys[place, 0, 17] / keys[place, 0, 17].norm()
+    check(case)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: {"q": c.q.double()}, "q must be contiguous float32"),
-        (lambda c: {"q": c.q[:, :, :32]}, "q must be"),
+        (lambda c: {"q": c.q.double()}, "queries must be float32"),
+        (lambda c: {"q": c.q[:, :32]}, "32 columns are less than 2 heads of 64"),
         (lambda c: {"pool": c.pool[:, :, :-64]}, "pool must be contiguous uint8"),
         (lambda c: {"pool": c.pool[:, :1].repeat(1, 3, 1)}, "no multiple of 3 KV heads"),
-        (lambda c: {"compressed": c.compressed + 1}, "in blocks of 64"),
-        (lambda c: {"compressed": c.compressed + 640}, "the table has 5 blocks"),
-        (lambda c: {"compressed": c.compressed.long()}, "compressed must be contiguous int32"),
+        (lambda c: {"packed": [129, 320]}, "slot 0: 129 of 135 tokens cannot be packed blocks"),
+        (lambda c: {"packed": [192, 320]}, "slot 0: 192 of 135 tokens"),
+        (lambda c: {"packed": [128]}, "no packed tokens or no block table for slot 1"),
+        (lambda c: {"table": c.table[:, :4].contiguous()}, "the table has 4 blocks"),
         (lambda c: {"table": c.table.long()}, "block_table must be contiguous int32"),
         (lambda c: {"table": torch.full_like(c.table, 100)}, "names block 100 of a pool of 8"),
         (lambda c: {"form": KVFormat(64, k_form="token")}, "K must be quantized per channel"),
     ],
 )
-def test_other_operands_are_refused(change: object, message: str) -> None:
+def test_other_operands_are_refused(change: Any, message: str) -> None:
     case = make(KVFormat(64), 2, 2, (2, 5))
     with pytest.raises(OpError, match=message):
-        Case(**{**case.__dict__, **change(case)}).run()  # type: ignore[operator]
+        replace(case, **change(case)).run()

@@ -1,0 +1,115 @@
+"""Packed blocks to float16, once for all queries of a prefill that has many."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .kv_format import KVFormat
+from .kv_tiles import TOKENS, form_constants
+from .nibbles import use_asm
+from .prefill_tiles import load_packed_tile
+
+
+@triton.jit
+def stage_kernel(
+    pool,
+    block_table,
+    compressed,
+    start,
+    staged_k,  # [S, heads of the launch, staged_tokens, D]
+    staged_v,
+    window,
+    max_blocks,
+    kv_heads,
+    first_head,
+    staged_tokens,
+    HEAD_DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_TOKEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    NBYTES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Dequantize one block of one KV head, if any query can see it."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    b = tl.program_id(0)
+    s = tl.program_id(2)
+    if b * TOKENS >= tl.load(compressed + s):
+        return
+    if WINDOW and (b + 1) * TOKENS <= tl.load(start + s) - window + 1:
+        return
+    block = tl.load(block_table + s.to(tl.int64) * max_blocks + b).to(tl.int64)
+    record = pool + (block * kv_heads + first_head + tl.program_id(1)) * NBYTES
+    k_low, k_high, v_low, v_high = load_packed_tile(
+        record, HEAD_DIM, PAD, K_BITS, V_BITS, K_TOKEN, PARTS, K_SCALE, V_CODES, V_SCALE, ASM
+    )
+    token = b * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.arange(0, PAD)
+    base = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * staged_tokens * HEAD_DIM
+    at = base + token[:, None] * HEAD_DIM + channel[None, :]
+    mask = (token >= 0)[:, None] & (channel < HALF)[None, :]
+    tl.store(staged_k + at, k_low, mask=mask)
+    tl.store(staged_k + HALF + at, k_high, mask=mask)
+    tl.store(staged_v + at, v_low, mask=mask)
+    tl.store(staged_v + HALF + at, v_high, mask=mask)
+
+
+def stage(
+    pool: Tensor,
+    block_table: Tensor,
+    compressed: Tensor,
+    start: Tensor,
+    scratch: Tensor,
+    form: KVFormat,
+    window: int,
+    first_head: int,
+    heads: int,
+) -> None:
+    """Dequantize the KV heads first_head.. of all blocks that any query can see.
+
+    scratch: float16 [2, S, >= heads, tokens, D], written as K and V [S, heads, tokens, D] from
+    the start of either half.
+    """
+    tokens = scratch.shape[3]
+    if not tokens:
+        return
+    stage_kernel[(tokens // TOKENS.value, heads, scratch.shape[1])](
+        pool,
+        block_table,
+        compressed,
+        start,
+        scratch[0],
+        scratch[1],
+        window,
+        block_table.stride(0),
+        pool.shape[1],
+        first_head,
+        tokens,
+        **stage_constants(form),
+        WINDOW=window != 0,
+        ASM=use_asm(),
+        num_warps=4,
+    )
+
+
+def stage_constants(form: KVFormat) -> dict[str, int | bool]:
+    """`form`, with halves of a head padded to a power of two."""
+    return {**form_constants(form), "PAD": triton.next_power_of_2(form.half)}
+
+
+def staged_heads(values: int, kv_heads: int, scratch_mib: int) -> int:
+    """KV heads whose K and V fit the scratch together; 0 if not even one does.
+
+    values: of K of one head of all sequences.
+    """
+    return min(kv_heads, (scratch_mib << 20) // (2 * 2 * max(1, values)))

@@ -1,0 +1,107 @@
+"""The reference of attention over the packed cache against torch's attention in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.reference_attention import decode_attention, prefill_attention
+from qoff.kernels.reference_kv import dequantize_blocks, hadamard
+from tests.kernels.attention_operands import Cache, random_cache
+from tests.tolerances import assert_close
+
+FORMS = [
+    KVFormat(64),
+    KVFormat(80, k_bits=8),
+    KVFormat(128, k_form="token", rotated=True),
+    KVFormat(96, v_bits=8, k_form="token"),
+]
+
+
+def _plain_cache(cache: Cache, s: int) -> tuple[Tensor, Tensor]:
+    """K (not rotated) and V of a sequence, float64 [kv_heads, tokens, D], token by token."""
+    form, rows = cache.form, ([], [])
+    for position in range(int(cache.length[s])):
+        if position < int(cache.compressed[s]):
+            record = cache.pool[cache.block_table[s, position // 64]]
+            k, v = (x[:, position % 64].double() for x in dequantize_blocks(record, form))
+            if form.rotated:
+                k = k @ hadamard(form.head_dim, torch.float64)
+        else:
+            slot = position % cache.recent_k.shape[1]
+            k, v = cache.recent_k[s, slot].double(), cache.recent_v[s, slot].double()
+        rows[0].append(k)
+        rows[1].append(v)
+    if not rows[0]:
+        return tuple(torch.zeros(2, cache.pool.shape[1], 0, form.head_dim).double())
+    return torch.stack(rows[0], 1), torch.stack(rows[1], 1)
+
+
+def _expected(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    """q [n, Hq, D], the last n of the keys' positions."""
+    n, total = len(q), k.shape[1]
+    position = torch.arange(total - n, total)[:, None]
+    key = torch.arange(total)[None, :]
+    seen = (key <= position) & ((key > position - window) if window else True)
+    out = scaled_dot_product_attention(
+        q.double().transpose(0, 1), k, v, attn_mask=seen, scale=scale, enable_gqa=True
+    )
+    return out.transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_decode(form: KVFormat, window: int) -> None:
+    cache = random_cache(form, 2, [(2, 9), (0, 1), (1, 0)], ring=70)
+    q = torch.randn(3, 6, form.head_dim, dtype=torch.float64)
+    args = (q, *cache.parts, cache.length, *cache.ring, form, 0.1)
+    out, _ = decode_attention(*args, window=window, compute_dtype=torch.float64)
+    for s in range(3):
+        expected = _expected(q[s : s + 1], *_plain_cache(cache, s), 0.1, window)
+        assert_close(out[s : s + 1], expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_prefill(form: KVFormat, window: int) -> None:
+    cache = random_cache(form, 2, [(1, 9), (0, 0)], ring=70)
+    rows = torch.tensor([0, 5, 75], dtype=torch.int32)
+    q = torch.randn(75, 4, form.head_dim, dtype=torch.float64)
+    k, v = torch.randn(2, 75, 2, form.head_dim, dtype=torch.float64)
+    out, _ = prefill_attention(
+        q, k, v, rows, cache.length, *cache.parts, *cache.ring, form, 0.1,
+        window=window, compute_dtype=torch.float64,
+    )  # fmt: skip
+    for s in range(2):
+        mine = slice(int(rows[s]), int(rows[s + 1]))
+        pairs = zip(_plain_cache(cache, s), (k[mine], v[mine]), strict=True)
+        keys, values = (torch.cat((old, new.transpose(0, 1)), 1) for old, new in pairs)
+        expected = _expected(q[mine], keys, values, 0.1, window)
+        assert_close(out[mine], expected, tolerance=1e-6)
+
+
+def test_log_sum_exp_soft_cap_and_sinks() -> None:
+    form = KVFormat(64)
+    cache = random_cache(form, 1, [(1, 3), (0, 0)])
+    q = torch.randn(2, 2, 64, dtype=torch.float64)
+    sinks = torch.tensor([0.5, -2.0])
+    args = (q, *cache.parts, cache.length, *cache.ring, form, 0.3)
+    out, lse = decode_attention(*args, soft_cap=5.0, sinks=sinks, compute_dtype=torch.float64)
+    k, v = _plain_cache(cache, 0)
+    scores = 5 * torch.tanh(0.3 * q[0] @ k[0].T / 5)
+    total = scores.exp().sum(-1) + sinks.double().exp()
+    assert_close(lse[0].double(), total.log(), tolerance=1e-6)
+    assert_close(out[0], scores.exp() @ v[0] / total[:, None], tolerance=1e-6)
+    assert torch.equal(out[1], torch.zeros(2, 64, dtype=torch.float64))
+    assert torch.equal(lse[1], sinks)
+
+
+def test_no_keys_at_all() -> None:
+    cache = random_cache(KVFormat(64), 1, [(0, 0)])
+    q = torch.randn(1, 2, 64)
+    out, lse = decode_attention(q, *cache.parts, cache.length, *cache.ring, cache.form, 0.3)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((1, 2), -torch.inf))

@@ -1,0 +1,171 @@
+"""Triton's decode attention in the interpreter against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qoff.kernels import reference_attention
+from qoff.kernels.decode_attention import (
+    DecodeConfig,
+    blocks_per_run,
+    decode_attention,
+    variants,
+)
+from qoff.kernels.kv_format import KVFormat
+from tests.kernels.attention_operands import Cache, random_cache
+from tests.tolerances import assert_close
+
+pytest.importorskip("triton")
+
+FORMS = [
+    KVFormat(64),
+    KVFormat(80),
+    KVFormat(96),
+    KVFormat(128),
+    KVFormat(256),
+    KVFormat(64, k_bits=8, v_bits=8),
+    KVFormat(96, k_bits=8),
+    KVFormat(64, k_form="token"),
+    KVFormat(80, k_form="token", k_bits=8),
+    KVFormat(128, k_form="token", rotated=True),
+]
+
+
+def _check(cache: Cache, q: torch.Tensor, run: int | None = None, **options) -> torch.Tensor:
+    scale = options.pop("scale", q.shape[-1] ** -0.5)
+    expected = reference_attention.decode_attention(
+        q.double(),
+        *cache.parts,
+        cache.length,
+        *cache.ring,
+        cache.form,
+        scale,
+        **options,
+        compute_dtype=torch.float64,
+    )
+    actual = decode_attention(
+        q,
+        *cache.parts,
+        cache.length,
+        *cache.ring,
+        cache.form,
+        scale,
+        **options,
+        run=run,
+        max_compressed=int(cache.compressed.max()),
+    )
+    assert actual[0].dtype == q.dtype
+    assert_close(actual[0], expected[0], dtype=q.dtype)
+    assert_close(actual[1], expected[1], dtype=q.dtype)
+    return actual[0]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form(form: KVFormat) -> None:
+    cache = random_cache(form, 2, [(2, 5), (1, 64), (0, 1)])
+    _check(cache, torch.randn(3, 4, form.head_dim, dtype=torch.float16), run=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 3, 8, 9, 17])
+def test_every_group_of_heads(group: int, dtype: torch.dtype) -> None:
+    cache = random_cache(KVFormat(64), 1, [(3, 7), (1, 2)], dtype)
+    _check(cache, torch.randn(2, group, 64).to(dtype), run=2)
+
+
+def test_a_long_sequence_among_short_ones() -> None:
+    cache = random_cache(KVFormat(64), 1, [(0, 3), (17, 63), (1, 1), (0, 64)])
+    _check(cache, torch.randn(4, 2, 64, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(0, 0)], [(2, 0)], [(0, 0), (1, 0), (1, 70)], [(0, 1)]], ids=str
+)
+def test_nothing_cached_no_recent_window_and_more_than_a_tile_of_it(sizes: list) -> None:
+    cache = random_cache(KVFormat(64), 2, sizes, ring=96)
+    out = _check(cache, torch.randn(len(sizes), 2, 64, dtype=torch.float16))
+    if sizes[0] == (0, 0):
+        assert torch.equal(out[0], torch.zeros_like(out[0]))
+
+
+@pytest.mark.parametrize("window", [1, 30, 64, 65, 100, 192, 1000])
+def test_sliding_window(window: int) -> None:
+    cache = random_cache(KVFormat(64), 1, [(3, 20), (1, 64), (0, 9), (4, 0)])
+    q = torch.randn(4, 2, 64, dtype=torch.float16)
+    _check(cache, q, window=window, run=1)
+
+
+def test_blocks_before_the_window_are_not_read() -> None:
+    cache = random_cache(KVFormat(64), 1, [(4, 10)])
+    q = torch.randn(1, 2, 64, dtype=torch.float16)
+    table = cache.block_table.clone()
+    table[0, :2] = 2**30
+    out = _check(cache, q, window=100)
+    spoiled = decode_attention(
+        q,
+        cache.pool,
+        table,
+        cache.compressed,
+        cache.length,
+        *cache.ring,
+        cache.form,
+        0.125,
+        window=100,
+    )
+    assert torch.equal(spoiled[0], out)
+
+
+@pytest.mark.parametrize("soft_cap", [3.0, 50.0])
+@pytest.mark.parametrize("form", [KVFormat(64), KVFormat(64, k_form="token")], ids=str)
+def test_soft_cap_and_sinks(form: KVFormat, soft_cap: float) -> None:
+    cache = random_cache(form, 2, [(2, 20), (0, 7), (0, 0)])
+    sinks = torch.tensor([-1.0, 0.5, 8.0, 3.0])
+    _check(
+        cache,
+        torch.randn(3, 4, 64, dtype=torch.float16),
+        soft_cap=soft_cap,
+        sinks=sinks,
+        window=90,
+        run=1,
+    )
+
+
+@pytest.mark.parametrize("run", [1, 2, 5, 100])
+def test_the_runs_do_not_matter(run: int) -> None:
+    cache = random_cache(KVFormat(64), 1, [(5, 3)])
+    _check(cache, torch.randn(1, 4, 64, dtype=torch.float16), run=run)
+
+
+def test_small_values_and_far_scores_keep_their_precision() -> None:
+    """An outlier key takes nearly all probability of each block; V is tiny."""
+    form = KVFormat(64)
+    cache = random_cache(form, 1, [(3, 9)])
+    small = form.views(cache.pool)
+    small[4].copy_(small[4] * 2**-9)
+    small[5].copy_(small[5] * 2**-9)
+    cache.recent_v.mul_(2**-9)
+    _check(cache, 3 * torch.randn(1, 2, 64, dtype=torch.float16))
+
+
+def test_rows_of_queries_may_lie_apart() -> None:
+    cache = random_cache(KVFormat(64), 1, [(1, 3), (2, 9)])
+    qkv = torch.randn(2, 4, 64, dtype=torch.float16)
+    _check(cache, qkv[:, :2])
+
+
+def test_runs_fill_the_processors_and_are_not_too_short() -> None:
+    config = DecodeConfig(num_warps=1, programs=16, min_blocks=4)
+    assert blocks_per_run(32, 128, 132, config) == 4
+    assert blocks_per_run(64, 2048, 132, config) == 63
+    assert blocks_per_run(10**6, 100, 132, config) == 100
+    assert blocks_per_run(0, 0, 132, config) == 4
+
+
+def test_variants_have_what_the_kernel_needs() -> None:
+    for capability in (75, 90):
+        listed = list(variants(capability))
+        assert len({v.name for v in listed}) == len(listed)
+        for v in listed:
+            assert set(v.kernel.arg_names) == set(v.types) | set(v.constants), v.name
+            assert capability > 75 or "bf16" not in v.types["q"]

@@ -1,0 +1,114 @@
+"""Triton's prefill attention in the interpreter against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qoff.kernels import reference_attention
+from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.prefill_attention import PrefillConfig, prefill_attention, variants
+from qoff.kernels.prefill_stage import staged_heads
+from tests.kernels.attention_operands import random_cache
+from tests.tolerances import assert_close
+
+pytest.importorskip("triton")
+
+DIRECT = PrefillConfig(rows=16, num_warps=4, num_stages=1, staged_tiles=10**6)
+STAGED = PrefillConfig(rows=16, num_warps=4, num_stages=1, staged_tiles=1)
+FORMS = [
+    KVFormat(64),
+    KVFormat(80),
+    KVFormat(96),
+    KVFormat(128),
+    KVFormat(256),
+    KVFormat(64, k_bits=8, v_bits=8),
+    KVFormat(80, k_form="token", k_bits=8),
+    KVFormat(128, k_form="token", rotated=True),
+]
+
+
+def _check(
+    form: KVFormat,
+    sizes: list[tuple[int, int, int]],
+    config: PrefillConfig = DIRECT,
+    dtype: torch.dtype = torch.float16,
+    heads: tuple[int, int] = (2, 1),
+    **options,
+) -> torch.Tensor:
+    """Sequences of (blocks, recent tokens, new tokens); heads: of queries and of K and V."""
+    cache = random_cache(form, heads[1], [(b, t) for b, t, _ in sizes], dtype, ring=96)
+    rows = torch.tensor([0] + [n for _, _, n in sizes]).cumsum(0).to(torch.int32)
+    qkv = torch.randn(int(rows[-1]), heads[0] + 2 * heads[1], form.head_dim).to(dtype)
+    q, k, v = qkv.split([heads[0], heads[1], heads[1]], dim=1)
+    operands = (rows, cache.length, *cache.parts, *cache.ring, form, form.head_dim**-0.5)
+    expected = reference_attention.prefill_attention(
+        q.double(), k, v, *operands, **options, compute_dtype=torch.float64
+    )
+    actual = prefill_attention(q, k, v, *operands, **options, config=config)
+    assert actual[0].dtype == dtype
+    assert_close(actual[0], expected[0], dtype=dtype)
+    assert_close(actual[1], expected[1], dtype=dtype)
+    return actual[0]
+
+
+@pytest.mark.parametrize("config", [DIRECT, STAGED], ids=["direct", "staged"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form(form: KVFormat, config: PrefillConfig) -> None:
+    _check(form, [(1, 5, 3), (2, 0, 9), (0, 70, 1)], config, heads=(4, 2))
+
+
+@pytest.mark.parametrize("config", [DIRECT, STAGED], ids=["direct", "staged"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_every_group_of_heads(group: int, dtype: torch.dtype, config: PrefillConfig) -> None:
+    _check(KVFormat(64), [(2, 7, 11)], config, dtype, heads=(group, 1))
+
+
+@pytest.mark.parametrize("new", [1, 3, 16, 17, 65, 150])
+def test_tiles_of_queries(new: int) -> None:
+    _check(KVFormat(64), [(1, 20, new)], heads=(1, 1))
+    _check(KVFormat(64), [(0, 0, new)], heads=(3, 1))
+
+
+def test_ragged_batches() -> None:
+    _check(KVFormat(64), [(0, 0, 1), (9, 63, 2), (0, 3, 0), (1, 0, 40), (0, 0, 70)])
+
+
+@pytest.mark.parametrize("config", [DIRECT, STAGED], ids=["direct", "staged"])
+@pytest.mark.parametrize("window", [1, 20, 64, 100, 1000])
+def test_sliding_window(window: int, config: PrefillConfig) -> None:
+    _check(KVFormat(64), [(3, 20, 40), (1, 0, 80), (0, 0, 70)], config, window=window)
+
+
+@pytest.mark.parametrize("soft_cap", [3.0, 50.0])
+def test_soft_cap_and_sinks(soft_cap: float) -> None:
+    sinks = torch.tensor([-1.0, 8.0])
+    _check(KVFormat(64), [(2, 20, 30), (0, 0, 5)], soft_cap=soft_cap, sinks=sinks, window=90)
+
+
+def test_staging_in_pieces_of_heads() -> None:
+    config = PrefillConfig(16, num_warps=4, num_stages=1, staged_tiles=1, scratch_mib=1)
+    # The table has room for 17 blocks: 544 KiB of K and V a head, so that two do not fit.
+    assert staged_heads(17 * 64 * 128, 3, 1) == 1
+    _check(KVFormat(128), [(16, 0, 4)], config, heads=(3, 3))
+
+
+def test_as_many_heads_are_staged_as_fit() -> None:
+    assert staged_heads(10**6, 8, 256) == 8
+    assert staged_heads(0, 8, 256) == 8
+    assert staged_heads(2**24, 8, 256) == 4
+    assert staged_heads(2**30, 8, 256) == 0
+
+
+def test_no_new_tokens() -> None:
+    assert _check(KVFormat(64), [(1, 0, 0)]).shape == (0, 2, 64)
+
+
+def test_variants_have_what_the_kernel_needs() -> None:
+    for capability in (75, 90):
+        listed = list(variants(capability))
+        assert len({v.name for v in listed}) == len(listed)
+        for v in listed:
+            assert set(v.kernel.arg_names) == set(v.types) | set(v.constants), v.name
+            assert capability > 75 or "bf16" not in v.types["q"]
