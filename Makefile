@@ -16,12 +16,13 @@ PYTEST_ARGS ?=
 # The stamp's name holds what was installed, so an edit of either file installs again.
 INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: help venv demo test lint types layers pytest bench format lock clean
+.PHONY: help venv demo test lint types layers pytest bench triton-3.6 format lock clean
 
 help:
 	@echo "make demo     convert a small model to 4 bits and answer a prompt under a memory budget"
 	@echo "make test     lint, types, layers and tests"
 	@echo "make bench    the CPU and disk benches, each beside its peer or its limit"
+	@echo "make triton-3.6  fetch Triton 3.6.0, with which the tests then compile all kernels too"
 	@echo "make format   format and fix the sources"
 	@echo "make lock     write constraints.txt with the newest versions"
 	@echo "make clean    remove $(VENV), caches and build products"
@@ -78,6 +79,11 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[bench]' --no-build-isolation -c constraints.txt
 	for name in cpu_matmul cpu_decode disk_stream; do $(BIN)/python -m "bench.$$name"; done
 
+# Beside .venv, not in it: tests/kernels/test_compile.py puts the folder on a process's path.
+triton-3.6: $(BIN)/python
+	rm -rf .triton-3.6
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target .triton-3.6 triton==3.6.0
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -93,5 +99,5 @@ lock: $(BIN)/python
 	mv build/constraints.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .triton-3.6 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,9 @@
 QOFF_CACHE: where models that were converted on the way are kept; by default $XDG_CACHE_HOME/qoff,
 or ~/.cache/qoff.
 
+QOFF_TRITON_36: read by tests/kernels/test_compile.py alone: a folder with Triton 3.6.0, to compile
+the kernels with that version too; by default .triton-3.6 (`make triton-3.6`).
+
 The libraries below read their own: HF_HOME, HF_HUB_OFFLINE and HF_TOKEN (downloads),
 OMP_NUM_THREADS (threads of torch and so of qoff's CPU kernels), NUMBA_CACHE_DIR (compiled CPU
 kernels).

@@ -1,0 +1,115 @@
+"""Times of calls on a CUDA device, with cold caches, the alternatives in turn.
+
+`launched` is the time from an idle GPU to its being idle again, as the host sees it: Python and the
+launch included. `replayed` is the time on the GPU alone: a CUDA graph of the call between events.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from bench.gpu_case import Call
+
+_WARMUPS = 3
+_ROUNDS = 30
+_ROUNDS_MIN = 5
+_LEAST_FLUSH = 64 << 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call, sampled several times."""
+
+    launched: tuple[float, ...]
+    replayed: tuple[float, ...]  # by events without a graph where the call cannot be captured
+    captured: bool = True
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.replayed)
+
+    @property
+    def launched_seconds(self) -> float:
+        return statistics.median(self.launched)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median of `replayed`."""
+        low, _, high = statistics.quantiles(self.replayed, n=4, method="inclusive")
+        return (high - low) / self.seconds
+
+
+class Timer(Protocol):
+    """What the bench asks of a clock."""
+
+    def measure(self, calls: Mapping[str, Call], budget_s: float) -> dict[str, Timing]: ...
+
+
+class CudaTimer:
+    """Measures on one CUDA device; L2 is overwritten before every sample."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        l2 = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+        self._flush = torch.empty(max(4 * l2, _LEAST_FLUSH), dtype=torch.uint8, device=device)
+
+    def measure(self, calls: Mapping[str, Call], budget_s: float) -> dict[str, Timing]:
+        """Time the calls in turn, A B C B C A ..., at most about `budget_s` seconds."""
+        graphs = {name: self._capture(call) for name, call in calls.items()}
+        names = list(calls)
+        launched: dict[str, list[float]] = {name: [] for name in names}
+        replayed: dict[str, list[float]] = {name: [] for name in names}
+        end = time.monotonic() + budget_s
+        for done in range(_ROUNDS):
+            if done >= _ROUNDS_MIN and time.monotonic() > end:
+                break
+            first = done % len(names)
+            for name in names[first:] + names[:first]:
+                launched[name].append(self._launched(calls[name]))
+                graph = graphs[name]
+                replayed[name].append(self._replayed(graph.replay if graph else calls[name]))
+        return {
+            name: Timing(tuple(launched[name]), tuple(replayed[name]), graphs[name] is not None)
+            for name in names
+        }
+
+    def _capture(self, call: Call) -> torch.cuda.CUDAGraph | None:
+        """Warm up (which compiles) and capture; None for a call that cannot be captured."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARMUPS):
+                call()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        except RuntimeError:
+            torch.cuda.synchronize(self.device)
+            return None
+        return graph
+
+    def _launched(self, call: Call) -> float:
+        self._flush.zero_()
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start
+
+    def _replayed(self, call: Call) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,116 @@
+"""Decode attention over the packed KV cache on a GPU: checks and cases of `bench.gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
+from bench.gpu_operands import Cache, random_cache
+from bench.gpu_peers import BACKENDS, sdpa
+from bench.gpu_targets import SDPA
+from bench.model_shapes import Shape, models
+from qoff.kernels import reference_attention as reference
+from qoff.kernels.decode_attention import DecodeConfig, decode_attention
+from qoff.kernels.kv_format import KVFormat
+
+OP = "decode_attention"
+_NAMES = ("pool", "block_table", "compressed", "length", "recent_k", "recent_v", "form")
+_CONTEXTS = (1024, 8192, 32768, 131072)
+_BATCHES = (1, 8, 32)
+_MATH_TOKENS = 1 << 16  # the backend that materializes the scores is too slow for more
+
+
+def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
+    forms = [KVFormat(64)]
+    if not tiny:
+        forms += [KVFormat(128), KVFormat(80), KVFormat(128, k_bits=8, v_bits=8), KVFormat(256)]
+        forms += [KVFormat(128, k_form="token", rotated=True)]
+    lengths = [1, 70, 0] if tiny else [1, 0, 64, 65, 5000, 300]
+    for form in forms:
+        for dtype in dtypes(device)[:1] if tiny else dtypes(device):
+            for group in (2,) if tiny else (1, 8, 16):
+                kind = (
+                    f"{form.k_bits}/{form.v_bits} bit per {form.k_form}, {form.head_dim} channels"
+                )
+                error = partial(_error, form, dtype, group, lengths, device)
+                # Queries and probabilities are rounded once more than in the reference.
+                yield Check(OP, f"{short(dtype)} {kind}, group {group}", error, 2 * BOUNDS[dtype])
+
+
+def _error(
+    form: KVFormat, dtype: torch.dtype, group: int, lengths: list[int], device: torch.device
+) -> float:
+    cache = random_cache(form, 2, lengths, dtype, device)
+    q = torch.randn(len(lengths), 2 * group, form.head_dim, device=device).to(dtype)
+    scale = form.head_dim**-0.5
+    out, lse = decode_attention(q, scale=scale, **_operands(cache))
+    expected, expected_lse = reference.decode_attention(q, scale=scale, **_operands(cache))
+    finite = torch.isfinite(expected_lse)
+    if not torch.equal(finite, torch.isfinite(lse)):
+        return float("inf")
+    return max(relative_rms(out, expected), relative_rms(lse[finite], expected_lse[finite]))
+
+
+def _operands(cache: Cache) -> dict[str, Any]:
+    return {name: getattr(cache, name) for name in _NAMES}
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for context in (8192, 32768) if quick else _CONTEXTS:
+        for batch in (1, 8) if quick else _BATCHES:
+            for model in models(quick):
+                yield case(model, context, batch)
+
+
+def case(model: Shape, context: int, batch: int) -> Case:
+    """One token of each of `batch` sequences with `context` cached tokens."""
+    form = KVFormat(model.head_dim)
+    fp16 = 2 * batch * context * model.kv_heads * model.head_dim * 2
+    nbytes = batch * (context // 64) * model.kv_heads * form.nbytes
+    return Case(
+        OP,
+        model.name,
+        f"{batch} x {context} tokens, {model.heads}/{model.kv_heads} heads",
+        nbytes + 4 * batch * model.heads * model.head_dim,
+        partial(_build, model, context, batch),
+        flops=4.0 * batch * context * model.heads * model.head_dim,
+        m=batch,
+        tokens=context,
+        group=model.group,
+        stored=fp16,
+        footprint=nbytes + 2 * fp16,
+    )
+
+
+def _build(model: Shape, context: int, batch: int, device: torch.device) -> Work:
+    call, q = problem(model, context, batch, device)
+    keys: list[torch.Tensor] = []
+
+    def peer(backend: str) -> Call:
+        if backend == "math" and batch * context > _MATH_TOKENS:
+            raise RuntimeError("left out: it writes all scores to memory")
+        if not keys:
+            shape = (2, batch, model.kv_heads, context, model.head_dim)
+            keys.append(torch.randn(shape, dtype=torch.float16, device=device))
+        return sdpa(backend, q[:, :, None], keys[0][0], keys[0][1], causal=False)
+
+    return Work(call, {SDPA + name: partial(peer, name) for name in BACKENDS})
+
+
+def problem(
+    model: Shape, context: int, batch: int, device: torch.device
+) -> tuple[Callable[..., object], torch.Tensor]:
+    """A call that attends to a random cache, given a `DecodeConfig` or none, and its queries."""
+    form = KVFormat(model.head_dim)
+    cache = random_cache(form, model.kv_heads, [context] * batch, torch.float16, device)
+    q = torch.randn(batch, model.heads, model.head_dim, device=device).half()
+    operands = {**_operands(cache), "scale": model.head_dim**-0.5}
+
+    def attend(config: DecodeConfig | None = None) -> object:
+        return decode_attention(q, config=config, **operands)
+
+    return attend, q

@@ -1,0 +1,44 @@
+"""Dequantizing matrices on a GPU: checks and cases of `bench.gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from bench.gpu_case import BOUNDS, Case, Check, Work, dtypes, relative_rms, short
+from bench.gpu_operands import random_weight
+from bench.model_shapes import LLAMA_8B, LLAMA_70B
+from qoff.kernels.dequantize import dequantize
+
+OP = "dequantize"
+
+
+def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
+    shape = (5, 256) if tiny else (777, 4096)
+    for dtype in dtypes(device):
+        for bits, group in ((4, 64), (8, 32)) if tiny else ((4, 32), (4, 64), (4, 128), (8, 64)):
+            name = f"{short(dtype)} {bits} bit group {group}"
+            yield Check(OP, name, partial(_error, shape, dtype, bits, group, device), BOUNDS[dtype])
+
+
+def _error(
+    shape: tuple[int, int], dtype: torch.dtype, bits: int, group: int, device: torch.device
+) -> float:
+    q = random_weight(*shape, device, bits, group)
+    out = dequantize(q.codes, q.scale_min, bits, group, dtype)
+    return relative_rms(out, q.dequantize())
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for model in (LLAMA_8B,) if quick else (LLAMA_8B, LLAMA_70B):
+        n, k = model.linears()["gate/up"]
+        nbytes = n * k * 2 + n * k // 2 + n * k // 64 * 4
+        build = partial(_build, n, k)
+        yield Case(OP, model.name, f"{n}x{k} 4 bit", nbytes, build, footprint=2 * nbytes)
+
+
+def _build(n: int, k: int, device: torch.device) -> Work:
+    q = random_weight(n, k, device)
+    return Work(lambda: dequantize(q.codes, q.scale_min, q.bits, q.group_size, torch.float16))

@@ -1,0 +1,74 @@
+"""What the modules `bench.<op>` list: checks against the reference, and cases to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Largest relative RMS error, by the lowest precision on the way.
+BOUNDS: Mapping[torch.dtype, float] = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison with the reference on fresh random inputs. `error` runs both."""
+
+    op: str
+    name: str
+    error: Callable[[], float]
+    bound: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """A case in memory. Peers are made on first use: one that raises is reported as missing.
+
+    Where the results of peers are `comparable`, so is one whose result is not that of `call`.
+    """
+
+    call: Call
+    peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
+    comparable: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A size of one op. `nbytes` counts each byte of memory once, `flops` a multiply-add as two."""
+
+    op: str
+    model: str
+    name: str
+    nbytes: int
+    build: Callable[[torch.device], Work]
+    flops: float = 0.0
+    m: int = 0  # tokens, of the ops that have few or many
+    tokens: int = 0  # cached ones of a sequence
+    group: int = 0  # query heads for a KV head
+    stored: int = 0  # bytes of packed weights or fp16 KV that the targets speak of
+    footprint: int = 0  # bytes of device memory that the case and its peers need
+
+
+def relative_rms(actual: Tensor, expected: Tensor) -> float:
+    """RMS of the difference over that of `expected`; infinite for NaN or another shape."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    reference = expected.double()
+    difference = (actual.double() - reference).square().mean().sqrt()
+    error = float(difference / reference.square().mean().sqrt().clamp_min(1e-30))
+    return error if error == error else float("inf")
+
+
+def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtypes that kernels take on a device: no bfloat16 before compute capability 8.0."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return (torch.float16,) if old else (torch.float16, torch.bfloat16)
+
+
+def short(dtype: torch.dtype) -> str:
+    """ "float16" for torch.float16."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,148 @@
+"""Appending to the packed KV cache on a GPU: checks and cases of `bench.gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu_case import Call, Case, Check, Work, relative_rms
+from bench.gpu_targets import PLAIN_APPEND
+from bench.model_shapes import Shape, models
+from bench.rope import tables
+from qoff.kernels import reference_kv
+from qoff.kernels.kv_append import kv_append
+from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.rope import rope
+
+OP = "kv_append"
+_BOUND = 2e-2  # a code beside a half may be the neighbour of the reference's: a whole step
+
+
+@dataclass(frozen=True)
+class Append:
+    """New tokens for every sequence of a cache, and where they go."""
+
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    start: Tensor
+    row_start: Tensor
+    recent_k: Tensor
+    recent_v: Tensor
+    pool: Tensor
+    block_table: Tensor
+    before: Tensor
+    after: Tensor
+    form: KVFormat
+    max_rows: int
+    max_new_blocks: int
+
+    def operands(self) -> dict[str, Any]:
+        """What the launcher and the reference share, by name."""
+        own = {"max_rows", "max_new_blocks"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+
+    def run(self) -> None:
+        kv_append(**self.operands(), max_rows=self.max_rows, max_new_blocks=self.max_new_blocks)
+
+
+def append(
+    form: KVFormat, kv_heads: int, starts: list[int], rows: int, device: torch.device
+) -> Append:
+    """`rows` random tokens for sequences that have `starts` tokens already."""
+    ends = [start + rows for start in starts]
+    sequences, tokens = len(starts), rows * len(starts)
+    before = [start // BLOCK_TOKENS * BLOCK_TOKENS for start in starts]
+    after = [end // BLOCK_TOKENS * BLOCK_TOKENS for end in ends]
+    blocks = max([end // BLOCK_TOKENS for end in ends] + [1])
+    cos, sin = tables(form.head_dim, device, max(ends) + 1)
+    table = torch.arange(sequences * blocks, dtype=torch.int32, device=device)
+    recent = torch.randn(2, sequences, BLOCK_TOKENS, kv_heads, form.head_dim, device=device).half()
+
+    def on_device(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return Append(
+        torch.randn(tokens, kv_heads, form.head_dim, device=device).half(),
+        torch.randn(tokens, kv_heads, form.head_dim, device=device).half(),
+        cos,
+        sin,
+        on_device(starts),
+        on_device([rows * s for s in range(sequences + 1)]),
+        recent[0],
+        recent[1],
+        torch.zeros(sequences * blocks, kv_heads, form.nbytes, dtype=torch.uint8, device=device),
+        table.view(sequences, blocks),
+        on_device(before),
+        on_device(after),
+        form,
+        rows,
+        max((a - b) // BLOCK_TOKENS for a, b in zip(after, before, strict=True)),
+    )
+
+
+def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
+    """The error of what is read back from the blocks, and of the ring."""
+    forms = [KVFormat(64), KVFormat(64, k_form="token", rotated=True)]
+    if not tiny:
+        forms += [KVFormat(128), KVFormat(80), KVFormat(128, k_bits=8), KVFormat(256)]
+    for form in forms:
+        for rows in (1, 70) if tiny else (1, 64, 200):
+            kind = f"{form.k_bits} bit per {form.k_form}, {form.head_dim} channels"
+            error = partial(_error, form, rows, device)
+            yield Check(OP, f"{kind}, {rows} rows", error, _BOUND)
+
+
+def _error(form: KVFormat, rows: int, device: torch.device) -> float:
+    work = append(form, 2, [0, 63, 100], rows, device)
+    expected = replace(
+        work,
+        pool=work.pool.clone(),
+        recent_k=work.recent_k.clone(),
+        recent_v=work.recent_v.clone(),
+    )
+    work.run()
+    reference_kv.append(**expected.operands())
+    found = reference_kv.dequantize_blocks(work.pool, form)
+    wanted = reference_kv.dequantize_blocks(expected.pool, form)
+    pairs = [(work.recent_k, expected.recent_k), (work.recent_v, expected.recent_v)]
+    if work.max_new_blocks:
+        pairs += zip(found, wanted, strict=True)
+    return max(relative_rms(a, b) for a, b in pairs)
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for rows, sequences in ((1, 32), (2048, 1)):
+        for model in models(quick):
+            values = rows * sequences * model.kv_heads * model.head_dim
+            # K and V are read once; packed they are written as a quarter and some, or as they are.
+            written = 2 * values * 2 if rows == 1 else values * 9 // 8
+            name = f"{sequences} x {rows} tokens, {model.kv_heads} KV heads"
+            nbytes = 2 * values * 2 + written
+            build = partial(_build, model, rows, sequences)
+            yield Case(OP, model.name, name, nbytes, build, m=rows, footprint=8 * nbytes)
+
+
+def _build(model: Shape, rows: int, sequences: int, device: torch.device) -> Work:
+    start = 0 if rows > 1 else 5  # no block becomes complete at most tokens of decode
+    work = append(KVFormat(model.head_dim), model.kv_heads, [start] * sequences, rows, device)
+    return Work(work.run, {PLAIN_APPEND: partial(_plain, work)})
+
+
+def _plain(work: Append) -> Call:
+    """RoPE and two indexed copies into an fp16 cache."""
+    cache = torch.zeros(2, *work.k.shape, dtype=torch.float16, device=work.k.device)
+    slots = torch.arange(work.k.shape[0], device=work.k.device)
+    positions = slots % work.max_rows
+
+    def call() -> None:
+        cache[0].index_copy_(0, slots, rope(work.k, positions, work.cos, work.sin))
+        cache[1].index_copy_(0, slots, work.v)
+
+    return call

@@ -1,0 +1,221 @@
+"""Compiling variants of Triton kernels without a GPU, and what their artefacts show.
+
+Registers and local memory (spills) come from `cuobjdump --dump-resource-usage` on the cubin; the
+other figures from PTX, TTGIR and Triton's metadata.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench import ptx, ttgir
+from bench.gpu_limits import LIMITS, WARP, blocks_per_sm
+from qoff.kernels.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
+
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """One variant compiled for one compute capability. Bytes of shared memory are of a block."""
+
+    op: str
+    variant: str
+    capability: int
+    traits: tuple[str, ...] = ()
+    error: str = ""  # why it does not compile; then all figures are zero
+    warps: int = 0
+    registers: int = 0  # of a thread
+    spilled: int = 0  # bytes of local memory of a thread
+    shared: int = 0
+    tensor_cores: tuple[str, ...] = ()
+    slow_dots: int = 0
+    code_widths: dict[str, int] = field(default_factory=dict)  # bits -> loads from uint8 arguments
+    code_bytes: int = 0  # of a block: tiles of bytes that it loads, each load counted once
+    wide_bytes: int = 0  # of a block: what loads of 128 bits and more bring from uint8 arguments
+    converts_in_loop: int = 0
+    shared_stores_in_loop: int = 0
+    in_flight: int = 0  # bytes of a block
+    seconds: float = 0.0  # that compiling took
+
+    @property
+    def blocks(self) -> int:
+        """Blocks on an SM at once, at most."""
+        return blocks_per_sm(self.capability, self.warps, self.registers, self.shared)
+
+    def violations(self) -> list[str]:
+        """What this variant should show and does not, each in a line that names it."""
+        found = []
+        limit = LIMITS[self.capability].shared_per_block
+        if self.error:
+            found.append(f"does not compile: {self.error}")
+        elif self.shared > limit:
+            found.append(f"takes {self.shared} bytes of shared memory; a block has {limit}")
+        elif not self.blocks:
+            found.append(f"does not fit an SM: {self.registers} registers, {self.warps} warps")
+        if self.spilled:
+            found.append(f"spills registers: {self.spilled} bytes of local memory in a thread")
+        if not self.error:
+            found += self._missing_traits()
+        return [f"{self.op} {self.variant} sm_{self.capability}: {text}" for text in found]
+
+    def _missing_traits(self) -> Iterator[str]:
+        if TENSOR_CORES in self.traits and (not self.tensor_cores or self.slow_dots):
+            yield f"{self.slow_dots} products without tensor cores (has {self.tensor_cores})"
+        if WIDE_CODES in self.traits and not 0 < self.code_bytes <= self.wide_bytes:
+            yield (
+                f"128-bit loads bring {self.wide_bytes} of {self.code_bytes} bytes of codes; "
+                f"loads by bits: {self.code_widths}"
+            )
+        if NO_SHARED_IN_LOOP in self.traits and self.shared_stores_in_loop:
+            yield (
+                f"{self.shared_stores_in_loop} stores to shared memory in the inner loop "
+                f"({self.converts_in_loop} changes of layout)"
+            )
+
+
+def compile_variant(variant: Variant, capability: int, keep: Path | None = None) -> Artefact:
+    """Compile for sm_`capability` and read the artefacts, which are left in folder `keep`.
+
+    A variant that does not compile gives an Artefact with its `error`.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.kernel.arg_names
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if variant.types.get(name, "fp")[0] in "*iu" and name not in variant.unaligned
+    }
+    signature = {n: "constexpr" if n in variant.constants else variant.types[n] for n in names}
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    source = ASTSource(variant.kernel, signature, dict(variant.constants), aligned)
+    try:
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", capability, WARP),
+            options={**options, **variant.options},
+        )
+    except Exception as error:  # any error of the compiler is a result
+        text = " ".join(str(error).split())[-400:]  # the reason stands last
+        name = f"{type(error).__name__}: {text}"
+        return Artefact(variant.op, variant.name, capability, tuple(variant.traits), name)
+    if keep:
+        stem = re.sub(r"[^\w.-]+", "_", f"{variant.op}-{variant.name}-sm{capability}")
+        for kind in ("ttgir", "ptx", "cubin"):
+            content = compiled.asm[kind]
+            data = content if isinstance(content, bytes) else content.encode()
+            (keep / f"{stem}.{kind}").write_bytes(data)
+    return _read(variant, capability, compiled)
+
+
+def _read(variant: Variant, capability: int, compiled: Any) -> Artefact:
+    code, tiles = ptx.read(compiled.asm["ptx"]), ttgir.read(compiled.asm["ttgir"])
+    passed = [name for name in variant.kernel.arg_names if name not in variant.constants]
+    bytes_arguments = {i for i, name in enumerate(passed) if variant.types[name] == "*u8"}
+    # Warp specialization adds warps; the PTX says how many threads a block has.
+    declared = re.search(r"\.reqntid (\d+)", compiled.asm["ptx"])
+    threads = int(declared[1]) if declared else WARP * variant.num_warps
+    wide = [x for x in code.loads if x.arguments & bytes_arguments and x.nbytes >= ptx.WIDE]
+    registers, spilled = resource_usage(compiled.asm["cubin"])
+    return Artefact(
+        op=variant.op,
+        variant=variant.name,
+        capability=capability,
+        traits=tuple(sorted(variant.traits)),
+        warps=threads // WARP,
+        registers=registers,
+        spilled=spilled,
+        shared=compiled.metadata.shared,
+        tensor_cores=code.tensor_cores,
+        slow_dots=tiles.slow_dots,
+        code_widths={str(w): n for w, n in sorted(code.widths(bytes_arguments).items())},
+        code_bytes=tiles.code_bytes,
+        wide_bytes=threads * sum(load.nbytes for load in wide),
+        converts_in_loop=tiles.converts_in_loop,
+        shared_stores_in_loop=code.shared_stores_in_loop,
+        in_flight=max(tiles.buffer_bytes, threads * code.bytes_before_use),
+    )
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory (stack included) of a thread, as cuobjdump says."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = _USAGE.search(said)
+    if usage is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {said!r}")
+    registers, stack, local = map(int, usage.groups())
+    return registers, stack + local
+
+
+def collect(
+    ops: Sequence[str], capabilities: Sequence[int], jobs: int, keep: Path | None = None
+) -> list[Artefact]:
+    """Compile every variant of the ops for every capability, on `jobs` processes.
+
+    An op is a module of qoff.kernels, or the full name of any module that has `variants`. One that
+    cannot be imported gives an Artefact with its error per capability.
+    """
+    work, found = [], []
+    for op in ops:
+        for capability in capabilities:
+            try:
+                count = len(list(variants_of(op, capability)))
+            except Exception as error:  # a missing module, and whatever importing it raises
+                text = f"{type(error).__name__}: {error}"
+                found.append(Artefact(op, "variants", capability, (), text))
+                continue
+            work += [(op, capability, i, keep) for i in range(count)]
+    if work:
+        context = multiprocessing.get_context("fork")  # the ops are imported already
+        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            found += pool.map(_job, work, chunksize=4)
+    return sorted(found, key=lambda a: (ops.index(a.op) if a.op in ops else -1, a.capability))
+
+
+def variants_of(op: str, capability: int) -> Iterable[Variant]:
+    """The variants that the module of an op lists; see `collect`."""
+    module = importlib.import_module(op if "." in op else f"qoff.kernels.{op}")
+    variants: Iterable[Variant] = module.variants(capability)
+    return variants
+
+
+def _job(work: tuple[str, int, int, Path | None]) -> Artefact:
+    op, capability, index, keep = work
+    variant = list(variants_of(op, capability))[index]
+    start = time.perf_counter()
+    found = compile_variant(variant, capability, keep)
+    return replace(found, seconds=time.perf_counter() - start)
+
+
+def as_json(found: Sequence[Artefact]) -> dict[str, Any]:
+    """The artefacts and the version of Triton that made them."""
+    import triton
+
+    return {"triton": triton.__version__, "artefacts": [asdict(artefact) for artefact in found]}
+
+
+def interpreted() -> bool:
+    """Whether Triton runs as an interpreter in this process, where nothing can be compiled."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

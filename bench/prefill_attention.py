@@ -1,0 +1,118 @@
+"""Prefill attention over packed blocks and fresh keys on a GPU: checks and cases of `bench.gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
+from bench.gpu_operands import random_cache
+from bench.gpu_peers import BACKENDS, sdpa
+from bench.gpu_targets import SDPA
+from bench.model_shapes import Shape, models
+from qoff.kernels import reference_attention as reference
+from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.prefill_attention import prefill_attention
+
+OP = "prefill_attention"
+_NAMES = ("pool", "block_table", "compressed", "recent_k", "recent_v")
+_ROWS = 2048
+_CONTEXTS = (0, 8192, 32768)
+_MATH_SCORES = 1 << 28
+
+
+def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
+    forms = [KVFormat(64)]
+    if not tiny:
+        forms += [KVFormat(128), KVFormat(80), KVFormat(128, k_bits=8, v_bits=8), KVFormat(256)]
+        forms += [KVFormat(128, k_form="token", rotated=True)]
+    starts, rows = ([0, 70], [3, 17]) if tiny else ([0, 1000, 64, 3], [300, 17, 1, 64])
+    for form in forms:
+        for dtype in dtypes(device)[:1] if tiny else dtypes(device):
+            for group in (2,) if tiny else (1, 8):
+                kind = (
+                    f"{form.k_bits}/{form.v_bits} bit per {form.k_form}, {form.head_dim} channels"
+                )
+                error = partial(_error, form, dtype, group, starts, rows, device)
+                yield Check(OP, f"{short(dtype)} {kind}, group {group}", error, 2 * BOUNDS[dtype])
+
+
+def _error(
+    form: KVFormat,
+    dtype: torch.dtype,
+    group: int,
+    starts: list[int],
+    rows: list[int],
+    device: torch.device,
+) -> float:
+    operands = _operands(form, 2, group, starts, rows, dtype, device)
+    out, lse = prefill_attention(**operands)
+    expected, expected_lse = reference.prefill_attention(**operands)
+    return max(relative_rms(out, expected), relative_rms(lse, expected_lse))
+
+
+def _operands(
+    form: KVFormat,
+    kv_heads: int,
+    group: int,
+    starts: list[int],
+    rows: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What the launcher and the reference take, by name."""
+    cache = random_cache(form, kv_heads, starts, dtype, device)
+    k, v = torch.randn(2, sum(rows), kv_heads, form.head_dim, device=device).to(dtype)
+    q = torch.randn(sum(rows), kv_heads * group, form.head_dim, device=device).to(dtype)
+    firsts = torch.tensor([0, *rows], device=device).cumsum(0).int()
+    packed = {name: getattr(cache, name) for name in _NAMES}
+    fresh = {"q": q, "k": k, "v": v, "row_start": firsts, "start": cache.length}
+    return {**fresh, **packed, "form": form, "scale": form.head_dim**-0.5}
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for context in (0, 8192) if quick else _CONTEXTS:
+        for model in models(quick):
+            seen = _ROWS * context + _ROWS * (_ROWS + 1) // 2
+            fp16 = 4 * (context + _ROWS) * model.kv_heads * model.head_dim
+            packed = context // 64 * model.kv_heads * KVFormat(model.head_dim).nbytes
+            yield Case(
+                OP,
+                model.name,
+                f"{_ROWS} after {context} tokens, {model.heads}/{model.kv_heads} heads",
+                packed + 4 * _ROWS * (model.heads + model.kv_heads) * model.head_dim,
+                partial(_build, model, context),
+                flops=4.0 * seen * model.heads * model.head_dim,
+                m=_ROWS,
+                tokens=context,
+                group=model.group,
+                footprint=4 * fp16 + 8 * _ROWS * model.heads * model.head_dim,
+            )
+
+
+def _build(model: Shape, context: int, device: torch.device) -> Work:
+    form = KVFormat(model.head_dim)
+    operands = _operands(
+        form, model.kv_heads, model.group, [context], [_ROWS], torch.float16, device
+    )
+    # The launcher's default bound, block_table's width, is one block for an empty cache.
+    operands |= {"max_rows": _ROWS, "max_compressed": max(0, context - 1) // 64 * 64}
+    peers = {SDPA + name: partial(_peer, name, model, context, device) for name in BACKENDS}
+    return Work(lambda: prefill_attention(**operands), peers)
+
+
+def _peer(name: str, model: Shape, context: int, device: torch.device) -> Call:
+    keys = context + _ROWS
+    if name == "math" and model.heads * _ROWS * keys > _MATH_SCORES:
+        raise RuntimeError("left out: it writes all scores to memory")
+
+    def random(heads: int, tokens: int) -> Tensor:
+        shape = (1, heads, tokens, model.head_dim)
+        return torch.randn(shape, dtype=torch.float16, device=device)
+
+    q = random(model.heads, _ROWS)
+    return sdpa(name, q, random(model.kv_heads, keys), random(model.kv_heads, keys), causal=True)

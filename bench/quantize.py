@@ -1,0 +1,53 @@
+"""Quantizing matrices on a GPU: checks and cases of `bench.gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from bench.gpu_case import Case, Check, Work, dtypes, short
+from bench.model_shapes import LLAMA_8B, LLAMA_70B
+from qoff.kernels import reference
+from qoff.kernels.packing import pack_codes, pack_scale_min
+from qoff.kernels.quantize import quantize
+
+OP = "quantize"
+
+
+def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
+    """The share of codes that are neighbours of the reference's; infinite for any other error."""
+    shape = (5, 256) if tiny else (777, 4096)
+    for dtype in (torch.float32, *dtypes(device)):
+        for bits, group in ((4, 64),) if tiny else ((4, 32), (4, 64), (4, 128), (8, 64)):
+            name = f"{short(dtype)} {bits} bit group {group}"
+            yield Check(OP, name, partial(_error, shape, dtype, bits, group, device), 1e-3)
+
+
+def _error(
+    shape: tuple[int, int], dtype: torch.dtype, bits: int, group: int, device: torch.device
+) -> float:
+    w = torch.randn(shape, device=device).to(dtype)
+    codes, scale_min = quantize(w, bits, group)
+    levels, scale, minimum = reference.quantize(w, bits, group)
+    if not torch.equal(scale_min, pack_scale_min(scale, minimum, "half32")):
+        return float("inf")
+    packed = pack_codes(levels, bits, "half32")
+    off = (codes & 15).int() - (packed & 15).int() if bits == 4 else codes.int() - packed.int()
+    high = (codes >> 4).int() - (packed >> 4).int() if bits == 4 else off
+    worst = max(int(off.abs().max()), int(high.abs().max()))
+    return float("inf") if worst > 1 else float(((off != 0) | (high != 0)).float().mean())
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for model in (LLAMA_8B,) if quick else (LLAMA_8B, LLAMA_70B):
+        n, k = model.linears()["gate/up"]
+        nbytes = n * k * 2 + n * k // 2 + n * k // 64 * 4
+        build = partial(_build, n, k)
+        yield Case(OP, model.name, f"{n}x{k} 4 bit", nbytes, build, footprint=2 * nbytes)
+
+
+def _build(n: int, k: int, device: torch.device) -> Work:
+    w = torch.randn(n, k, dtype=torch.float16, device=device)
+    return Work(lambda: quantize(w, 4, 64))

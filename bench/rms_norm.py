@@ -1,0 +1,56 @@
+"""RMS norm on a GPU: checks and cases of `bench.gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
+from bench.model_shapes import models
+from qoff.kernels import reference_elementwise as reference
+from qoff.kernels.rms_norm import rms_norm
+
+OP = "rms_norm"
+_EPS = 1e-5
+
+
+def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
+    for tokens, columns in ((3, 80),) if tiny else ((1, 4096), (65, 8192), (1000, 128), (7, 5120)):
+        for dtype in dtypes(device):
+            name = f"{short(dtype)} {tokens}x{columns} with residual"
+            yield Check(OP, name, partial(_error, tokens, columns, dtype, device), BOUNDS[dtype])
+
+
+def _error(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> float:
+    x, residual = torch.randn(2, tokens, columns, device=device).to(dtype)
+    weight = torch.rand(columns, device=device).to(dtype)
+    out, total = rms_norm(x, weight, _EPS, residual)
+    alone, _ = rms_norm(x, weight, _EPS)
+    wide = (x.double(), residual.double(), weight.double(), _EPS)
+    expected, sum_expected = reference.add_rms_norm(*wide)
+    return max(
+        relative_rms(out, expected),
+        relative_rms(total, sum_expected),
+        relative_rms(alone, reference.rms_norm(wide[0], wide[2], _EPS)),
+    )
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for tokens in (16, 4096):
+        for model in models(quick):
+            nbytes = 4 * tokens * model.hidden * 2 + model.hidden * 2
+            build = partial(_build, tokens, model.hidden)
+            name = f"{tokens}x{model.hidden} with residual"
+            yield Case(OP, model.name, name, nbytes, build, m=tokens, footprint=4 * nbytes)
+
+
+def _build(tokens: int, columns: int, device: torch.device) -> Work:
+    x, residual = torch.randn(2, tokens, columns, device=device).half()
+    weight = torch.rand(columns, device=device).half()
+
+    def torch_way() -> Call:
+        return lambda: torch.nn.functional.rms_norm(x + residual, (columns,), weight, _EPS)
+
+    return Work(lambda: rms_norm(x, weight, _EPS, residual), {"torch add, rms_norm": torch_way})

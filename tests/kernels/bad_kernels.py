@@ -1,0 +1,80 @@
+"""Variants that test_compile must refuse, each for one reason, and one that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from qoff.kernels.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
+
+
+@triton.jit
+def normalize(codes, out, SIZE: tl.constexpr):
+    """Every value is alive until the sum of all is known."""
+    index = tl.arange(0, SIZE)
+    values = tl.load(codes + index).to(tl.float32)
+    tl.store(out + index, values / tl.sum(values))
+
+
+@triton.jit
+def every_other(codes, out, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    tl.store(out + index, tl.load(codes + 2 * index).to(tl.float32))
+
+
+@triton.jit
+def product(codes, out, steps, ROWS: tl.constexpr, DTYPE: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    tile = row[:, None] * ROWS + row[None, :]
+    total = tl.zeros((ROWS, ROWS), tl.float32)
+    for step in range(steps):
+        values = tl.load(codes + step * ROWS * ROWS + tile).to(DTYPE)
+        total = tl.dot(values, values, total, input_precision="ieee")
+    tl.store(out + tile, total)
+
+
+@triton.jit
+def turned(codes, out, steps, ROWS: tl.constexpr):
+    """Adds tiles to turned ones: every step changes a layout."""
+    row = tl.arange(0, ROWS)
+    tile = row[:, None] * ROWS + row[None, :]
+    total = tl.zeros((ROWS, ROWS), tl.float32)
+    for step in range(steps):
+        values = tl.load(codes + step * ROWS * ROWS + tile).to(tl.float32)
+        total = tl.trans(tl.exp(total)) * values
+    tl.store(out + tile, total)
+
+
+@triton.jit
+def unknown(codes, out):
+    tl.store(out, tl.load(codes).to(tl.float32) + no_such_name)  # noqa: F821
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """One of each kind."""
+    yield _variant("right", product, {"ROWS": 64, "DTYPE": tl.float16}, {TENSOR_CORES, WIDE_CODES})
+    yield _variant("spills", normalize, {"SIZE": 1 << 13}, set(), warps=1)
+    yield _variant("narrow", every_other, {"SIZE": 4096}, {WIDE_CODES})
+    yield _variant("no-tensor-cores", product, {"ROWS": 32, "DTYPE": tl.float32}, {TENSOR_CORES})
+    yield _variant("no-product", every_other, {"SIZE": 4096}, {TENSOR_CORES})
+    yield _variant("shared-in-loop", turned, {"ROWS": 64}, {NO_SHARED_IN_LOOP})
+    yield _variant("large", product, {"ROWS": 128, "DTYPE": tl.float16}, set(), stages=20)
+    yield _variant("unknown", unknown, {}, set())
+
+
+def _variant(
+    name: str,
+    kernel: object,
+    constants: dict[str, object],
+    traits: set[str],
+    warps: int = 4,
+    stages: int = 3,
+) -> Variant:
+    types = {"codes": "*u8", "out": "*fp32"}
+    if kernel in (product, turned):
+        types["steps"] = "i32"
+    return Variant(
+        __name__, name, kernel, types, constants, warps, stages, traits=frozenset(traits)
+    )

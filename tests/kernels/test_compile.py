@@ -1,0 +1,138 @@
+"""Every shipped variant of every Triton kernel compiles for every architecture, and compiles well.
+
+Nothing here needs a GPU: `bench.static` compiles in a process of its own (here Triton may be an
+interpreter), and the figures come from what the compiler made. The pinned Triton is always used;
+Triton 3.6.0 too where a folder holds it: the one that the environment variable QOFF_TRITON_36
+names, by default .triton-3.6, which `make triton-3.6` fills.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from bench.gpu_limits import CAPABILITIES, LIMITS, blocks_per_sm
+from bench.offline import Artefact
+from bench.static import OPS
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDER = Path(os.environ.get("QOFF_TRITON_36") or ROOT / ".triton-3.6")
+BAD = "tests.kernels.bad_kernels"
+
+# The first test waits until all variants are compiled.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="session", params=["pinned", "3.6.0"])
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Artefact]:
+    """All variants for all architectures, compiled by one version of Triton."""
+    older = request.param == "3.6.0"
+    if older and not (OLDER / "triton").is_dir():
+        pytest.skip(f"no Triton 3.6.0 in {OLDER}: make triton-3.6, or name one by QOFF_TRITON_36")
+    version, found = compile_all(tmp_path_factory.mktemp("static") / "found.json", older=older)
+    assert not older or version == request.param, f"{OLDER} holds Triton {version}"
+    return found
+
+
+def compile_all(path: Path, *options: str, older: bool = False) -> tuple[str, list[Artefact]]:
+    """Run bench.static without a GPU or interpreter; returns Triton's version and what it found."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_DISABLE_LINE_INFO"] = "1"  # nobody debugs what is thrown away
+    if older:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDER), env.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "bench.static", "--json", str(path), *options]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert path.is_file(), f"bench.static ended with {run.returncode}:\n{run.stderr[-4000:]}"
+    content = json.loads(path.read_text())
+    found = [Artefact(**{**a, "traits": tuple(a["traits"])}) for a in content["artefacts"]]
+    violations = sum(len(artefact.violations()) for artefact in found)
+    assert run.returncode == bool(violations), run.stderr
+    return content["triton"], found
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("op", OPS)
+def test_variants_compile_well(compiled: list[Artefact], op: str, capability: int) -> None:
+    mine = [a for a in compiled if (a.op, a.capability) == (op, capability)]
+    assert mine, f"{op} lists no variant for sm_{capability}"
+    names = [artefact.variant for artefact in mine]
+    assert len(names) == len(set(names)), f"{op} has variants of the same name"
+    violations = [line for artefact in mine for line in artefact.violations()]
+    assert not violations, "\n".join(violations)
+
+
+@cache
+def bad(folder: Path, capability: int) -> dict[str, Artefact]:
+    path = folder / f"bad-{capability}.json"
+    _, found = compile_all(path, "--op", BAD, "--arch", str(capability))
+    return {artefact.variant: artefact for artefact in found}
+
+
+@pytest.mark.parametrize(
+    ("variant", "complaint"),
+    [
+        ("spills", "spills registers: "),
+        ("narrow", "128-bit loads bring 0 of 4096 bytes of codes"),
+        ("no-tensor-cores", "1 products without tensor cores"),
+        ("no-product", "0 products without tensor cores"),
+        ("shared-in-loop", "stores to shared memory in the inner loop"),
+        ("unknown", "no_such_name is not defined"),
+    ],
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_bad_variant_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, variant: str, complaint: str, capability: int
+) -> None:
+    violations = bad(tmp_path_factory.getbasetemp(), capability)[variant].violations()
+    assert any(complaint in line for line in violations), violations
+    assert all(line.startswith(f"{BAD} {variant} sm_{capability}: ") for line in violations)
+
+
+def test_too_much_shared_memory_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    violations = bad(tmp_path_factory.getbasetemp(), 90)["large"].violations()
+    assert any(f"bytes of shared memory; a block has {227 << 10}" in line for line in violations)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_good_variant_is_not_refused(
+    tmp_path_factory: pytest.TempPathFactory, capability: int
+) -> None:
+    artefact = bad(tmp_path_factory.getbasetemp(), capability)["right"]
+    assert artefact.violations() == []
+    assert artefact.code_bytes > 0
+    assert artefact.registers > 0
+
+
+def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
+    _, found = compile_all(tmp_path / "found.json", "--op", "no_such_op", "--arch", "90")
+    assert [line for a in found for line in a.violations()] == [
+        "no_such_op variants sm_90: does not compile: ModuleNotFoundError: "
+        "No module named 'qoff.kernels.no_such_op'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "warps", "registers", "shared", "blocks"),
+    [
+        (80, 4, 32, 0, 16),  # 64 warps
+        (80, 1, 32, 0, 32),  # 32 blocks
+        (80, 4, 255, 0, 2),  # 65536 registers, 8192 for a warp: 8 warps
+        (89, 4, 80, 0, 6),  # 25 warps by registers, 24 in fours
+        (90, 4, 32, 100 << 10, 2),  # 101 KiB each of 228
+        (90, 4, 32, 228 << 10, 0),
+        (75, 4, 32, 32 << 10, 2),
+        (120, 4, 32, 48 << 10, 2),
+        (120, 64, 32, 0, 0),
+    ],
+)
+def test_occupancy(capability: int, warps: int, registers: int, shared: int, blocks: int) -> None:
+    assert blocks_per_sm(capability, warps, registers, shared) == blocks
+    assert LIMITS[capability].shared_per_block < 228 << 10
