@@ -10,6 +10,7 @@ from torch import Tensor
 from qoff.errors import OpError
 
 from .heads import HeadShape
+from .layer_cache import LayerCache
 from .qtensor import QTensor
 from .ragged import Ragged
 
@@ -37,8 +38,7 @@ class Ops(Protocol):
         self,
         qkv: Tensor,
         shape: HeadShape,
-        keys: Tensor,
-        values: Tensor,
+        cache: LayerCache,
         ragged: Ragged,
         *,
         rotary: tuple[Tensor, Tensor] | None = None,

@@ -7,8 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .heads import KEYS_PER_VECTOR, HeadShape, read_keys
+from .kv_format import BLOCK_TOKENS
+from .layer_cache import LayerCache
 from .qtensor import QTensor
 from .ragged import Ragged, Span
+from .reference_kv import dequantize_blocks
 
 PACKING = "half32"
 
@@ -68,8 +71,7 @@ def w4_linear(
 def attention(
     qkv: Tensor,
     shape: HeadShape,
-    keys: Tensor,
-    values: Tensor,
+    cache: LayerCache,
     ragged: Ragged,
     *,
     rotary: tuple[Tensor, Tensor] | None = None,
@@ -79,7 +81,7 @@ def attention(
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
 
-    qkv: [M, (heads + 2 kv_heads) * head_dim]; keys, values: the cache, laid out as in `heads`.
+    qkv: [M, (heads + 2 kv_heads) * head_dim]; cache: the layer's keys and values.
     Returns [M, heads * head_dim].
     """
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
@@ -95,24 +97,45 @@ def attention(
         out = qkv.new_empty(qkv.shape[0], shape.heads * shape.head_dim)
     for span in ragged.spans:
         rows = slice(span.start, span.start + span.count)
-        _append(keys, values, span, key[rows], value[rows])
-        out[rows] = _attend(shape, keys, values, span, query[rows])
+        _append(cache, span, key[rows], value[rows])
+        out[rows] = _attend(shape, *_remembered(cache, span), span, query[rows])
     return out
 
 
-def _append(keys: Tensor, values: Tensor, span: Span, key: Tensor, value: Tensor) -> None:
-    position = torch.arange(span.past, span.past + span.count)
-    block, lane = position // KEYS_PER_VECTOR, position % KEYS_PER_VECTOR
+def _packed_tokens(cache: LayerCache, span: Span) -> int:
+    return 0 if cache.packed is None else cache.packed.table.counts[span.slot]
+
+
+def _append(cache: LayerCache, span: Span, key: Tensor, value: Tensor) -> None:
+    keys, values = cache.keys, cache.values
+    place = torch.arange(span.past, span.past + span.count) - _packed_tokens(cache, span)
+    block, lane = place // KEYS_PER_VECTOR, place % KEYS_PER_VECTOR
     keys[span.slot, :, block, :, lane] = key.to(keys.dtype)
-    values[span.slot, :, position] = value.transpose(0, 1).to(values.dtype)
+    values[span.slot, :, place] = value.transpose(0, 1).to(values.dtype)
 
 
-def _attend(shape: HeadShape, keys: Tensor, values: Tensor, span: Span, query: Tensor) -> Tensor:
+def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
+    """All keys and values of a sequence, [kv_heads, tokens, head_dim] each."""
+    packed = _packed_tokens(cache, span)
+    recent = span.past + span.count - packed
+    key = read_keys(cache.keys, span.slot, recent)
+    value = cache.values[span.slot, :, :recent]
+    if cache.packed is None or not packed:
+        return key, value
+    blocks = cache.packed.table.blocks[span.slot, : packed // BLOCK_TOKENS].long()
+    # [blocks, kv_heads, 64, D] -> [kv_heads, packed, D]
+    old_key, old_value = (
+        x.transpose(0, 1).flatten(1, 2)
+        for x in dequantize_blocks(cache.packed.pool[blocks], cache.packed.form)
+    )
+    return torch.cat((old_key, key), 1), torch.cat((old_value, value), 1)
+
+
+def _attend(shape: HeadShape, key: Tensor, value: Tensor, span: Span, query: Tensor) -> Tensor:
     """Softmax attention of query [T, heads, dim] of one sequence: [T, heads * dim]."""
     length = span.past + span.count
     repeat = shape.heads // shape.kv_heads
-    key = read_keys(keys, span.slot, length).to(query.dtype).repeat_interleave(repeat, 0)
-    value = values[span.slot, :, :length].to(query.dtype).repeat_interleave(repeat, 0)
+    key, value = (x.to(query.dtype).repeat_interleave(repeat, 0) for x in (key, value))
     scores = torch.einsum("thd,hkd->htk", query, key) * shape.scale
     at = torch.arange(span.past, length)[:, None] - torch.arange(length)  # distance back
     seen = at >= 0 if shape.window is None else (at >= 0) & (at < shape.window)

@@ -67,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": 130,  # no multiple of 16
         "tie_word_embeddings": True,
     },
+    "llama-head64": {"model_type": "llama", "head_dim": 64, "num_key_value_heads": 2},
     "llama3-rope": {"model_type": "llama", "head_dim": 32, "rope_parameters": LLAMA3_ROPE},
     "mistral-window": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 7},
     "qwen2": {"model_type": "qwen2", "hidden_size": 128, "num_key_value_heads": 2},

@@ -14,6 +14,7 @@ from .attention_fields import (
     KEYS,
     KV_HEADS,
     NORM_EPS,
+    PLACES,
     POSITIONS,
     Q_NORM,
     QKV,
@@ -63,6 +64,7 @@ def _append_token(args, token):
     kv_heads, capacity = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + CAPACITY)
     row = simd.peek_i64(args + QKV) + token * simd.peek_i64(args + QKV_STRIDE)
     position = simd.peek_i64(simd.peek_i64(args + POSITIONS) + 8 * token)
+    place = simd.peek_i64(simd.peek_i64(args + PLACES) + 8 * token)
     slot = simd.peek_i64(simd.peek_i64(args + SLOTS) + 8 * token)
     eps = simd.peek_f32(args + NORM_EPS)
     cos = simd.peek_i64(args + COS)
@@ -78,8 +80,8 @@ def _append_token(args, token):
         to = 4 * ((slot * kv_heads + head) * capacity * dim)
         key = row + 4 * dim * (heads + head)
         value = row + 4 * dim * (heads + kv_heads + head)
-        keys = simd.peek_i64(args + KEYS) + to + 4 * (position // 16 * 16 * dim + position % 16)
-        values = simd.peek_i64(args + VALUES) + to + 4 * position * dim
+        keys = simd.peek_i64(args + KEYS) + to + 4 * (place // 16 * 16 * dim + place % 16)
+        values = simd.peek_i64(args + VALUES) + to + 4 * place * dim
         for i in range(dim):
             simd.poke_f32(keys + 64 * i, simd.peek_f32(key + 4 * i))
             simd.poke_f32(values + 4 * i, simd.peek_f32(value + 4 * i))

@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 
 from ..heads import HeadShape, cache_shapes
+from ..layer_cache import LayerCache
 from ..ragged import Ragged
 from .attention_fields import AttentionArguments
 from .decode_attention import RUN, append_attend_job, partial_bytes
 from .operands import address, check_dense, check_rows, fail
+from .packed_attention import packed_attention
 from .pool import Pool, default_pool
 from .prefill_attention import append_prefill_job, tile_bytes
 
 _OP = "attention"
 
 
-def _check(
-    qkv: Tensor, shape: HeadShape, keys: Tensor, values: Tensor, ragged: Ragged, out: Tensor
-) -> None:
+def _check(qkv: Tensor, shape: HeadShape, cache: LayerCache, ragged: Ragged, out: Tensor) -> None:
+    keys, values, places = cache.keys, cache.values, cache.places
     check_rows(_OP, "qkv", qkv, ragged.tokens, shape.qkv_width)
     check_rows(_OP, "out", out, ragged.tokens, shape.heads * shape.head_dim)
     if shape.head_dim % 16 or shape.heads % shape.kv_heads:
@@ -31,8 +32,10 @@ def _check(
     key_shape, value_shape = cache_shapes(sequences, shape, capacity)
     check_dense(_OP, "keys", keys, key_shape)
     check_dense(_OP, "values", values, value_shape)
-    if ragged.longest >= capacity:
-        fail(_OP, f"position {ragged.longest} is beyond the cache's {capacity} tokens")
+    if places.dtype != torch.int64 or places.shape != (ragged.tokens,):
+        fail(_OP, f"places must be int64 [{ragged.tokens}], not {list(places.shape)}")
+    if cache.longest >= capacity:
+        fail(_OP, f"place {cache.longest} is beyond the cache's {capacity} tokens")
     if ragged.sequences > sequences:
         fail(_OP, f"{ragged.sequences} sequences, but the cache holds {sequences}")
 
@@ -52,8 +55,7 @@ def _check_small(
 def attention(
     qkv: Tensor,
     shape: HeadShape,
-    keys: Tensor,
-    values: Tensor,
+    cache: LayerCache,
     ragged: Ragged,
     *,
     rotary: tuple[Tensor, Tensor] | None = None,
@@ -65,18 +67,19 @@ def attention(
     """Norm and rotate queries and keys, append keys and values to the cache, attend to it.
 
     qkv: float32 [M, (heads + 2 kv_heads) * head_dim], one row a token of `ragged`; it is
-    overwritten. keys, values: the layer's cache, laid out as `heads` says, with room for every
-    position. rotary: cos and sin, float32 [positions, head_dim / 2]. q_norm, k_norm: float32
-    [head_dim], RMSNorm over each head. Attention is causal within each sequence.
+    overwritten. cache: the layer's, with room for every place. rotary: cos and sin, float32
+    [positions, head_dim / 2]. q_norm, k_norm: float32 [head_dim], RMSNorm over each head.
+    Attention is causal within each sequence.
     Returns float32 [M, heads * head_dim]. Raises OpError for operands of the wrong form.
     """
     if out is None:
         out = torch.empty(ragged.tokens, shape.heads * shape.head_dim)
-    _check(qkv, shape, keys, values, ragged, out)
+    _check(qkv, shape, cache, ragged, out)
     _check_small(rotary, (q_norm, k_norm), shape.head_dim, ragged.longest)
     cos, sin = rotary or (None, None)
     pool = pool or default_pool()
-    runs = ragged.longest // RUN + 1
+    lse = None if cache.packed is None else torch.empty(ragged.tokens, shape.heads)
+    runs = cache.longest // RUN + 1
     if ragged.is_decode:
         job = append_attend_job
         scratch = ragged.tokens * shape.heads * runs * partial_bytes(shape.head_dim)
@@ -86,9 +89,15 @@ def attention(
         args = AttentionArguments(
             qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
             shape.head_dim, address(q_norm), address(k_norm), address(cos), address(sin),
-            ragged.positions.data_ptr(), ragged.slots.data_ptr(), keys.data_ptr(),
-            values.data_ptr(), values.shape[2], shape.window or 0, out.data_ptr(),
-            4 * out.stride(0), runs, pool.workspace(scratch), shape.norm_eps, shape.scale,
+            ragged.positions.data_ptr(), cache.places.data_ptr(), ragged.slots.data_ptr(),
+            cache.keys.data_ptr(), cache.values.data_ptr(), cache.values.shape[2],
+            shape.window or 0, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
+            pool.workspace(scratch), shape.norm_eps, shape.scale,
         )  # fmt: skip
         pool.run(job.address, ctypes.addressof(args))
+    if cache.packed is not None:
+        packed_attention(
+            qkv, shape.heads, cache.packed, scale=shape.scale, window=shape.window, out=out,
+            lse=lse, threads=pool,
+        )  # fmt: skip
     return out

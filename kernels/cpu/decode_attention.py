@@ -16,10 +16,11 @@ from .attention_fields import (
     HEADS,
     KEYS,
     KV_HEADS,
+    LSE,
     OUT,
     OUT_STRIDE,
     PARTIALS,
-    POSITIONS,
+    PLACES,
     QKV,
     QKV_STRIDE,
     RUNS,
@@ -129,7 +130,7 @@ def _attend_item(args, token, kv_head, run):
     """One run of keys for all query heads of one KV head."""
     dim, heads = simd.peek_i64(args + DIM), simd.peek_i64(args + HEADS)
     kv_heads, capacity = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + CAPACITY)
-    position = simd.peek_i64(simd.peek_i64(args + POSITIONS) + 8 * token)
+    position = simd.peek_i64(simd.peek_i64(args + PLACES) + 8 * token)
     first = max(first_key(args, position), run * RUN)
     last = min(position + 1, (run + 1) * RUN)
     if first >= last:
@@ -155,8 +156,9 @@ def _merge(args, token, head):
     size = _partial_bytes(dim)
     index = (token * simd.peek_i64(args + HEADS) + head) * runs
     partials = simd.peek_i64(args + PARTIALS) + index * size
-    position = simd.peek_i64(simd.peek_i64(args + POSITIONS) + 8 * token)
+    position = simd.peek_i64(simd.peek_i64(args + PLACES) + 8 * token)
     low, high = first_key(args, position) // RUN, position // RUN + 1
+    lse = simd.peek_i64(args + LSE)
     peak = np.float32(-np.inf)
     for run in range(low, high):
         peak = max(peak, simd.peek_f32(partials + run * size))
@@ -164,6 +166,9 @@ def _merge(args, token, head):
     for run in range(low, high):
         at = partials + run * size
         total += np.exp(simd.peek_f32(at) - peak) * simd.peek_f32(at + 4)
+    if lse != 0:
+        at = lse + 4 * (token * simd.peek_i64(args + HEADS) + head)
+        simd.poke_f32(at, peak + np.log(total))
     out = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE) + 4 * dim * head
     for i in range(0, 4 * dim, 64):
         value = simd.splat_f32(np.float32(0.0))

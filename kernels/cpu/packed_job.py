@@ -6,6 +6,7 @@ import ctypes
 
 import numpy as np
 
+from ..layer_cache import ITEM_FIELDS
 from . import simd
 from .compiled import inner, job
 from .packed_block import ROWS, SCRATCH, TOKENS, attend_block, chunk_count
@@ -14,7 +15,7 @@ from .pool import finish, take, wait
 # The scratch of a block, then maxima and sums, and the first token each row attends.
 _MAXIMA, _SUMS, _FIRSTS = SCRATCH, SCRATCH + 4 * ROWS, SCRATCH + 8 * ROWS
 THREAD_BYTES = SCRATCH + 16 * ROWS
-ITEM_FIELDS = 5  # int64: first row, rows, cache slot, position of the first row, packed tokens
+_ITEM_BYTES = 8 * len(ITEM_FIELDS)
 
 
 class PackedArguments(ctypes.Structure):
@@ -179,7 +180,7 @@ def packed_job(pool, thread, threads, args):
     work = simd.peek_i64(args + ITEM_COUNT) * kv_heads * runs
     item = take(pool, 0)
     while item < work:
-        at = simd.peek_i64(args + ITEMS) + 8 * ITEM_FIELDS * (item // (kv_heads * runs))
+        at = simd.peek_i64(args + ITEMS) + _ITEM_BYTES * (item // (kv_heads * runs))
         _attend_item(args, at, item // runs % kv_heads, item % runs, scratch)
         finish(pool, 0)
         item = take(pool, 0)

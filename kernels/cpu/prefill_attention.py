@@ -16,10 +16,11 @@ from .attention_fields import (
     HEADS,
     KEYS,
     KV_HEADS,
+    LSE,
     OUT,
     OUT_STRIDE,
     PARTIALS,
-    POSITIONS,
+    PLACES,
     QKV,
     QKV_STRIDE,
     SCALE,
@@ -122,7 +123,7 @@ def _weigh(scores, values, count, dim, states, sums):
 
 @inner
 def _position(args, token):
-    return simd.peek_i64(simd.peek_i64(args + POSITIONS) + 8 * token)
+    return simd.peek_i64(simd.peek_i64(args + PLACES) + 8 * token)
 
 
 @inner
@@ -176,6 +177,11 @@ def _attend_rows(args, token, rows, head, scratch):
     for row in range(rows):
         out = simd.peek_i64(args + OUT) + (token + row) * simd.peek_i64(args + OUT_STRIDE)
         total = simd.splat_f32(np.float32(1.0) / simd.peek_f32(states + 64 * row + 4))
+        lse = simd.peek_i64(args + LSE)
+        if lse != 0:
+            at = lse + 4 * ((token + row) * simd.peek_i64(args + HEADS) + head)
+            peak = simd.peek_f32(states + 64 * row)
+            simd.poke_f32(at, peak + np.log(simd.peek_f32(states + 64 * row + 4)))
         for i in range(0, 4 * dim, 64):
             value = simd.load_f32(sums + 4 * dim * row + i)
             simd.store_f32(out + 4 * dim * head + i, simd.mul(value, total))

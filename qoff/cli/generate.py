@@ -152,7 +152,7 @@ def answer(
         arena_peak_bytes=after.arena_peak,
         arena_capacity_bytes=after.arena_capacity,
         resident_bytes=after.resident_bytes,
-        kv_cache_bytes=out.past_key_values.plain.nbytes,
+        kv_cache_bytes=out.past_key_values.tokens.nbytes,
         peak_rss_bytes=peak_rss(),
     )
 

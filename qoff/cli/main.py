@@ -80,6 +80,9 @@ def generate(
     activation_bits: Annotated[
         int, typer.Option(help="16, or 8: faster prefill, less exact.")
     ] = 16,
+    kv_bits: Annotated[
+        str | None, typer.Option(help="Bits of the KV cache: 4, 8, or 8,4 for K and V.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
@@ -104,6 +107,7 @@ def generate(
             device_memory=device_memory,
             slots=slots,
             activation_bits=activation_bits,
+            kv_bits=None if kv_bits is None else _bits(kv_bits),
             progress=progress,
         )
     try:
@@ -114,6 +118,14 @@ def generate(
         print_json(result.as_dict())
     else:
         print_table("", result.rows())
+
+
+def _bits(text: str) -> tuple[int, int]:
+    """ "4" -> (4, 4), "8,4" -> (8, 4)."""
+    parts = text.split(",")
+    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ArgumentError(f"--kv-bits is a number, or two for K and V like 8,4, not {text!r}")
+    return int(parts[0]), int(parts[-1])
 
 
 @app.command()

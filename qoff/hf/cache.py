@@ -9,20 +9,20 @@ from torch import Tensor
 from transformers import Cache
 
 from qoff.errors import OpError
-from qoff.kvcache import PlainCache
+from qoff.kvcache import KVCache
 
 
 class GenerationCache(Cache):
-    """A `PlainCache` behind the interface of `transformers.Cache`.
+    """A `KVCache` behind the interface of `transformers.Cache`.
 
     transformers counts columns, padding included; the cache below holds the tokens alone, so that
     padding costs neither memory nor time.
     """
 
-    def __init__(self, plain: PlainCache) -> None:
+    def __init__(self, tokens: KVCache) -> None:
         # The base class is a list of per-layer caches; this one has a single store for all layers.
         self.layers = []
-        self.plain = plain
+        self.tokens = tokens
         self.columns = 0
 
     @property
@@ -39,7 +39,7 @@ class GenerationCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return self.plain.sequences
+        return self.tokens.sequences
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many columns have been read, padding included."""
@@ -61,18 +61,18 @@ class GenerationCache(Cache):
         """Forget the newest columns: -n for n of them, as transformers counts."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
-        self.plain.forget(-tokens_to_remove)
+        self.tokens.forget(-tokens_to_remove)
         self.columns = max(0, self.columns + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.plain.select(beam_idx.tolist())
+        self.tokens.select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.plain.select(_row_numbers(indices))
+        self.tokens.select(_row_numbers(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(self.plain.sequences).repeat_interleave(repeats)
-        self.plain.select(rows.tolist())
+        rows = torch.arange(self.tokens.sequences).repeat_interleave(repeats)
+        self.tokens.select(rows.tolist())
 
 
 def _row_numbers(indices: Tensor) -> Sequence[int]:

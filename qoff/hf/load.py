@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from qoff.errors import ConversionError, FormatError
+from qoff.kvcache import KVQuant
 from qoff.models.convert import convert
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
@@ -30,6 +31,8 @@ def load(
     device_memory: int | str | None = None,
     slots: int = 2,
     activation_bits: int = 16,
+    kv_bits: int | tuple[int, int] | None = None,
+    kv_window: int = 64,
     quant: QuantConfig | None = None,
     cache_dir: str | PathLike[str] | None = None,
     revision: str | None = None,
@@ -42,15 +45,21 @@ def load(
     QOFF_CACHE). device_memory bounds the weights in memory, resident ones and `slots` slots for
     streamed layers together, in bytes or like "24MiB"; None keeps all weights resident. The KV
     cache comes on top. activation_bits: 16, or 8 for up to twice the speed with many tokens at a
-    time, at some loss.
-    Raises BudgetError, FormatError, ChecksumError, UnsupportedModelError or ConversionError.
+    time, at some loss. kv_bits: 4 or 8 for a packed KV cache, or a pair of them for K and V; the
+    newest `kv_window` tokens stay in float32. None: all stay so.
+    Raises ArgumentError, BudgetError, FormatError, ChecksumError, UnsupportedModelError,
+    ConversionError, or OpError for a head size whose cache cannot be packed.
     """
     budget = None if device_memory is None else parse_size(device_memory)
+    kv = None
+    if kv_bits is not None:
+        k_bits, v_bits = kv_bits if isinstance(kv_bits, tuple) else (kv_bits, kv_bits)
+        kv = KVQuant(k_bits, v_bits, kv_window)
     checkpoint = find_checkpoint(
         path_or_hub_id, quant=quant, cache_dir=cache_dir, revision=revision, progress=progress
     )
     runtime = Runtime(
-        checkpoint, device_memory=budget, slots=slots, activation_bits=activation_bits
+        checkpoint, device_memory=budget, slots=slots, activation_bits=activation_bits, kv=kv
     )
     try:
         return _model(runtime, checkpoint), load_tokenizer(checkpoint)

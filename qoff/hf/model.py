@@ -95,13 +95,13 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
             raise OpError(f"input_ids must be whole numbers [batch, tokens], not {given}")
         batch, width = input_ids.shape
         cache = self._cache(past_key_values, batch)
-        columns = Columns.of((batch, width), attention_mask, cache.plain.lengths, cache.columns)
+        columns = Columns.of((batch, width), attention_mask, cache.tokens.lengths, cache.columns)
         columns.check_positions(position_ids)
         if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise OpError("logits_to_keep must be how many of the last columns, not which ones")
         rows, places = columns.logit_rows(logits_to_keep)
         found = self.runtime.forward(
-            Batch(columns.tokens(input_ids), columns.ragged, cache.plain, rows)
+            Batch(columns.tokens(input_ids), columns.ragged, cache.tokens, rows)
         )
         cache.columns += width
         kept = min(logits_to_keep, width) if logits_to_keep else width

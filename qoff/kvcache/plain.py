@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.heads import KEYS_PER_VECTOR, HeadShape, cache_shapes
+from qoff.kernels.layer_cache import LayerCache
+from qoff.kernels.ragged import Ragged
+
+from .base import KVCache
 
 _GROWTH_TOKENS = 256
 
 
-class PlainCache:
+class PlainCache(KVCache):
     """K and V of every layer for a fixed number of sequences; grows as they do.
 
-    `lengths[i]` is how many tokens of sequence i are remembered. `keys[layer]` and `values[layer]`
-    are laid out as `qoff.kernels.heads` says.
+    `keys[layer]` and `values[layer]` are laid out as `qoff.kernels.heads` says.
     """
 
     def __init__(self, shapes: Sequence[HeadShape], sequences: int, capacity: int = 0) -> None:
@@ -25,16 +28,19 @@ class PlainCache:
         self.capacity = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self._places = (torch.empty(0, dtype=torch.int64), 0)
         self._allocate(sequences, max(capacity, KEYS_PER_VECTOR))
 
     @property
-    def sequences(self) -> int:
-        return len(self.lengths)
-
-    @property
     def nbytes(self) -> int:
-        """Bytes allocated, used or not."""
         return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def begin(self, ragged: Ragged) -> None:
+        self.reserve(ragged.longest + 1)
+        self._places = (ragged.positions, ragged.longest)
+
+    def open(self, layer: int) -> LayerCache:
+        return LayerCache(self.keys[layer], self.values[layer], *self._places)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in every sequence; what is remembered stays."""
@@ -44,16 +50,10 @@ class PlainCache:
         self._rebuild(range(self.sequences), max(tokens, grown))
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keep the given sequences, in this order; one may be named more than once."""
         self._rebuild(sequences, self.capacity)
 
     def forget(self, tokens: int) -> None:
-        """Forget the newest `tokens` tokens of each sequence, or all it has."""
         self.lengths = [max(0, n - tokens) for n in self.lengths]
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Count tokens that a forward pass has appended to each sequence."""
-        self.lengths = [n + c for n, c in zip(self.lengths, counts, strict=True)]
 
     def _allocate(self, sequences: int, capacity: int) -> None:
         self.capacity = -(-capacity // KEYS_PER_VECTOR) * KEYS_PER_VECTOR

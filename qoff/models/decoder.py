@@ -12,7 +12,7 @@ from qoff.kernels.heads import HeadShape
 from qoff.kernels.ops import Ops
 from qoff.kernels.qtensor import QTensor
 from qoff.kernels.ragged import Ragged
-from qoff.kvcache import PlainCache
+from qoff.kvcache import KVCache, KVQuant, PackedCache, PlainCache
 from qoff.memory import HEAD, Unit
 
 from . import names
@@ -31,7 +31,7 @@ class Batch:
 
     tokens: Tensor  # int64 [M]
     ragged: Ragged
-    cache: PlainCache
+    cache: KVCache
     logit_rows: Tensor  # int64 [R], rows whose logits are wanted
 
 
@@ -84,9 +84,16 @@ class Decoder:
             for layer in range(spec.num_layers)
         )
 
-    def new_cache(self, sequences: int, capacity: int = 0) -> PlainCache:
-        """An empty cache for this many sequences, with room for `capacity` tokens each."""
-        return PlainCache(self.head_shapes, sequences, capacity)
+    def new_cache(self, sequences: int, capacity: int = 0, kv: KVQuant | None = None) -> KVCache:
+        """An empty cache for this many sequences: float32, or packed as `kv` says.
+
+        A float32 cache has room for `capacity` tokens each at once. Raises OpError for a head size
+        that cannot be packed.
+        """
+        if kv is None:
+            return PlainCache(self.head_shapes, sequences, capacity)
+        forms = [kv.form(shape.head_dim) for shape in self.head_shapes]
+        return PackedCache(self.head_shapes, forms, sequences, window=kv.window)
 
     def steps(self, batch: Batch) -> Steps:
         """One forward pass, as a generator over its units.
@@ -97,7 +104,7 @@ class Decoder:
         are then in the cache.
         """
         cache, ragged = batch.cache, batch.ragged
-        cache.reserve(ragged.longest + 1)
+        cache.begin(ragged)
         rotary = self._rotary.upto(ragged.longest + 1)
         hidden = self._embed(batch.tokens)
         scratch = _Scratch.of(self.spec, hidden)
@@ -106,7 +113,7 @@ class Decoder:
             self._attention(layer, weights, hidden, scratch, batch, rotary)
             self._mlp(weights, hidden, scratch)
         weights = yield HEAD
-        cache.advance([span.count for span in ragged.spans])
+        cache.end(ragged)
         return self._ops.w4_linear(
             hidden[batch.logit_rows],
             _matrix(weights, names.HEAD),
@@ -137,14 +144,14 @@ class Decoder:
         attended = self._ops.attention(
             qkv,
             self.head_shapes[layer],
-            batch.cache.keys[layer],
-            batch.cache.values[layer],
+            batch.cache.open(layer),
             batch.ragged,
             rotary=rotary if spec.rope_layers[layer] else None,
             q_norm=_vector(weights, "self_attn.q_norm.weight"),
             k_norm=_vector(weights, "self_attn.k_norm.weight"),
             out=scratch.attended,
         )
+        batch.cache.close(layer)
         self._ops.w4_linear(
             attended,
             _matrix(weights, "self_attn.o_proj"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.kernels.ops import ops_for
-from qoff.kvcache import PlainCache
+from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import WeightStore, plan_residency
 
 from . import names
@@ -41,7 +41,7 @@ class Runtime:
 
     device_memory bounds, in bytes, the arena of resident weights and slots (None: everything
     resident); what does not fit streams from disk through `slots` slots, layer after layer.
-    activation_bits: see `Decoder`.
+    activation_bits: see `Decoder`. kv: how its caches are packed; None keeps them in float32.
     The KV cache is the caller's and outside of that budget. One forward pass runs at a time; others
     wait their turn. Raises BudgetError when the budget is too small, and the errors of
     `Checkpoint.open`.
@@ -54,17 +54,21 @@ class Runtime:
         device_memory: int | None = None,
         slots: int = 2,
         activation_bits: int = 16,
+        kv: KVQuant | None = None,
         poison: bool = False,
     ) -> None:
         if activation_bits not in (8, 16):
             raise ArgumentError(f"activation_bits is 8 or 16, not {activation_bits}")
         self.checkpoint = Checkpoint.open(path)
         self.spec = DecoderSpec.from_config(self.checkpoint.config)
+        if kv is not None:
+            kv.form(self.spec.head_dim)  # refuses what could not be packed later
         ops = ops_for(torch.device("cpu"))
         residency = plan_residency(self.checkpoint, device_memory, slots, packing=ops.PACKING)
         self.residency = residency
         self.store = WeightStore(self.checkpoint, residency, packing=ops.PACKING, poison=poison)
         self.decoder = Decoder(self.spec, ops, self._embed, activation_bits)
+        self._kv = kv
         self._turn = threading.Lock()
         weakref.finalize(self, self.store.close)  # for who drops it without closing it
 
@@ -83,9 +87,9 @@ class Runtime:
                     self.store.release(unit)
                 unit = following
 
-    def new_cache(self, sequences: int, capacity: int = 0) -> PlainCache:
+    def new_cache(self, sequences: int, capacity: int = 0) -> KVCache:
         """Return an empty KV cache for this model."""
-        return self.decoder.new_cache(sequences, capacity)
+        return self.decoder.new_cache(sequences, capacity, self._kv)
 
     def stats(self) -> RuntimeStats:
         """Return the counters as they are now."""

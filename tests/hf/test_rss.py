@@ -33,7 +33,7 @@ def generate(path, memory):
     model, tokenizer = qoff.load(path, device_memory=memory)
     out = model.generate(torch.full((1, 40), 5), max_new_tokens=8, min_new_tokens=8,
                          do_sample=False, return_dict_in_generate=True)
-    return model, out.past_key_values.plain.nbytes
+    return model, out.past_key_values.tokens.nbytes
 
 def watch():
     global most

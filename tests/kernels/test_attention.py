@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from qoff.errors import OpError
 from qoff.kernels import cpu, reference_ops
 from qoff.kernels.heads import HeadShape, cache_shapes
+from qoff.kernels.layer_cache import LayerCache
 from qoff.kernels.ragged import Ragged
 from tests.tolerances import RELATIVE_RMS, relative_rms
 
@@ -26,6 +27,10 @@ def _cache(shape: HeadShape, sequences: int, dtype: torch.dtype) -> list[torch.T
     return [torch.full(s, torch.nan, dtype=dtype) for s in cache_shapes(sequences, shape, 1408)]
 
 
+def _layer(tensors: list[torch.Tensor], ragged: Ragged) -> LayerCache:
+    return LayerCache(*tensors, ragged.positions, ragged.longest)
+
+
 def _run(shape: HeadShape, passes: list[list[int]]) -> None:
     """Feed the same passes (new tokens of each sequence) to both; compare every output."""
     sequences = len(passes[0])
@@ -40,9 +45,11 @@ def _run(shape: HeadShape, passes: list[list[int]]) -> None:
         ragged = Ragged.of(counts, pasts)
         qkv = torch.randn(ragged.tokens, shape.qkv_width)
         expected = reference_ops.attention(
-            qkv.double(), shape, *caches[1], ragged, rotary=rotary, **norms
+            qkv.double(), shape, _layer(caches[1], ragged), ragged, rotary=rotary, **norms
         )
-        actual = cpu.attention(qkv, shape, *caches[0], ragged, rotary=rotary, **norms)
+        actual = cpu.attention(
+            qkv, shape, _layer(caches[0], ragged), ragged, rotary=rotary, **norms
+        )
         assert relative_rms(actual, expected) < RELATIVE_RMS[torch.float32]
         pasts = [p + c for p, c in zip(pasts, counts, strict=True)]
 
@@ -78,10 +85,9 @@ def test_any_ragged_passes(passes: list[list[int]], shape: HeadShape) -> None:
 def test_a_full_cache_is_refused() -> None:
     shape = SHAPES[0]
     ragged = Ragged.of([1], [1408])
+    layer = _layer(_cache(shape, 1, torch.float32), ragged)
     with pytest.raises(OpError, match="beyond the cache's 1408"):
-        cpu.attention(
-            torch.randn(1, shape.qkv_width), shape, *_cache(shape, 1, torch.float32), ragged
-        )
+        cpu.attention(torch.randn(1, shape.qkv_width), shape, layer, ragged)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +111,6 @@ def test_wrong_operands_are_refused(change: dict, message: str) -> None:
         "ragged": Ragged.of([2], [0]),
         **change,
     }
-    positional = [operands.pop(name) for name in ("qkv", "keys", "values", "ragged")]
+    qkv, keys, values, ragged = (operands.pop(n) for n in ("qkv", "keys", "values", "ragged"))
     with pytest.raises(OpError, match=message):
-        cpu.attention(positional[0], shape, *positional[1:], **operands)
+        cpu.attention(qkv, shape, _layer([keys, values], ragged), ragged, **operands)

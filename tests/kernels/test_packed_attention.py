@@ -13,6 +13,7 @@ from qoff.errors import OpError
 from qoff.kernels.cpu.packed_attention import packed_attention
 from qoff.kernels.cpu.pool import Pool
 from qoff.kernels.kv_format import HEAD_DIMS, KVFormat
+from qoff.kernels.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.ragged import Ragged
 from qoff.kernels.reference_kv import dequantize_blocks, quantize_blocks
 from tests.tolerances import PACKED_ATTENTION, assert_close
@@ -35,11 +36,9 @@ class Case:
         return self.form.head_dim**-0.5
 
     def run(self, **options: object) -> tuple[Tensor, Tensor]:
-        out, lse = packed_attention(
-            self.q, self.heads, self.pool, self.table, self.packed, self.ragged, self.form,
-            scale=self.scale, **options,
-        )  # fmt: skip
-        return out, lse
+        table = BlockTable(self.table, self.packed, self.ragged)
+        tokens = PackedTokens(self.form, self.pool, table)
+        return packed_attention(self.q, self.heads, tokens, scale=self.scale, **options)
 
     def expected(self, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Output [M, heads * D] and log-sum-exp [M, heads] in float64."""
@@ -168,12 +167,13 @@ def test_a_sharp_peak_is_found() -> None:
         (lambda c: {"q": c.q[:, :32]}, "32 columns are less than 2 heads of 64"),
         (lambda c: {"pool": c.pool[:, :, :-64]}, "pool must be contiguous uint8"),
         (lambda c: {"pool": c.pool[:, :1].repeat(1, 3, 1)}, "no multiple of 3 KV heads"),
-        (lambda c: {"packed": [129, 320]}, "slot 0: 129 of 135 tokens cannot be packed blocks"),
+        (lambda c: {"packed": [129, 320]}, "slot 0: 129 of 135 tokens cannot be packed in blocks"),
         (lambda c: {"packed": [192, 320]}, "slot 0: 192 of 135 tokens"),
-        (lambda c: {"packed": [128]}, "no packed tokens or no block table for slot 1"),
-        (lambda c: {"table": c.table[:, :4].contiguous()}, "the table has 4 blocks"),
-        (lambda c: {"table": c.table.long()}, "block_table must be contiguous int32"),
+        (lambda c: {"packed": [128]}, "no packed tokens or no blocks for slot 1"),
+        (lambda c: {"table": c.table[:, :4].contiguous()}, "room for 4 blocks"),
+        (lambda c: {"table": c.table.long()}, "a block table is contiguous int32"),
         (lambda c: {"table": torch.full_like(c.table, 100)}, "names block 100 of a pool of 8"),
+        (lambda c: {"table": torch.full_like(c.table, -1)}, "block -1 is no block"),
         (lambda c: {"form": KVFormat(64, k_form="token")}, "K must be quantized per channel"),
     ],
 )

@@ -1,0 +1,98 @@
+"""What the attention of one layer reads and appends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+
+from .kv_format import BLOCK_TOKENS, KVFormat
+from .ragged import Ragged
+
+ITEM_TOKENS = 16  # new tokens of a sequence that are attended together
+ITEM_FIELDS = ("first row", "rows", "slot", "position of the first row", "packed tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """Which blocks hold the packed tokens of each sequence in a forward pass; for all layers.
+
+    Raises OpError for a table that does not go with the counts or with the pass.
+    """
+
+    blocks: Tensor  # int32 [slots, n]: the block of tokens 64 i and on
+    counts: Sequence[int]  # packed tokens of each slot, multiples of 64
+    ragged: Ragged
+    items: Tensor = field(init=False)  # int64 [items, ITEM_FIELDS]: tokens attended together
+    longest: int = field(init=False)  # most blocks of a sequence in this pass
+    last: int = field(init=False)  # largest block number, -1 without any
+
+    def __post_init__(self) -> None:
+        blocks, counts = self.blocks, self.counts
+        if blocks.dtype != torch.int32 or blocks.dim() != 2 or not blocks.is_contiguous():
+            raise OpError(
+                "a block table is contiguous int32 [slots, blocks], "
+                f"not {blocks.dtype} {list(blocks.shape)}"
+            )
+        if self.ragged.sequences > min(len(counts), len(blocks)):
+            raise OpError(f"no packed tokens or no blocks for slot {self.ragged.sequences - 1}")
+        last, longest, items = -1, 0, []
+        for span in self.ragged.spans:
+            count = counts[span.slot]
+            if count % BLOCK_TOKENS or not 0 <= count <= span.past:
+                raise OpError(
+                    f"slot {span.slot}: {count} of {span.past} tokens cannot be packed in blocks"
+                )
+            used = count // BLOCK_TOKENS
+            if used > blocks.shape[1]:
+                raise OpError(f"{count} packed tokens, but room for {blocks.shape[1]} blocks")
+            if used:
+                low, high = (int(x) for x in torch.aminmax(blocks[span.slot, :used]))
+                if low < 0:
+                    raise OpError(f"slot {span.slot}: block {low} is no block")
+                last = max(last, high)
+            longest = max(longest, used)
+            items += [
+                (
+                    span.start + first,
+                    min(ITEM_TOKENS, span.count - first),
+                    span.slot,
+                    span.past + first,
+                    count,
+                )
+                for first in range(0, span.count, ITEM_TOKENS)
+            ]
+        for name, value in (
+            ("items", torch.tensor(items)),
+            ("longest", longest),
+            ("last", last),
+        ):
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """The older tokens of each sequence in one layer."""
+
+    form: KVFormat
+    pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes]
+    table: BlockTable
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer, laid out as `heads` says, and what is packed of it.
+
+    With packed tokens, `keys` and `values` hold only the tokens after them: `places` says where
+    each new token goes, its position less its sequence's packed tokens.
+    """
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor  # int64 [M]
+    longest: int  # the largest of places
+    packed: PackedTokens | None = None
