@@ -81,16 +81,17 @@ class CudaTimer:
 
     def _capture(self, call: Call) -> torch.cuda.CUDAGraph | None:
         """Warm up (which compiles) and capture; None for a call that cannot be captured."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(_WARMUPS):
                 call()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        current.wait_stream(stream)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # A capture that fails leaves its own stream as the current one.
+            with torch.cuda.stream(current), torch.cuda.graph(graph):
                 call()
         except RuntimeError:
             torch.cuda.synchronize(self.device)

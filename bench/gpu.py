@@ -3,7 +3,9 @@
 Measures read bandwidth and cuBLAS first, then compares every op with its reference on fresh random
 inputs, then times it over the shapes of real models, L2 flushed, the peers in turn. Prints tables,
 the last of them against the project's targets, and writes bench/results/<gpu>-<date>.json. Takes
-less than ten minutes; what did not fit is named. Exits with 1 if an op is wrong.
+less than ten minutes; what did not fit is named. Exits with 1 if an op is wrong or a case fails.
+After an error that the GPU only forgets with the process, such as an illegal address, the other ops
+go on in a new process, which writes a file of its own.
 
 A plain Python with torch and triton is enough, with the repository on its path.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
 import sys
 import time
 import warnings
@@ -49,7 +52,17 @@ _PEER_ERROR = 0.05  # relative RMS; one that rounds to bfloat16 is at 0.01
 _CASE_S = 0.6  # of sampling, at most
 _MEMORY_SHARE = 0.85  # of the free memory that a case may fill
 
+_LEFT_S = 30.0  # that a new process is worth
+
 Clock = Callable[[], float]
+
+
+class GpuLostError(Exception):
+    """No call of this process to the GPU works any more; `op` was running."""
+
+    def __init__(self, op: str, why: str) -> None:
+        super().__init__(f"the GPU was lost to {op}: {why}")
+        self.op = op
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,14 +74,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.tune:
         from bench.tune import tune
 
-        print("wrote", tune(device, CudaTimer(device), args.op or OPS, _budget(args.quick)))
+        print("wrote", tune(device, CudaTimer(device), args.op or OPS, args.seconds))
         return 0
-    report = new_report(device, {"quick": args.quick, "ops": args.op or list(OPS)})
-    with torch.inference_mode():
-        run(report, device, CudaTimer(device), args.op or OPS, args.quick)
+    ops, end, left = args.op or list(OPS), time.monotonic() + args.seconds, []
+    report = new_report(device, {"quick": args.quick, "ops": ops})
+    try:
+        with torch.inference_mode():
+            run(report, device, CudaTimer(device), ops, args.quick, args.seconds)
+    except GpuLostError as lost:
+        report.failed.append(str(lost))
+        left = [op for op in ops if op != lost.op]
+    except Exception as caught:  # what was found until then is written
+        report.failed.append(_one_line(caught))
+    path = report.write(args.out)
     print(report.text())
-    print("wrote", report.write(args.out))
-    return 1 if report.wrong else 0
+    print("wrote", path, flush=True)
+    if left and end - time.monotonic() > _LEFT_S:
+        _start_anew(left, args.quick, path, end - time.monotonic())
+    return 1 if report.wrong or report.failed else 0
+
+
+def _start_anew(ops: Sequence[str], quick: bool, path: Path, seconds: float) -> None:
+    """The bench of `ops` in a process that has not lost the GPU; its file stands beside `path`."""
+    out = path.resolve().with_stem(f"{path.stem}-anew")
+    command = [sys.executable, "-m", "bench.gpu", "--out", str(out), "--seconds", f"{seconds:.0f}"]
+    command += ["--quick"] * quick + [word for op in ops for word in ("--op", op)]
+    subprocess.run(command, cwd=Path(__file__).resolve().parents[1], check=False)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -81,11 +112,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tune", action="store_true", help="search configurations, write kernels/tuned/<gpu>.json"
     )
-    return parser.parse_args(argv)
-
-
-def _budget(quick: bool) -> float:
-    return _QUICK_BUDGET_S if quick else _BUDGET_S
+    parser.add_argument("--seconds", type=float, help="how long to take, at most")
+    args = parser.parse_args(argv)
+    if args.seconds is None:
+        args.seconds = _QUICK_BUDGET_S if args.quick else _BUDGET_S
+    return args
 
 
 def new_report(device: torch.device, settings: dict[str, Any]) -> GpuReport:
@@ -102,11 +133,11 @@ def run(
     timer: Timer,
     ops: Sequence[str],
     quick: bool,
+    seconds: float,
     clock: Clock = time.monotonic,
 ) -> None:
-    """Measure the limits, check all ops, then time those that are right, within the budget."""
-    start = clock()
-    end = start + _budget(quick)
+    """Measure the limits, check all ops, then time those that are right, in about `seconds`."""
+    end = clock() + seconds
     report.ceilings = gpu_ceilings.measure(timer, device)
     check_all(report, in_turn(ops, device), clock, clock() + _CHECKS_SHARE * (end - clock()))
     wrong = {op for op, *_, error, bound, raised in report.checks if raised or not error <= bound}
@@ -144,6 +175,8 @@ def check_all(
             except Exception as caught:  # reported beside the other checks
                 raised = _one_line(caught)
             report.checks.append((check.op, check.name, error, check.bound, raised))
+            if raised:
+                _require_gpu(check.op)
     report.skipped += [f"{count} checks of {op} for lack of time" for op, count in late.items()]
 
 
@@ -185,7 +218,8 @@ def time_all(
                 report.results.append(time_case(case, device, timer))
             except Exception as caught:  # the other cases are still worth their time
                 text = f"{case.op} {case.model} {case.name}: {_one_line(caught)}"
-                report.skipped.append(text)
+                report.failed.append(text)
+                _require_gpu(case.op)
             _release(device)
     for op, names in late.items():
         text = f"{len(names)} cases of {op} for lack of time, from {names[0]} to {names[-1]}"
@@ -217,6 +251,16 @@ def _require_same(result: Any, ours: Any) -> None:
     error = relative_rms(result, ours)
     if not error <= _PEER_ERROR:
         raise ValueError(f"its result is {error:.2g} off ours: not the same computation")
+
+
+def _require_gpu(op: str) -> None:
+    """Raise GpuLostError if the error that was just caught is one that the GPU does not forget."""
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as caught:
+        raise GpuLostError(op, _one_line(caught)) from caught
 
 
 def _one_line(error: Exception) -> str:

@@ -86,7 +86,10 @@ class Result:
 
 @dataclass
 class GpuReport:
-    """Everything of one run. `checks` is (op, name, error, bound, what was raised)."""
+    """Everything of one run. `checks` is (op, name, error, bound, what was raised).
+
+    failed: errors outside of checks, a line each. skipped: what there was no time or memory for.
+    """
 
     settings: dict[str, Any]
     capability: int
@@ -94,6 +97,7 @@ class GpuReport:
     ceilings: Ceilings | None = None
     checks: list[tuple[str, str, float, float, str]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
     @property
@@ -147,7 +151,8 @@ class GpuReport:
             header = ("target", "figure", "wanted", "cases", "median", "worst", "")
             parts.append(text_table(header, [_target_row(row) for row in self.target_rows()]))
             parts += [f"not measured: {line}" for line in _missing(self.results)]
-        return "\n".join([*parts, *(f"skipped: {line}" for line in self.skipped)])
+        parts += [f"skipped: {line}" for line in self.skipped]
+        return "\n".join([*parts, *(f"FAILED: {line}" for line in self.failed)])
 
     def _row(self, r: Result) -> tuple[str, ...]:
         bandwidth = self.ceilings.bandwidth if self.ceilings else float("inf")
@@ -182,6 +187,7 @@ class GpuReport:
             ],
             "results": [asdict(result) for result in self.results],
             "targets": self.target_rows(),
+            "failed": self.failed,
             "skipped": self.skipped,
         }
 

@@ -42,7 +42,7 @@ class Artefact:
     tensor_cores: tuple[str, ...] = ()
     slow_dots: int = 0
     code_widths: dict[str, int] = field(default_factory=dict)  # bits -> loads from uint8 arguments
-    code_bytes: int = 0  # of a block: tiles of bytes that it loads, each load counted once
+    code_bytes: int = 0  # of a block: tiles of codes that it loads, each load counted once
     wide_bytes: int = 0  # of a block: what loads of 128 bits and more bring from uint8 arguments
     converts_in_loop: int = 0
     shared_stores_in_loop: int = 0

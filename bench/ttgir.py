@@ -6,7 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
-_POINTERS = re.compile(r"tensor<((?:\d+x)+)!tt\.ptr<i8>")  # tiles of bytes, [rows x columns]
+# Tiles of codes: bytes, or pairs of bytes. Nothing else is an integer of 8 or 16 bits.
+_POINTERS = re.compile(r"tensor<((?:\d+x)+)!tt\.ptr<i(8|16)>")
 _LOADS = ("tt.load", "ttg.async_copy_global_to_local")
 _BUFFER = re.compile(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<((?:\d+x)+)(\w+)")
 _ENCODING = re.compile(r"#(\w+) = #(?:ttg|ttng)\.(\w+)")
@@ -18,7 +19,7 @@ _BYTES = {"i1": 1, "i8": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "
 class Found:
     """Counts over one kernel, and bytes of one block."""
 
-    code_bytes: int  # of tiles of bytes that loads and asynchronous copies bring
+    code_bytes: int  # of tiles of codes that loads and asynchronous copies bring
     buffer_bytes: int  # of what asynchronous copies write to: all stages of the pipeline
     converts_in_loop: int  # changes of layout inside loops, through shared memory or not
     slow_dots: int  # products that are not done by tensor cores
@@ -32,7 +33,8 @@ def read(text: str) -> Found:
     loops: list[int] = []  # the depths that loops were opened at
     for line in lines:
         if any(f"{name} " in line for name in _LOADS):
-            code_bytes += sum(_elements(shape) for shape in _POINTERS.findall(line)[:1])
+            tiles = _POINTERS.findall(line)[:1]
+            code_bytes += sum(_elements(shape) * int(bits) // 8 for shape, bits in tiles)
         converts += bool(loops) and "ttg.convert_layout" in line
         if "tt.dot " in line and (result := _DOT_RESULT.search(line)):
             slow_dots += encodings.get(result[1]) == "blocked"

@@ -31,7 +31,7 @@ from .kv_tiles import LN2, LOG2E, TOKENS, form_constants
 from .merge import merge
 from .nibbles import use_asm
 from .rotated import rotate
-from .variant import TENSOR_CORES, Variant
+from .variant import LAUNCH, TENSOR_CORES, WIDE_CODES, Variant
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,8 @@ def decode_attention(
             PREFETCH=bool(config.prefetch) and use_asm(),
             ASM=use_asm(),
             num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **LAUNCH,
         )
     if parts == 1:
         return outs[0], lses[0]
@@ -266,7 +268,11 @@ def _constants(form: KVFormat, group: int, config: DecodeConfig) -> dict[str, in
 
 def variants(capability: int) -> Iterator[Variant]:
     """Every shipped configuration for a compute capability (but Turing's of head size 256 and of
-    groups over 8, which run there, with registers spilled)."""
+    groups over 8, which run there, with registers spilled).
+
+    Each form with groups of 4 queries; groups of other sizes, the extras together (soft cap, window
+    and sinks) and bfloat16 queries with the default form.
+    """
     for form in _forms():
         if capability > 75 or form.head_dim <= 128:
             yield _variant(capability, "fp16", form, 4)
@@ -306,6 +312,9 @@ def _variant(capability: int, dtype: str, form: KVFormat, group: int, **extras: 
         types["sinks"] = "*fp32"
     else:
         constants["sinks"] = None
+    traits = {TENSOR_CORES} if capability > 75 else set()
+    if form.head_dim != 80:  # its rows of 40 bytes are 8 bytes apart
+        traits.add(WIDE_CODES)
     return Variant(
         op="decode_attention",
         name=f"{dtype}-{form.head_dim}-{kind}-group{group}" + ("-extras" if extras else ""),
@@ -315,5 +324,5 @@ def _variant(capability: int, dtype: str, form: KVFormat, group: int, **extras: 
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         unaligned=frozenset({"window", "run", "max_blocks", "kv_heads"}),
-        traits=frozenset({TENSOR_CORES}) if capability > 75 else frozenset(),
+        traits=frozenset(traits),
     )

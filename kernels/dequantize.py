@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from . import tuned
 from .nibbles import byte_values, load_scale_min, low_high, use_asm
-from .variant import WIDE_CODES, Variant
+from .variant import LAUNCH, WIDE_CODES, Variant
 
 
 @dataclass(frozen=True)
@@ -107,35 +108,36 @@ def dequantize_into(
         BITS=bits,
         ASM=use_asm(),
         num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
     )
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability."""
+    """Every shipped configuration for a compute capability: widths and groups with all dtypes.
+
+    The dtype of scales alternates, so that both are there with each width and dtype.
+    """
     config = DequantizeConfig()
-    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
-        for scale in ("fp16", "fp32"):
-            for bits, group in ((4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)):
-                run = group * bits // 8
-                yield Variant(
-                    op="dequantize",
-                    name=f"{dtype}-{bits}bit-group{group}-scale{scale}",
-                    kernel=dequantize_kernel,
-                    types={
-                        "codes": "*u8",
-                        "scale_min": f"*{scale}",
-                        "out": f"*{dtype}",
-                        "runs": "i32",
-                        "groups": "i32",
-                        "scale_stride": "i32",
-                    },
-                    constants={
-                        "RUN": run,
-                        "RUNS": config.block // run,
-                        "BITS": bits,
-                        "ASM": True,
-                    },
-                    num_warps=config.num_warps,
-                    num_stages=1,
-                    traits=frozenset({WIDE_CODES}),
-                )
+    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
+    for i, (bits, group) in enumerate(product((4, 8), (32, 64, 128))):
+        for j, dtype in enumerate(dtypes):
+            scale = ("fp16", "fp32")[(i + j) % 2]
+            run = group * bits // 8
+            yield Variant(
+                op="dequantize",
+                name=f"{dtype}-{bits}bit-group{group}-scale{scale}",
+                kernel=dequantize_kernel,
+                types={
+                    "codes": "*u8",
+                    "scale_min": f"*{scale}",
+                    "out": f"*{dtype}",
+                    "runs": "i32",
+                    "groups": "i32",
+                    "scale_stride": "i32",
+                },
+                constants={"RUN": run, "RUNS": config.block // run, "BITS": bits, "ASM": True},
+                num_warps=config.num_warps,
+                num_stages=1,
+                traits=frozenset({WIDE_CODES}),
+            )

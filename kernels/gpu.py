@@ -12,9 +12,15 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+# Those that the configurations are compiled and checked for, and others with the same registers,
+# shared memory and tensor cores.
+_ALIKE = {86: 89, 87: 80, 88: 89, 103: 100, 121: 120}
+
+
 def capability(device: torch.device) -> int:
-    """Compute capability: 90 for 9.0."""
+    """Compute capability whose configurations fit: 90 for 9.0, 89 for 8.6."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+    exact = major * 10 + minor
+    return _ALIKE.get(exact, exact)

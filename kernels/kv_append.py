@@ -15,7 +15,7 @@ from torch import Tensor
 from . import tuned
 from .kv_format import HEAD_DIMS, KVFormat
 from .kv_pack import hadamard, load_half, load_turned, pack_channels, pack_tokens
-from .variant import Variant
+from .variant import LAUNCH, Variant
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,8 @@ def kv_append(
             **shared,
             **_pack_constants(form),
             num_warps=config.pack_warps,
+            num_stages=1,
+            **LAUNCH,
         )
     if max_rows > 0 and sequences > 0:
         grid = (triton.cdiv(kv_heads, config.heads), min(max_rows, window), sequences)
@@ -223,6 +225,8 @@ def kv_append(
             **shared,
             HEADS=config.heads,
             num_warps=config.write_warps,
+            num_stages=1,
+            **LAUNCH,
         )
 
 
@@ -261,33 +265,42 @@ def _pack_constants(form: KVFormat) -> dict[str, Any]:
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability: all forms, all ways to turn keys."""
-    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
-        for head_dim in HEAD_DIMS:
-            for form in _forms(head_dim, capability):
-                turns = ((0, False), (form.half, False)) if form == KVFormat(head_dim) else ()
-                for pairs, interleaved in turns or ((0, False),):
-                    yield _pack_variant(dtype, form, pairs, interleaved)
-            for pairs, interleaved in (
-                (0, False),
-                (head_dim // 2, False),
-                (head_dim // 4, False),
-                (head_dim // 2, True),
-            ):
-                yield _write_variant(dtype, KVFormat(head_dim), pairs, interleaved)
-        yield _pack_variant(dtype, KVFormat(128), 32, False)
-        yield _pack_variant(dtype, KVFormat(128), 64, True)
+    """Every shipped configuration for a compute capability.
+
+    Blocks: each head size with each form, while widths, ways to turn keys and dtypes take turns;
+    the default form of head size 128 with both dtypes. Tokens: each head size with two of the four
+    ways to turn keys, each way with both dtypes.
+    """
+    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
+    for i, (form, pairs, interleaved) in enumerate(_blocks()):
+        # Before 8.0, Triton has no tensor cores to rotate with.
+        if capability >= 80 or not form.rotated:
+            yield _pack_variant(dtypes[i % len(dtypes)], form, pairs, interleaved)
+    for i, head_dim in enumerate(HEAD_DIMS):
+        half, quarter = head_dim // 2, head_dim // 4
+        ways = ((0, False), (quarter, False)) if i % 2 else ((half, False), (half, True))
+        for j, (pairs, interleaved) in enumerate(ways):
+            dtype = dtypes[(i // 2 + j) % len(dtypes)]
+            yield _write_variant(dtype, KVFormat(head_dim), pairs, interleaved)
 
 
-def _forms(head_dim: int, capability: int) -> Iterator[KVFormat]:
-    """Forms of a head size; before 8.0, Triton has no tensor cores to rotate with."""
-    yield KVFormat(head_dim)
-    yield KVFormat(head_dim, k_bits=8, v_bits=4)
-    if head_dim == 128:
-        yield KVFormat(head_dim, k_bits=8, v_bits=8)
-    yield KVFormat(head_dim, k_form="token")
-    if not head_dim & (head_dim - 1) and capability >= 80:
-        yield KVFormat(head_dim, k_form="token", rotated=True)
+def _blocks() -> Iterator[tuple[KVFormat, int, bool]]:
+    """Forms, pairs of channels that are turned, and whether pairs are neighbours."""
+    yield KVFormat(64), 0, False
+    yield KVFormat(64, k_bits=8, v_bits=8, k_form="token"), 32, False
+    yield KVFormat(64, k_form="token", rotated=True), 16, False
+    yield KVFormat(80, k_bits=8), 40, False
+    yield KVFormat(80, v_bits=8, k_form="token"), 40, True
+    yield KVFormat(96, v_bits=8), 24, False
+    yield KVFormat(96, k_form="token"), 0, False
+    yield KVFormat(128), 64, False
+    yield KVFormat(128), 64, False  # with the other dtype
+    yield KVFormat(128, k_form="token"), 0, False
+    yield KVFormat(128, k_bits=8, k_form="token", rotated=True), 64, False
+    yield KVFormat(128, k_bits=8, v_bits=8), 64, True
+    yield KVFormat(256), 128, False
+    yield KVFormat(256, k_form="token", rotated=True), 0, False
+    yield KVFormat(256, k_bits=8, k_form="token"), 32, False
 
 
 def _pack_variant(dtype: str, form: KVFormat, pairs: int, interleaved: bool) -> Variant:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuned
-from .variant import Variant
+from .variant import LAUNCH, Variant
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -97,6 +97,8 @@ def merge(
         rows,
         **_constants(head_dim, config),
         num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
     )
     return out, lse
 
@@ -120,28 +122,33 @@ def _constants(head_dim: int, config: MergeConfig) -> dict[str, int]:
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability."""
+    """Every shipped configuration for a compute capability: each size of a tile of up to 32 parts.
+
+    Types and head sizes take turns: each pair of types is there several times, each head size too.
+    """
     pairs = [("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "fp16")]
     if capability > 75:
         pairs += [("bf16", "bf16"), ("fp32", "bf16")]
-    for source, target in pairs:
-        for head_dim in (64, 80, 96, 128, 256):
-            for parts in (2, 8, 32) if head_dim in (64, 128, 256) else (8,):
-                config = _heuristic(parts, head_dim)
-                yield Variant(
-                    op="merge",
-                    name=f"{source}-{target}-{head_dim}-{parts}parts",
-                    kernel=merge_kernel,
-                    types={
-                        "outs": f"*{source}",
-                        "lses": "*fp32",
-                        "out": f"*{target}",
-                        "lse": "*fp32",
-                        "parts": "i32",
-                        "rows": "i32",
-                    },
-                    constants=_constants(head_dim, config),
-                    num_warps=config.num_warps,
-                    num_stages=1,
-                    unaligned=frozenset({"parts"}),
-                )
+    sizes = [(64, 1), (64, 2), (80, 4), (64, 8), (64, 16), (64, 32)]
+    sizes += [(128, 1), (96, 2), (128, 4), (80, 8), (96, 16), (128, 32)]
+    sizes += [(256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (256, 32)]
+    for i, (head_dim, parts) in enumerate(sizes):
+        source, target = pairs[i % len(pairs)]
+        config = _heuristic(parts, head_dim)
+        yield Variant(
+            op="merge",
+            name=f"{source}-{target}-{head_dim}-{parts}parts",
+            kernel=merge_kernel,
+            types={
+                "outs": f"*{source}",
+                "lses": "*fp32",
+                "out": f"*{target}",
+                "lse": "*fp32",
+                "parts": "i32",
+                "rows": "i32",
+            },
+            constants=_constants(head_dim, config),
+            num_warps=config.num_warps,
+            num_stages=1,
+            unaligned=frozenset({"parts"}),
+        )

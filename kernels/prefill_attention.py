@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tuned
+from . import prefill_stage, tuned
 from .gpu import capability
 from .kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
 from .kv_tiles import LN2, LOG2E, TOKENS
@@ -27,7 +27,7 @@ from .nibbles import use_asm
 from .prefill_stage import stage, stage_constants, staged_heads
 from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
 from .rotated import rotate
-from .variant import TENSOR_CORES, WIDE_CODES, Variant
+from .variant import LAUNCH, TENSOR_CORES, WIDE_CODES, Variant
 
 
 @dataclass(frozen=True)
@@ -284,6 +284,7 @@ def prefill_attention(
             ASM=use_asm(),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **LAUNCH,
         )
     return out, lse
 
@@ -293,19 +294,25 @@ def _heuristic(capability: int, head_dim: int) -> PrefillConfig:
     if capability < 80:  # no tensor cores in Triton there: products take many registers
         return PrefillConfig(16, num_warps=8, num_stages=1, staged_tiles=0, scratch_mib=1 << 14)
     if head_dim > 128:
-        return PrefillConfig(rows=32 if capability == 120 else 64, num_warps=8, num_stages=1)
+        return PrefillConfig(rows=32 if capability in (89, 120) else 64, num_warps=8, num_stages=1)
     if capability == 100:
-        return PrefillConfig(rows=64, num_warps=4, num_stages=2)
+        return PrefillConfig(rows=64, num_warps=4, num_stages=2 if head_dim <= 64 else 3)
     if capability == 120:
-        return PrefillConfig(rows=64, num_warps=8, num_stages=2)
+        return PrefillConfig(rows=64, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
     # Before Hopper every warp dequantizes for itself, so that staging pays earlier.
     tiles = 8 if capability == 90 else 3
-    return PrefillConfig(rows=128, num_warps=8, num_stages=2, staged_tiles=tiles)
+    rows = 64 if capability == 89 else 128
+    return PrefillConfig(rows, num_warps=8, num_stages=2, staged_tiles=tiles)
 
 
 def variants(capability: int) -> Iterator[Variant]:
     """Every shipped configuration for a compute capability (but Turing's of head size 256, which
-    runs there, with registers spilled)."""
+    runs there, with registers spilled).
+
+    Each head size with the default form, direct and staged; other forms, the extras together (soft
+    cap, window and sinks) and bfloat16 with head size 128; and the kernel that stages.
+    """
+    yield from prefill_stage.variants(capability)
     for head_dim in HEAD_DIMS if capability > 75 else HEAD_DIMS[:-1]:
         for staged in (False, True) if capability > 75 else (True,):
             yield _variant(capability, "fp16", KVFormat(head_dim), STAGED=staged)
@@ -314,8 +321,8 @@ def variants(capability: int) -> Iterator[Variant]:
     if capability > 75:
         yield _variant(capability, "fp16", KVFormat(128, k_form="token", rotated=True))
         yield _variant(capability, "fp16", KVFormat(128, k_bits=8, v_bits=8))
-        for head_dim in (64, 128):
-            yield _variant(capability, "bf16", KVFormat(head_dim))
+        for staged in (False, True):
+            yield _variant(capability, "bf16", KVFormat(128), STAGED=staged)
 
 
 def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Variant:

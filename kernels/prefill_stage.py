@@ -4,14 +4,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kv_format import KVFormat
+from .kv_format import HEAD_DIMS, KVFormat
 from .kv_tiles import TOKENS, form_constants
 from .nibbles import use_asm
 from .prefill_tiles import load_packed_tile
+from .variant import LAUNCH, WIDE_CODES, Variant
+
+WARPS = 4
 
 
 @triton.jit
@@ -98,7 +104,9 @@ def stage(
         **stage_constants(form),
         WINDOW=window != 0,
         ASM=use_asm(),
-        num_warps=4,
+        num_warps=WARPS,
+        num_stages=1,
+        **LAUNCH,
     )
 
 
@@ -113,3 +121,35 @@ def staged_heads(values: int, kv_heads: int, scratch_mib: int) -> int:
     values: of K of one head of all sequences.
     """
     return min(kv_heads, (scratch_mib << 20) // (2 * 2 * max(1, values)))
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability.
+
+    Each head size with the default form, one of them with a window; 8-bit codes and tokens'
+    parameters of K with head size 128.
+    """
+    for head_dim in HEAD_DIMS:
+        yield _variant(KVFormat(head_dim), window=head_dim == 64)
+    yield _variant(KVFormat(128, k_bits=8, v_bits=8))
+    yield _variant(KVFormat(128, k_form="token"))
+
+
+def _variant(form: KVFormat, window: bool = False) -> Variant:
+    constants: dict[str, Any] = {**stage_constants(form), "WINDOW": window, "ASM": True}
+    types = {"pool": "*u8", "staged_k": "*fp16", "staged_v": "*fp16"}
+    types |= dict.fromkeys(("block_table", "compressed", "start"), "*i32")
+    sizes = ("window", "max_blocks", "kv_heads", "first_head", "staged_tokens")
+    types |= dict.fromkeys(sizes, "i32")
+    kind = f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"
+    return Variant(
+        op="prefill_attention",
+        name=f"stage-{kind}" + ("-window" if window else ""),
+        kernel=stage_kernel,
+        types=types,
+        constants=constants,
+        num_warps=WARPS,
+        num_stages=1,
+        unaligned=frozenset({"window", "max_blocks", "kv_heads", "first_head"}),
+        traits=frozenset() if form.head_dim == 80 else frozenset({WIDE_CODES}),
+    )

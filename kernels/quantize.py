@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from . import tuned
 from .packing import packed_shapes
-from .variant import Variant
+from .variant import LAUNCH, Variant
 
 
 @dataclass(frozen=True)
@@ -116,33 +117,35 @@ def quantize(
         RUNS=per_program,
         BITS=bits,
         num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
     )
     return codes, scale_min
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability."""
+    """Every shipped configuration for a compute capability: widths with all dtypes and scales.
+
+    Group sizes take turns, so that each is there with both widths.
+    """
     config = QuantizeConfig()
-    for dtype in ("fp16", "fp32") if capability == 75 else ("fp16", "bf16", "fp32"):
-        for scale in ("fp16", "fp32"):
-            for bits, group in ((4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)):
-                yield Variant(
-                    op="quantize",
-                    name=f"{dtype}-{bits}bit-group{group}-scale{scale}",
-                    kernel=quantize_kernel,
-                    types={
-                        "w": f"*{dtype}",
-                        "codes": "*u8",
-                        "scale_min": f"*{scale}",
-                        "runs": "i32",
-                        "groups": "i32",
-                        "rows": "i32",
-                    },
-                    constants={
-                        "GROUP": group,
-                        "RUNS": config.block // group,
-                        "BITS": bits,
-                    },
-                    num_warps=config.num_warps,
-                    num_stages=1,
-                )
+    dtypes = ("fp16", "fp32") if capability == 75 else ("fp16", "fp32", "bf16")
+    for i, (dtype, scale) in enumerate(product(dtypes, ("fp16", "fp32"))):
+        for bits in (4, 8):
+            group = (32, 64, 128)[(i + bits // 4) % 3]
+            yield Variant(
+                op="quantize",
+                name=f"{dtype}-{bits}bit-group{group}-scale{scale}",
+                kernel=quantize_kernel,
+                types={
+                    "w": f"*{dtype}",
+                    "codes": "*u8",
+                    "scale_min": f"*{scale}",
+                    "runs": "i32",
+                    "groups": "i32",
+                    "rows": "i32",
+                },
+                constants={"GROUP": group, "RUNS": config.block // group, "BITS": bits},
+                num_warps=config.num_warps,
+                num_stages=1,
+            )

@@ -39,7 +39,9 @@ def minmax_scale(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[T
         bad = int((~torch.isfinite(groups)).sum())
         raise QuantizationError(f"{bad} of {groups.numel()} weights are NaN or infinite")
     span = high - low
-    scale, minimum = (span / (2**bits - 1)).to(scale_dtype), low.to(scale_dtype)
+    # By a tensor: on a GPU, torch multiplies by the inverse of a number, which rounds differently.
+    scale = (span / span.new_tensor(2**bits - 1)).to(scale_dtype)
+    minimum = low.to(scale_dtype)
     if not bool((torch.isfinite(scale) & torch.isfinite(minimum) & torch.isfinite(span)).all()):
         largest = float(torch.maximum(low.abs(), high.abs()).max())
         advice = "use float32 scales" if scale_dtype == torch.float16 else "scale the weights down"

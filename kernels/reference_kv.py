@@ -60,7 +60,8 @@ def _quantize(
 ) -> None:
     """Write codes, scale and minimum of groups [..., parts, rows, g] of float32."""
     low, high = torch.aminmax(groups, dim=-1)
-    scale.copy_(((high - low) / (2**bits - 1)).flatten(-2))
+    # By a tensor: on a GPU, torch multiplies by the inverse of a number, which rounds differently.
+    scale.copy_(((high - low) / low.new_tensor(2**bits - 1)).flatten(-2))
     minimum.copy_(low.flatten(-2))
     wide = scale.float().view_as(low)[..., None]
     levels = (groups - minimum.float().view_as(low)[..., None]) / torch.where(

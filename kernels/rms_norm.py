@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuned
-from .variant import Variant
+from .variant import LAUNCH, Variant
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ def rms_norm(
         COLUMNS=triton.next_power_of_2(columns),
         ADD=residual is not None,
         num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
     )
     return out, new_residual
 
@@ -98,24 +100,27 @@ def _heuristic(columns: int) -> RmsNormConfig:
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability."""
-    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
-        for columns in (64, 128, 1024, 4096, 8192, 16384):
-            for add in (False, True):
-                config = _heuristic(columns)
-                names = ("x", "residual", "weight", "out", "new_residual")
-                yield Variant(
-                    op="rms_norm",
-                    name=f"{dtype}-{columns}{'-add' if add else ''}",
-                    kernel=rms_norm_kernel,
-                    types={
-                        **dict.fromkeys(names, f"*{dtype}"),
-                        "tokens": "i32",
-                        "columns": "i32",
-                        "eps": "fp32",
-                    },
-                    constants={"ROWS": config.rows, "COLUMNS": columns, "ADD": add},
-                    num_warps=config.num_warps,
-                    num_stages=1,
-                    unaligned=frozenset({"tokens"}),
-                )
+    """Every shipped configuration for a compute capability: rows of 64 up to 16384 columns.
+
+    With and without a residual by turns, so that both are there with each dtype.
+    """
+    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
+    for i, columns in enumerate((64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)):
+        dtype, add = dtypes[i // 2 % len(dtypes)], i % 2 == 0
+        config = _heuristic(columns)
+        names = ("x", "residual", "weight", "out", "new_residual")
+        yield Variant(
+            op="rms_norm",
+            name=f"{dtype}-{columns}{'-add' if add else ''}",
+            kernel=rms_norm_kernel,
+            types={
+                **dict.fromkeys(names, f"*{dtype}"),
+                "tokens": "i32",
+                "columns": "i32",
+                "eps": "fp32",
+            },
+            constants={"ROWS": config.rows, "COLUMNS": columns, "ADD": add},
+            num_warps=config.num_warps,
+            num_stages=1,
+            unaligned=frozenset({"tokens"}),
+        )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuned
-from .variant import Variant
+from .variant import LAUNCH, Variant
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ def rope(
         x.stride(0),
         **_constants(head_dim, pairs, interleaved, config),
         num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
     )
     return out
 
@@ -137,27 +139,32 @@ def _constants(
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability, and some rotary widths."""
+    """Every shipped configuration of 32 heads for a compute capability, and some rotary widths.
+
+    Each head size is there with neighbouring channels as pairs and with channels half a rotary
+    width apart, whole and partial rotation too; dtypes take turns.
+    """
     widths = ((64, 64), (80, 32), (80, 80), (96, 96), (128, 128), (256, 64), (256, 256))
-    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
-        for head_dim, rotary in widths:
-            for interleaved in (False, True):
-                config = _heuristic(32, head_dim)
-                yield Variant(
-                    op="rope",
-                    name=f"{dtype}-{head_dim}-{rotary}{'-interleaved' if interleaved else ''}",
-                    kernel=rope_kernel,
-                    types={
-                        "x": f"*{dtype}",
-                        "positions": "*i64",
-                        "cos": "*fp32",
-                        "sin": "*fp32",
-                        "out": f"*{dtype}",
-                        "heads": "i32",
-                        "token_stride": "i32",
-                    },
-                    constants=_constants(head_dim, rotary // 2, interleaved, config),
-                    num_warps=config.num_warps,
-                    num_stages=1,
-                    unaligned=frozenset({"heads"}),
-                )
+    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
+    for i, (head_dim, rotary) in enumerate(widths):
+        for interleaved in (False, True):
+            dtype = dtypes[(i + interleaved) % len(dtypes)]
+            config = _heuristic(32, head_dim)
+            yield Variant(
+                op="rope",
+                name=f"{dtype}-{head_dim}-{rotary}{'-interleaved' if interleaved else ''}",
+                kernel=rope_kernel,
+                types={
+                    "x": f"*{dtype}",
+                    "positions": "*i64",
+                    "cos": "*fp32",
+                    "sin": "*fp32",
+                    "out": f"*{dtype}",
+                    "heads": "i32",
+                    "token_stride": "i32",
+                },
+                constants=_constants(head_dim, rotary // 2, interleaved, config),
+                num_warps=config.num_warps,
+                num_stages=1,
+                unaligned=frozenset({"heads"}),
+            )

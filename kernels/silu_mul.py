@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuned
-from .variant import Variant
+from .variant import LAUNCH, Variant
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,19 @@ def silu_mul(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
         entry = tuned.lookup("silu_mul", gate_up.device, f"{columns}")
         config = SiluMulConfig(**entry) if entry else SiluMulConfig()
     silu_mul_kernel[(tokens, triton.cdiv(columns, config.block))](
-        gate_up, out, columns, BLOCK=config.block, num_warps=config.num_warps
+        gate_up,
+        out,
+        columns,
+        BLOCK=config.block,
+        num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
     )
     return out
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability."""
+    """Every shipped configuration for a compute capability: both dtypes."""
     config = SiluMulConfig()
     for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
         yield Variant(

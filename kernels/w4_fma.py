@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import tuned
 from .nibbles import byte_values, load_scale_min, low_high, use_asm
-from .variant import WIDE_CODES, Variant
+from .variant import LAUNCH, WIDE_CODES, Variant
 
 TOKENS_MAX = 4
 
@@ -125,6 +125,7 @@ def fma(
         ASM=use_asm(),
         num_warps=config.warps,
         num_stages=1,
+        **LAUNCH,
     )
     return out
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from . import tuned
 from .nibbles import byte_values, dot16, load_scale_min, low_high, use_asm
-from .variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
+from .variant import LAUNCH, NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
 from .w4_splits import Gpu, add_splits, partial_sums
 
 COLUMNS = 8  # of the right operand: the narrowest that tensor cores take
@@ -267,7 +268,7 @@ def gemv(
 
 def options(config: GemvConfig) -> dict[str, int]:
     """Further options of the compiler: a cap on registers above what it would choose by itself."""
-    return {"maxnreg": config.registers} if config.registers else {}
+    return {**LAUNCH, "maxnreg": config.registers} if config.registers else {**LAUNCH}
 
 
 def constants(
@@ -290,45 +291,69 @@ def constants(
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """The configurations `choose` gives a compute capability, for each dtype, group and width."""
+    """The configurations `choose` gives a compute capability, for each dtype, group and width.
+
+    Both dtypes with each number of tokens; widths, other groups, uneven K, programs along K,
+    float32 scales and no bias with dtypes in turn.
+    """
     if capability < 80:
         return  # Triton has no tensor cores there
-    gpu = Gpu(capability, 128)
     many, few = 1 << 16, 1 << 10  # rows
-    shapes = [(4, 64, tokens, many, True) for tokens in (1, 2, 4, 8, 16)]
-    shapes += [(4, 32, 1, many, True), (4, 32, 4, many, True)]
-    shapes += [(4, 128, 1, many, True), (4, 128, 16, many, True)]
-    shapes += [(4, 64, 1, few, True), (4, 64, 1, many, False), (4, 64, 16, few, False)]
-    shapes += [(8, 64, 1, many, True), (8, 64, 16, many, True), (8, 128, 1, many, False)]
-    for dtype in ("fp16", "bf16"):
-        for bits, group, tokens, rows, even in shapes:
-            group_bytes = group * bits // 8
-            config = choose(tokens, rows, 1 << 16, group_bytes, gpu)
-            name = f"gemv-{dtype}-{bits}bit-group{group}-m{tokens}-rows{config.block_n}"
-            name += "-splits" if config.splits > 1 else ""
-            yield Variant(
-                op="w4_linear",
-                name=name + ("" if even else "-uneven"),
-                kernel=gemv_kernel,
-                types={
-                    "x": f"*{dtype}",
-                    "codes": "*u8",
-                    "scale_min": "*fp16",
-                    "bias": f"*{dtype}",
-                    "out": "*fp32" if config.splits > 1 else f"*{dtype}",
-                    "M": "i32",
-                    "N": "i32",
-                    "row_bytes": "i32",
-                    "x_stride": "i32",
-                    "steps": "i32",
-                },
-                constants={
-                    **constants(config, tokens, group_bytes, bits, even, True),
-                    "ASM": True,
-                },
-                num_warps=config.warps,
-                num_stages=config.stages,
-                unaligned=frozenset({"M", "steps"}),
-                traits=frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP}),
-                options=options(config),
-            )
+    work = [
+        (dtype, 4, 64, tokens, many, True, "fp16", True)
+        for dtype in ("fp16", "bf16")
+        for tokens in (1, 2, 4, 8, 16)
+    ]
+    work += [
+        ("fp16", 4, 32, 1, many, True, "fp16", True),
+        ("bf16", 4, 32, 4, many, True, "fp16", True),
+        ("fp16", 4, 128, 16, many, True, "fp16", True),
+        ("bf16", 4, 128, 1, many, True, "fp32", False),
+        ("fp16", 4, 64, 1, few, True, "fp16", True),
+        ("bf16", 4, 64, 1, many, False, "fp16", True),
+        ("fp16", 8, 64, 16, many, True, "fp16", True),
+        ("bf16", 4, 64, 16, few, False, "fp16", True),
+        ("fp16", 8, 64, 1, many, True, "fp16", True),
+        ("bf16", 8, 128, 1, many, False, "fp16", True),
+    ]
+    for case in work:
+        yield _variant(capability, *case)
+
+
+def _variant(
+    capability: int,
+    dtype: str,
+    bits: int,
+    group: int,
+    tokens: int,
+    rows: int,
+    even: bool,
+    scale: str,
+    bias: bool,
+) -> Variant:
+    group_bytes = group * bits // 8
+    config = choose(tokens, rows, 1 << 16, group_bytes, Gpu(capability, 128))
+    name = f"gemv-{dtype}-{bits}bit-group{group}-m{tokens}-rows{config.block_n}"
+    name += "-splits" if config.splits > 1 else ""
+    name += ("" if even else "-uneven") + ("" if bias else f"-scale{scale}-nobias")
+    types = {"x": f"*{dtype}", "codes": "*u8", "scale_min": f"*{scale}"}
+    types["out"] = "*fp32" if config.splits > 1 else f"*{dtype}"
+    types |= dict.fromkeys(("M", "N", "row_bytes", "x_stride", "steps"), "i32")
+    fixed: dict[str, Any] = {**constants(config, tokens, group_bytes, bits, even, bias)}
+    fixed["ASM"] = True
+    if bias:
+        types["bias"] = f"*{dtype}"
+    else:
+        fixed["bias"] = None
+    return Variant(
+        op="w4_linear",
+        name=name,
+        kernel=gemv_kernel,
+        types=types,
+        constants=fixed,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        unaligned=frozenset({"M", "steps"}),
+        traits=frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP}),
+        options=options(config),
+    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -21,10 +22,14 @@ from torch import Tensor
 
 from . import tuned
 from .nibbles import byte_values, dot16, load_scale_min, low_high, use_asm
-from .variant import TENSOR_CORES, WIDE_CODES, Variant
+from .variant import LAUNCH, TENSOR_CORES, WIDE_CODES, Variant
 from .w4_splits import Gpu, add_splits, partial_sums
 
 SPLITS_MAX = 16
+
+# Where a product's leading dimension is shorter than the number of warps, Triton 3.9 spreads the
+# others over rows; 3.6 and 3.7 let them repeat one another's work, in twice the registers.
+WARPS_OVER_ROWS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 @dataclass(frozen=True)
@@ -167,14 +172,14 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     Each block of rows reads all of x, so more tokens want more rows; few rows want programs along
     K until each multiprocessor has one.
     """
-    largest = 64 if group_bytes >= 32 else 32  # more scales of smaller groups need the registers
-    block_m = min(largest, max(8, triton.next_power_of_2(tokens)))
-    config = SkinnyConfig(
-        block_n=64 if block_m <= 16 else 128,
-        block_m=block_m,
-        row_bytes=32 if block_m == 64 else 64,
-        parts=4 if block_m <= 16 else 2,
-    )
+    # Scales of small groups need the registers, as do addresses of copies before 9.0.
+    fits = group_bytes >= 32 and (WARPS_OVER_ROWS or gpu.capability >= 90)
+    block_m = min(64 if fits else 32, max(8, triton.next_power_of_2(tokens)))
+    config = SkinnyConfig(block_m=block_m)
+    if block_m > 16 and WARPS_OVER_ROWS:
+        config = replace(config, block_n=128, row_bytes=32 if block_m == 64 else 64, parts=2)
+    elif block_m > 16:
+        config = replace(config, row_bytes=32)
     programs = triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, block_m)
     step = config.parts * config.row_bytes
     splits = min(gpu.multiprocessors // programs, row_bytes // (2 * step), SPLITS_MAX)
@@ -230,7 +235,7 @@ def skinny(
 
 def options(config: SkinnyConfig) -> dict[str, int]:
     """Further options of the compiler: a cap on registers above what it would choose by itself."""
-    return {"maxnreg": config.registers} if config.registers else {}
+    return {**LAUNCH, "maxnreg": config.registers} if config.registers else {**LAUNCH}
 
 
 def constants(
@@ -262,41 +267,63 @@ TYPES = {
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """The configurations `choose` gives a compute capability, for each dtype, group and width."""
+    """The configurations `choose` gives a compute capability, for each dtype, group and width.
+
+    Both dtypes with both sizes of tiles of many tokens; widths, other groups, uneven K, programs
+    along K, float32 scales and no bias once.
+    """
     if capability < 80:
         return  # Triton has no tensor cores there
-    gpu = Gpu(capability, 128)
-    shapes = [(4, 64, m) for m in (17, 33)] + [
-        (4, 32, 8),
-        (4, 32, 16),
-        (4, 32, 33),
-        (4, 128, 33),
-        (8, 64, 33),
+    listed = [
+        _variant(capability, dtype, 4, group, tokens)
+        for dtype in ("fp16", "bf16")
+        for group, tokens in ((64, 17), (64, 33), (32, 33))
     ]
-    for dtype in ("fp16", "bf16"):
-        for bits, group, m in shapes:
-            group_bytes = group * bits // 8
-            config = choose(m, 1 << 16, 1 << 16, group_bytes, gpu)
-            for even in (True, False) if (bits, group, m) == (4, 64, 33) else (True,):
-                yield Variant(
-                    op="w4_linear",
-                    name=f"skinny-{dtype}-{bits}bit-group{group}-m{config.block_m}"
-                    + ("" if even else "-uneven"),
-                    kernel=skinny_kernel,
-                    types={
-                        **TYPES,
-                        "x": f"*{dtype}",
-                        "scale_min": "*fp16",
-                        "bias": f"*{dtype}",
-                        "out": f"*{dtype}",
-                    },
-                    constants={
-                        **constants(config, group_bytes, bits, even, True),
-                        "ASM": True,
-                    },
-                    num_warps=config.warps,
-                    num_stages=config.stages,
-                    unaligned=frozenset({"M", "steps"}),
-                    traits=frozenset({TENSOR_CORES, WIDE_CODES}),
-                    options=options(config),
-                )
+    listed += [
+        _variant(capability, "fp16", 4, 64, 33, even=False),
+        _variant(capability, "bf16", 4, 64, 33, rows=1 << 10),
+        _variant(capability, "bf16", 4, 64, 33, scale="fp32", bias=False),
+        _variant(capability, "bf16", 4, 32, 8),
+        _variant(capability, "fp16", 4, 32, 16),
+        _variant(capability, "bf16", 4, 128, 33),
+        _variant(capability, "fp16", 8, 64, 33),
+    ]
+    # Where tiles have 32 tokens at most, 17 and 33 tokens give the same variant.
+    yield from {variant.name: variant for variant in listed}.values()
+
+
+def _variant(
+    capability: int,
+    dtype: str,
+    bits: int,
+    group: int,
+    tokens: int,
+    even: bool = True,
+    rows: int = 1 << 16,
+    scale: str = "fp16",
+    bias: bool = True,
+) -> Variant:
+    group_bytes = group * bits // 8
+    config = choose(tokens, rows, 1 << 16, group_bytes, Gpu(capability, 128))
+    name = f"skinny-{dtype}-{bits}bit-group{group}-m{config.block_m}"
+    name += "-splits" if config.splits > 1 else ""
+    name += ("" if even else "-uneven") + ("" if bias else f"-scale{scale}-nobias")
+    types = {**TYPES, "x": f"*{dtype}", "scale_min": f"*{scale}"}
+    types["out"] = "*fp32" if config.splits > 1 else f"*{dtype}"
+    fixed: dict[str, Any] = {**constants(config, group_bytes, bits, even, bias), "ASM": True}
+    if bias:
+        types["bias"] = f"*{dtype}"
+    else:
+        fixed["bias"] = None
+    return Variant(
+        op="w4_linear",
+        name=name,
+        kernel=skinny_kernel,
+        types=types,
+        constants=fixed,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        unaligned=frozenset({"M", "steps"}),
+        traits=frozenset({TENSOR_CORES, WIDE_CODES}),
+        options=options(config),
+    )

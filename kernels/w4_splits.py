@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .variant import Variant
+from .variant import LAUNCH, Variant
 
 _BLOCK = 256
 
@@ -67,11 +67,12 @@ def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
         BLOCK=_BLOCK,
         num_warps=2,
         num_stages=3,
+        **LAUNCH,
     )
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability."""
+    """Each dtype for a compute capability, with a few of the numbers of programs along K."""
     for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
         yield Variant(
             op="w4_linear",

@@ -25,6 +25,13 @@ def every_other(codes, out, SIZE: tl.constexpr):
 
 
 @triton.jit
+def every_other_pair(codes, out, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    pairs = tl.load(codes.to(tl.pointer_type(tl.uint16)) + 2 * index)
+    tl.store(out + index, (pairs & 255).to(tl.float32))
+
+
+@triton.jit
 def product(codes, out, steps, ROWS: tl.constexpr, DTYPE: tl.constexpr):
     row = tl.arange(0, ROWS)
     tile = row[:, None] * ROWS + row[None, :]
@@ -57,6 +64,7 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _variant("right", product, {"ROWS": 64, "DTYPE": tl.float16}, {TENSOR_CORES, WIDE_CODES})
     yield _variant("spills", normalize, {"SIZE": 1 << 13}, set(), warps=1)
     yield _variant("narrow", every_other, {"SIZE": 4096}, {WIDE_CODES})
+    yield _variant("narrow-pairs", every_other_pair, {"SIZE": 2048}, {WIDE_CODES})
     yield _variant("no-tensor-cores", product, {"ROWS": 32, "DTYPE": tl.float32}, {TENSOR_CORES})
     yield _variant("no-product", every_other, {"SIZE": 4096}, {TENSOR_CORES})
     yield _variant("shared-in-loop", turned, {"ROWS": 64}, {NO_SHARED_IN_LOOP})

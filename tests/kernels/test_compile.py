@@ -81,6 +81,7 @@ def bad(folder: Path, capability: int) -> dict[str, Artefact]:
     [
         ("spills", "spills registers: "),
         ("narrow", "128-bit loads bring 0 of 4096 bytes of codes"),
+        ("narrow-pairs", "128-bit loads bring 0 of 4096 bytes of codes"),
         ("no-tensor-cores", "1 products without tensor cores"),
         ("no-product", "0 products without tensor cores"),
         ("shared-in-loop", "stores to shared memory in the inner loop"),

@@ -164,8 +164,11 @@ def test_equal_values_have_scale_zero():
     assert bool((k == case.k[0, 0, 0].float()).all() and (v == -2).all())
 
 
-def test_variants_have_unique_names_and_all_head_sizes():
+def test_variants_have_unique_names_all_head_sizes_and_all_ways_to_turn():
     names = [v.name for v in variants(90)]
     assert len(names) == len(set(names))
-    for size, kind in itertools.product((64, 80, 96, 128, 256), ("pack-bf16", "write-bf16")):
-        assert any(name.startswith(f"{kind}-{size}-") for name in names)
+    for kind in ("pack", "write"):
+        fields = [name.split("-") for name in names if name.startswith(kind)]
+        assert {field[2] for field in fields} == {"64", "80", "96", "128", "256"}
+        turns = set(itertools.product(("fp16", "bf16"), ("none", "halves", "split", "interleaved")))
+        assert {(field[1], field[-1]) for field in fields} == turns
