@@ -57,31 +57,43 @@ def tune(
     folder: Path = tuned.FOLDER,
     gpu: str | None = None,
 ) -> Path:
-    """Search until the budget is spent, and write what was found; other entries stay."""
+    """Search until the budget is spent; each entry is written once it is found, others stay."""
     path = folder / tuned.file_name(gpu or torch.cuda.get_device_name(device))
     entries: Entries = json.loads(path.read_text()) if path.is_file() else {}
     end = time.monotonic() + budget_s
     left = 0
+    folder.mkdir(parents=True, exist_ok=True)
     for search in searches(ops):
         if time.monotonic() > end:
             left += 1
-        elif fields := best(search, device, timer):
+        elif fields := best(search, device, timer, end):
             entries.setdefault(search.op, {})[search.key] = fields
-            print(f"{search.op} {search.key}: {fields}")
+            _write(path, entries)
+            print(f"{search.op} {search.key}: {fields}", flush=True)
     if left:
         print(f"skipped {left} searches for lack of time")
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+    _write(path, entries)
     return path
 
 
-def best(search: Search, device: torch.device, timer: Timer) -> dict[str, int] | None:
-    """The fields of the fastest candidate; None where the launcher's own choice is as fast."""
+def _write(path: Path, entries: Entries) -> None:
+    path.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+
+
+def best(
+    search: Search, device: torch.device, timer: Timer, end: float = float("inf")
+) -> dict[str, int] | None:
+    """The fields of the fastest candidate of those that are compiled by `end`.
+
+    None where the launcher's own choice is as fast.
+    """
     make = search.build(device)
     calls: dict[str, Call] = {"own": make(None)}
     calls["own"]()
     candidates = {"own": None}
     for i, config in enumerate(search.candidates):
+        if time.monotonic() > end:
+            break
         try:
             call = make(config)
             call()

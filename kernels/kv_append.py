@@ -182,7 +182,7 @@ def kv_append(
         config = KvAppendConfig(**entry) if entry else _heuristic(kv_heads, head_dim)
     pairs = 0 if cos is None else cos.shape[1]
     shared = _row_constants(form, pairs, interleaved)
-    tables = (k if cos is None else cos, k if sin is None else sin)
+    tables = (k if cos is None else cos, v if sin is None else sin)  # not read without cos and sin
     if max_new_blocks > 0 and sequences > 0:
         pack_kernel[(kv_heads, max_new_blocks, sequences)](
             k,
@@ -311,7 +311,7 @@ def _pack_variant(dtype: str, form: KVFormat, pairs: int, interleaved: bool) -> 
         op="kv_append",
         name=f"pack-{name}{'-rotated' if form.rotated else ''}-rope-{shared['ROPE']}",
         kernel=pack_kernel,
-        types=_types(dtype)
+        types=_types(dtype, pairs)
         | {"pool": "*u8", "block_table": "*i32", "before": "*i32", "after": "*i32"}
         | dict.fromkeys(ints, "i32"),
         constants=shared | _pack_constants(form),
@@ -328,7 +328,7 @@ def _write_variant(dtype: str, form: KVFormat, pairs: int, interleaved: bool) ->
         op="kv_append",
         name=f"write-{dtype}-{form.head_dim}-rope-{shared['ROPE']}",
         kernel=write_kernel,
-        types=_types(dtype)
+        types=_types(dtype, pairs)
         | {"after": "*i32"}
         | dict.fromkeys(("k_stride", "v_stride", "kv_heads", "window"), "i32"),
         constants=shared | {"HEADS": config.heads},
@@ -338,9 +338,9 @@ def _write_variant(dtype: str, form: KVFormat, pairs: int, interleaved: bool) ->
     )
 
 
-def _types(dtype: str) -> dict[str, str]:
+def _types(dtype: str, pairs: int) -> dict[str, str]:
     return (
         dict.fromkeys(("k", "v", "recent_k", "recent_v"), f"*{dtype}")
-        | dict.fromkeys(("cos", "sin"), "*fp32")
+        | dict.fromkeys(("cos", "sin"), "*fp32" if pairs else f"*{dtype}")  # k and v stand in
         | dict.fromkeys(("start", "row_start"), "*i32")
     )

@@ -14,19 +14,21 @@ from .kv_format import BLOCK_TOKENS, KVFormat
 from .ragged import Ragged
 
 ITEM_TOKENS = 16  # new tokens of a sequence that are attended together
+# The position counts from the first token of the slot's blocks.
 ITEM_FIELDS = ("first row", "rows", "slot", "position of the first row", "packed tokens")
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Which blocks hold the packed tokens of each sequence in a forward pass; for all layers.
+    """Which blocks hold packed tokens of each sequence in a forward pass; for all layers.
 
     Raises OpError for a table that does not go with the counts or with the pass.
     """
 
-    blocks: Tensor  # int32 [slots, n]: the block of tokens 64 i and on
-    counts: Sequence[int]  # packed tokens of each slot, multiples of 64
+    blocks: Tensor  # int32 [slots, n]: the block of the tokens `first` + 64 i and on
+    counts: Sequence[int]  # tokens of each slot in these blocks, multiples of 64
     ragged: Ragged
+    first: Sequence[int] = ()  # position of each slot's first token here; empty: 0
     items: Tensor = field(init=False)  # int64 [items, ITEM_FIELDS]: tokens attended together
     longest: int = field(init=False)  # most blocks of a sequence in this pass
     last: int = field(init=False)  # largest block number, -1 without any
@@ -43,7 +45,8 @@ class BlockTable:
         last, longest, items = -1, 0, []
         for span in self.ragged.spans:
             count = counts[span.slot]
-            if count % BLOCK_TOKENS or not 0 <= count <= span.past:
+            past = span.past - (self.first[span.slot] if self.first else 0)
+            if count % BLOCK_TOKENS or not 0 <= count <= past:
                 raise OpError(
                     f"slot {span.slot}: {count} of {span.past} tokens cannot be packed in blocks"
                 )
@@ -61,7 +64,7 @@ class BlockTable:
                     span.start + first,
                     min(ITEM_TOKENS, span.count - first),
                     span.slot,
-                    span.past + first,
+                    past + first,
                     count,
                 )
                 for first in range(0, span.count, ITEM_TOKENS)
@@ -76,7 +79,7 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """The older tokens of each sequence in one layer."""
+    """Tokens of each sequence in one layer, in blocks of one pool."""
 
     form: KVFormat
     pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes]
@@ -87,12 +90,12 @@ class PackedTokens:
 class LayerCache:
     """Keys and values of one layer, laid out as `heads` says, and what is packed of it.
 
-    With packed tokens, `keys` and `values` hold only the tokens after them: `places` says where
-    each new token goes, its position less its sequence's packed tokens.
+    Packed tokens are in no place of `keys` and `values`, which hold the others one after another:
+    `places` says where each new token goes, its position less its sequence's packed tokens.
     """
 
     keys: Tensor
     values: Tensor
     places: Tensor  # int64 [M]
     longest: int  # the largest of places
-    packed: PackedTokens | None = None
+    packed: tuple[PackedTokens, ...] = ()  # the oldest tokens first

@@ -103,7 +103,7 @@ def attention(
 
 
 def _packed_tokens(cache: LayerCache, span: Span) -> int:
-    return 0 if cache.packed is None else cache.packed.table.counts[span.slot]
+    return sum(part.table.counts[span.slot] for part in cache.packed)
 
 
 def _append(cache: LayerCache, span: Span, key: Tensor, value: Tensor) -> None:
@@ -120,15 +120,19 @@ def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
     recent = span.past + span.count - packed
     key = read_keys(cache.keys, span.slot, recent)
     value = cache.values[span.slot, :, :recent]
-    if cache.packed is None or not packed:
-        return key, value
-    blocks = cache.packed.table.blocks[span.slot, : packed // BLOCK_TOKENS].long()
-    # [blocks, kv_heads, 64, D] -> [kv_heads, packed, D]
-    old_key, old_value = (
-        x.transpose(0, 1).flatten(1, 2)
-        for x in dequantize_blocks(cache.packed.pool[blocks], cache.packed.form)
-    )
-    return torch.cat((old_key, key), 1), torch.cat((old_value, value), 1)
+    for part in cache.packed:
+        table = part.table
+        blocks = table.blocks[span.slot, : table.counts[span.slot] // BLOCK_TOKENS].long()
+        first = table.first[span.slot] if table.first else 0
+        # [blocks, kv_heads, 64, D] -> [kv_heads, tokens, D], between the older and the newer ones
+        old_key, old_value = (
+            x.transpose(0, 1).flatten(1, 2) for x in dequantize_blocks(part.pool[blocks], part.form)
+        )
+        key, value = (
+            torch.cat((x[:, :first], old, x[:, first:]), 1)
+            for x, old in ((key, old_key), (value, old_value))
+        )
+    return key, value
 
 
 def _attend(shape: HeadShape, key: Tensor, value: Tensor, span: Span, query: Tensor) -> Tensor:

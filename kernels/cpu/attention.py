@@ -78,7 +78,7 @@ def attention(
     _check_small(rotary, (q_norm, k_norm), shape.head_dim, ragged.longest)
     cos, sin = rotary or (None, None)
     pool = pool or default_pool()
-    lse = None if cache.packed is None else torch.empty(ragged.tokens, shape.heads)
+    lse = None if not cache.packed else torch.empty(ragged.tokens, shape.heads)
     runs = cache.longest // RUN + 1
     if ragged.is_decode:
         job = append_attend_job
@@ -95,9 +95,9 @@ def attention(
             pool.workspace(scratch), shape.norm_eps, shape.scale,
         )  # fmt: skip
         pool.run(job.address, ctypes.addressof(args))
-    if cache.packed is not None:
+    for packed in cache.packed:
         packed_attention(
-            qkv, shape.heads, cache.packed, scale=shape.scale, window=shape.window, out=out,
+            qkv, shape.heads, packed, scale=shape.scale, window=shape.window, out=out,
             lse=lse, threads=pool,
         )  # fmt: skip
     return out

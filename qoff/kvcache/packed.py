@@ -181,9 +181,9 @@ class _Pass:
         if self._scratch is not None:
             self._copy_recent(keys, values, *self._scratch)
             keys, values = self._scratch
-        packed = None
+        packed: tuple[PackedTokens, ...] = ()
         if self._table is not None:
-            packed = PackedTokens(cache._forms[layer], cache._pools[layer], self._table)
+            packed = (PackedTokens(cache._forms[layer], cache._pools[layer], self._table),)
         return LayerCache(keys, values, self._places, self._longest, packed)
 
     def close(self, layer: int) -> None:

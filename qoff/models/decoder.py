@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from qoff.kernels.heads import HeadShape
@@ -25,6 +26,57 @@ Steps = Generator[Unit, Weights, Tensor]
 _MLP_TOKENS = 512  # tokens that go through the MLP together: bounds working space at prefill
 
 
+class Activations(Protocol):
+    """Where the hidden states of a batch are between two units."""
+
+    def load(self) -> Tensor:
+        """Return the hidden states, float32 [M, hidden_size], on the device."""
+
+    def store(self, hidden: Tensor) -> None:
+        """Take the hidden states; what `load` returned is not used any more."""
+
+
+class Kept:
+    """Hidden states that stay on the device."""
+
+    def __init__(self) -> None:
+        self._hidden: Tensor | None = None
+
+    def load(self) -> Tensor:
+        assert self._hidden is not None
+        return self._hidden
+
+    def store(self, hidden: Tensor) -> None:
+        self._hidden = hidden
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What a layer leaves between its ops, for up to `qkv.shape[0]` tokens; not between units."""
+
+    qkv: Tensor  # [M, (heads + 2 kv_heads) * head_dim]
+    attended: Tensor  # [M, heads * head_dim]
+    gated: Tensor  # [at most _MLP_TOKENS, intermediate_size]
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, tokens: int) -> Scratch:
+        return cls(
+            torch.empty(tokens, spec.q_rows + 2 * spec.kv_rows),
+            torch.empty(tokens, spec.q_rows),
+            torch.empty(min(tokens, _MLP_TOKENS), spec.intermediate_size),
+        )
+
+    @staticmethod
+    def nbytes(spec: DecoderSpec, tokens: int) -> int:
+        """Bytes of `of(spec, tokens)`."""
+        attention = tokens * (2 * spec.q_rows + 2 * spec.kv_rows)
+        return 4 * (attention + min(tokens, _MLP_TOKENS) * spec.intermediate_size)
+
+    def upto(self, tokens: int) -> Scratch:
+        """The part for this many tokens."""
+        return Scratch(self.qkv[:tokens], self.attended[:tokens], self.gated)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One forward pass: new tokens of some sequences, and the cache that remembers the old."""
@@ -33,24 +85,8 @@ class Batch:
     ragged: Ragged
     cache: KVCache
     logit_rows: Tensor  # int64 [R], rows whose logits are wanted
-
-
-@dataclass(frozen=True)
-class _Scratch:
-    """What one layer leaves between its ops; the same memory for all layers of a pass."""
-
-    qkv: Tensor  # [M, (heads + 2 kv_heads) * head_dim]
-    attended: Tensor  # [M, heads * head_dim]
-    gated: Tensor  # [at most _MLP_TOKENS, intermediate_size]
-
-    @classmethod
-    def of(cls, spec: DecoderSpec, hidden: Tensor) -> _Scratch:
-        tokens = len(hidden)
-        return cls(
-            hidden.new_empty(tokens, spec.q_rows + 2 * spec.kv_rows),
-            hidden.new_empty(tokens, spec.q_rows),
-            hidden.new_empty(min(tokens, _MLP_TOKENS), spec.intermediate_size),
-        )
+    activations: Activations = field(default_factory=Kept)
+    scratch: Scratch | None = None  # for at least M tokens; None: its own
 
 
 class Decoder:
@@ -106,13 +142,17 @@ class Decoder:
         cache, ragged = batch.cache, batch.ragged
         cache.begin(ragged)
         rotary = self._rotary.upto(ragged.longest + 1)
-        hidden = self._embed(batch.tokens)
-        scratch = _Scratch.of(self.spec, hidden)
+        activations = batch.activations
+        activations.store(self._embed(batch.tokens))
+        scratch = (batch.scratch or Scratch.of(self.spec, ragged.tokens)).upto(ragged.tokens)
         for layer in range(self.spec.num_layers):
             weights = yield layer
+            hidden = activations.load()
             self._attention(layer, weights, hidden, scratch, batch, rotary)
             self._mlp(weights, hidden, scratch)
+            activations.store(hidden)
         weights = yield HEAD
+        hidden = activations.load()
         cache.end(ragged)
         return self._ops.w4_linear(
             hidden[batch.logit_rows],
@@ -126,7 +166,7 @@ class Decoder:
         layer: int,
         weights: Weights,
         hidden: Tensor,
-        scratch: _Scratch,
+        scratch: Scratch,
         batch: Batch,
         rotary: tuple[Tensor, Tensor],
     ) -> None:
@@ -161,7 +201,7 @@ class Decoder:
             out=hidden,
         )
 
-    def _mlp(self, weights: Weights, hidden: Tensor, scratch: _Scratch) -> None:
+    def _mlp(self, weights: Weights, hidden: Tensor, scratch: Scratch) -> None:
         """hidden += down(silu(gate(norm(hidden))) * up(norm(hidden)))."""
         parts = (hidden,) if len(hidden) <= _MLP_TOKENS else hidden.split(_MLP_TOKENS)
         for part in parts:

@@ -261,7 +261,47 @@ def test_a_case_that_raises_does_not_end_the_run() -> None:
     cases = [Case("rope", "m", "a", 1, fail), Case("rope", "m", "b", 1, lambda d: Work(list))]
     gpu.time_all(report, cases, CPU, FakeTimer())
     assert [r.name for r in report.results] == ["b"]
-    assert report.skipped == ["rope m a: RuntimeError: out of memory"]
+    assert report.failed == ["rope m a: RuntimeError: out of memory"]
+    assert "FAILED: rope m a: RuntimeError: out of memory" in report.text()
+
+
+@pytest.mark.usefixtures("small_bench")
+def test_what_was_found_before_an_error_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cases(quick: bool) -> Iterator[Case]:
+        raise OpError("no cases")
+
+    monkeypatch.setattr(module("rope"), "cases", cases)
+    path = tmp_path / "out.json"
+    assert gpu.main(["--out", str(path)]) == 1
+    written = json.loads(path.read_text())
+    assert written["failed"] == ["OpError: no cases"]
+    assert [r["op"] for r in written["results"]] == list(gpu.OPS[:-1])
+
+
+@pytest.mark.usefixtures("small_bench")
+@pytest.mark.parametrize("seconds", ["100", "20"])
+def test_the_other_ops_go_on_in_a_new_process_when_the_gpu_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    def synchronize(device: Any = None) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(module("merge"), "checks", lambda d, t: [broken_check("raises")])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command))
+    path = tmp_path / "out.json"
+    ops = ["--op", "w4_linear", "--op", "merge"]
+    assert gpu.main(["--out", str(path), "--seconds", seconds, *ops]) == 1
+    why = "the GPU was lost to w4_linear: RuntimeError: an illegal memory access"
+    assert json.loads(path.read_text())["failed"] == [why]
+    assert len(started) == (seconds == "100")
+    for command in started:
+        assert command[-2:] == ["--op", "merge"]
+        assert str(tmp_path / "out-anew.json") in command
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Timeline: what ran when, on which lane; written as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Something that took from `start` to `stop`, in seconds of `time.perf_counter`."""
+
+    lane: str  # "compute", or a link such as "disk to host"
+    name: str
+    start: float
+    stop: float
+    nbytes: int = 0
+
+
+class Timeline:
+    """Collects intervals from any thread."""
+
+    def __init__(self) -> None:
+        self._intervals: list[Interval] = []
+        self._lock = threading.Lock()
+
+    def add(self, lane: str, name: str, start: float, stop: float, nbytes: int = 0) -> None:
+        """Note one interval."""
+        with self._lock:
+            self._intervals.append(Interval(lane, name, start, stop, nbytes))
+
+    @contextmanager
+    def span(self, lane: str, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Note how long a `with` block takes."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(lane, name, start, time.perf_counter(), nbytes)
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """What has been noted so far."""
+        with self._lock:
+            return tuple(self._intervals)
+
+    def write(self, path: Path) -> None:
+        """Write the JSON that chrome://tracing and Perfetto read (Trace Event Format)."""
+        found = self.intervals
+        origin = min((x.start for x in found), default=0.0)
+        lanes = {lane: i for i, lane in enumerate(dict.fromkeys(x.lane for x in found))}
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": lane}}
+            for lane, i in lanes.items()
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": x.name,
+                "cat": x.lane,
+                "pid": 0,
+                "tid": lanes[x.lane],
+                "ts": (x.start - origin) * 1e6,
+                "dur": (x.stop - x.start) * 1e6,
+                "args": {"bytes": x.nbytes},
+            }
+            for x in found
+        ]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -1,0 +1,264 @@
+"""Launching every variant's kernel by its launcher, on meta tensors, with a runner that launches
+nothing but binds arguments and options as Triton would on a GPU of compute capability 9.0.
+
+`python -m tests.kernels.launches`, without TRITON_INTERPRET, prints what differs from the variants
+as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import jit
+
+from bench.gpu_limits import WARP
+from bench.offline import variants_of
+from bench.static import OPS
+from qoff.kernels import w4_splits
+from qoff.kernels.decode_attention import decode_attention
+from qoff.kernels.dequantize import dequantize
+from qoff.kernels.kv_append import kv_append
+from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.merge import merge
+from qoff.kernels.prefill_attention import prefill_attention
+from qoff.kernels.quantize import quantize
+from qoff.kernels.rms_norm import rms_norm
+from qoff.kernels.rope import rope
+from qoff.kernels.silu_mul import silu_mul
+from qoff.kernels.variant import Variant
+from qoff.kernels.w4_linear import w4_linear
+from qoff.kernels.w4_splits import add_splits
+
+CAPABILITY = 90
+GPU = w4_splits.Gpu(CAPABILITY, 128)  # as variants assume
+GRID_MAX = (2**31 - 1, 65535, 65535)
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+SEQUENCES, KV_HEADS, BLOCKS = 3, 8, 128
+
+Launch = dict[str, Any]
+
+
+def record(launches: list[Launch]) -> None:
+    """From now on launches are appended to `launches`, and nothing is compiled."""
+    backend = CUDABackend(GPUTarget("cuda", CAPABILITY, WARP))
+
+    def run(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        assert not warmup
+        bind = jit.create_function_from_signature(self.signature, self.params, backend)
+        bound, specialization, options = bind(*args, **kwargs)
+        self._pack_args(backend, kwargs, bound, specialization, options)  # refuses unknown options
+        assert all(0 < n <= most for n, most in zip(grid, GRID_MAX, strict=False)), grid
+        kinds = dict(zip(self.arg_names, specialization, strict=True))
+        launches.append(
+            {
+                "kernel": self,
+                "types": {name: kind for name, (kind, _) in kinds.items() if kind != "constexpr"},
+                "constants": {n: bound[n] for n, (kind, _) in kinds.items() if kind == "constexpr"},
+                "aligned": {name for name, (kind, of) in kinds.items() if "D" in str(of)},
+                "options": options,
+            }
+        )
+
+    jit.JITFunction.run = run
+    w4_splits.Gpu.of = staticmethod(lambda device: GPU)
+
+
+def differences(variant: Variant, launch: Launch) -> list[str]:
+    """How a launch differs from the variant that stands for it."""
+    found = []
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    if launch["options"] != options:
+        found.append(f"options {launch['options']}, not {options}")
+    ones = {n for n, t in variant.types.items() if t[0] == "i" and launch["constants"].get(n) == 1}
+    constants = {n: value for n, value in launch["constants"].items() if n not in ones}
+    for what, have, want in (
+        ("constants", constants, dict(variant.constants)),
+        ("types", launch["types"], {n: t for n, t in variant.types.items() if n not in ones}),
+    ):
+        found += [
+            f"{what}: {name} is {have.get(name)}, not {want.get(name)}"
+            for name in sorted(have.keys() | want.keys())
+            if have.get(name, "absent") != want.get(name, "absent")
+        ]
+    numbers = {name for name, kind in variant.types.items() if kind[0] in "*iu"}
+    missing = numbers - variant.unaligned - launch["aligned"] - ones
+    found += [f"{name} is no multiple of 16" for name in sorted(missing)]
+    return found
+
+
+def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    return empty(torch.int32, *shape)
+
+
+def dtype_of(variant: Variant, name: str) -> torch.dtype:
+    return DTYPES[variant.types[name][1:]]
+
+
+def linear(variant: Variant) -> None:
+    c, dtype = variant.constants, dtype_of(variant, "x")
+    m, bits = c.get("TOKENS") or c["BLOCK_M"], c["BITS"]
+    group_bytes = c["GROUP_BYTES"]
+    group = group_bytes * 8 // bits
+    n = 1 << 10 if c["PARTIAL"] else 1 << 16
+    row_bytes = (1 << 16) + (0 if c["EVEN"] else max(16, group_bytes))
+    k = row_bytes * 8 // bits
+    scale_min = empty(dtype_of(variant, "scale_min"), k // group, n, 2)
+    bias = empty(dtype, n) if "bias" in variant.types else None
+    if c["PARTIAL"]:  # the launch has no bias, the sum of the parts has
+        bias = empty(dtype, n)
+    codes = empty(torch.uint8, n, row_bytes)
+    w4_linear(empty(dtype, m, k), codes, scale_min, bias, bits, group)
+
+
+def splits(variant: Variant) -> None:
+    partial = empty(torch.float32, variant.constants["SPLITS"], 8, 1024)
+    dtype = dtype_of(variant, "out")
+    add_splits(partial, empty(dtype, 1024), empty(dtype, 8, 1024))
+
+
+def dequantized(variant: Variant) -> None:
+    bits, run = variant.constants["BITS"], variant.constants["RUN"]
+    group = run * 8 // bits
+    scale_min = empty(dtype_of(variant, "scale_min"), 4096 // group, 4096, 2)
+    codes = empty(torch.uint8, 4096, 4096 * bits // 8)
+    dequantize(codes, scale_min, bits, group, dtype_of(variant, "out"))
+
+
+def quantized(variant: Variant) -> None:
+    c = variant.constants
+    w = empty(dtype_of(variant, "w"), 4096, 4096)
+    quantize(w, c["BITS"], c["GROUP"], dtype_of(variant, "scale_min"))
+
+
+def normed(variant: Variant) -> None:
+    dtype, columns = dtype_of(variant, "x"), variant.constants["COLUMNS"]
+    x = empty(dtype, 7, columns)
+    rms_norm(x, empty(dtype, columns), 1e-5, x if variant.constants["ADD"] else None)
+
+
+def gated(variant: Variant) -> None:
+    silu_mul(empty(dtype_of(variant, "out"), 3, 2 * 14336))
+
+
+def turned(variant: Variant) -> None:
+    c = variant.constants
+    x = empty(dtype_of(variant, "x"), 3, 32, 2 * c["PAIRS"] + c["REST"])
+    table = empty(torch.float32, 9, c["PAIRS"])
+    rope(x, empty(torch.int64, 3), table, table, c["INTERLEAVED"])
+
+
+def merged(variant: Variant) -> None:
+    c = variant.constants
+    outs = empty(dtype_of(variant, "outs"), c["PARTS"], 16, 32, c["D"])
+    merge(outs, empty(torch.float32, c["PARTS"], 16, 32), dtype_of(variant, "out"))
+
+
+def cache(form: KVFormat, dtype: torch.dtype) -> dict[str, Tensor]:
+    recent = empty(dtype, SEQUENCES, 64, KV_HEADS, form.head_dim)
+    return {
+        "pool": empty(torch.uint8, 9, KV_HEADS, form.nbytes),
+        "block_table": ints(SEQUENCES, BLOCKS),
+        "recent_k": recent,
+        "recent_v": recent,
+    }
+
+
+def appended(variant: Variant) -> None:
+    c, dtype = variant.constants, dtype_of(variant, "k")
+    form = KVFormat(
+        2 * c["HALF"],
+        c.get("K_BITS", 4),
+        c.get("V_BITS", 4),
+        "channel" if c.get("CHANNEL", True) else "token",
+        c.get("ROTATED", False),
+    )
+    k = empty(dtype, 7, KV_HEADS, form.head_dim)
+    table = empty(torch.float32, 9, c["PAIRS"]) if c["PAIRS"] else None
+    counts = {name: ints(SEQUENCES) for name in ("start", "before", "after")}
+    kv_append(
+        k,
+        k,
+        table,
+        table,
+        row_start=ints(SEQUENCES + 1),
+        max_rows=5,
+        max_new_blocks=2,
+        form=form,
+        interleaved=c["ROPE"] == "interleaved",
+        **counts,
+        **cache(form, dtype),
+    )
+
+
+def attended(variant: Variant) -> None:
+    c = variant.constants
+    staging = "staged_k" in variant.types and "q" not in variant.types
+    dtype = torch.float16 if staging else dtype_of(variant, "q")
+    form = KVFormat(c["HEAD_DIM"], c["K_BITS"], c["V_BITS"], "token" if c["K_TOKEN"] else "channel")
+    heads = KV_HEADS * c.get("GROUP", 4)
+    options: dict[str, Any] = {
+        "form": form,
+        "scale": 0.125,
+        "soft_cap": 30.0 if c.get("SOFT_CAP") else 0.0,
+        "window": 100 if c["WINDOW"] else 0,
+        "sinks": empty(torch.float32, heads) if c.get("SINKS") else None,
+        "compressed": ints(SEQUENCES),
+        **cache(form, dtype),
+    }
+    if variant.op == "decode_attention":
+        q = empty(dtype, SEQUENCES, heads, form.head_dim)
+        decode_attention(q, length=ints(SEQUENCES), **options)
+        return
+    tokens = 4096 if staging or c["STAGED"] else 16
+    k = empty(dtype, tokens, KV_HEADS, form.head_dim)
+    start, row_start = ints(SEQUENCES), ints(SEQUENCES + 1)
+    q = empty(dtype, tokens, heads, form.head_dim)
+    prefill_attention(q, k, k, row_start=row_start, start=start, **options)
+
+
+LAUNCHERS: dict[str, Callable[[Variant], None]] = {
+    "gemv_kernel": linear,
+    "skinny_kernel": linear,
+    "add_splits_kernel": splits,
+    "dequantize_kernel": dequantized,
+    "quantize_kernel": quantized,
+    "rms_norm_kernel": normed,
+    "silu_mul_kernel": gated,
+    "rope_kernel": turned,
+    "merge_kernel": merged,
+    "pack_kernel": appended,
+    "write_kernel": appended,
+    "decode_attention_kernel": attended,
+    "prefill_attention_kernel": attended,
+    "stage_kernel": attended,
+}
+
+
+def main() -> None:
+    launches: list[Launch] = []
+    record(launches)
+    found, count = [], 0
+    for op in OPS:
+        for variant in variants_of(op, CAPABILITY):
+            launches.clear()
+            LAUNCHERS[variant.kernel.fn.__name__](variant)
+            mine = [launch for launch in launches if launch["kernel"] is variant.kernel]
+            lines = [differences(variant, launch) for launch in mine] or [["is not launched"]]
+            found += [f"{op} {variant.name}: {line}" for line in lines[0]]
+            count += 1
+    print(json.dumps({"triton": triton.__version__, "variants": count, "differences": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What launchers would have Triton compile on a GPU is what variants say, options included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench.offline import variants_of
+from bench.static import OPS
+from tests.kernels.test_compile import OLDER, ROOT
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["pinned", "3.6.0"])
+def test_launches_are_those_of_the_variants(older: bool) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if older:
+        if not (OLDER / "triton").is_dir():
+            pytest.skip(f"no Triton 3.6.0 in {OLDER}")
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDER), env.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "tests.kernels.launches"]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    content = json.loads(run.stdout)
+    assert content["differences"] == []
+    assert content["variants"] >= sum(len(list(variants_of(op, 90))) for op in OPS)
+    assert not older or content["triton"] == "3.6.0"
