@@ -33,6 +33,8 @@ from .nibbles import use_asm
 from .rotated import rotate
 from .variant import LAUNCH, TENSOR_CORES, WIDE_CODES, Variant
 
+_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "NEAR")
+
 
 @dataclass(frozen=True)
 class DecodeConfig:
@@ -56,6 +58,7 @@ def decode_attention_kernel(
     recent_k,
     recent_v,
     sinks,
+    near,
     outs,  # [runs + 1, S, Hq, D]
     lses,
     scale,  # softmax scale * log2(e)
@@ -83,6 +86,7 @@ def decode_attention_kernel(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    NEAR: tl.constexpr,
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
@@ -124,7 +128,10 @@ def decode_attention_kernel(
     else:
         source = q_packed + s.to(tl.int64) * packed_stride + at
         q0, q1, q2, q3 = load_queries(source, mask, HALF)
-        begin = (part - 1) * run + first_key // TOKENS
+        first_block = first_key // TOKENS
+        if NEAR:
+            first_block = tl.maximum(first_block, tl.load(near + s) // TOKENS)
+        begin = (part - 1) * run + first_block
         stop = tl.minimum(begin + run, in_blocks // TOKENS)
         o0, o1, o2, o3, top, total = attend_blocks(
             q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16),
@@ -159,6 +166,7 @@ def decode_attention(
     soft_cap: float = 0.0,
     window: int = 0,
     sinks: Tensor | None = None,
+    near: Tensor | None = None,
     max_compressed: int | None = None,
     config: DecodeConfig | None = None,
     run: int | None = None,
@@ -166,8 +174,10 @@ def decode_attention(
     """Output [S, Hq, D] in q's type and log-sum-exp float32 [S, Hq]: one query per sequence.
 
     The arguments are those of `reference_attention.decode_attention`. All tensors are contiguous
-    but q, whose rows may lie apart. max_compressed is at least every `compressed` (default: what
-    block_table can hold); run is how many blocks a program attends to (default: `blocks_per_run`).
+    but q, whose rows may lie apart. near: int32 [S], multiples of 64, at most `compressed`: older
+    tokens are in no block of the pool, and are not attended (default: 0). max_compressed is at
+    least every `compressed` less `near` (default: what block_table can hold); run is how many
+    blocks a program attends to (default: `blocks_per_run`).
     """
     sequences, heads, _ = q.shape
     kv_heads = pool.shape[1]
@@ -197,6 +207,7 @@ def decode_attention(
             recent_k,
             recent_v,
             sinks,
+            near,
             outs,
             lses,
             scale * LOG2E.value,
@@ -213,6 +224,7 @@ def decode_attention(
             SOFT_CAP=soft_cap != 0,
             WINDOW=window != 0,
             SINKS=sinks is not None,
+            NEAR=near is not None,
             PREFETCH=bool(config.prefetch) and use_asm(),
             ASM=use_asm(),
             num_warps=config.num_warps,
@@ -270,15 +282,15 @@ def variants(capability: int) -> Iterator[Variant]:
     """Every shipped configuration for a compute capability (but Turing's of head size 256 and of
     groups over 8, which run there, with registers spilled).
 
-    Each form with groups of 4 queries; groups of other sizes, the extras together (soft cap, window
-    and sinks) and bfloat16 queries with the default form.
+    Each form with groups of 4 queries; groups of other sizes, the extras together (soft cap,
+    window, sinks and a first block) and bfloat16 queries with the default form.
     """
     for form in _forms():
         if capability > 75 or form.head_dim <= 128:
             yield _variant(capability, "fp16", form, 4)
     for group in (1, 8, 16) if capability > 75 else (1, 8):
         yield _variant(capability, "fp16", KVFormat(128), group)
-    yield _variant(capability, "fp16", KVFormat(128), 4, SOFT_CAP=True, WINDOW=True, SINKS=True)
+    yield _variant(capability, "fp16", KVFormat(128), 4, **dict.fromkeys(_EXTRAS, True))
     if capability > 75:
         for head_dim in (64, 128):
             yield _variant(capability, "bf16", KVFormat(head_dim), 4)
@@ -298,7 +310,7 @@ def _variant(capability: int, dtype: str, form: KVFormat, group: int, **extras: 
     kind = f"k{form.k_bits}{form.k_form}-v{form.v_bits}"
     constants: dict[str, Any] = {
         **_constants(form, group, config),
-        **{name: extras.get(name, False) for name in ("SOFT_CAP", "WINDOW", "SINKS")},
+        **{name: extras.get(name, False) for name in _EXTRAS},
         "PREFETCH": bool(config.prefetch),
         "ASM": True,
     }
@@ -308,12 +320,14 @@ def _variant(capability: int, dtype: str, form: KVFormat, group: int, **extras: 
     types |= dict.fromkeys(("scale", "scale_packed", "soft_cap"), "fp32")
     sizes = ("window", "run", "max_blocks", "ring", "kv_heads", "q_stride", "packed_stride")
     types |= dict.fromkeys(sizes, "i32")
-    if constants["SINKS"]:
-        types["sinks"] = "*fp32"
-    else:
-        constants["sinks"] = None
+    for name, pointer in (("sinks", "*fp32"), ("near", "*i32")):
+        if constants[name.upper()]:
+            types[name] = pointer
+        else:
+            constants[name] = None
     traits = {TENSOR_CORES} if capability > 75 else set()
-    if form.head_dim != 80:  # its rows of 40 bytes are 8 bytes apart
+    # Rows of 40 bytes are 8 bytes apart; for Turing's products 32 bytes are cut into pieces of 8.
+    if form.head_dim != 80 and (capability > 75 or form.head_dim > 64):
         traits.add(WIDE_CODES)
     return Variant(
         op="decode_attention",

@@ -272,10 +272,13 @@ def variants(capability: int) -> Iterator[Variant]:
     ways to turn keys, each way with both dtypes.
     """
     dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
-    for i, (form, pairs, interleaved) in enumerate(_blocks()):
+    blocks = [
+        _pack_variant(dtypes[i % len(dtypes)], form, pairs, interleaved)
+        for i, (form, pairs, interleaved) in enumerate(_blocks())
         # Before 8.0, Triton has no tensor cores to rotate with.
-        if capability >= 80 or not form.rotated:
-            yield _pack_variant(dtypes[i % len(dtypes)], form, pairs, interleaved)
+        if capability >= 80 or not form.rotated
+    ]
+    yield from {variant.name: variant for variant in blocks}.values()  # with one dtype, two alike
     for i, head_dim in enumerate(HEAD_DIMS):
         half, quarter = head_dim // 2, head_dim // 4
         ways = ((0, False), (quarter, False)) if i % 2 else ((half, False), (half, True))

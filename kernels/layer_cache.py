@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -82,7 +83,7 @@ class PackedTokens:
     """Tokens of each sequence in one layer, in blocks of one pool."""
 
     form: KVFormat
-    pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes]
+    pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes], each block contiguous
     table: BlockTable
 
 
@@ -91,7 +92,10 @@ class LayerCache:
     """Keys and values of one layer, laid out as `heads` says, and what is packed of it.
 
     Packed tokens are in no place of `keys` and `values`, which hold the others one after another:
-    `places` says where each new token goes, its position less its sequence's packed tokens.
+    `places` says where each new token goes, its position less its sequence's packed tokens. In a
+    pass of one new token a sequence, each KV head attends to `kept_blocks(top, n)` of the n packed
+    blocks that are in its window, of all parts together (`reference_select`), and to all tokens
+    that are not packed; in other passes to everything. Raises OpError for `top` outside (0, 1].
     """
 
     keys: Tensor
@@ -99,3 +103,13 @@ class LayerCache:
     places: Tensor  # int64 [M]
     longest: int  # the largest of places
     packed: tuple[PackedTokens, ...] = ()  # the oldest tokens first
+    top: float = 1.0  # fraction of a sequence's blocks that a single new token attends to
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top <= 1:
+            raise OpError(f"top, a fraction of the packed blocks, is in (0, 1], not {self.top}")
+
+
+def kept_blocks(top: float, blocks: int) -> int:
+    """How many of `blocks` are attended: the fraction `top`, rounded up, at least 1."""
+    return max(1, math.ceil(top * blocks - 1e-9))  # 0.07 * 100 is a little more than 7

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from qoff.errors import OpError
 
 from .heads import HeadShape
-from .layer_cache import LayerCache
 from .qtensor import QTensor
 from .ragged import Ragged
 
@@ -19,6 +18,8 @@ class Ops(Protocol):
     """The ops a decoder is made of; `reference` says what each means."""
 
     PACKING: str  # of the weights these ops read
+    CACHE: str  # what attention takes: "host", a `LayerCache`, or "device", a `DeviceLayerCache`
+    USES_OUT: bool  # whether `out` spares anything; otherwise results are copied there
 
     def w4_linear(
         self,
@@ -38,7 +39,7 @@ class Ops(Protocol):
         self,
         qkv: Tensor,
         shape: HeadShape,
-        cache: LayerCache,
+        cache: Any,  # see CACHE
         ragged: Ragged,
         *,
         rotary: tuple[Tensor, Tensor] | None = None,
@@ -55,4 +56,12 @@ def ops_for(device: torch.device) -> Ops:
 
         cpu.default_pool()  # takes as many threads as torch has now; torch may be given fewer later
         return cpu
-    raise OpError(f"no ops for device {device.type!r}; use 'cpu'")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise OpError("no GPU that torch can use; use device 'cpu', or a torch build for CUDA")
+        try:
+            from . import triton_ops
+        except ImportError as error:
+            raise OpError(f"the ops for a GPU need Triton ({error}); install triton") from error
+        return triton_ops
+    raise OpError(f"no ops for device {device.type!r}; use 'cpu' or 'cuda'")

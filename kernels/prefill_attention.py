@@ -27,7 +27,9 @@ from .nibbles import use_asm
 from .prefill_stage import stage, stage_constants, staged_heads
 from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
 from .rotated import rotate
-from .variant import LAUNCH, TENSOR_CORES, WIDE_CODES, Variant
+from .variant import LAUNCH, TENSOR_CORES, WARPS_OVER_ROWS, WIDE_CODES, Variant
+
+_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "NEAR")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def prefill_attention_kernel(
     staged_k,  # [S, heads of the launch, staged_tokens, D] or not read
     staged_v,
     sinks,
+    near,
     out,
     lse,
     scale,  # softmax scale * log2(e)
@@ -89,6 +92,7 @@ def prefill_attention_kernel(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    NEAR: tl.constexpr,
     STAGED: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
@@ -111,6 +115,10 @@ def prefill_attention_kernel(
     inside = row < rows
     lowest = begin + (tile * ROWS) // GROUP
     first_key = tl.maximum(lowest - window + 1, 0) if WINDOW else 0
+    first_block = first_key // TOKENS
+    if NEAR:
+        older = tl.load(near + s)
+        first_block = tl.maximum(first_block, older // TOKENS)
 
     low = tl.zeros([ROWS, PAD], tl.float32)
     high = tl.zeros([ROWS, PAD], tl.float32)
@@ -123,18 +131,19 @@ def prefill_attention_kernel(
     q_high = q_high.to(tl.float16)
     if STAGED:
         staged = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * staged_tokens * HEAD_DIM
+        if NEAR:
+            staged -= older.to(tl.int64) * HEAD_DIM
         low, high, top, total = attend_rows(
             q_low, q_high, staged_k + staged, staged_v + staged, HEAD_DIM, HEAD_DIM,
-            first_key // TOKENS * TOKENS, in_blocks, in_blocks, 1, 0,
+            first_block * TOKENS, in_blocks, in_blocks, 1, 0,
             position, window, scale_packed, soft_cap, low, high, top, total,
             HALF, PAD, SOFT_CAP, WINDOW, False, False, STAGES, ASM,
         )  # fmt: skip
     else:
         table = block_table + s.to(tl.int64) * max_blocks
         stop = in_blocks // TOKENS
-        first = first_key // TOKENS
-        block = tl.load(table + first, mask=first < stop, other=0)
-        for b in tl.range(first, stop, num_stages=STAGES):
+        block = tl.load(table + first_block, mask=first_block < stop, other=0)
+        for b in tl.range(first_block, stop, num_stages=STAGES):
             record = pool + (block.to(tl.int64) * kv_heads + kv_head) * NBYTES
             block = tl.load(table + b + 1, mask=b + 1 < stop, other=0)
             k_low, k_high, v_low, v_high = load_packed_tile(
@@ -209,6 +218,7 @@ def prefill_attention(
     soft_cap: float = 0.0,
     window: int = 0,
     sinks: Tensor | None = None,
+    near: Tensor | None = None,
     max_rows: int | None = None,
     max_compressed: int | None = None,
     config: PrefillConfig | None = None,
@@ -216,8 +226,10 @@ def prefill_attention(
     """Output [T, Hq, D] in q's type and log-sum-exp float32 [T, Hq] of new tokens.
 
     The arguments are those of `reference_attention.prefill_attention`. All tensors are contiguous
-    but q, k and v, whose rows may lie apart. max_rows is at least the rows of every sequence
-    (default: T), max_compressed every `compressed` (default: what block_table can hold).
+    but q, k and v, whose rows may lie apart. near: int32 [S], multiples of 64, at most
+    `compressed`: older tokens are in no block of the pool, and are not attended (default: 0).
+    max_rows is at least the rows of every sequence (default: T), max_compressed every `compressed`
+    less `near` (default: what block_table can hold).
     """
     tokens, heads, dim = q.shape
     sequences, kv_heads = start.shape[0], pool.shape[1]
@@ -242,7 +254,7 @@ def prefill_attention(
     for first in range(0, kv_heads, piece or kv_heads):
         count = min(piece or kv_heads, kv_heads - first)
         if piece:
-            stage(pool, block_table, compressed, start, scratch, form, window, first, count)
+            stage(pool, block_table, compressed, start, near, scratch, form, window, first, count)
         prefill_attention_kernel[(tiles, count, sequences)](
             q,
             packed,
@@ -258,6 +270,7 @@ def prefill_attention(
             scratch[0],
             scratch[1],
             sinks,
+            near,
             out,
             lse,
             scale * LOG2E.value,
@@ -279,6 +292,7 @@ def prefill_attention(
             SOFT_CAP=soft_cap != 0,
             WINDOW=window != 0,
             SINKS=sinks is not None,
+            NEAR=near is not None,
             STAGED=bool(piece),
             STAGES=config.num_stages,
             ASM=use_asm(),
@@ -294,14 +308,17 @@ def _heuristic(capability: int, head_dim: int) -> PrefillConfig:
     if capability < 80:  # no tensor cores in Triton there: products take many registers
         return PrefillConfig(16, num_warps=8, num_stages=1, staged_tiles=0, scratch_mib=1 << 14)
     if head_dim > 128:
-        return PrefillConfig(rows=32 if capability in (89, 120) else 64, num_warps=8, num_stages=1)
+        rows = 32 if capability in (89, 120) else 64
+        # There older Tritons run out of registers when blocks are dequantized on the way.
+        staged = 8 if capability != 80 or WARPS_OVER_ROWS else 0
+        return PrefillConfig(rows, num_warps=8, num_stages=1, staged_tiles=staged)
     if capability == 100:
         return PrefillConfig(rows=64, num_warps=4, num_stages=2 if head_dim <= 64 else 3)
     if capability == 120:
         return PrefillConfig(rows=64, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
     # Before Hopper every warp dequantizes for itself, so that staging pays earlier.
     tiles = 8 if capability == 90 else 3
-    rows = 64 if capability == 89 else 128
+    rows = 64 if capability == 89 or head_dim == 96 else 128
     return PrefillConfig(rows, num_warps=8, num_stages=2, staged_tiles=tiles)
 
 
@@ -310,13 +327,14 @@ def variants(capability: int) -> Iterator[Variant]:
     runs there, with registers spilled).
 
     Each head size with the default form, direct and staged; other forms, the extras together (soft
-    cap, window and sinks) and bfloat16 with head size 128; and the kernel that stages.
+    cap, window, sinks and a first block) and bfloat16 with head size 128; the kernel that stages.
     """
     yield from prefill_stage.variants(capability)
     for head_dim in HEAD_DIMS if capability > 75 else HEAD_DIMS[:-1]:
-        for staged in (False, True) if capability > 75 else (True,):
+        direct = _heuristic(capability, head_dim).staged_tiles > 0
+        for staged in (False, True) if direct else (True,):
             yield _variant(capability, "fp16", KVFormat(head_dim), STAGED=staged)
-    extras = {"SOFT_CAP": True, "WINDOW": True, "SINKS": True, "STAGED": capability == 75}
+    extras = {**dict.fromkeys(_EXTRAS, True), "STAGED": capability == 75}
     yield _variant(capability, "fp16", KVFormat(128), **extras)
     if capability > 75:
         yield _variant(capability, "fp16", KVFormat(128, k_form="token", rotated=True))
@@ -327,7 +345,7 @@ def variants(capability: int) -> Iterator[Variant]:
 
 def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Variant:
     config = _heuristic(capability, form.head_dim)
-    names = ("SOFT_CAP", "WINDOW", "SINKS", "STAGED")
+    names = (*_EXTRAS, "STAGED")
     constants: dict[str, Any] = {
         **stage_constants(form),
         **{name: flags.get(name, False) for name in names},
@@ -343,10 +361,11 @@ def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Vari
     sizes = ["window", "max_blocks", "ring", "kv_heads", "first_head", "staged_tokens"]
     sizes += ["q_stride", "packed_stride", "k_stride", "v_stride"]
     types |= dict.fromkeys(sizes, "i32")
-    if constants["SINKS"]:
-        types["sinks"] = "*fp32"
-    else:
-        constants["sinks"] = None
+    for name, pointer in (("sinks", "*fp32"), ("near", "*i32")):
+        if constants[name.upper()]:
+            types[name] = pointer
+        else:
+            constants[name] = None
     kind = f"{dtype}-{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"
     label = "".join(f"-{name.lower()}" for name in names if constants[name])
     traits = set() if constants["STAGED"] or form.k_form == "token" else {WIDE_CODES}

@@ -26,6 +26,7 @@ def stage_kernel(
     block_table,
     compressed,
     start,
+    near,
     staged_k,  # [S, heads of the launch, staged_tokens, D]
     staged_v,
     window,
@@ -44,12 +45,16 @@ def stage_kernel(
     V_SCALE: tl.constexpr,
     NBYTES: tl.constexpr,
     WINDOW: tl.constexpr,
+    NEAR: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Dequantize one block of one KV head, if any query can see it."""
     HALF: tl.constexpr = HEAD_DIM // 2
     b = tl.program_id(0)
     s = tl.program_id(2)
+    token = b * TOKENS + tl.arange(0, TOKENS)
+    if NEAR:
+        b += tl.load(near + s) // TOKENS
     if b * TOKENS >= tl.load(compressed + s):
         return
     if WINDOW and (b + 1) * TOKENS <= tl.load(start + s) - window + 1:
@@ -59,7 +64,6 @@ def stage_kernel(
     k_low, k_high, v_low, v_high = load_packed_tile(
         record, HEAD_DIM, PAD, K_BITS, V_BITS, K_TOKEN, PARTS, K_SCALE, V_CODES, V_SCALE, ASM
     )
-    token = b * TOKENS + tl.arange(0, TOKENS)
     channel = tl.arange(0, PAD)
     base = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * staged_tokens * HEAD_DIM
     at = base + token[:, None] * HEAD_DIM + channel[None, :]
@@ -75,6 +79,7 @@ def stage(
     block_table: Tensor,
     compressed: Tensor,
     start: Tensor,
+    near: Tensor | None,
     scratch: Tensor,
     form: KVFormat,
     window: int,
@@ -84,7 +89,7 @@ def stage(
     """Dequantize the KV heads first_head.. of all blocks that any query can see.
 
     scratch: float16 [2, S, >= heads, tokens, D], written as K and V [S, heads, tokens, D] from
-    the start of either half.
+    the start of either half, without tokens before `near` (int32 [S], multiples of 64).
     """
     tokens = scratch.shape[3]
     if not tokens:
@@ -94,6 +99,7 @@ def stage(
         block_table,
         compressed,
         start,
+        near,
         scratch[0],
         scratch[1],
         window,
@@ -103,6 +109,7 @@ def stage(
         tokens,
         **stage_constants(form),
         WINDOW=window != 0,
+        NEAR=near is not None,
         ASM=use_asm(),
         num_warps=WARPS,
         num_stages=1,
@@ -126,8 +133,8 @@ def staged_heads(values: int, kv_heads: int, scratch_mib: int) -> int:
 def variants(capability: int) -> Iterator[Variant]:
     """Every shipped configuration for a compute capability.
 
-    Each head size with the default form, one of them with a window; 8-bit codes and tokens'
-    parameters of K with head size 128.
+    Each head size with the default form, one of them with a window and a first block; 8-bit codes
+    and tokens' parameters of K with head size 128.
     """
     for head_dim in HEAD_DIMS:
         yield _variant(KVFormat(head_dim), window=head_dim == 64)
@@ -136,9 +143,18 @@ def variants(capability: int) -> Iterator[Variant]:
 
 
 def _variant(form: KVFormat, window: bool = False) -> Variant:
-    constants: dict[str, Any] = {**stage_constants(form), "WINDOW": window, "ASM": True}
+    constants: dict[str, Any] = {
+        **stage_constants(form),
+        "WINDOW": window,
+        "NEAR": window,
+        "ASM": True,
+    }
     types = {"pool": "*u8", "staged_k": "*fp16", "staged_v": "*fp16"}
     types |= dict.fromkeys(("block_table", "compressed", "start"), "*i32")
+    if window:
+        types["near"] = "*i32"
+    else:
+        constants["near"] = None
     sizes = ("window", "max_blocks", "kv_heads", "first_head", "staged_tokens")
     types |= dict.fromkeys(sizes, "i32")
     kind = f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"

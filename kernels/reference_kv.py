@@ -45,6 +45,12 @@ def dequantize_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
     return k, _dequantize(_unpack(v_codes, form.v_bits), v_scale, v_min, form)
 
 
+def unpack_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+    """`dequantize_blocks` with K turned back where the form is rotated."""
+    k, v = dequantize_blocks(records, form)
+    return (k @ hadamard(form.head_dim).to(k.device) if form.rotated else k), v
+
+
 def _parts(x: Tensor, form: KVFormat) -> Tensor:
     """[..., 64, D] -> [..., parts, 64, D / parts]: the last dimension is what shares a scale."""
     return x.unflatten(-1, (form.parts, -1)).movedim(-2, -3)

@@ -11,9 +11,11 @@ from .kv_format import BLOCK_TOKENS
 from .layer_cache import LayerCache
 from .qtensor import QTensor
 from .ragged import Ragged, Span
-from .reference_kv import dequantize_blocks
+from .reference_kv import unpack_blocks
+from .reference_select import select_blocks
 
 PACKING = "half32"
+CACHE, USES_OUT = "host", True
 
 
 def embedding(ids: Tensor, weight: QTensor) -> Tensor:
@@ -81,7 +83,8 @@ def attention(
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
 
-    qkv: [M, (heads + 2 kv_heads) * head_dim]; cache: the layer's keys and values.
+    qkv: [M, (heads + 2 kv_heads) * head_dim]; cache: the layer's keys and values, and which part
+    of its packed blocks is attended in a pass of one new token a sequence.
     Returns [M, heads * head_dim].
     """
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
@@ -98,7 +101,11 @@ def attention(
     for span in ragged.spans:
         rows = slice(span.start, span.start + span.count)
         _append(cache, span, key[rows], value[rows])
-        out[rows] = _attend(shape, *_remembered(cache, span), span, query[rows])
+        key_value = _remembered(cache, span)
+        seen = None
+        if cache.packed and cache.top < 1 and ragged.is_decode:
+            seen = _chosen(cache, span, query[span.start], shape.window)
+        out[rows] = _attend(shape, *key_value, span, query[rows], seen)
     return out
 
 
@@ -126,7 +133,7 @@ def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
         first = table.first[span.slot] if table.first else 0
         # [blocks, kv_heads, 64, D] -> [kv_heads, tokens, D], between the older and the newer ones
         old_key, old_value = (
-            x.transpose(0, 1).flatten(1, 2) for x in dequantize_blocks(part.pool[blocks], part.form)
+            x.transpose(0, 1).flatten(1, 2) for x in unpack_blocks(part.pool[blocks], part.form)
         )
         key, value = (
             torch.cat((x[:, :first], old, x[:, first:]), 1)
@@ -135,13 +142,37 @@ def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def _attend(shape: HeadShape, key: Tensor, value: Tensor, span: Span, query: Tensor) -> Tensor:
-    """Softmax attention of query [T, heads, dim] of one sequence: [T, heads * dim]."""
+def _chosen(cache: LayerCache, span: Span, query: Tensor, window: int | None) -> Tensor:
+    """Which tokens each KV head attends to, bool [kv_heads, tokens]: all that are not packed."""
+    recent = span.past + 1 - _packed_tokens(cache, span)
+    seen = torch.ones(cache.values.shape[1], recent, dtype=torch.bool)
+    chosen = select_blocks(query, cache.packed, span, cache.top, window)
+    for part, blocks in zip(cache.packed, chosen, strict=True):
+        first = part.table.first[span.slot] if part.table.first else 0
+        tokens = blocks.repeat_interleave(BLOCK_TOKENS, 1)
+        seen = torch.cat((seen[:, :first], tokens, seen[:, first:]), 1)
+    return seen
+
+
+def _attend(
+    shape: HeadShape,
+    key: Tensor,
+    value: Tensor,
+    span: Span,
+    query: Tensor,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of query [T, heads, dim] of one sequence: [T, heads * dim].
+
+    chosen: bool [kv_heads, tokens], what is attended at all.
+    """
     length = span.past + span.count
     repeat = shape.heads // shape.kv_heads
     key, value = (x.to(query.dtype).repeat_interleave(repeat, 0) for x in (key, value))
     scores = torch.einsum("thd,hkd->htk", query, key) * shape.scale
     at = torch.arange(span.past, length)[:, None] - torch.arange(length)  # distance back
     seen = at >= 0 if shape.window is None else (at >= 0) & (at < shape.window)
+    if chosen is not None:
+        seen = seen & chosen.repeat_interleave(repeat, 0)[:, None]
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("htk,hkd->thd", weights, value).reshape(span.count, -1)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import triton
+
 # What the artefacts of a variant are asked to show; tests/kernels/test_compile.py looks.
 TENSOR_CORES = "tensor cores"  # mma.sync or wgmma (tcgen05 on sm_100)
 WIDE_CODES = "wide codes"  # 128-bit global loads (or asynchronous copies) of codes
@@ -15,6 +17,10 @@ NO_SHARED_IN_LOOP = "no shared memory in the loop"  # no layout conversion throu
 # Options of every launch. Products and sums become one instruction each: twice the speed where a
 # kernel is bound by arithmetic. Triton's default changes from version to version.
 LAUNCH: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
+
+# Where a product's leading dimension is shorter than the number of warps, Triton 3.9 spreads the
+# others over rows; 3.6 and 3.7 let them repeat one another's work, in twice the registers.
+WARPS_OVER_ROWS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,10 @@ from torch import Tensor
 
 from . import tuned
 from .nibbles import byte_values, dot16, load_scale_min, low_high, use_asm
-from .variant import LAUNCH, TENSOR_CORES, WIDE_CODES, Variant
+from .variant import LAUNCH, TENSOR_CORES, WARPS_OVER_ROWS, WIDE_CODES, Variant
 from .w4_splits import Gpu, add_splits, partial_sums
 
 SPLITS_MAX = 16
-
-# Where a product's leading dimension is shorter than the number of warps, Triton 3.9 spreads the
-# others over rows; 3.6 and 3.7 let them repeat one another's work, in twice the registers.
-WARPS_OVER_ROWS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 @dataclass(frozen=True)
@@ -172,8 +168,8 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     Each block of rows reads all of x, so more tokens want more rows; few rows want programs along
     K until each multiprocessor has one.
     """
-    # Scales of small groups need the registers, as do addresses of copies before 9.0.
-    fits = group_bytes >= 32 and (WARPS_OVER_ROWS or gpu.capability >= 90)
+    # Scales of small groups need the registers; so do the copies of a tile in older Tritons.
+    fits = group_bytes >= 32 and (WARPS_OVER_ROWS or gpu.capability in (90, 120))
     block_m = min(64 if fits else 32, max(8, triton.next_power_of_2(tokens)))
     config = SkinnyConfig(block_m=block_m)
     if block_m > 16 and WARPS_OVER_ROWS:

@@ -68,6 +68,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "llama-head64": {"model_type": "llama", "head_dim": 64, "num_key_value_heads": 2},
+    "llama-head64-deep": {
+        "model_type": "llama",
+        "head_dim": 64,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 6,
+    },
     "llama3-rope": {"model_type": "llama", "head_dim": 32, "rope_parameters": LLAMA3_ROPE},
     "mistral-window": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 7},
     "qwen2": {"model_type": "qwen2", "hidden_size": 128, "num_key_value_heads": 2},
@@ -228,7 +234,7 @@ def _state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 class PlainRun:
     """The decoder on weights that are all in memory: no store, no slots, no threads of ours."""
 
-    def __init__(self, path: Path, ops: Ops) -> None:
+    def __init__(self, path: Path, ops: Ops, **options: Any) -> None:
         checkpoint = Checkpoint.open(path)
         self._units: dict[Unit, Mapping[str, QTensor | Tensor]] = {}
         for unit, file in unit_files(checkpoint).items():
@@ -243,7 +249,7 @@ class PlainRun:
         assert isinstance(table, QTensor)
         self._units[HEAD] = {names.HEAD: table, **outer}
         spec = DecoderSpec.from_config(checkpoint.config)
-        self.decoder = Decoder(spec, ops, table.dequantize().__getitem__)
+        self.decoder = Decoder(spec, ops, table.dequantize().__getitem__, **options)
 
     def forward(self, batch: Batch) -> Tensor:
         return drive(self.decoder, batch, self._units)

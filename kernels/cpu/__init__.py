@@ -13,5 +13,6 @@ from .pool import default_pool
 from .w4_linear import w4_linear
 
 PACKING = "cpu16"  # what w4_linear reads
+CACHE, USES_OUT = "host", True
 
-__all__ = ["PACKING", "attention", "default_pool", "w4_linear"]
+__all__ = ["CACHE", "PACKING", "USES_OUT", "attention", "default_pool", "w4_linear"]

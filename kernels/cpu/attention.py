@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from .attention_fields import AttentionArguments
 from .decode_attention import RUN, append_attend_job, partial_bytes
 from .operands import address, check_dense, check_rows, fail
 from .packed_attention import packed_attention
+from .packed_operands import Chosen
+from .packed_select import select_blocks
 from .pool import Pool, default_pool
 from .prefill_attention import append_prefill_job, tile_bytes
+from .token_attention import token_attention
 
 _OP = "attention"
 
@@ -69,7 +73,7 @@ def attention(
     qkv: float32 [M, (heads + 2 kv_heads) * head_dim], one row a token of `ragged`; it is
     overwritten. cache: the layer's, with room for every place. rotary: cos and sin, float32
     [positions, head_dim / 2]. q_norm, k_norm: float32 [head_dim], RMSNorm over each head.
-    Attention is causal within each sequence.
+    Attention is causal within each sequence, and to what `cache.top` leaves of the packed blocks.
     Returns float32 [M, heads * head_dim]. Raises OpError for operands of the wrong form.
     """
     if out is None:
@@ -95,9 +99,20 @@ def attention(
             pool.workspace(scratch), shape.norm_eps, shape.scale,
         )  # fmt: skip
         pool.run(job.address, ctypes.addressof(args))
-    for packed in cache.packed:
+    chosen: Sequence[Chosen | None] = [None] * len(cache.packed)
+    if cache.packed and cache.top < 1 and ragged.is_decode:
+        chosen = select_blocks(
+            qkv, shape.heads, cache.packed, cache.top, window=shape.window, threads=pool
+        )
+    for packed, blocks in zip(cache.packed, chosen, strict=True):
+        if packed.form.k_form == "token":
+            assert lse is not None
+            token_attention(
+                qkv, shape.heads, packed, scale=shape.scale, window=shape.window, out=out, lse=lse
+            )
+            continue
         packed_attention(
-            qkv, shape.heads, packed, scale=shape.scale, window=shape.window, out=out,
-            lse=lse, threads=pool,
+            qkv, shape.heads, packed, scale=shape.scale, window=shape.window, chosen=blocks,
+            out=out, lse=lse, threads=pool,
         )  # fmt: skip
     return out

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..layer_cache import PackedTokens
-from .operands import check_dense, check_rows, fail
+from .operands import address, check_dense, check_rows
 from .packed_block import ROWS
 from .packed_job import THREAD_BYTES, PackedArguments, packed_job, partial_floats
+from .packed_operands import Chosen, check_chosen, check_packed
 from .pool import Pool, default_pool
 
 _OP = "packed_attention"
@@ -24,6 +25,7 @@ def packed_attention(
     *,
     scale: float,
     window: int | None = None,
+    chosen: Chosen | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     threads: Pool | None = None,
@@ -31,14 +33,17 @@ def packed_attention(
     """Attend the new tokens of each sequence to its packed tokens, all of which are older.
 
     queries: float32 [M, at least heads * D], rotated, rows as the pass of the block table says.
-    window: a query sees this many of the newest tokens, itself included.
+    window: a query sees this many of the newest tokens, itself included. chosen: the blocks that
+    are attended, for one new token a sequence; None: all.
     Returns float32 [M, heads * D] and the natural log-sum-exp [M, heads] (0 and -inf for a query
     that sees no packed token). If `out` and `lse` are given, they hold attention to other tokens,
     and what is found here is merged into them. Raises OpError for operands of another form.
     """
     form, pool, table = packed.form, packed.pool, packed.table
     tokens = table.ragged.tokens
-    _check(queries, heads, packed)
+    check_packed(_OP, queries, heads, packed)
+    if chosen is not None:
+        check_chosen(_OP, chosen, packed)
     merge = out is not None and lse is not None
     if out is None:
         out = torch.empty(tokens, heads * form.head_dim)
@@ -48,7 +53,8 @@ def packed_attention(
     check_dense(_OP, "lse", lse, (tokens, heads))
     # Only few queries need their blocks split between threads, and can afford partial results.
     run = _RUN if table.ragged.is_decode else max(1, table.longest)
-    runs = max(1, -(-table.longest // run))
+    longest = table.longest if chosen is None else chosen.blocks.shape[2]
+    runs = max(1, -(-longest // run))
     workers = threads or default_pool()
     with workers.lock:
         floats = partial_floats(form.half)
@@ -56,30 +62,12 @@ def packed_attention(
         base = workers.workspace(scratch + 4 * tokens * runs * heads * floats)
         args = PackedArguments(
             queries.data_ptr(), 4 * queries.stride(0), tokens, heads, pool.shape[1], form.half,
-            form.k_bits, form.v_bits, pool.data_ptr(), form.nbytes, table.blocks.data_ptr(),
-            table.blocks.shape[1], table.items.data_ptr(), len(table.items), window or 0, runs,
-            run, base + scratch, base, out.data_ptr(), 4 * out.stride(0), lse.data_ptr(), merge,
-            scale,
+            form.k_bits, form.v_bits, pool.data_ptr(), form.nbytes, pool.stride(0),
+            table.blocks.data_ptr(), table.blocks.shape[1], table.items.data_ptr(),
+            len(table.items), window or 0, runs, run, base + scratch, base, out.data_ptr(),
+            4 * out.stride(0), lse.data_ptr(), merge,
+            address(None if chosen is None else chosen.blocks),
+            address(None if chosen is None else chosen.counts), longest, scale,
         )  # fmt: skip
         workers.run(packed_job.address, ctypes.addressof(args))
     return out, lse
-
-
-def _check(queries: Tensor, heads: int, packed: PackedTokens) -> None:
-    """Refuse what would be read out of bounds."""
-    form, pool, table = packed.form, packed.pool, packed.table
-    check_rows(_OP, "queries", queries, table.ragged.tokens, queries.shape[-1])
-    if queries.shape[-1] < heads * form.head_dim:
-        fail(_OP, f"{queries.shape[-1]} columns are less than {heads} heads of {form.head_dim}")
-    if form.k_form != "channel":
-        fail(_OP, "K must be quantized per channel")
-    if pool.dtype != torch.uint8 or not pool.is_contiguous() or pool.shape[2:] != (form.nbytes,):
-        fail(
-            _OP,
-            f"pool must be contiguous uint8 [blocks, kv_heads, {form.nbytes}], "
-            f"not {pool.dtype} {list(pool.shape)}",
-        )
-    if heads % pool.shape[1]:
-        fail(_OP, f"{heads} heads are no multiple of {pool.shape[1]} KV heads")
-    if table.last >= len(pool):
-        fail(_OP, f"the table names block {table.last} of a pool of {len(pool)}")

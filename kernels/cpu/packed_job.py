@@ -26,16 +26,18 @@ class PackedArguments(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
-                "pool", "record", "table", "table_width", "items", "item_count", "window", "runs",
-                "run_blocks", "partials", "scratch", "out", "out_stride", "lse", "merge",
+                "pool", "record", "block_bytes", "table", "table_width", "items", "item_count",
+                "window", "runs", "run_blocks", "partials", "scratch", "out", "out_stride", "lse",
+                "merge", "chosen", "counts", "width",
             )
         ),
         ("scale", ctypes.c_float),
     )  # fmt: skip
 
 
-(QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, TABLE, TABLE_WIDTH, ITEMS,
- ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE, LSE, MERGE, SCALE) = (
+(QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,
+ TABLE_WIDTH, ITEMS, ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE,
+ LSE, MERGE, CHOSEN, COUNTS, WIDTH, SCALE) = (
     getattr(PackedArguments, field[0]).offset for field in PackedArguments._fields_
 )  # fmt: skip
 
@@ -49,8 +51,14 @@ def partial_floats(half: int) -> int:
 @inner
 def _record(args, slot, kv_head, block):
     entry = simd.peek_i64(args + TABLE) + 4 * (slot * simd.peek_i64(args + TABLE_WIDTH) + block)
-    index = simd.peek_i32(entry) * simd.peek_i64(args + KV_HEADS) + kv_head
-    return simd.peek_i64(args + POOL) + index * simd.peek_i64(args + RECORD)
+    base = simd.peek_i64(args + POOL) + simd.peek_i32(entry) * simd.peek_i64(args + BLOCK_BYTES)
+    return base + kv_head * simd.peek_i64(args + RECORD)
+
+
+@inner
+def _block(chosen, place):
+    """An entry of a list of blocks; without one all blocks are listed."""
+    return simd.peek_i32(chosen + 4 * place) if chosen != 0 else place
 
 
 @inner
@@ -73,6 +81,11 @@ def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, scratch):
     rows, floats = heads * tokens, 64 * chunk_count(half)
     oldest = max(0, position + 1 - window) if window > 0 else 0
     begin, end = max(run * blocks, oldest // TOKENS), min((run + 1) * blocks, packed // TOKENS)
+    chosen, counts = simd.peek_i64(args + CHOSEN), simd.peek_i64(args + COUNTS)
+    if counts != 0:
+        index = first_row * simd.peek_i64(args + KV_HEADS) + kv_head
+        chosen += 4 * index * simd.peek_i64(args + WIDTH)
+        begin, end = run * blocks, min((run + 1) * blocks, simd.peek_i32(counts + 4 * index))
     maxima, sums = scratch + _MAXIMA, scratch + _SUMS
     simd.store_f32(maxima, simd.splat_f32(np.float32(-np.inf)))
     simd.store_f32(sums, simd.splat_f32(np.float32(0.0)))
@@ -82,9 +95,10 @@ def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, scratch):
         simd.store_f32(out + i, simd.splat_f32(np.float32(0.0)))
     stride = simd.peek_i64(args + STRIDE)
     queries = simd.peek_i64(args + QUERIES) + (first_row + token) * stride + 8 * half * head
-    for block in range(begin, end):
+    for place in range(begin, end):
+        block = _block(chosen, place)
         record = _record(args, slot, kv_head, block)
-        following = _record(args, slot, kv_head, min(block + 1, end - 1))
+        following = _record(args, slot, kv_head, _block(chosen, min(place + 1, end - 1)))
         for row in range(rows):
             seen = position + row // heads + 1 - window if window > 0 else 0
             simd.poke_i64(scratch + _FIRSTS + 8 * row, seen - block * TOKENS)

@@ -56,7 +56,8 @@ def define(
 
     def on_cuda(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
-        with torch.cuda.device_of(args[0]):  # Triton launches on the current device
+        tensor = next(x for x in args if isinstance(x, Tensor))
+        with torch.cuda.device_of(tensor):  # Triton launches on the current device
             return launcher()(*args, **kwargs)
 
     def elsewhere(*args: Any, **kwargs: Any) -> Any:

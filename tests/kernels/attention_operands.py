@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -67,4 +67,21 @@ def random_cache(
         recent[0],
         recent[1],
         form,
+    )
+
+
+def without_oldest(cache: Cache, blocks: list[int]) -> tuple[Cache, Cache]:
+    """A cache whose table leads nowhere for so many blocks of each sequence, and one without them.
+
+    The second counts positions from its first block on, which a ring of 64 tokens does not notice.
+    """
+    holes, table = cache.block_table.clone(), torch.full_like(cache.block_table, 2**30)
+    for s, count in enumerate(blocks):
+        holes[s, :count] = 2**30
+        table[s, : table.shape[1] - count] = cache.block_table[s, count:]
+    older = torch.tensor(blocks, dtype=torch.int32) * BLOCK_TOKENS
+    compressed, length = cache.compressed - older, cache.length - older
+    return (
+        replace(cache, block_table=holes),
+        replace(cache, block_table=table, compressed=compressed, length=length),
     )

@@ -24,6 +24,7 @@ from bench.static import OPS
 from qoff.kernels import w4_splits
 from qoff.kernels.decode_attention import decode_attention
 from qoff.kernels.dequantize import dequantize
+from qoff.kernels.gated_silu import gated_silu
 from qoff.kernels.kv_append import kv_append
 from qoff.kernels.kv_format import KVFormat
 from qoff.kernels.merge import merge
@@ -151,6 +152,10 @@ def gated(variant: Variant) -> None:
     silu_mul(empty(dtype_of(variant, "out"), 3, 2 * 14336))
 
 
+def gated_in_turn(variant: Variant) -> None:
+    gated_silu(empty(dtype_of(variant, "out"), 3, 2 * 14336))
+
+
 def turned(variant: Variant) -> None:
     c = variant.constants
     x = empty(dtype_of(variant, "x"), 3, 32, 2 * c["PAIRS"] + c["REST"])
@@ -213,6 +218,7 @@ def attended(variant: Variant) -> None:
         "soft_cap": 30.0 if c.get("SOFT_CAP") else 0.0,
         "window": 100 if c["WINDOW"] else 0,
         "sinks": empty(torch.float32, heads) if c.get("SINKS") else None,
+        "near": ints(SEQUENCES) if c["NEAR"] else None,
         "compressed": ints(SEQUENCES),
         **cache(form, dtype),
     }
@@ -235,6 +241,7 @@ LAUNCHERS: dict[str, Callable[[Variant], None]] = {
     "quantize_kernel": quantized,
     "rms_norm_kernel": normed,
     "silu_mul_kernel": gated,
+    "gated_silu_kernel": gated_in_turn,
     "rope_kernel": turned,
     "merge_kernel": merged,
     "pack_kernel": appended,

@@ -4,6 +4,7 @@ with each kernel."""
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -241,6 +242,28 @@ def test_define_checks_first_and_calls_the_implementation_of_the_device():
     with pytest.raises(OpError, match="contiguous rows"):
         op(torch.ones(3, 4).T, 2)
     assert calls == ["check", "cpu", "check"]
+
+
+def test_cuda_tensors_are_given_to_the_launcher_on_their_device(monkeypatch):
+    calls = []
+
+    @contextmanager
+    def device_of(tensor):
+        calls.append(tensor)
+        yield
+        calls.append("back")
+
+    op = define(
+        "test_device(int times, Tensor x) -> Tensor",
+        check=lambda times, x: Output(x, (1,)),
+        cuda=lambda: lambda times, x: (calls.append("launch"), x * times)[1],
+        cpu=lambda times, x: pytest.fail("no CPU tensors here"),
+    )
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    x = torch.ones(1)
+    op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), 3, x)
+    assert calls[0].data_ptr() == x.data_ptr()
+    assert calls[1:] == ["launch", "back"]
 
 
 def test_triton_is_not_imported_for_tensors_on_a_cpu():

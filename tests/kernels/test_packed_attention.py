@@ -165,7 +165,7 @@ def test_a_sharp_peak_is_found() -> None:
     [
         (lambda c: {"q": c.q.double()}, "queries must be float32"),
         (lambda c: {"q": c.q[:, :32]}, "32 columns are less than 2 heads of 64"),
-        (lambda c: {"pool": c.pool[:, :, :-64]}, "pool must be contiguous uint8"),
+        (lambda c: {"pool": c.pool[:, :, :-64]}, "pool must be uint8"),
         (lambda c: {"pool": c.pool[:, :1].repeat(1, 3, 1)}, "no multiple of 3 KV heads"),
         (lambda c: {"packed": [129, 320]}, "slot 0: 129 of 135 tokens cannot be packed in blocks"),
         (lambda c: {"packed": [192, 320]}, "slot 0: 192 of 135 tokens"),

@@ -13,7 +13,7 @@ from qoff.kernels.decode_attention import (
     variants,
 )
 from qoff.kernels.kv_format import KVFormat
-from tests.kernels.attention_operands import Cache, random_cache
+from tests.kernels.attention_operands import Cache, random_cache, without_oldest
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -114,6 +114,23 @@ def test_blocks_before_the_window_are_not_read() -> None:
         window=100,
     )
     assert torch.equal(spoiled[0], out)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_blocks_that_are_elsewhere_are_not_read(window: int) -> None:
+    cache = random_cache(KVFormat(64), 1, [(4, 10), (3, 64), (1, 0), (2, 5)])
+    blocks = [2, 0, 1, 2]
+    holes, rest = without_oldest(cache, blocks)
+    q = torch.randn(4, 2, 64, dtype=torch.float16)
+    operands = (cache.length, *cache.ring, cache.form, 0.125)
+    near = 64 * torch.tensor(blocks, dtype=torch.int32)
+    out, lse = decode_attention(
+        q, *holes.parts, *operands, near=near, window=window, max_compressed=3 * 64, run=1
+    )
+    # One that has no token at all attends to nothing.
+    expected = _check(rest, q, window=window)
+    assert_close(out, expected, dtype=torch.float16)
+    assert torch.equal(lse[2], torch.full_like(lse[2], -torch.inf))
 
 
 @pytest.mark.parametrize("soft_cap", [3.0, 50.0])

@@ -9,7 +9,7 @@ from qoff.kernels import reference_attention
 from qoff.kernels.kv_format import KVFormat
 from qoff.kernels.prefill_attention import PrefillConfig, prefill_attention, variants
 from qoff.kernels.prefill_stage import staged_heads
-from tests.kernels.attention_operands import random_cache
+from tests.kernels.attention_operands import random_cache, without_oldest
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -79,6 +79,28 @@ def test_ragged_batches() -> None:
 @pytest.mark.parametrize("window", [1, 20, 64, 100, 1000])
 def test_sliding_window(window: int, config: PrefillConfig) -> None:
     _check(KVFormat(64), [(3, 20, 40), (1, 0, 80), (0, 0, 70)], config, window=window)
+
+
+@pytest.mark.parametrize("config", [DIRECT, STAGED], ids=["direct", "staged"])
+@pytest.mark.parametrize("window", [0, 100])
+def test_blocks_that_are_elsewhere_are_not_read(window: int, config: PrefillConfig) -> None:
+    cache = random_cache(KVFormat(64), 1, [(4, 10), (3, 64), (1, 0)])
+    blocks = [2, 0, 1]
+    holes, rest = without_oldest(cache, blocks)
+    rows = torch.tensor([0, 3, 23, 24], dtype=torch.int32)
+    q, k, v = torch.randn(24, 4, 64).half().split([2, 1, 1], dim=1)
+    options = {"window": window, "max_compressed": 3 * 64, "config": config}
+    near = 64 * torch.tensor(blocks, dtype=torch.int32)
+    ring = (*cache.ring, cache.form, 0.125)
+    found = prefill_attention(
+        q, k, v, rows, cache.length, *holes.parts, *ring, near=near, **options
+    )
+    expected = reference_attention.prefill_attention(
+        q.double(), k, v, rows, rest.length, *rest.parts, *ring, window=window,
+        compute_dtype=torch.float64,
+    )  # fmt: skip
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("soft_cap", [3.0, 50.0])

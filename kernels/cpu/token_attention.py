@@ -1,0 +1,86 @@
+"""Attention over packed blocks whose K is quantized per token: in torch, block by block unpacked.
+
+For comparing forms, not for speed: the compiled kernel is for K per channel.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..kv_format import BLOCK_TOKENS
+from ..layer_cache import PackedTokens
+from ..ragged import Span
+from ..reference_kv import unpack_blocks
+
+logger = logging.getLogger(__name__)
+
+_BLOCKS = 64  # unpacked at a time
+
+
+def token_attention(
+    queries: Tensor,
+    heads: int,
+    packed: PackedTokens,
+    *,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend as `packed_attention` does, and merge into out [M, heads * D] and lse [M, heads]."""
+    _announce()
+    dim = packed.form.head_dim
+    rows = queries[:, : heads * dim].unflatten(1, (heads, dim))
+    outs = out.unflatten(1, (heads, dim))
+    for span in packed.table.ragged.spans:
+        part = slice(span.start, span.start + span.count)
+        blocks = packed.table.blocks[span.slot, : packed.table.counts[span.slot] // BLOCK_TOKENS]
+        for first in range(0, len(blocks), _BLOCKS):
+            some = blocks[first : first + _BLOCKS].long()
+            found = _attend(rows[part], packed, span, some, first * BLOCK_TOKENS, scale, window)
+            _merge(outs[part], lse[part], *found)
+
+
+def _attend(
+    query: Tensor,
+    packed: PackedTokens,
+    span: Span,
+    blocks: Tensor,
+    first: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of query [T, heads, D] to some blocks: [T, heads, D] and log-sum-exp [T, heads]."""
+    # [blocks, kv_heads, 64, D] -> [heads, tokens, D]
+    k, v = (
+        x.transpose(0, 1).flatten(1, 2).repeat_interleave(query.shape[1] // x.shape[1], 0)
+        for x in unpack_blocks(packed.pool[blocks], packed.form)
+    )
+    scores = torch.einsum("thd,hkd->thk", query, k) * scale
+    if window is not None:
+        begin = packed.table.first[span.slot] if packed.table.first else 0
+        token = begin + first + torch.arange(k.shape[1])
+        position = span.past + torch.arange(span.count)
+        hidden = position[:, None] - token >= window
+        scores = scores.masked_fill(hidden[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a row may see nothing
+    return torch.einsum("thk,hkd->thd", weights, v), lse
+
+
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Join two results by log-sum-exp, into the first."""
+    total = torch.logaddexp(lse, other_lse)
+    for mine, part in ((out, lse), (other, other_lse)):
+        mine *= (part - total).exp().nan_to_num(0.0)[..., None]
+    out += other
+    lse.copy_(total)
+
+
+@cache
+def _announce() -> None:
+    logger.warning("a KV cache with K per token is unpacked by torch: slower than K per channel")

@@ -1,0 +1,26 @@
+"""The Triton gated SiLU over interleaved columns against the reference in float64."""
+
+import pytest
+import torch
+
+from qoff.kernels import reference_ops
+from qoff.kernels.gated_silu import gated_silu
+from tests.tolerances import assert_close
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 16), (1, 1520), (3, 64), (17, 48)])
+def test_equals_the_reference(tokens, columns, dtype):
+    z = (torch.randn(tokens, 2 * columns) * 4).to(dtype)
+    assert_close(gated_silu(z), reference_ops.gated_silu(z.double()), dtype=dtype)
+
+
+def test_writes_where_it_is_told():
+    z = torch.randn(3, 96).half()
+    out = torch.empty(3, 48).half()
+    assert gated_silu(z, out) is out
+    assert torch.equal(out, gated_silu(z))
+
+
+def test_no_tokens():
+    assert gated_silu(torch.empty(0, 64).half()).shape == (0, 32)
