@@ -4,10 +4,15 @@
 - `workers`: daemon threads with one queue, whose death fails the jobs instead of losing them.
 - `direct`: `DirectFile`, exact reads from one file around the page cache.
 - `disk`: `DiskReader`, asynchronous reads of large ranges in chunks.
-- `units`: the steps of a forward pass and the weights of each.
+- `link`: `Link`, a slow data path for tests.
+- `timeline`, `lane`: what ran when; what travelled over one link.
+- `units`: the steps of a forward pass and the weights of each; `Tile`.
 - `image`: how weights of a file lie in memory and which reads bring them there.
-- `residency`: which weights stay on the device and which stream; `plan_residency`.
-- `transfers`: `Transfers`, the one interface to asynchrony, and `ThreadTransfers`.
+- `tiles`: ranges of rows of matrices that are larger than a slot.
+- `residency`: which weights stay on the device, which stream, and from where.
+- `placement`: `plan_residency`. `spread`: which sources are in host memory.
+- `transfers`: `Transfers`, the one interface to asynchrony.
+- `thread_transfers`, `cuda_transfers`: its implementations.
 - `load`: resident weights, and checksums of files that are not read in one piece.
 - `slots`: units in slots, read ahead in a cyclic order.
 - `rows`: rows of an embedding, from memory or from disk.
@@ -16,24 +21,35 @@
 
 from .arena import Arena
 from .disk import DiskReader, DiskStats, ReadRequest
-from .residency import Residency, plan_residency, residency_of
-from .store import StoreStats, WeightStore
-from .transfers import ThreadTransfers, Transfers, UnitRead
-from .units import HEAD, Unit
+from .link import Link
+from .placement import place_in_host, plan_residency
+from .residency import Residency, residency_of
+from .store import StoreStats, Weights, WeightStore
+from .thread_transfers import ThreadTransfers
+from .timeline import Interval, Timeline
+from .transfers import Transfers, UnitRead
+from .units import HEAD, Tile, TiledMatrix, Unit
 
 __all__ = [
     "HEAD",
     "Arena",
     "DiskReader",
     "DiskStats",
+    "Interval",
+    "Link",
     "ReadRequest",
     "Residency",
     "StoreStats",
     "ThreadTransfers",
+    "Tile",
+    "TiledMatrix",
+    "Timeline",
     "Transfers",
     "Unit",
     "UnitRead",
     "WeightStore",
+    "Weights",
+    "place_in_host",
     "plan_residency",
     "residency_of",
 ]

@@ -87,10 +87,11 @@ class DirectFile:
                 )
 
     def _read_once(self, offset: int, view: memoryview) -> int:
+        direct = self.direct  # another thread may turn it off meanwhile
         try:
             return self._preadv(self._fd, [view], offset)
         except OSError as error:
-            if error.errno == errno.EINVAL and self.direct:
+            if error.errno == errno.EINVAL and direct:
                 self._give_up_direct()
                 return self._read_once(offset, view)
             raise DiskReadError(

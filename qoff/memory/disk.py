@@ -188,6 +188,13 @@ class DiskReader:
                 if self._in_flight == 0:
                     self._busy_s += time.perf_counter() - self._busy_since
 
+    def forget(self, path: Path) -> None:
+        """Close a file that will not be read again under this path. No read may be in progress."""
+        with self._lock:
+            file = self._files.pop(path, None)
+        if file is not None:
+            file.close()
+
     def close(self) -> None:
         """Fail what waits, let running reads end, join the threads and close the files."""
         with self._lock:

@@ -33,7 +33,7 @@ _ALIGN = 64  # bytes, of the parts of a repacked weight: a cache line
 
 @dataclass(frozen=True)
 class FileRange:
-    """One aligned read: `nbytes` bytes at `offset` of the file go to `at` in the raw image."""
+    """One read: `nbytes` bytes at `offset` of the file go to `at` in the raw image."""
 
     offset: int
     nbytes: int
@@ -52,6 +52,17 @@ class Image:
     nbytes: int
 
     @property
+    def label(self) -> str:
+        """What timelines call it."""
+        stem = self.file.path.stem.removeprefix("model-")
+        return f"{stem} {next(iter(self.raw))}" if len(self.raw) == 1 else stem
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that are read from the file."""
+        return sum(r.nbytes for r in self.ranges)
+
+    @property
     def repacked(self) -> bool:
         """Whether the weights go through staging memory of `raw_bytes`."""
         return self.placed is not self.raw
@@ -66,7 +77,7 @@ class Image:
         return only.at + start - only.offset if whole else None
 
     def views(self, memory: Tensor) -> dict[str, Weight]:
-        """The weights by their names in the file, as views into `memory`."""
+        """The weights by their names in the image, as views into `memory`."""
         return {name: view(entry, memory) for name, entry in self.placed.items()}
 
 
@@ -77,18 +88,31 @@ def view(entry: WeightEntry, memory: Tensor) -> Weight:
 
 def make_image(file: WeightFile, names: Iterable[str], packing: str) -> Image:
     """Lay out the weights `names` of `file`, with quantized ones in `packing`."""
-    wanted = {name: file.weights[name] for name in file.weights if name in set(names)}
-    ranges = _ranges([t for entry in wanted.values() for t in tensors_of(entry)], file.nbytes)
+    kept = set(names)
+    wanted = {name: entry for name, entry in file.weights.items() if name in kept}
+    return image_of(file, wanted, packing)
+
+
+def image_of(file: WeightFile, wanted: Mapping[str, WeightEntry], packing: str) -> Image:
+    """Lay out entries that describe weights of `file`, or parts of them, as they lie there."""
+    ranges = aligned_ranges([t for e in wanted.values() for t in tensors_of(e)], file.nbytes)
     raw = {name: _shift(entry, ranges) for name, entry in wanted.items()}
-    raw_bytes = sum(round_up(r.nbytes, PAGE) for r in ranges)
+    return finish_image(file, ranges, raw, packing)
+
+
+def finish_image(
+    file: WeightFile, ranges: tuple[FileRange, ...], raw: Mapping[str, WeightEntry], packing: str
+) -> Image:
+    """The image of weights that are read as `raw` says, with quantized ones in `packing`."""
+    raw_bytes = round_up(max(r.at + r.nbytes for r in ranges), PAGE)
     if all(isinstance(e, TensorEntry) or e.packing == packing for e in raw.values()):
         return Image(file, ranges, raw, raw_bytes, raw, raw_bytes)
     placed, nbytes = _place(raw, packing)
     return Image(file, ranges, raw, raw_bytes, placed, nbytes)
 
 
-def _ranges(tensors: list[TensorEntry], file_bytes: int) -> tuple[FileRange, ...]:
-    """Merge what touches, widened to blocks; the end of the file ends the last range."""
+def aligned_ranges(tensors: list[TensorEntry], file_bytes: int) -> tuple[FileRange, ...]:
+    """Merge what touches, widened to pages; the end of the file ends the last range."""
     spans: list[list[int]] = []
     for t in sorted(tensors, key=lambda t: t.offset):
         start = t.offset // PAGE * PAGE

@@ -1,8 +1,8 @@
-"""Loading: resident weights into the arena, and the checksums that cannot wait."""
+"""Loading: resident weights and sources in host memory, and the checksums that cannot wait."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from .arena import Arena, map_pages
 from .disk import DiskReader, ReadRequest
 from .image import Image, Weight
 from .transfers import Transfers, UnitRead
+from .units import Unit
 
 _SCRATCH = 4 << 20  # bytes read ahead of the hash, given back after it
 
@@ -32,8 +33,25 @@ def load_resident(
         reads.append(transfers.read_unit(image, memory, verify, None))
         weights.update(image.views(memory))
     for read in reads:
-        read.wait()
+        read.finish()
     return weights
+
+
+def load_sources(
+    images: Mapping[Unit, Image], arena: Arena, transfers: Transfers, verify: bool
+) -> dict[Unit, Tensor]:
+    """Read all images into the host arena and return the memory of each.
+
+    Raises as `load_resident` does.
+    """
+    sources: dict[Unit, Tensor] = {}
+    reads: list[UnitRead] = []
+    for unit, image in images.items():
+        sources[unit] = arena.alloc(image.nbytes, f"weights of {image.file.path.name}")
+        reads.append(transfers.load_host(image, sources[unit], verify))
+    for read in reads:
+        read.finish()
+    return sources
 
 
 def check_file(reader: DiskReader, file: WeightFile) -> None:

@@ -1,21 +1,33 @@
-"""Residency: which weights stay on the device, which stream through its slots; planned by hand.
+"""Residency: which weights stay on the device, which stream through its slots, and from where.
 
 The device holds the resident weights, S slots that each take what the largest unit streams, staging
-memory where weights are repacked on the way, and working space. Placement is by the tensor. What
-streams of a layer is the beginning of its file, which is one read; every layer streams about as
-much, because then every slot is small and the disk never waits for a run of resident layers.
+memory where weights are repacked on the way, and working space. Placement is by the tensor. A unit
+that streams more than a slot shall take is tiled: its vectors stay, its matrices stream in tiles.
+What streams has its source on disk, or unit by unit in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from qoff.checkpoint import Checkpoint, WeightFile
-from qoff.errors import ArgumentError, BudgetError
+from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
+from qoff.errors import ArgumentError
 
 from .image import Image, make_image
-from .units import HEAD, Unit, unit_files, unit_weights
+from .tiles import read_bytes, slot_bytes, split_rows, tile_image, tiles_of
+from .units import (
+    EMBEDDING,
+    HEAD,
+    LM_HEAD,
+    Tile,
+    Unit,
+    WholeUnit,
+    local_names,
+    tile_source,
+    unit_files,
+    unit_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -29,12 +41,27 @@ class Residency:
     staging_bytes: int
     workspace: int
     packing: str  # of quantized weights on the device
+    tiles: tuple[Tile, ...] = ()  # of all tiled units, in the order of computation
+    host: frozenset[Unit] = frozenset()  # streamed from host memory; EMBEDDING: its rows
+    host_weight_bytes: int = 0
+    host_staging: int = 0  # buffers in host memory for what goes from disk to the device
+    host_staging_bytes: int = 0  # of all of them
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the device arena, all purposes together."""
         slots = self.slots * self.slot_bytes
         return self.resident_bytes + slots + self.staging_bytes + self.workspace
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host arena."""
+        return self.host_weight_bytes + self.host_staging_bytes
+
+    @property
+    def tiled(self) -> frozenset[WholeUnit]:
+        """The units whose matrices stream in tiles."""
+        return frozenset(tile.unit for tile in self.tiles)
 
 
 def residency_of(
@@ -43,29 +70,50 @@ def residency_of(
     slots: int = 2,
     workspace: int = 0,
     packing: str = "cpu16",
+    tile_bytes: int | None = None,
 ) -> Residency:
-    """The residency that keeps exactly the named weights, and what it takes in bytes.
+    """The residency that keeps the named weights, and what it takes in bytes.
 
-    Raises ArgumentError for fewer than two slots or a name the checkpoint does not have.
+    A unit that would stream more than `tile_bytes` streams in tiles of at most that, or of 32 rows,
+    and its vectors stay too. Raises ArgumentError for fewer than two slots or a name the checkpoint
+    does not have.
     """
     if slots < 2:
         raise ArgumentError(f"{slots} slots are too few: one is read while another is in use")
-    kept = frozenset(resident)
-    resident_bytes = slot_bytes = staging = 0
-    known: set[str] = set()
-    for unit, file in unit_files(checkpoint).items():
-        known.update(file.weights)
+    files = unit_files(checkpoint)
+    kept = set(resident)
+    known = {name for file in files.values() for name in file.weights}
+    if not kept <= known:
+        raise ArgumentError(f"not in {checkpoint.path}: {', '.join(sorted(kept - known))}")
+    tiles: list[Tile] = []
+    resident_bytes = slot = staging = 0
+    for unit, file in files.items():
+        streamed = streamed_image(checkpoint, unit, kept, packing)
+        if streamed is not None and tile_bytes is not None and streamed.nbytes > tile_bytes:
+            matrices = _matrices(file, streamed.raw)
+            kept.update(name for name in streamed.raw if name not in matrices)
+            for name, entry in matrices.items():
+                rows = split_rows(entry, packing, tile_bytes)
+                tiles += tiles_of(unit, _called(unit, name), entry, rows)
+                slot = max(slot, slot_bytes(entry, packing, rows))
+                if entry.packing != packing:
+                    staging = max(staging, read_bytes(entry, rows))
+        elif streamed is not None:
+            slot = max(slot, streamed.nbytes)
+            staging = max(staging, streamed.raw_bytes * streamed.repacked)
         for image in resident_images(file, kept & set(file.weights), packing):
             resident_bytes += image.nbytes
             staging = max(staging, image.raw_bytes * image.repacked)
-        streamed = streamed_image(checkpoint, unit, kept, packing)
-        if streamed is not None:
-            slot_bytes = max(slot_bytes, streamed.nbytes)
-            staging = max(staging, streamed.raw_bytes * streamed.repacked)
-    if not kept <= known:
-        raise ArgumentError(f"not in {checkpoint.path}: {', '.join(sorted(kept - known))}")
-    count = slots if slot_bytes else 0
-    return Residency(kept, count, slot_bytes, resident_bytes, staging, workspace, packing)
+    return Residency(
+        frozenset(kept),
+        slots if slot else 0,
+        slot,
+        resident_bytes,
+        staging,
+        workspace,
+        packing,
+        tuple(tiles),
+    )
 
 
 def resident_images(file: WeightFile, names: Iterable[str], packing: str) -> list[Image]:
@@ -80,76 +128,55 @@ def resident_images(file: WeightFile, names: Iterable[str], packing: str) -> lis
 
 
 def streamed_image(
-    checkpoint: Checkpoint, unit: Unit, resident: frozenset[str], packing: str
+    checkpoint: Checkpoint, unit: WholeUnit, resident: Collection[str], packing: str
 ) -> Image | None:
-    """How the weights that a unit streams lie in a slot; None if all of them are resident."""
+    """How the weights that a unit streams lie in one slot; None if all of them are resident."""
     names = [name for name in unit_weights(checkpoint, unit) if name not in resident]
     return make_image(unit_files(checkpoint)[unit], names, packing) if names else None
 
 
-def plan_residency(
-    checkpoint: Checkpoint,
-    device_memory: int | None,
-    slots: int = 2,
-    workspace: int = 0,
-    packing: str = "cpu16",
-) -> Residency:
-    """Keep as much as fits into `device_memory` bytes (None: everything), stream the rest.
-
-    First the head, whose slot would be the largest; then the ends of all layers alike, a tensor at
-    a time; then one tensor more of as many layers as possible. An untied embedding stays only when
-    everything does. `workspace` bytes are left free for computations. Raises BudgetError with the
-    bytes there and the least bytes any plan takes.
-    """
-    planner = _Planner(checkpoint, slots, workspace, packing)
-    everything = planner.keep(f for file in unit_files(checkpoint).values() for f in file.weights)
-    if device_memory is None or everything.device_bytes <= device_memory:
-        return everything
-    least = everything.device_bytes
-    for head in (True, False):
-        for level in range(planner.levels, -1, -1):
-            plan = planner.even(head, level, 0)
-            least = min(least, plan.device_bytes)
-            if plan.device_bytes <= device_memory:
-                return planner.fill_up(plan, head, level, device_memory)
-    raise BudgetError(
-        f"device memory: the weights of {checkpoint.path} want {everything.device_bytes:,} bytes, "
-        f"{device_memory:,} are there, and streaming takes at least {least:,} "
-        f"({slots} slots, {workspace:,} bytes of working space); raise the budget to that"
-    )
+def streamed_images(checkpoint: Checkpoint, plan: Residency) -> dict[Unit, Image]:
+    """All that streams, in the order of computation, and how it lies in a slot."""
+    images: dict[Unit, Image] = {}
+    tiled = plan.tiled
+    for unit in unit_files(checkpoint):
+        if unit in tiled:
+            for tile in (t for t in plan.tiles if t.unit == unit):
+                images[tile] = tile_image(*tile_source(checkpoint, tile), tile, plan.packing)
+        else:
+            image = streamed_image(checkpoint, unit, plan.resident, plan.packing)
+            if image is not None:
+                images[unit] = image
+    return images
 
 
-class _Planner:
-    """Candidates of `plan_residency`."""
+def host_images(checkpoint: Checkpoint, plan: Residency) -> dict[Unit, Image]:
+    """All that host memory holds and how it lies there: in the order of computation, then rows."""
+    images = {u: i for u, i in streamed_images(checkpoint, plan).items() if u in plan.host}
+    if EMBEDDING in plan.host:
+        images[EMBEDDING] = rows_image(checkpoint)
+    return images
 
-    def __init__(self, checkpoint: Checkpoint, slots: int, workspace: int, packing: str) -> None:
-        self._checkpoint = checkpoint
-        self._options = (slots, workspace, packing)
-        self._layers = [tuple(file.weights) for file in checkpoint.layers]
-        self._head = unit_weights(checkpoint, HEAD)
-        self.levels = max(map(len, self._layers), default=0)
 
-    def keep(self, names: Iterable[str]) -> Residency:
-        return residency_of(self._checkpoint, names, *self._options)
+def rows_image(checkpoint: Checkpoint) -> Image:
+    """How an embedding lies whose rows are gathered: as in its file."""
+    entry = checkpoint.outer.weights[EMBEDDING]
+    packing = entry.packing if isinstance(entry, QuantEntry) else ""
+    return make_image(checkpoint.outer, [EMBEDDING], packing)
 
-    def even(self, head: bool, level: int, extra: int) -> Residency:
-        """The last `level` weights of every layer stay, and one more of `extra` layers."""
-        count = len(self._layers)
-        more = {i * count // extra for i in range(extra)}
-        names = list(self._head) if head else []
-        for i, weights in enumerate(self._layers):
-            kept = min(level + (i in more), len(weights))
-            names += weights[len(weights) - kept :]
-        return self.keep(names)
 
-    def fill_up(self, plan: Residency, head: bool, level: int, device_memory: int) -> Residency:
-        """The most layers with one more weight that fit, by bisection."""
-        fits, too_many = 0, len(self._layers)
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            candidate = self.even(head, level, middle)
-            if candidate.device_bytes <= device_memory:
-                fits, plan = middle, candidate
-            else:
-                too_many = middle
-        return plan
+def _matrices(file: WeightFile, names: Iterable[str]) -> dict[str, QuantEntry]:
+    """The quantized ones among some weights of a file, in file order."""
+    wanted = set(names)
+    return {
+        name: entry
+        for name, entry in file.weights.items()
+        if name in wanted and isinstance(entry, QuantEntry)
+    }
+
+
+def _called(unit: WholeUnit, name: str) -> str:
+    """What computations call a matrix of a unit; the tied embedding is the head's."""
+    if unit == HEAD and name == EMBEDDING:
+        return LM_HEAD
+    return local_names(unit, [name])[name]

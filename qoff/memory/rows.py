@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ def rows_of(weight: Weight, ids: Tensor) -> Tensor:
     if isinstance(weight, Tensor):
         return weight[ids].float()
     return embedding(ids, weight)
+
+
+def rows_of_parts(parts: Iterable[tuple[int, Weight]], ids: Tensor, out: Tensor) -> Tensor:
+    """Write to `out`, float32 [T, K], those rows `ids` of a weight that are in one of `parts`.
+
+    A part is its first row and its rows. Returns a mask, bool [T], of the rows that are in none.
+    """
+    missing = torch.ones(len(ids), dtype=torch.bool)
+    for first, part in parts:
+        here = (ids >= first) & (ids < first + part.shape[0])
+        if here.any():
+            out[here] = rows_of(part, ids[here] - first)
+            missing &= ~here
+    return missing
 
 
 def read_rows(reader: DiskReader, file: WeightFile, entry: WeightEntry, ids: Tensor) -> Tensor:

@@ -36,13 +36,15 @@ class SlotRing:
     """The slots of a weight store. Methods may be called from many threads.
 
     `images` says how each unit lies in a slot, `slots` are the slots' memory, `order` the units
-    that are read ahead. Each unit of `unverified` is checked against its file's checksum until it
+    that are read ahead. Units of `sources` are copied from host memory, the others read from disk.
+    Each unit of `unverified` is checked against its file's checksum until it
     has been read once.
     """
 
     def __init__(
         self,
         images: Mapping[Unit, Image],
+        sources: Mapping[Unit, Tensor],
         slots: Sequence[Tensor],
         transfers: Transfers,
         order: Sequence[Unit],
@@ -50,11 +52,13 @@ class SlotRing:
         poison: bool,
     ) -> None:
         self._images = images
+        self._sources = sources
         self._slots = slots
         self._transfers = transfers
         self._unverified = unverified
         self._poison = poison
-        self.wait_s = 0.0  # seconds that `acquire` waited for reads
+        self.disk_wait_s = 0.0  # seconds that `acquire` waited for units read from disk
+        self.host_wait_s = 0.0  # ... copied from host memory
         self._lock = threading.Lock()
         self._order = tuple(order)
         self._next = 0  # the element of the order that is read next
@@ -83,7 +87,11 @@ class SlotRing:
             arrived = True
         finally:
             with self._lock:
-                self.wait_s += time.perf_counter() - start
+                waited = time.perf_counter() - start
+                if unit in self._sources:
+                    self.host_wait_s += waited
+                else:
+                    self.disk_wait_s += waited
                 if arrived:
                     self._unverified.discard(unit)
                 else:
@@ -167,7 +175,11 @@ class SlotRing:
         slot, mark = self._free.pop(0)
         image = self._images[unit]
         memory = self._slots[slot][: image.nbytes]
-        read = self._transfers.read_unit(image, memory, unit in self._unverified, mark)
+        source = self._sources.get(unit)
+        if source is not None:
+            read = self._transfers.copy_unit(image, source, memory, mark)
+        else:
+            read = self._transfers.read_unit(image, memory, unit in self._unverified, mark)
         load = _Load(unit, slot, read)
         self._loads.append(load)
         return load

@@ -15,14 +15,27 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, OpError
 
 from .image import Image, Weight
-from .load import check_file, load_resident
-from .residency import Residency, resident_images, streamed_image
-from .rows import read_rows, rows_of
+from .load import check_file, load_resident, load_sources
+from .residency import Residency, host_images, resident_images, streamed_images
+from .rows import read_rows, rows_of, rows_of_parts
 from .slots import SlotRing
-from .transfers import ThreadTransfers, Transfers
-from .units import EMBEDDING, HEAD, LM_HEAD, Unit, local_names, unit_files, unit_weights
+from .thread_transfers import ThreadTransfers
+from .timeline import Timeline
+from .transfers import Transfers
+from .units import (
+    EMBEDDING,
+    HEAD,
+    LM_HEAD,
+    Tile,
+    TiledMatrix,
+    Unit,
+    local_names,
+    tiled_matrices,
+    unit_files,
+    unit_weights,
+)
 
-Weights = Mapping[str, Weight]
+Weights = Mapping[str, Weight | TiledMatrix]
 
 _ROWS = 256  # gathered together: what is read around them is not in proportion to the prompt
 
@@ -32,18 +45,27 @@ class StoreStats:
     """What a store has done since it was opened."""
 
     bytes_read: int  # from disk, loading included
+    bytes_copied: int  # from host memory to the device
     disk_busy_s: float  # seconds in which at least one read was in flight
-    wait_s: float  # seconds that acquire() blocked, all callers together
+    disk_wait_s: float  # seconds that acquire() blocked for units from disk, all callers together
+    host_wait_s: float  # ... for units from host memory
     arena_peak: int  # bytes of the device arena that were ever in use
+    host_arena_peak: int  # ... of the host arena
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that acquire() blocked."""
+        return self.disk_wait_s + self.host_wait_s
 
 
 class WeightStore:
-    """Serves the weights of each unit (a layer's number, or "head") from the device.
+    """Serves the weights of each unit (a layer's number, "head", or a `Tile`) from the device.
 
-    Resident weights are loaded here; the others stream through the residency's slots, read ahead
-    in a cyclic order (default 0 .. L-1, "head"). `transfers` is closed with the store. With
-    `verify` every file is compared with its checksum once: here, or when its unit first streams.
-    `poison` fills slots that hold nothing with NaN. Raises BudgetError, DiskReadError and
+    Resident weights, and those whose source is in host memory, are loaded here; what is not
+    resident streams through the residency's slots, read ahead in a cyclic order (default: `units`).
+    `transfers` is closed with the store. With `verify` every file is compared with its checksum
+    once: here, or when its unit first streams from disk. `poison` fills slots that hold nothing
+    with NaN. `timeline` notes every unit that is moved. Raises BudgetError, DiskReadError and
     ChecksumError. Close it, or use it as a context manager.
     """
 
@@ -56,6 +78,7 @@ class WeightStore:
         transfers: Transfers | None = None,
         poison: bool = False,
         verify: bool = True,
+        timeline: Timeline | None = None,
     ) -> None:
         if packing != residency.packing:
             raise ArgumentError(f"packing {packing}, but the residency is for {residency.packing}")
@@ -67,7 +90,8 @@ class WeightStore:
         self._closed = False
         self._lock = threading.Lock()  # between close() and views being made
         try:
-            self.arena = self._transfers.open(residency)
+            arenas = self._transfers.open(residency, timeline)
+            self.arena, self.host_arena = arenas.device, arenas.host
             self._open(verify, poison)
         except BaseException:
             self._transfers.close()
@@ -76,9 +100,12 @@ class WeightStore:
     def acquire(self, unit: Unit) -> Weights:
         """The weights of a unit by the names inside the layer, valid until `release`.
 
-        Waits if they are still being read. A tied embedding is also under "lm_head". The same
-        objects come back for the same slot. Raises DiskReadError, ChecksumError, ArgumentError for
-        an unknown unit or a closed store, RuntimeError when all slots are held.
+        Waits if they are still being read. Of a tiled unit the resident weights come, at once, and
+        a `TiledMatrix` for each of the others, whose tiles are units of their own; a tile has one
+        weight. A tied embedding is also under "lm_head". The same objects come back for the same
+        slot. What does not come through a slot stays valid after `release`. Raises DiskReadError,
+        ChecksumError, ArgumentError for an unknown unit or a closed store, RuntimeError when all
+        slots are held.
         """
         complete = self._complete.get(unit)
         if complete is not None:
@@ -112,17 +139,22 @@ class WeightStore:
     def set_order(self, order: Sequence[Unit]) -> None:
         """Read ahead in another cyclic order; units may occur several times, or not at all.
 
-        Raises ArgumentError for an unknown unit.
+        A tiled unit of which no tile is in the order stands for all of them. Raises ArgumentError
+        for an unknown unit.
         """
         for unit in order:
             self._check(unit)
-        self._ring.set_order([unit for unit in order if unit in self._streamed])
+        listed = {unit.unit for unit in order if isinstance(unit, Tile)}
+        tiles = {unit: () if unit in listed else self._tiles(unit) for unit in order}
+        every = [part for unit in order for part in (unit, *tiles[unit])]
+        self._ring.set_order([unit for unit in every if unit in self._streamed])
 
     def gather_rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows `ids`, int64 [T], of the weight `name`, [N, K], as float32 [T, K].
 
-        From memory if it is resident, else just these rows are read from disk. Raises OpError for
-        rows that are not there, DiskReadError.
+        From memory, of the device or the host; rows that are in neither are read from disk, just
+        these. The result is on the device. Raises OpError for rows that are not there,
+        DiskReadError.
         """
         if self._closed:
             raise ArgumentError("the weight store is closed")
@@ -132,26 +164,32 @@ class WeightStore:
                 f"{name} has rows 0 to {entry.shape[0] - 1}, "
                 f"wanted {int(ids.min())} to {int(ids.max())}"
             )
-        if not ids.numel():
-            return torch.empty(0, entry.shape[1])
-        rows = torch.empty(len(ids), entry.shape[1])
+        ids = ids.cpu()
+        rows = torch.empty(len(ids), entry.shape[1], device=self._transfers.device)
         for some, out in zip(ids.split(_ROWS), rows.split(_ROWS), strict=True):
-            if name in self._resident:
-                out.copy_(rows_of(self._resident[name], some))
-            else:
-                out.copy_(read_rows(self._transfers.reader, self.checkpoint.outer, entry, some))
+            if len(some):
+                self._gather(name, some, out)
         return rows
 
     @property
     def stats(self) -> StoreStats:
         """Counters since the start."""
         disk = self._transfers.reader.stats
-        return StoreStats(disk.bytes, disk.busy_s, self._ring.wait_s, self.arena.peak)
+        return StoreStats(
+            disk.bytes,
+            self._transfers.copied_bytes,
+            disk.busy_s,
+            self._ring.disk_wait_s,
+            self._ring.host_wait_s,
+            self.arena.peak,
+            self.host_arena.peak,
+        )
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """All units in the default order: 0 .. L-1, "head"."""
-        return tuple(unit_files(self.checkpoint))
+        """All units in the default order: 0 .. L-1, "head", tiled ones followed by their tiles."""
+        files = unit_files(self.checkpoint)
+        return tuple(part for unit in files for part in (unit, *self._tiles(unit)))
 
     def close(self) -> None:
         """Stop reading, join all threads, close all files, let go of all memory. May be repeated.
@@ -165,10 +203,12 @@ class WeightStore:
         self._ring.close()
         self._transfers.close()
         with self._lock:
-            for views in (self._complete, self._views, self._resident):
+            for views in (self._complete, self._views, self._resident, self._sources):
                 views.clear()
             self._slots.clear()
+            self._host_rows.clear()
         self.arena.close()
+        self.host_arena.close()
 
     def __enter__(self) -> WeightStore:
         return self
@@ -184,48 +224,83 @@ class WeightStore:
     def _open(self, verify: bool, poison: bool) -> None:
         checkpoint, plan = self.checkpoint, self.residency
         files = unit_files(checkpoint)
-        images = {
+        kept = {
             unit: resident_images(file, plan.resident & set(file.weights), plan.packing)
             for unit, file in files.items()
         }
-        streamed = {
-            unit: streamed_image(checkpoint, unit, plan.resident, plan.packing) for unit in files
-        }
-        self._streamed = {unit: image for unit, image in streamed.items() if image is not None}
+        self._streamed = streamed_images(checkpoint, plan)
+        sources = host_images(checkpoint, plan)
         unverified = set[Unit]()
         for unit, file in files.items() if verify else ():
-            if _holds_file(self._streamed.get(unit)):
+            if unit not in sources and _holds_file(self._streamed.get(unit)):
                 unverified.add(unit)
-            elif not (len(images[unit]) == 1 and _holds_file(images[unit][0])):
+            elif not any(map(_holds_file, (*kept[unit], sources.get(unit)))):
                 check_file(self._transfers.reader, file)
-        every = [image for parts in images.values() for image in parts]
+        every = [image for parts in kept.values() for image in parts]
         self._resident = load_resident(every, self.arena, self._transfers, verify)
+        self._sources = load_sources(sources, self.host_arena, self._transfers, verify)
+        self._host_rows = self._embedding_in_host(sources)
         self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
+        self._tiled = {unit: tiled_matrices(checkpoint, unit, plan.tiles) for unit in plan.tiled}
         for unit in files:
             if unit not in self._streamed:
                 self._complete[unit] = self._named(unit, {})
         order = list(self._streamed)
         self._ring = SlotRing(
-            self._streamed, self._slots, self._transfers, order, unverified, poison
+            self._streamed, self._sources, self._slots, self._transfers, order, unverified, poison
         )
 
     def _named(self, unit: Unit, streamed: Mapping[str, Weight]) -> Weights:
-        """All weights of a unit by local name, resident ones and those of a slot."""
+        """All weights of a unit by local name: resident ones, those of a slot, tiled matrices."""
+        if isinstance(unit, Tile):
+            return streamed
         local = local_names(unit, unit_files(self.checkpoint)[unit].weights)
-        named = {
+        named: dict[str, Weight | TiledMatrix] = {
             local[name]: streamed[name] if name in streamed else self._resident[name]
             for name in unit_weights(self.checkpoint, unit)
+            if name in streamed or name in self._resident
         }
+        named.update(self._tiled.get(unit, {}))
         if unit == HEAD and LM_HEAD not in named and EMBEDDING in named:
             named[LM_HEAD] = named[EMBEDDING]
         return named
+
+    def _tiles(self, unit: Unit) -> tuple[Tile, ...]:
+        """The tiles of a whole unit, if it is tiled."""
+        if isinstance(unit, Tile):
+            return ()
+        return tuple(tile for matrix in self._tiled.get(unit, {}).values() for tile in matrix.tiles)
+
+    def _embedding_in_host(self, images: Mapping[Unit, Image]) -> list[tuple[int, Weight]]:
+        """Parts of the embedding that are in host memory: first row, and rows."""
+        parts: list[tuple[int, Weight]] = []
+        for unit, memory in self._sources.items():
+            views = images[unit].views(memory)
+            if isinstance(unit, Tile):
+                if unit.unit == HEAD and LM_HEAD not in self.checkpoint.outer.weights:
+                    parts.append((unit.first_row, views[unit.name]))
+            elif EMBEDDING in views:
+                parts.append((0, views[EMBEDDING]))
+        return parts
+
+    def _gather(self, name: str, ids: Tensor, out: Tensor) -> None:
+        """Write rows `ids` of a weight to `out`."""
+        if name in self._resident:
+            out.copy_(rows_of(self._resident[name], ids))
+            return
+        found = torch.empty(len(ids), out.shape[1])
+        missing = rows_of_parts(self._host_rows if name == EMBEDDING else (), ids, found)
+        if missing.any():
+            outer, entry = self.checkpoint.outer, self.checkpoint.outer.weights[name]
+            found[missing] = read_rows(self._transfers.reader, outer, entry, ids[missing])
+        out.copy_(found)
 
     def _check(self, unit: Unit) -> None:
         if self._closed:
             raise ArgumentError("the weight store is closed")
         if unit not in self._streamed and unit not in self._complete:
             raise ArgumentError(
-                f"no unit {unit!r}; there are 0 to {len(self.units) - 2} and {HEAD!r}"
+                f"no unit {unit!r}; there are 0 to {len(self.checkpoint.layers) - 1} and {HEAD!r}"
             )
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, CheckpointWriter, read_weight
 from qoff.kernels.qtensor import QTensor
-from qoff.memory.units import Unit, local_names, unit_files, unit_weights
+from qoff.memory import Tile, TiledMatrix, WeightStore
+from qoff.memory.units import EMBEDDING, LM_HEAD, Unit, local_names, unit_files, unit_weights
 from tests.kernels.operands import random_weight
 
 HIDDEN, MLP, VOCAB = 64, 128, 100
@@ -23,6 +24,7 @@ def write_checkpoint(
     tied: bool = True,
     scale: int = 1,
     alike: bool = False,
+    vocab: int = VOCAB,
 ) -> Checkpoint:
     """A checkpoint shaped like a decoder; `scale` multiplies the rows of its matrices.
 
@@ -48,11 +50,11 @@ def write_checkpoint(
                 layer = random_layer(packing, scale)
             writer.write_layer(i, {f"model.layers.{i}.{n}": w for n, w in layer.items()})
         outer: dict[str, QTensor | Tensor] = {
-            "model.embed_tokens": random_weight(VOCAB, HIDDEN, 8, packing=packing),
+            "model.embed_tokens": random_weight(vocab, HIDDEN, 8, packing=packing),
             "model.norm.weight": torch.randn(HIDDEN),
         }
         if not tied:
-            outer["lm_head"] = random_weight(VOCAB, HIDDEN, 8, packing=packing)
+            outer["lm_head"] = random_weight(vocab, HIDDEN, 8, packing=packing)
         writer.write_outer(outer)
         writer.finish(config)
     return Checkpoint.open(path)
@@ -74,19 +76,19 @@ def all_names(checkpoint: Checkpoint) -> list[str]:
     return [name for file in unit_files(checkpoint).values() for name in file.weights]
 
 
-def same_bits(actual: QTensor | Tensor, expected: QTensor | Tensor) -> bool:
+def same_bits(actual: object, expected: object) -> bool:
+    """Whether two weights are the same, wherever they are."""
     if isinstance(actual, QTensor) and isinstance(expected, QTensor):
         return (
             (actual.shape, actual.bits, actual.packing)
             == (expected.shape, expected.bits, expected.packing)
-            and torch.equal(actual.codes, expected.codes)
+            and same_bits(actual.codes, expected.codes)
             and same_bits(actual.scale_min, expected.scale_min)
         )
     assert isinstance(actual, Tensor)
     assert isinstance(expected, Tensor)
-    return actual.dtype == expected.dtype and torch.equal(
-        actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
-    )
+    parts = [x.cpu().contiguous().view(torch.uint8) for x in (actual, expected)]
+    return actual.dtype == expected.dtype and torch.equal(*parts)
 
 
 class Truth:
@@ -103,8 +105,37 @@ class Truth:
                     weight = weight.to_packing(packing)
                 weights[local[name]] = weight
             self.units[unit] = weights
+        table = read_weight(checkpoint.outer, checkpoint.outer.weights["model.embed_tokens"])
+        assert isinstance(table, QTensor)
+        self.embedding = table
 
-    def wrong(self, unit: Unit, served: Mapping[str, QTensor | Tensor]) -> list[str]:
+    def wrong(self, unit: Unit, served: Mapping[str, object]) -> list[str]:
         """Names that are missing or differ in a bit from the files."""
         expected = self.units[unit]
         return [n for n in expected if n not in served or not same_bits(served[n], expected[n])]
+
+
+def check_pass(store: WeightStore, truth: Truth) -> None:
+    """One pass in the default order; every unit and every tile is what the files say."""
+    units = iter(store.units)
+    for unit in units:
+        assert not isinstance(unit, Tile)
+        with store.use(unit) as weights:
+            for name, expected in truth.units[unit].items():
+                if name == EMBEDDING:
+                    name = LM_HEAD
+                matrix = weights[name]
+                if not isinstance(matrix, TiledMatrix):
+                    assert same_bits(matrix, expected)
+                    continue
+                assert isinstance(expected, QTensor)
+                assert matrix.shape == expected.shape
+                row = 0
+                for tile in matrix.tiles:
+                    assert next(units) == tile
+                    assert tile.first_row == row
+                    with store.use(tile) as served:
+                        assert set(served) == {name}
+                        assert same_bits(served[name], expected.rows(row, tile.stop))
+                    row = tile.stop
+                assert row == expected.shape[0]

@@ -88,6 +88,8 @@ def test_every_layer_streams_one_range_and_about_as_much(checkpoint: Checkpoint)
     everything = residency_of(checkpoint, all_names(checkpoint)).device_bytes
     for budget in range(least(checkpoint, 2, 0), everything, everything // 20):
         plan = plan_residency(checkpoint, budget)
+        if plan.tiles:
+            continue
         images = [
             streamed_image(checkpoint, unit, plan.resident, "cpu16")
             for unit in range(len(checkpoint.layers))

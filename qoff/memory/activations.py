@@ -1,0 +1,157 @@
+"""Hidden states of batches that wait their turn, on the host or on disk."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, wait
+
+import torch
+from torch import Tensor
+
+from qoff.errors import DiskReadError
+
+from .arena import PAGE, Arena, round_up
+from .copies import Copies
+from .spill import SpillFile
+
+WINDOWS = 2  # on the device: one is computed on while another is filled
+_WATCH_S = 1.0
+
+
+class ActivationStore:
+    """Room for the float32 hidden states of `batches` batches of up to `tokens` tokens each.
+
+    tier: "host" or "disk"; what goes to disk passes through host memory. Hidden states that are
+    computed on are in one of two windows on the device. All moves are in the order of the calls, so
+    that a window may be filled again as soon as it was asked to be emptied.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        batches: int,
+        tokens: int,
+        hidden_size: int,
+        arenas: dict[str, Arena],
+        copies: Copies,
+        spill: SpillFile | None = None,
+        spill_at: int = 0,
+    ) -> None:
+        self.wait_s = 0.0  # that `load` waited
+        self.region = _region(tokens, hidden_size)
+        self.hidden_size = hidden_size
+        self.copies = copies
+        self.windows = [
+            arenas["device"].alloc(self.region, "hidden states at work") for _ in range(WINDOWS)
+        ]
+        count = batches if tier == "host" else 1
+        self._homes = [arenas["host"].alloc(self.region, "hidden states") for _ in range(count)]
+        self._spill = spill if tier == "disk" else None
+        self._spill_at = spill_at
+        self._next = 0
+
+    @staticmethod
+    def bytes_for(tier: str, batches: int, tokens: int, hidden_size: int) -> dict[str, int]:
+        """Bytes by tier that such a store takes."""
+        region = _region(tokens, hidden_size)
+        return {
+            "device": WINDOWS * region,
+            "host": (batches if tier == "host" else 1) * region,
+            "disk": batches * region if tier == "disk" else 0,
+        }
+
+    def batch(self, number: int) -> ParkedActivations:
+        """The hidden states of one batch, for one forward pass."""
+        return ParkedActivations(self, number)
+
+    def window(self) -> int:
+        """The window whose turn it is."""
+        self._next = (self._next + 1) % WINDOWS
+        return self._next
+
+    def save(self, number: int, source: Tensor) -> Future[None]:
+        """Start moving bytes of a window to their home."""
+        nbytes = source.nbytes
+        if self._spill is None:
+            home = self._homes[number][:nbytes]
+            return self.copies.submit([(home, source)], "device to host", "hidden states")
+        return self.copies.call(
+            lambda: self._to_disk(number, source), nbytes, "device to disk", "hidden states"
+        )
+
+    def bring(self, number: int, dest: Tensor) -> Future[None]:
+        """Start moving bytes from their home to a window."""
+        nbytes = dest.nbytes
+        if self._spill is None:
+            home = self._homes[number][:nbytes]
+            return self.copies.submit([(dest, home)], "host to device", "hidden states")
+        return self.copies.call(
+            lambda: self._from_disk(number, dest), nbytes, "disk to device", "hidden states"
+        )
+
+    def _to_disk(self, number: int, source: Tensor) -> None:
+        assert self._spill is not None
+        home = self._homes[0][: round_up(source.nbytes, PAGE)]
+        home[: source.nbytes] = source
+        self._spill.write(self._spill_at + number * self.region, home).result()
+
+    def _from_disk(self, number: int, dest: Tensor) -> None:
+        assert self._spill is not None
+        home = self._homes[0][: round_up(dest.nbytes, PAGE)]
+        self._spill.read(self._spill_at + number * self.region, home).result()
+        dest.copy_(home[: dest.nbytes])
+
+
+class ParkedActivations:
+    """The hidden states of one batch in a store; between `store` and `load` they are elsewhere."""
+
+    def __init__(self, store: ActivationStore, number: int) -> None:
+        self._store = store
+        self._number = number
+        self._window = -1
+        self._tokens = 0
+        self._saved: Future[None] | None = None
+        self._brought: Future[None] | None = None
+
+    def prefetch(self) -> None:
+        """Start to bring the hidden states to the device; in the order of the `load` calls."""
+        if self._brought is None and self._saved is not None:
+            self._window = self._store.window()
+            self._brought = self._store.bring(self._number, self._bytes())
+
+    def load(self) -> Tensor:
+        self.prefetch()
+        assert self._brought is not None
+        assert self._saved is not None
+        start = time.perf_counter()
+        for future in (self._saved, self._brought):
+            self._join(future)
+        self._store.wait_s += time.perf_counter() - start
+        self._saved = self._brought = None
+        return self._bytes().view(torch.float32).view(self._tokens, -1)
+
+    def store(self, hidden: Tensor) -> None:
+        if self._window < 0:
+            self._window = self._store.window()
+            self._tokens = len(hidden)
+            self._settle()
+            self._bytes().view(torch.float32).view(self._tokens, -1).copy_(hidden)
+        self._saved = self._store.save(self._number, self._bytes())
+
+    def _bytes(self) -> Tensor:
+        return self._store.windows[self._window][: 4 * self._tokens * self._store.hidden_size]
+
+    def _settle(self) -> None:
+        """Return when no earlier move touches a window any more."""
+        self._join(self._store.copies.call(lambda: None, 0, "host to device", "wait"))
+
+    def _join(self, future: Future[None]) -> None:
+        """Wait for a move. Raises what went wrong."""
+        while not future.done():
+            if wait([future], timeout=_WATCH_S).not_done and not self._store.copies.alive:
+                raise DiskReadError("hidden states: the thread that moves them died")
+        future.result()
+
+
+def _region(tokens: int, hidden_size: int) -> int:
+    return round_up(4 * tokens * hidden_size, PAGE)

@@ -1,0 +1,143 @@
+"""Hidden states that wait elsewhere: what is loaded is what was stored, whatever the order of
+batches, sizes and prefetches; failures are errors at `load`."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from qoff.errors import BudgetError, DiskReadError, DiskWriteError
+from qoff.memory.activations import ActivationStore
+from qoff.memory.arena import PAGE, Arena
+from qoff.memory.copies import Copies
+from qoff.memory.disk import DiskReader
+from qoff.memory.link import Link
+from qoff.memory.spill import SpillFile
+
+TOKENS, HIDDEN = 40, 24
+TIERS = ["host", "disk"]
+
+
+@contextmanager
+def store_of(
+    tier: str, batches: int, folder: Path, slow: bool = False, pwritev: object = None
+) -> Iterator[ActivationStore]:
+    """A store with exactly the memory that it says it takes."""
+    sizes = ActivationStore.bytes_for(tier, batches, TOKENS, HIDDEN)
+    arenas = {name: Arena(name, sizes[name]) for name in ("device", "host")}
+    link = Link(1e7) if slow else None
+    options = {} if pwritev is None else {"pwritev": pwritev}
+    with (
+        closing(DiskReader(threads=1)) as reader,
+        closing(Copies(link=link)) as copies,
+        closing(SpillFile(folder, PAGE + sizes["disk"], reader, **options)) as spill,  # type: ignore[arg-type]
+    ):
+        yield ActivationStore(
+            tier, batches, TOKENS, HIDDEN, arenas, copies, spill if tier == "disk" else None, PAGE
+        )
+        assert all(arena.used == arena.capacity for arena in arenas.values())
+
+
+@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    tier=st.sampled_from(TIERS),
+    counts=st.lists(st.integers(1, TOKENS), min_size=1, max_size=5),
+    ahead=st.booleans(),
+    rounds=st.integers(1, 2),
+    slow=st.booleans(),
+)
+def test_what_is_loaded_was_stored(
+    tier: str,
+    counts: list[int],
+    ahead: bool,
+    rounds: int,
+    slow: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Batches take turns as in a round, the next one on its way while one is computed on."""
+    folder = tmp_path_factory.getbasetemp()
+    with store_of(tier, len(counts), folder, slow) as store:
+        for _ in range(rounds):
+            truth = [torch.randn(count, HIDDEN) for count in counts]
+            batches = [store.batch(i) for i in range(len(counts))]
+            for batch, hidden in zip(batches, truth, strict=True):
+                batch.store(hidden)
+            if ahead:
+                batches[0].prefetch()
+            for layer in range(4):
+                for i, batch in enumerate(batches):
+                    if ahead:
+                        batches[(i + 1) % len(batches)].prefetch()
+                    hidden = batch.load()
+                    assert torch.equal(hidden, truth[i])
+                    if layer == 3:
+                        continue
+                    hidden += i + 1  # in place, as the decoder does
+                    truth[i] = hidden.clone()
+                    batch.store(hidden)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_abandoned_round_does_not_disturb_the_next(tier: str, tmp_path: Path) -> None:
+    with store_of(tier, 3, tmp_path, slow=True) as store:
+        for _ in range(5):
+            left = [store.batch(i) for i in range(3)]
+            for batch in left:
+                batch.store(torch.full((TOKENS, HIDDEN), torch.nan))
+            left[0].prefetch()
+            left[1].prefetch()
+            batch, hidden = store.batch(1), torch.randn(7, HIDDEN)
+            batch.store(hidden)
+            assert torch.equal(batch.load(), hidden)
+
+
+def test_prefetching_twice_or_before_anything_is_stored(tmp_path: Path) -> None:
+    with store_of("host", 1, tmp_path) as store:
+        batch, hidden = store.batch(0), torch.randn(3, HIDDEN)
+        batch.prefetch()
+        batch.store(hidden)
+        batch.prefetch()
+        batch.prefetch()
+        assert torch.equal(batch.load(), hidden)
+        assert store.wait_s >= 0
+
+
+def test_too_small_an_arena_is_refused(tmp_path: Path) -> None:
+    arenas = {name: Arena(name, PAGE) for name in ("device", "host")}
+    with closing(Copies()) as copies, pytest.raises(BudgetError, match="hidden states at work"):
+        ActivationStore("host", 2, TOKENS, HIDDEN, arenas, copies)
+
+
+def broken(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_write_error_is_raised_by_load(tmp_path: Path) -> None:
+    with store_of("disk", 2, tmp_path, pwritev=broken) as store:
+        batch = store.batch(0)
+        batch.store(torch.randn(5, HIDDEN))
+        with pytest.raises(DiskWriteError, match="Input/output error"):
+            batch.load()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_death_of_the_copying_thread_is_an_error(tier: str, tmp_path: Path) -> None:
+    def die() -> None:
+        raise SystemExit(1)
+
+    with store_of(tier, 2, tmp_path) as store:
+        batch = store.batch(0)
+        batch.store(torch.randn(5, HIDDEN))
+        store.copies.call(die, 0, "lane", "death")
+        batch.prefetch()
+        with pytest.raises(DiskReadError, match="died"):
+            batch.load()
+        with pytest.raises(DiskReadError, match="died"):
+            store.batch(1).store(torch.randn(5, HIDDEN))

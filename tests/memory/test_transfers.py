@@ -1,0 +1,402 @@
+"""What every kind of transfers must do: threads, a simulated copy stream, CUDA."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError, ChecksumError, DiskReadError
+from qoff.kernels.qtensor import QTensor
+from qoff.memory import (
+    HEAD,
+    DiskReader,
+    Residency,
+    Timeline,
+    Transfers,
+    Unit,
+    WeightStore,
+    place_in_host,
+    plan_residency,
+    residency_of,
+)
+from qoff.memory.cuda_transfers import CudaTransfers
+from qoff.memory.image import FileRange
+from qoff.memory.residency import streamed_images
+from qoff.memory.staged_read import clip
+from qoff.memory.units import EMBEDDING
+from tests.memory.checkpoints import Truth, all_names, check_pass, same_bits, write_checkpoint
+from tests.memory.kinds import KINDS, STAGING, SimulatedStream, make
+
+LAYERS = 4
+DELAYS = random.Random(7)
+UNITS: list[Unit] = [*range(LAYERS), HEAD]
+PACKING = "half32"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return write_checkpoint(tmp_path_factory.mktemp("ck") / "model", LAYERS, PACKING, tied=False)
+
+
+@pytest.fixture
+def checkpoint(pristine: Checkpoint, tmp_path: Path) -> Checkpoint:
+    shutil.copytree(pristine.path, tmp_path / "model")
+    return Checkpoint.open(tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    threads = set(threading.enumerate())
+    yield
+    left = [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("qoff-")]
+    assert left == []
+
+
+def racing(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    time.sleep(DELAYS.random() * 3e-4)
+    return os.preadv(fd, views, offset)
+
+
+def racing_transfers(kind: str) -> Transfers:
+    return make(kind, DiskReader(threads=4, chunk=4096, preadv=racing))
+
+
+def plan_for(
+    kind: str,
+    checkpoint: Checkpoint,
+    resident: Sequence[str] = (),
+    slots: int = 2,
+    tile_bytes: int | None = None,
+    sources: int = 0,
+) -> Residency:
+    """A residency, with up to so many bytes of sources in host memory."""
+    plan = residency_of(checkpoint, resident, slots, packing=PACKING, tile_bytes=tile_bytes)
+    buffers = place_in_host(checkpoint, plan, None, STAGING[kind]).host_bytes
+    return place_in_host(checkpoint, plan, buffers + sources, STAGING[kind])
+
+
+def consume(store: WeightStore, passes: int = 1) -> None:
+    for unit in UNITS * passes:
+        with store.use(unit):
+            pass
+
+
+def opened(kind: str, checkpoint: Checkpoint, plan: Residency, **options: object) -> WeightStore:
+    return WeightStore(
+        checkpoint,
+        plan,
+        packing=PACKING,
+        transfers=racing_transfers(kind),
+        poison=True,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_every_plan_serves_the_same_bits(
+    data: st.DataObject, kind: str, pristine: Checkpoint
+) -> None:
+    truth = Truth(pristine, PACKING)
+    resident = data.draw(st.sets(st.sampled_from(all_names(pristine)), max_size=12))
+    slots = data.draw(st.sampled_from([2, 3]))
+    tile_bytes = data.draw(st.none() | st.integers(1, 20_000))
+    sources = data.draw(st.integers(0, 200_000))
+    plan = plan_for(kind, pristine, sorted(resident), slots, tile_bytes, sources)
+    with opened(kind, pristine, plan) as store:
+        for _ in range(2):
+            check_pass(store, truth)
+        ids = torch.tensor([99, 0, 17, 17])
+        rows = store.gather_rows(EMBEDDING, ids).cpu()
+        assert same_bits(rows, truth.embedding.dequantize()[ids])
+        assert store.stats.arena_peak == plan.device_bytes
+        assert store.stats.host_arena_peak == plan.host_bytes
+
+
+@settings(max_examples=15)
+@given(data=st.data(), acquired=st.lists(st.sampled_from(UNITS), max_size=12))
+def test_any_order_serves_the_same_bits(
+    data: st.DataObject, acquired: list[Unit], kind: str, pristine: Checkpoint
+) -> None:
+    """Jumps abandon transfers that are under way, in slots that are then used again."""
+    truth = Truth(pristine, PACKING)
+    plan = plan_for(kind, pristine, sources=data.draw(st.integers(0, 150_000)))
+    with opened(kind, pristine, plan) as store:
+        for unit in acquired:
+            with store.use(unit) as weights:
+                assert truth.wrong(unit, weights) == []
+
+
+def test_resident_weights_larger_than_a_staging_buffer(kind: str, pristine: Checkpoint) -> None:
+    names = [n for n in all_names(pristine) if n != "model.norm.weight"]
+    plan = plan_for(kind, pristine, names)
+    assert plan.slot_bytes < plan.resident_bytes // LAYERS
+    with opened(kind, pristine, plan) as store:
+        check_pass(store, Truth(pristine, PACKING))
+
+
+def test_everything_resident(kind: str, pristine: Checkpoint) -> None:
+    plan = plan_residency(pristine, None, packing=PACKING, host_staging=STAGING[kind])
+    with opened(kind, pristine, plan) as store:
+        check_pass(store, Truth(pristine, PACKING))
+
+
+def test_a_read_error_is_raised_where_the_unit_is_acquired(
+    kind: str, checkpoint: Checkpoint
+) -> None:
+    truth = Truth(checkpoint, PACKING)
+    name, broken = checkpoint.layers[2].path.name, True
+
+    def faulty(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if broken and Path(f"/proc/self/fd/{fd}").resolve().name == name:
+            raise OSError(5, "Input/output error")
+        return os.preadv(fd, views, offset)
+
+    plan = plan_for(kind, checkpoint)
+    transfers = make(kind, DiskReader(preadv=faulty))
+    with WeightStore(checkpoint, plan, packing=PACKING, transfers=transfers) as store:
+        for _ in range(2):
+            for unit in UNITS:
+                if unit == 2:
+                    with pytest.raises(DiskReadError, match=rf"{name}.*Input/output error"):
+                        store.acquire(unit)
+                else:
+                    with store.use(unit) as weights:
+                        assert truth.wrong(unit, weights) == []
+        broken = False
+        with store.use(2) as weights:
+            assert truth.wrong(2, weights) == []
+
+
+@pytest.mark.parametrize("where", ["header", "data", "last"])
+@pytest.mark.parametrize("place", ["streamed", "resident", "host", "pieces"])
+def test_a_flipped_bit_is_found(kind: str, where: str, place: str, checkpoint: Checkpoint) -> None:
+    file = checkpoint.layers[1]
+    at = {"header": 9, "data": file.data_start + 100, "last": file.nbytes - 1}[where]
+    content = bytearray(file.path.read_bytes())
+    content[at] ^= 0x10
+    file.path.write_bytes(content)
+    every = all_names(checkpoint)
+    resident = {"streamed": [], "host": [], "resident": every, "pieces": list(file.weights)}[place]
+    if place == "pieces":
+        resident = [n for n in every if n != "model.norm.weight"]
+    plan = plan_for(kind, checkpoint, resident, sources=1 << 20 if place == "host" else 0)
+    with (
+        pytest.raises(ChecksumError, match=file.path.name),
+        opened(kind, checkpoint, plan) as store,
+    ):
+        store.acquire(1)
+    with opened(kind, checkpoint, plan, verify=False) as store:
+        store.acquire(1)
+
+
+def test_use_after_release_shows_as_nan(kind: str, pristine: Checkpoint) -> None:
+    gate = threading.Event()
+    gate.set()
+
+    def gated(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        gate.wait(20)
+        return os.preadv(fd, views, offset)
+
+    plan = plan_for(kind, pristine)
+    transfers = make(kind, DiskReader(preadv=gated))
+    with WeightStore(pristine, plan, packing=PACKING, transfers=transfers, poison=True) as store:
+        store.acquire(1)
+        matrix = store.acquire(0)["mlp.down_proj"]
+        assert isinstance(matrix, QTensor)
+        assert not matrix.dequantize().isnan().any()
+        gate.clear()
+        store.release(0)
+        assert matrix.dequantize().isnan().all()
+        gate.set()
+
+
+def test_close_while_units_are_under_way(kind: str, pristine: Checkpoint) -> None:
+    def slow(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        time.sleep(0.02)
+        return os.preadv(fd, views, offset)
+
+    plan = plan_for(kind, pristine, sources=30_000)
+    transfers = make(kind, DiskReader(threads=1, chunk=4096, preadv=slow))
+    store = WeightStore(pristine, plan, packing=PACKING, transfers=transfers, verify=False)
+    outcome: list[object] = []
+
+    def consume() -> None:
+        try:
+            for unit in UNITS:
+                with store.use(unit):
+                    pass
+        except (DiskReadError, ValueError) as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    time.sleep(0.03)
+    start = time.perf_counter()
+    store.close()
+    thread.join(20)
+    assert time.perf_counter() - start < 5
+    assert len(outcome) == 1
+
+
+@pytest.mark.parametrize("death", [SystemExit(1), KeyboardInterrupt()])
+def test_the_death_of_a_reading_thread_is_an_error(
+    kind: str, pristine: Checkpoint, death: BaseException
+) -> None:
+    name = pristine.layers[3].path.name
+
+    def deadly(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").resolve().name == name:
+            raise death
+        return os.preadv(fd, views, offset)
+
+    transfers = make(kind, DiskReader(preadv=deadly))
+    plan = plan_for(kind, pristine)
+    with (
+        WeightStore(pristine, plan, packing=PACKING, transfers=transfers) as store,
+        pytest.raises(DiskReadError),
+    ):
+        consume(store)
+
+
+def test_timelines_have_every_link(kind: str, pristine: Checkpoint) -> None:
+    plan = plan_for(kind, pristine, sources=60_000)
+    timeline = Timeline()
+    with opened(kind, pristine, plan, timeline=timeline) as store:
+        for unit in UNITS * 2:
+            with store.use(unit):
+                pass
+        time.sleep(0.05)
+    assert {x.lane for x in timeline.intervals} == {
+        "disk to device",
+        "disk to host",
+        "host to device",
+    }
+    assert all(x.start <= x.stop and x.nbytes > 0 for x in timeline.intervals)
+
+
+def test_a_streamed_unit_is_one_copy(pristine: Checkpoint) -> None:
+    plan = plan_for("simulated", pristine, sources=60_000)
+    transfers = make("simulated")
+    with WeightStore(pristine, plan, packing=PACKING, transfers=transfers) as store:
+        assert isinstance(transfers, CudaTransfers)
+        stream = transfers.stream
+        assert isinstance(stream, SimulatedStream)
+        assert len(stream.pinned) == 1  # one allocation: sources and buffers
+        for unit in UNITS * 3:
+            with store.use(unit):
+                pass
+        for unit in UNITS[:2]:
+            store.acquire(unit)
+        assert stream.copies == 3 * len(UNITS) + 2
+    assert stream.pinned == []
+
+
+def test_the_next_unit_is_read_while_one_is_copied(pristine: Checkpoint) -> None:
+    """With a copy that does not end, the read of the unit after it still completes."""
+    hold = threading.Event()
+
+    class Held(SimulatedStream):
+        def copy(self, source, memory, after, timed):  # type: ignore[no-untyped-def]
+            class Gate:
+                def synchronize(self) -> None:
+                    assert hold.wait(20)
+
+            return super().copy(source, memory, Gate(), timed)
+
+    plan = plan_for("simulated", pristine)
+    images = streamed_images(pristine, plan)
+    transfers = CudaTransfers("cpu", stream=Held)
+    with WeightStore(pristine, plan, packing=PACKING, transfers=transfers, verify=False) as store:
+        wanted = images[0].file_bytes + images[1].file_bytes
+        deadline = time.perf_counter() + 10
+        while store.stats.bytes_read < wanted and time.perf_counter() < deadline:
+            time.sleep(0.005)
+        assert store.stats.bytes_read == wanted
+        hold.set()
+
+
+def test_plans_that_do_not_fit_the_transfers_are_refused(tmp_path: Path) -> None:
+    for packing, match in (("cpu16", "repacked"), ("half32", "0 staging buffers")):
+        checkpoint = write_checkpoint(tmp_path / packing, 1, packing)
+        plan = residency_of(checkpoint, [], packing="half32")
+        transfers = make("simulated")
+        with pytest.raises(ArgumentError, match=match):
+            WeightStore(checkpoint, plan, packing="half32", transfers=transfers)
+    with pytest.raises(ArgumentError, match="too few"):
+        CudaTransfers(host_staging=1)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    step=st.integers(1, 60),
+)
+def test_pieces_cover_every_range_once(sizes: list[int], step: int) -> None:
+    ranges, at = [], 0
+    for i, size in enumerate(sizes):
+        ranges.append(FileRange(1000 * i, size, at))
+        at += size + 3
+    covered = [
+        (part.at + start, part.offset + i)
+        for start in range(0, at, step)
+        for part in clip(ranges, start, start + step)
+        for i in range(part.nbytes)
+    ]
+    assert len({offset for _, offset in covered}) == len(covered) == sum(sizes)
+
+
+@pytest.mark.gpu
+def test_slots_are_not_overwritten_while_the_gpu_computes(pristine: Checkpoint) -> None:
+    """The host runs ahead of long computations that read the slots."""
+    truth = Truth(pristine, PACKING)
+    plan = plan_for("cuda", pristine, sources=1 << 20)
+    with opened("cuda", pristine, plan) as store:
+        found: list[tuple[Unit, torch.Tensor]] = []
+        for unit in UNITS * 6:
+            with store.use(unit) as weights:
+                torch.cuda._sleep(20_000_000)
+                name = "lm_head" if unit == HEAD else "mlp.down_proj"
+                matrix = weights[name]
+                assert isinstance(matrix, QTensor)
+                found.append((unit, matrix.codes.clone()))
+        for unit, codes in found:
+            expected = truth.units[unit]["lm_head" if unit == HEAD else "mlp.down_proj"]
+            assert isinstance(expected, QTensor)
+            assert torch.equal(codes.cpu(), expected.codes)
+
+
+def test_cuda_is_not_initialized_by_what_does_not_use_it(pristine: Checkpoint) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch; from qoff.memory import *; from qoff.checkpoint import Checkpoint;"
+        "c = Checkpoint.open(sys.argv[1]);"
+        "WeightStore(c, plan_residency(c, None)).close();"
+        "assert not torch.cuda.is_initialized();"
+        "assert 'qoff.memory.cuda_transfers' not in sys.modules"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(pristine.path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
