@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from qoff.errors import ArgumentError
+from qoff.kernels.device_cache import DeviceLayerCache
 from qoff.kernels.layer_cache import LayerCache
 from qoff.kernels.ragged import Ragged
 
@@ -31,8 +33,11 @@ class KVCache(ABC):
     def begin(self, ragged: Ragged) -> None:
         """Make room for the new tokens of a forward pass."""
 
+    def prefetch(self, layer: int) -> None:  # noqa: B027 - most caches have everything at hand
+        """Start to bring what `open` will want, if there is room for it."""
+
     @abstractmethod
-    def open(self, layer: int) -> LayerCache:
+    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
         """Return what the attention of a layer reads and appends to."""
 
     def close(self, layer: int) -> None:  # noqa: B027 - most caches have nothing to do
@@ -43,6 +48,9 @@ class KVCache(ABC):
         for span in ragged.spans:
             self.lengths[span.slot] += span.count
 
+    def abandon(self) -> None:  # noqa: B027 - most caches hold nothing between `begin` and `end`
+        """The pass under way will not end; what the cache holds is worthless if layers are done."""
+
     @abstractmethod
     def select(self, sequences: Sequence[int]) -> None:
         """Keep the given sequences, in this order; one may be named more than once."""
@@ -50,3 +58,16 @@ class KVCache(ABC):
     @abstractmethod
     def forget(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens of each sequence, or all it has."""
+
+    def forget_each(self, tokens: Sequence[int]) -> None:
+        """Forget the newest `tokens[i]` tokens of sequence i, or all it has.
+
+        Raises ArgumentError where a cache can only forget as many of every sequence.
+        """
+        most = max(tokens)
+        if any(n != min(most, length) for n, length in zip(tokens, self.lengths, strict=True)):
+            raise ArgumentError(
+                f"a {type(self).__name__} forgets as many tokens of every sequence, "
+                f"not {list(tokens)}"
+            )
+        self.forget(most)

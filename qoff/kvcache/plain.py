@@ -53,7 +53,10 @@ class PlainCache(KVCache):
         self._rebuild(sequences, self.capacity)
 
     def forget(self, tokens: int) -> None:
-        self.lengths = [max(0, n - tokens) for n in self.lengths]
+        self.forget_each([tokens] * self.sequences)
+
+    def forget_each(self, tokens: Sequence[int]) -> None:
+        self.lengths = [max(0, n - t) for n, t in zip(self.lengths, tokens, strict=True)]
 
     def _allocate(self, sequences: int, capacity: int) -> None:
         self.capacity = -(-capacity // KEYS_PER_VECTOR) * KEYS_PER_VECTOR

@@ -2,29 +2,122 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Self
 
 from qoff.errors import ArgumentError
 from qoff.kernels.kv_format import KVFormat
 
+KVBits = int | tuple[int, int] | str  # of K and V together, of each, or text as `KVQuant.of` reads
+UNPACKED = 16  # "bits" of K and V in a layer that stays as it is
+
+_PAIR = re.compile(r"\s*(\d+)\s*(?:,\s*(\d+)\s*)?")
+_LAYERS = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
+_GRAMMAR = "4, or 8,4 for K and V, or 4/0-3:8,4/9:8 with other bits for some layers"
+
 
 @dataclass(frozen=True)
 class KVQuant:
-    """Bits of K (per channel over 64 tokens) and V (per token); how many tokens are never packed.
+    """Bits of K (by default per channel over 64 tokens) and V (per token); what is never packed.
 
-    Raises ArgumentError for other bits than 4 and 8 and for a negative window.
+    layers: K's and V's bits of the layers that have others. Raises ArgumentError for other bits
+    than 4 and 8 (or 16 for both: a layer that is not packed), and for a negative window or layer.
     """
 
     k_bits: int = 4
     v_bits: int = 4
     window: int = 64  # the newest tokens stay in float32
+    layers: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)
+    sinks: int = 0  # nor are the oldest so many, a multiple of 16
+    k_form: Literal["channel", "token"] = "channel"  # what shares a scale of K
+    rotated: bool = False  # K per token, turned by a Hadamard matrix first
+    attention_top: float = 1.0  # part of its packed blocks that a single new token attends to
 
     def __post_init__(self) -> None:
-        if self.k_bits not in (4, 8) or self.v_bits not in (4, 8):
-            raise ArgumentError(f"a KV cache has 4 or 8 bits, not {self.k_bits} and {self.v_bits}")
+        for k_bits, v_bits in ((self.k_bits, self.v_bits), *self.layers.values()):
+            packed = k_bits in (4, 8) and v_bits in (4, 8)
+            if not packed and (k_bits, v_bits) != (UNPACKED, UNPACKED):
+                raise ArgumentError(f"a KV cache has 4 or 8 bits, not {k_bits} and {v_bits}")
+        if self.layers and min(self.layers) < 0:
+            raise ArgumentError(f"layers count from 0; there is no layer {min(self.layers)}")
+        if not 0 < self.attention_top <= 1:
+            raise ArgumentError(
+                f"attention to {self.attention_top} of the packed blocks; use above 0, at most 1"
+            )
         if self.window < 0:
             raise ArgumentError(f"a window of {self.window} tokens; use 0 or more")
 
-    def form(self, head_dim: int) -> KVFormat:
-        """The form of the blocks. Raises OpError for a head size that cannot be packed."""
-        return KVFormat(head_dim, self.k_bits, self.v_bits)
+    @classmethod
+    def of(cls, bits: KVBits, window: int = 64, attention_top: float = 1.0) -> Self:
+        """From a number, a pair for K and V, or text.
+
+        Text is "4", "8,4" (K and V), or either with other bits for some layers after it, each
+        after a slash: "4/0-3:8,4/9:8" is 8 and 4 bits in layers 0 to 3, 8 in layer 9, and 4 in the
+        others. Raises ArgumentError for other text, and what the class does.
+        """
+        if isinstance(bits, int):
+            return cls(bits, bits, window, attention_top=attention_top)
+        if isinstance(bits, tuple) and len(bits) == 2:
+            return cls(*bits, window, attention_top=attention_top)
+        if not isinstance(bits, str):
+            raise ArgumentError(f"KV bits are 4, (8, 4) or text like '4/0-3:8,4', not {bits!r}")
+        first, *others = bits.split("/")
+        layers: dict[int, tuple[int, int]] = {}
+        for other in others:
+            where, _, what = other.partition(":")
+            found = _LAYERS.fullmatch(where)
+            if found is None:
+                raise ArgumentError(f"KV bits are written like {_GRAMMAR}, not {bits!r}")
+            begin, end = int(found[1]), int(found[2] or found[1])
+            if end < begin or not layers.keys().isdisjoint(range(begin, end + 1)):
+                raise ArgumentError(f"KV bits {bits!r}: layers {where} go backwards or come again")
+            layers |= dict.fromkeys(range(begin, end + 1), _pair(what, bits))
+        return cls(*_pair(first, bits), window, layers, attention_top=attention_top)
+
+    def bits(self, layer: int) -> tuple[int, int]:
+        """K's and V's bits in a layer."""
+        return self.layers.get(layer, (self.k_bits, self.v_bits))
+
+    def form(self, head_dim: int, layer: int) -> KVFormat | None:
+        """The form of a layer's blocks; None for a layer that is not packed.
+
+        Raises OpError for a head size that cannot be packed.
+        """
+        bits = self.bits(layer)
+        if bits == (UNPACKED, UNPACKED):
+            return None
+        return KVFormat(head_dim, *bits, k_form=self.k_form, rotated=self.rotated)
+
+    def forms(self, head_dims: Sequence[int]) -> list[KVFormat | None]:
+        """The forms of a model's layers, whose head sizes these are; None: not packed.
+
+        Raises ArgumentError for bits of a layer there is not, OpError for a head size that cannot
+        be packed.
+        """
+        if self.layers and max(self.layers) >= len(head_dims):
+            raise ArgumentError(
+                f"KV bits for layer {max(self.layers)}, but the model's {len(head_dims)} layers "
+                "count from 0"
+            )
+        return [self.form(head_dim, layer) for layer, head_dim in enumerate(head_dims)]
+
+    def packed_forms(self, head_dims: Sequence[int]) -> list[KVFormat]:
+        """The same where every layer has to be packed; ArgumentError too for one that is not."""
+        found = self.forms(head_dims)
+        forms = [form for form in found if form is not None]
+        if len(forms) < len(found):
+            raise ArgumentError(
+                f"layer {found.index(None)} has {UNPACKED} bits; here every layer's KV cache has "
+                "4 or 8"
+            )
+        return forms
+
+
+def _pair(text: str, whole: str) -> tuple[int, int]:
+    """ "4" -> (4, 4), "8,4" -> (8, 4)."""
+    found = _PAIR.fullmatch(text)
+    if found is None:
+        raise ArgumentError(f"KV bits are written like {_GRAMMAR}, not {whole!r}")
+    return int(found[1]), int(found[2] or found[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from qoff.kernels import cpu, reference_ops
 from qoff.kernels.heads import HeadShape
 from qoff.kernels.kv_format import KVFormat
 from qoff.kernels.ragged import Ragged
-from qoff.kernels.reference_kv import dequantize_blocks, quantize_blocks
+from qoff.kernels.reference_kv import quantize_blocks, unpack_blocks
 from qoff.kvcache import KVQuant, PackedCache
+from qoff.kvcache.store import GrowingBlocks
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 SHAPE = HeadShape(4, 2, 64, 0.125)
@@ -28,19 +29,26 @@ Tokens = list[tuple[Tensor, Tensor]]  # of each layer: k and v [tokens, kv_heads
 class Told:
     """A packed cache, and beside it every key and value as the cache ought to know it."""
 
-    def __init__(self, sequences: int, window: int, attention: Callable[..., Tensor]) -> None:
-        self.cache = PackedCache([SHAPE] * len(FORMS), FORMS, sequences, window=window)
+    def __init__(
+        self,
+        sequences: int,
+        window: int,
+        attention: Callable[..., Tensor],
+        forms: Sequence[KVFormat] = FORMS,
+    ) -> None:
+        self.cache = PackedCache([SHAPE] * len(forms), forms, sequences, window=window)
         self.window = window
+        self.forms = forms
         self._attention = attention
         none = torch.empty(0, SHAPE.kv_heads, SHAPE.head_dim)
-        self.tokens: list[Tokens] = [[(none, none)] * len(FORMS) for _ in range(sequences)]
+        self.tokens: list[Tokens] = [[(none, none)] * len(self.forms) for _ in range(sequences)]
         self.packed = [0] * sequences
 
     def forward(self, counts: list[int]) -> None:
         """A pass over random new tokens; every layer's output is checked."""
         ragged = Ragged.of(counts, [len(t[0][0]) for t in self.tokens])
         self.cache.begin(ragged)
-        for layer in range(len(FORMS)):
+        for layer in range(len(self.forms)):
             qkv = torch.randn(ragged.tokens, SHAPE.qkv_width)
             q, k, v = qkv.view(ragged.tokens, -1, 64).split([4, 2, 2], dim=1)
             found = self._attention(qkv.clone(), SHAPE, self.cache.open(layer), ragged)
@@ -75,7 +83,7 @@ class Told:
         for slot, layers in enumerate(self.tokens):
             left = max(0, len(layers[0][0]) - count)
             if left < self.packed[slot]:
-                for layer in range(len(FORMS)):
+                for layer in range(len(self.forms)):
                     layers[layer] = self._known(layer, slot)  # what comes back is dequantized
                 self.packed[slot] = left // 64 * 64
             self.tokens[slot] = [(k[:left], v[:left]) for k, v in layers]
@@ -88,7 +96,7 @@ class Told:
         if not packed:
             return k, v
         blocks = (x[:packed].unflatten(0, (-1, 64)).transpose(1, 2) for x in (k, v))
-        known = dequantize_blocks(quantize_blocks(*blocks, FORMS[layer]), FORMS[layer])
+        known = unpack_blocks(quantize_blocks(*blocks, self.forms[layer]), self.forms[layer])
         return tuple(  # type: ignore[return-value]
             torch.cat((old.transpose(1, 2).flatten(0, 1), x[packed:]))
             for old, x in zip(known, (k, v), strict=True)
@@ -113,6 +121,17 @@ def test_long_and_short_passes(window: int, attention: Callable[..., Tensor]) ->
         told.forward(counts)
     for _ in range(70):
         told.forward([1, 1, 1])
+
+
+@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
+@pytest.mark.parametrize("rotated", [False, True])
+def test_keys_quantized_per_token(rotated: bool, attention: Callable[..., Tensor]) -> None:
+    forms = (KVFormat(64, k_form="token", rotated=rotated), KVFormat(64, 8, 4, "token", rotated))
+    told = Told(2, 16, attention, forms)
+    for counts in ([300, 1], [1, 1], [1, 130], [70, 1]):
+        told.forward(counts)
+    told.forget(60)
+    told.forward([1, 1])
 
 
 @settings(max_examples=15)
@@ -143,16 +162,21 @@ def test_any_moves(moves: list[tuple[str, int]], window: int) -> None:
             told.select(numbers.choices(range(slots), k=numbers.randint(1, 3)))
 
 
+def used(cache: PackedCache) -> int:
+    assert isinstance(cache.store, GrowingBlocks)
+    return cache.store.used
+
+
 def test_sequences_that_were_one_share_their_blocks() -> None:
     told = Told(1, 0, cpu.attention)
     told.forward([64 * 10])
-    used = told.cache._allocator.capacity - told.cache._allocator.free
+    assert used(told.cache) == 10
     told.select([0] * 5)
-    assert told.cache._allocator.capacity - told.cache._allocator.free == used == 10
+    assert used(told.cache) == 10
     told.forward([64] * 5)
-    assert told.cache._allocator.capacity - told.cache._allocator.free == 15
+    assert used(told.cache) == 15
     told.select([3])
-    assert told.cache._allocator.capacity - told.cache._allocator.free == 11
+    assert used(told.cache) == 11
 
 
 def test_costs_what_its_bits_say() -> None:
@@ -168,16 +192,13 @@ def test_a_pass_that_failed_can_be_done_again(tokens: int, closed: int) -> None:
     """Nothing has been written over: attention sees each sequence as it was."""
     told = Told(1, 0, cpu.attention)
     told.forward([63])
-    capacity = told.cache._allocator.capacity
     ragged = Ragged.of([tokens], [63])
     told.cache.begin(ragged)
     for layer in range(closed):
         told.cache.open(layer)
         told.cache.close(layer)
     told.forward([tokens])
-    allocator = told.cache._allocator
-    assert allocator.capacity - allocator.free == told.packed[0] // 64
-    assert allocator.capacity >= capacity
+    assert used(told.cache) == told.packed[0] // 64
 
 
 def test_a_long_pass_that_failed_between_layers_is_the_end() -> None:

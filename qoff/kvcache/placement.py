@@ -1,0 +1,55 @@
+"""Which of a sequence's blocks lie where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qoff.errors import ArgumentError
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+TIERS = (DISK, HOST, DEVICE)  # of the oldest blocks first
+
+
+@dataclass(frozen=True)
+class KVPlacement:
+    """The newest blocks on the device, older ones on the host, the oldest on disk.
+
+    Fractions of the blocks that a sequence will have. Raises ArgumentError unless they are at
+    least 0 and at most 1 together.
+    """
+
+    device_fraction: float = 1.0
+    host_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        device, host = self.device_fraction, self.host_fraction
+        if not (device >= 0 and host >= 0 and device + host <= 1 + 1e-9):
+            raise ArgumentError(
+                f"{device} of the KV cache on the device and {host} on the host: use fractions of "
+                "at least 0, at most 1 together; the rest goes to disk"
+            )
+
+    def split(self, blocks: int) -> dict[str, int]:
+        """How many of so many blocks lie on each tier."""
+        device = int(blocks * self.device_fraction + 0.5)
+        host = min(blocks - device, int(blocks * self.host_fraction + 0.5))
+        if self.device_fraction + self.host_fraction > 1 - 1e-9:
+            host = blocks - device
+        return {DISK: blocks - device - host, HOST: host, DEVICE: device}
+
+    def capacity(self, blocks: int) -> dict[str, int]:
+        """Blocks of each tier that suffice for a sequence of up to so many."""
+        splits = [self.split(n) for n in range(blocks + 1)]
+        return {tier: max(split[tier] for split in splits) for tier in TIERS}
+
+    def tier(self, index: int, expected: int) -> str:
+        """Where the block at a place in its sequence lies, 0 being the oldest of `expected`.
+
+        One that was not expected lies where the newest does, so that newer blocks are never on a
+        tier of older ones.
+        """
+        expected = max(expected, 1)
+        split, index = self.split(expected), min(index, expected - 1)
+        if index < split[DISK]:
+            return DISK
+        return HOST if index < split[DISK] + split[HOST] else DEVICE

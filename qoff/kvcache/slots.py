@@ -1,0 +1,223 @@
+"""What packed caches share: sequences in slots that are filled, forked and emptied one by one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from qoff.errors import ArgumentError
+from qoff.kernels.device_cache import DeviceLayerCache
+from qoff.kernels.kv_format import BLOCK_TOKENS
+from qoff.kernels.layer_cache import LayerCache
+from qoff.kernels.ragged import Ragged
+
+from .base import KVCache
+
+
+class CachePass(Protocol):
+    """One forward pass on a cache: what it takes, and where its new tokens go."""
+
+    def prefetch(self, layer: int) -> None:
+        """Start to bring the packed tokens of a layer."""
+
+    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
+        """What the attention of a layer reads and appends to."""
+
+    def close(self, layer: int) -> None:
+        """The layer's attention is done."""
+
+    def end(self) -> None:
+        """The new blocks are blocks of the cache."""
+
+    def abandon(self) -> None:
+        """Give back what was taken. Raises ArgumentError where the cache is worthless now."""
+
+    def release(self) -> None:
+        """Give back what was taken."""
+
+
+class BlockUsers(Protocol):
+    """Counts of who uses a block."""
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Count one user more of each block."""
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Count one user less of each block; without users it is free."""
+
+
+class SlotCache(KVCache):
+    """Sequences in slots, each with packed blocks and recent tokens that are not packed.
+
+    The newest `window` tokens are never packed, nor are the oldest `sinks`. blocks: of each
+    sequence, oldest first. expected: how many each will have, as far as known.
+    """
+
+    store: BlockUsers
+
+    def __init__(self, sequences: int, window: int, sinks: int = 0, expected: int = 0) -> None:
+        self.window, self.sinks = window, sinks
+        self.lengths = [0] * sequences
+        self.blocks: list[list[int]] = [[] for _ in range(sequences)]
+        self.expected = [expected] * sequences
+        self._pass: CachePass | None = None
+
+    @abstractmethod
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> CachePass:
+        """A new pass; slot i of `ragged` is slot `slots[i]` of the cache (None: i)."""
+
+    @abstractmethod
+    def copy_recent(self, source: int, target: int) -> None:
+        """Give a slot the tokens of another one that are not packed."""
+
+    @abstractmethod
+    def unpack(self, slot: int, block: int, tokens: int) -> None:
+        """Make the first `tokens` tokens of a block, a sequence's last, recent ones."""
+
+    @property
+    def packed(self) -> list[int]:
+        """How many tokens of each sequence are packed."""
+        return [BLOCK_TOKENS * len(blocks) for blocks in self.blocks]
+
+    @staticmethod
+    def blocks_of(tokens: int, window: int, sinks: int) -> int:
+        """How many blocks a sequence of this many tokens has."""
+        return max(0, tokens - sinks - window) // BLOCK_TOKENS
+
+    def begin(self, ragged: Ragged) -> None:
+        if self._pass is not None:
+            self._pass.abandon()
+            self._pass = None
+        self._pass = self.start(ragged)
+
+    def prefetch(self, layer: int) -> None:
+        self._current.prefetch(layer)
+
+    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
+        return self._current.open(layer)
+
+    def close(self, layer: int) -> None:
+        self._current.close(layer)
+
+    def end(self, ragged: Ragged) -> None:
+        self._current.end()
+        self._pass = None
+        super().end(ragged)
+
+    def abandon(self) -> None:
+        if self._pass is not None:
+            self._pass.release()
+            self._pass = None
+
+    def subset(self, slots: Sequence[int]) -> KVCache:
+        """Some slots of this cache as slots 0, 1, ... of one; for passes of many tokens.
+
+        Its passes may be under way together with one of the cache itself over other slots.
+        """
+        return _Subset(self, tuple(slots))
+
+    def select(self, sequences: Sequence[int]) -> None:
+        kept = list(sequences)
+        blocks = [list(self.blocks[i]) for i in kept]
+        for row in blocks:
+            self.store.share(row)
+        for row in self.blocks:
+            self.store.release(row)
+        self.blocks = blocks
+        self.lengths = [self.lengths[i] for i in kept]
+        self.expected = [self.expected[i] for i in kept]
+
+    def fork(self, source: int, target: int) -> None:
+        """Let an empty slot remember what another one does."""
+        assert not self.lengths[target]
+        self.store.share(self.blocks[source])
+        self.blocks[target] = list(self.blocks[source])
+        self.lengths[target] = self.lengths[source]
+        self.copy_recent(source, target)
+
+    def adopt(self, slot: int, blocks: Sequence[int]) -> None:
+        """Let an empty slot begin with blocks of other sequences; needs `sinks` of 0."""
+        assert not self.lengths[slot]
+        assert not self.sinks
+        self.store.share(blocks)
+        self.blocks[slot] = list(blocks)
+        self.lengths[slot] = BLOCK_TOKENS * len(blocks)
+
+    def reset(self, slot: int, expected_tokens: int = 0) -> None:
+        """Forget one sequence; the next in its slot will have so many tokens."""
+        self.store.release(self.blocks[slot])
+        self.blocks[slot] = []
+        self.lengths[slot] = 0
+        self.expected[slot] = self.blocks_of(expected_tokens, self.window, self.sinks)
+
+    def forget(self, tokens: int) -> None:
+        self.forget_each([tokens] * self.sequences)
+
+    def forget_each(self, tokens: Sequence[int]) -> None:
+        for slot, (length, count) in enumerate(zip(self.lengths, tokens, strict=True)):
+            left = max(0, length - count)
+            kept, rest = divmod(max(0, left - self.sinks), BLOCK_TOKENS)
+            dropped = self.blocks[slot][kept:]
+            if dropped and rest:
+                self.unpack(slot, dropped[0], rest)
+            self.store.release(dropped)
+            del self.blocks[slot][kept:]
+            self.lengths[slot] = left
+
+    @property
+    def _current(self) -> CachePass:
+        if self._pass is None:
+            raise ArgumentError("no forward pass has begun on this cache")
+        return self._pass
+
+
+class _Subset(KVCache):
+    """A pass of many tokens over some slots; slot i of it is slot `slots[i]` of the cache."""
+
+    def __init__(self, cache: SlotCache, slots: tuple[int, ...]) -> None:
+        self._cache = cache
+        self._slots = slots
+        self.lengths = [cache.lengths[slot] for slot in slots]
+        self._pass: CachePass | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._cache.nbytes
+
+    def begin(self, ragged: Ragged) -> None:
+        if self._pass is not None:
+            self._pass.abandon()
+            self._pass = None
+        self._pass = self._cache.start(ragged, self._slots)
+
+    def prefetch(self, layer: int) -> None:
+        assert self._pass is not None
+        self._pass.prefetch(layer)
+
+    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
+        assert self._pass is not None
+        return self._pass.open(layer)
+
+    def close(self, layer: int) -> None:
+        assert self._pass is not None
+        self._pass.close(layer)
+
+    def end(self, ragged: Ragged) -> None:
+        assert self._pass is not None
+        self._pass.end()
+        self._pass = None
+        super().end(ragged)
+        for slot, length in zip(self._slots, self.lengths, strict=True):
+            self._cache.lengths[slot] = length
+
+    def abandon(self) -> None:
+        if self._pass is not None:
+            self._pass.release()
+            self._pass = None
+
+    def select(self, sequences: Sequence[int]) -> None:
+        raise ArgumentError("sequences are selected in the whole cache")
+
+    def forget(self, tokens: int) -> None:
+        raise ArgumentError("tokens are forgotten in the whole cache")

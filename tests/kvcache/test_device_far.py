@@ -1,0 +1,273 @@
+"""A cache on a GPU whose older blocks are in host memory or on disk, against one that has them all.
+
+Both are told the same: the same records, the same attention but for rounding. Without a GPU
+everything is in CPU tensors, and Triton interprets the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.errors import ArgumentError
+from qoff.kernels.heads import HeadShape
+from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.ragged import Ragged, Span
+from qoff.kvcache import DeviceCache, KVCache, KVPlacement
+from qoff.kvcache.outbox import Outbox
+from qoff.kvcache.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store import GrowingBlocks
+from qoff.kvcache.tiered import BlockPlan, TieredBlocks
+from qoff.memory.arena import Arena
+from qoff.memory.copies import Copies
+from qoff.memory.disk import DiskReader
+from qoff.memory.spill import SpillFile
+from tests.tolerances import PACKED_ATTENTION, assert_close
+
+triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
+
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPE, WINDOWED = HeadShape(2, 1, 64, 0.125), HeadShape(2, 1, 64, 0.125, window=150)
+FORMS = (KVFormat(64), KVFormat(64, k_bits=8))
+HALF, NONE = KVPlacement(0.5, 0.5), KVPlacement(0, 1)
+
+
+class Pair:
+    """A hybrid cache and one that keeps all on the device."""
+
+    def __init__(
+        self,
+        sequences: int,
+        placement: KVPlacement = HALF,
+        *,
+        capacity: int = 256,
+        shape: HeadShape = SHAPE,
+        dtype: torch.dtype = torch.float16,
+        far: TieredBlocks | None = None,
+        forms: Sequence[KVFormat] = FORMS[:1],
+    ) -> None:
+        self.shape, self.dtype, self.forms = shape, dtype, forms
+        shapes = [shape] * len(forms)
+        options = {"window": 0, "capacity": capacity, "device": GPU, "dtype": dtype}
+        self.near = DeviceCache(shapes, forms, sequences, **options)
+        self.hybrid = DeviceCache(
+            shapes, forms, sequences, **options, placement=placement, far=far, poison=True
+        )
+
+    def both(self, move: Callable[[DeviceCache], object]) -> None:
+        for cache in (self.near, self.hybrid):
+            move(cache)
+        self.check()
+
+    def forward(self, counts: list[int], slots: list[int] | None = None) -> None:
+        slots = list(range(len(counts))) if slots is None else slots
+        ragged = self.ragged(counts, slots)
+        qkvs = self.random(ragged.tokens)
+        for cache in (self.near, self.hybrid):
+            cache.begin(ragged)
+        for layer, qkv in enumerate(qkvs):
+            self.same(layer, qkv, ragged, self.near, self.hybrid)
+        for cache in (self.near, self.hybrid):
+            cache.end(ragged)
+        self.check()
+
+    def ragged(self, counts: list[int], slots: list[int]) -> Ragged:
+        starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        return Ragged(
+            tuple(
+                Span(slot, start, end - start, self.near.lengths[slot])
+                for slot, (start, end) in zip(slots, pairwise(starts), strict=True)
+            )
+        )
+
+    def random(self, tokens: int) -> list[Tensor]:
+        """Queries, keys and values of each layer."""
+        return [torch.randn(tokens, self.shape.qkv_width).to(GPU, self.dtype) for _ in self.forms]
+
+    def same(self, layer: int, qkv: Tensor, ragged: Ragged, near: KVCache, hybrid: KVCache) -> None:
+        """One layer of a pass of both caches."""
+        hybrid.prefetch(layer)
+        expected, found = (
+            triton_ops.attention(qkv, self.shape, cache.open(layer), ragged)
+            for cache in (near, hybrid)
+        )
+        assert hybrid.open(layer) is hybrid.open(layer)
+        for cache in (near, hybrid):
+            cache.close(layer)
+        assert_close(found.cpu(), expected.cpu(), tolerance=PACKED_ATTENTION)
+
+    def check(self) -> None:
+        """The same tokens, in the same records."""
+        assert self.hybrid.lengths == self.near.lengths
+        assert self.hybrid.packed == self.near.packed
+        for mine, others in zip(self.hybrid.blocks, self.near.blocks, strict=True):
+            for a, b in zip(mine, others, strict=True):
+                for layer in range(len(self.forms)):
+                    records = self.hybrid.store.read(layer, a), self.near.store.read(layer, b)
+                    assert torch.equal(*records)
+
+
+@pytest.mark.parametrize("placement", [HALF, NONE], ids=["half", "none"])
+def test_ragged_passes_over_both_tiers(placement: KVPlacement) -> None:
+    pair = Pair(3, placement)
+    for counts in ([170, 1, 63], [21, 71, 41]):
+        pair.forward(counts)
+    pair.forward([1, 1], [2, 0])
+    pair.forward([2, 1], [2, 1])
+    assert pair.hybrid.packed == [192, 64, 64]
+    assert pair.hybrid.far_tokens == [128 if placement is HALF else 192, 64, 64]
+    pair.forward([70, 1, 130])
+    assert pair.hybrid.packed == [256, 64, 192]
+    assert pair.hybrid.far_tokens == ([128, 64, 128] if placement is HALF else [256, 64, 192])
+    pair.forward([1, 1, 1])
+
+
+def test_layers_of_their_own_forms_in_bfloat16() -> None:
+    pair = Pair(1, dtype=torch.bfloat16, forms=(*FORMS, FORMS[0]))
+    for counts in ([100], [28], [1]):
+        pair.forward(counts)
+    assert pair.hybrid.far_tokens == [128]
+
+
+def test_a_sliding_window_over_both_tiers() -> None:
+    pair = Pair(2, shape=WINDOWED)
+    for counts in ([200, 130], [1, 1], [60, 3], [1, 1]):
+        pair.forward(counts)
+    assert pair.hybrid.far_tokens == [128, 128]
+
+
+def test_slots_are_filled_forked_and_emptied() -> None:
+    pair = Pair(3, capacity=0)
+    pair.both(lambda cache: cache.reset(0, 256))
+    pair.forward([150], [0])
+    pair.both(lambda cache: cache.fork(0, 2))
+    pair.forward([1, 1], [0, 2])
+    pair.both(lambda cache: cache.reset(0, 128))
+    pair.both(lambda cache: cache.adopt(0, cache.blocks[2][:1]))
+    pair.forward([70, 50], [0, 2])
+    assert pair.hybrid.far_tokens == [64, 0, 128]
+    assert pair.hybrid.packed == [128, 0, 192]
+    pair.both(lambda cache: cache.select([2, 0, 2]))
+    pair.both(lambda cache: cache.forget(100))
+    pair.forward([1, 1, 1])
+    for slot in range(3):
+        pair.both(lambda cache, slot=slot: cache.reset(slot))
+    assert isinstance(pair.hybrid.store.far, GrowingBlocks)
+    assert pair.hybrid.store.used == pair.hybrid.store.far.used == 0
+
+
+def test_blocks_after_one_on_the_device_are_there_too() -> None:
+    """Whatever the placement would say of a sequence as long as the fork will be."""
+    pair = Pair(2, capacity=0)
+    pair.both(lambda cache: cache.reset(0, 128))
+    pair.forward([130], [0])
+    pair.both(lambda cache: cache.reset(1, 1024))
+    pair.both(lambda cache: cache.fork(0, 1))
+    pair.forward([62], [1])
+    assert pair.hybrid.packed == [128, 192]
+    assert pair.hybrid.far_tokens == [64, 64]
+    assert [block >= 0 for block in pair.hybrid.blocks[1]] == [False, True, True]
+    pair.forward([1, 1])
+
+
+def test_a_pass_over_a_subset_beside_one_over_the_others() -> None:
+    pair = Pair(3, NONE, forms=FORMS)
+    pair.forward([66, 64], [0, 1])
+    decoded = pair.ragged([1], [0])
+    read = Ragged.of([70, 64], [0, 64])
+    subsets = [cache.subset([2, 1]) for cache in (pair.near, pair.hybrid)]
+    for cache, subset in zip((pair.near, pair.hybrid), subsets, strict=True):
+        cache.begin(decoded)
+        subset.begin(read)
+    for layer, (one, many) in enumerate(zip(pair.random(1), pair.random(134), strict=True)):
+        pair.same(layer, one, decoded, pair.near, pair.hybrid)
+        pair.same(layer, many, read, subsets[0], subsets[1])
+    for cache, subset in zip((pair.near, pair.hybrid), subsets, strict=True):
+        cache.end(decoded)
+        subset.end(read)
+    pair.check()
+    assert pair.hybrid.lengths == [67, 128, 70]
+    assert pair.hybrid.far_tokens == [64, 128, 64]
+    pair.forward([1, 1, 1])
+
+
+def test_a_pass_that_was_given_up_leaves_no_trace() -> None:
+    pair = Pair(1)
+    pair.forward([60])
+    for abandon in (pair.hybrid.abandon, lambda: None):
+        ragged = pair.ragged([70], [0])
+        pair.hybrid.begin(ragged)
+        opened = pair.hybrid.open(0)
+        triton_ops.attention(pair.random(70)[0], SHAPE, opened, ragged)
+        pair.hybrid.close(0)
+        abandon()
+    with pytest.raises(ArgumentError, match="half-way"):
+        pair.hybrid.begin(ragged)
+    pair.hybrid.abandon()
+    assert isinstance(pair.hybrid.store.far, GrowingBlocks)
+    assert pair.hybrid.store.used == pair.hybrid.store.far.used == 0
+
+
+@pytest.mark.parametrize("delegate", [True, False])
+def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, delegate: bool) -> None:
+    placement = KVPlacement(0.25, 0.25)
+    plan = BlockPlan(
+        tuple(form.nbytes for form in FORMS), {DEVICE: 0, HOST: 2, DISK: 4}, 6, delegate
+    )
+    tiers = plan.tier_bytes()
+    with (
+        closing(DiskReader()) as reader,
+        closing(Copies()) as copies,
+        closing(SpillFile(tmp_path, tiers[DISK], reader)) as spill,
+    ):
+        arenas = {tier: Arena(tier, tiers[tier]) for tier in (DEVICE, HOST)}
+        far = TieredBlocks(FORMS, [1, 1], plan, placement, arenas, copies, spill, poison=True)
+        pair = Pair(2, placement, far=far, forms=FORMS)
+        for counts in ([260, 70], [1, 1], [1, 60]):
+            pair.forward(counts)
+        assert pair.hybrid.far_tokens == [192, 128]
+        assert (far.used(HOST), far.used(DISK)) == (1, 4)
+        for arena in arenas.values():
+            arena.close()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    token = [KVFormat(64, k_form="token")]
+    for forms, placement, complaint in (
+        (token, HALF, "per token"),
+        (FORMS[:1], KVPlacement(0.5, 0.2), "on disk"),
+    ):
+        with pytest.raises(ArgumentError, match=complaint):
+            DeviceCache([SHAPE], forms, 1, device=GPU, placement=placement)
+    with pytest.raises(ArgumentError, match="all blocks stay"):
+        DeviceCache([SHAPE], FORMS[:1], 1, device=GPU, far=GrowingBlocks(FORMS[:1], [1]))
+
+
+def test_parcels_arrive_in_any_order_and_dropped_ones_never() -> None:
+    store = GrowingBlocks(FORMS, [2, 2])
+    store.allocate(range(4), 4)
+    outbox = Outbox(store, GPU, poison=True)
+    before = [pool.clone() for pool in store.pools]
+    dropped = outbox.take(0, [0, 1])
+    for parcel, code in ((outbox.take(1, [2]), 1), (outbox.take(0, [3]), 2), (dropped, 3)):
+        assert (parcel.records == 0xFF).all()
+        parcel.records.fill_(code)
+        outbox.send(parcel)
+    outbox.drop([dropped])
+    last = outbox.take(1, [0])
+    assert (last.records == 0xFF).all()
+    last.records.fill_(4)
+    outbox.send(last)
+    while outbox._sent:
+        outbox.deliver(outbox._sent[-1:])
+    assert (store.pools[0][3] == 2).all()
+    assert (store.pools[1][2] == 1).all()
+    assert (store.pools[1][0] == 4).all()
+    assert torch.equal(store.pools[0][:3], before[0][:3])
+    assert outbox.nbytes >= 2 * 3 * 2 * FORMS[0].nbytes

@@ -1,0 +1,71 @@
+"""Bits of a packed KV cache, for all layers and for some."""
+
+from __future__ import annotations
+
+import pytest
+
+from qoff.errors import ArgumentError, OpError
+from qoff.kernels.kv_format import KVFormat
+from qoff.kvcache import KVQuant
+from qoff.kvcache.quant import KVBits
+
+
+@pytest.mark.parametrize(
+    ("bits", "wanted"),
+    [
+        (4, KVQuant()),
+        ((8, 4), KVQuant(8, 4)),
+        ("8", KVQuant(8, 8)),
+        (" 8 , 4 ", KVQuant(8, 4)),
+        ("4/0-1:8,4/3:8", KVQuant(layers={0: (8, 4), 1: (8, 4), 3: (8, 8)})),
+        ("8/ 2 : 4", KVQuant(8, 8, layers={2: (4, 4)})),
+    ],
+)
+def test_numbers_pairs_and_text_say_the_same(bits: KVBits, wanted: KVQuant) -> None:
+    assert KVQuant.of(bits) == wanted
+    assert KVQuant.of(bits, 32).window == 32
+    assert hash(KVQuant.of(bits)) == hash(wanted)
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        ("", "written like 4, or 8,4"),
+        ("eight", "written like"),
+        ("4,4,4", "written like"),
+        ("-4", "written like"),
+        ("4/0", "written like"),
+        ("4/x:8", "written like"),
+        ("4/0-1:", "written like"),
+        ("4/3-1:8", "3-1 go backwards or come again"),
+        ("4/0-1:8/1:4", "layers 1 go backwards or come again"),
+        ("5", "4 or 8 bits, not 5 and 5"),
+        ("4/1:2", "4 or 8 bits, not 2 and 2"),
+        ((16, 4), "4 or 8 bits, not 16 and 4"),
+        ((8, 4, 4), "not \\(8, 4, 4\\)"),
+        ([8, 4], "not \\[8, 4\\]"),
+    ],
+)
+def test_other_bits_are_refused(bits: KVBits, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        KVQuant.of(bits)
+
+
+def test_negative_layers_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="no layer -1"):
+        KVQuant(layers={-1: (8, 8)})
+
+
+def test_every_layer_has_its_form() -> None:
+    kv = KVQuant.of("4/1-2:8,4/4:16")
+    assert [kv.bits(layer) for layer in range(4)] == [(4, 4), (8, 4), (8, 4), (4, 4)]
+    assert kv.form(64, 4) is None
+    assert kv.forms([64] * 5)[3:] == [KVFormat(64), None]
+    with pytest.raises(ArgumentError, match="layer 4 has 16 bits; here every layer"):
+        kv.packed_forms([64] * 5)
+    with pytest.raises(ArgumentError, match="for layer 4, but the model's 4 layers"):
+        kv.forms([64] * 4)
+    forms = KVQuant.of("4/1:8,4").forms([64, 128, 64])
+    assert forms == [KVFormat(64), KVFormat(128, 8, 4), KVFormat(64)]
+    with pytest.raises(OpError, match="head size 16 has no packed cache"):
+        KVQuant().forms([16])
