@@ -9,6 +9,7 @@ from qoff.errors import UnsupportedModelError
 
 from .spec import DecoderSpec
 
+CPU = torch.device("cpu")
 _FIRST_ROWS = 256
 
 
@@ -39,13 +40,14 @@ def inverse_frequencies(spec: DecoderSpec) -> tuple[Tensor, float]:
 class RotaryTable:
     """Cosines and sines of the positions 0, 1, ..., as many as were asked for so far.
 
-    Channel i of a head is paired with channel i + head_dim / 2 and turned by column i.
+    Channel i of a head is paired with channel i + head_dim / 2 and turned by column i. They are
+    computed on the CPU, and lie on `device`.
     """
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, device: torch.device = CPU) -> None:
         self._inv_freq, self._factor = inverse_frequencies(spec)
         self._limit = spec.max_position_embeddings if spec.rope.kind == "dynamic" else None
-        self._cos = self._sin = torch.empty(0, spec.head_dim // 2)
+        self._cos = self._sin = torch.empty(0, spec.head_dim // 2, device=device)
 
     def upto(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, float32 [positions, head_dim / 2], views of the table.
@@ -67,5 +69,6 @@ class RotaryTable:
         have = len(self._cos)
         rows = torch.arange(have, max(positions, 2 * have, _FIRST_ROWS), dtype=torch.float32)
         angles = rows[:, None] * self._inv_freq
-        self._cos = torch.cat((self._cos, angles.cos() * self._factor))
-        self._sin = torch.cat((self._sin, angles.sin() * self._factor))
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        self._cos = torch.cat((self._cos, cos.to(self._cos.device)))
+        self._sin = torch.cat((self._sin, sin.to(self._sin.device)))

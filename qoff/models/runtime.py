@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from os import PathLike
@@ -16,10 +17,13 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.kernels.ops import ops_for
 from qoff.kvcache import KVCache, KVQuant
-from qoff.memory import WeightStore, plan_residency
+from qoff.memory import Transfers, WeightStore, plan_residency
+from qoff.memory.timeline import Timeline
+from qoff.memory.units import unit_label
 
 from . import names
-from .decoder import HEAD, Batch, Decoder
+from .decoder import HEAD, UNPACKED_ON_GPU, Batch, Decoder
+from .graphs import Replays
 from .spec import DecoderSpec
 
 
@@ -41,10 +45,14 @@ class Runtime:
 
     device_memory bounds, in bytes, the arena of resident weights and slots (None: everything
     resident); what does not fit streams from disk through `slots` slots, layer after layer.
-    activation_bits: see `Decoder`. kv: how its caches are packed; None keeps them in float32.
-    The KV cache is the caller's and outside of that budget. One forward pass runs at a time; others
-    wait their turn. Raises BudgetError when the budget is too small, and the errors of
-    `Checkpoint.open`.
+    host_memory: bytes for sources of what streams, beside the disk. transfers: what moves weights,
+    closed with this. timeline: notes each move. activation_bits: see `Decoder`. kv: how its caches
+    are packed; None keeps them in float32, which a GPU does not. The KV cache is the caller's and
+    outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
+    and V are of `dtype`, float16 or bfloat16, and the checkpoint is of packing half32. cuda_graphs:
+    layers at decode are replayed as CUDA graphs (experimental). One forward pass runs at a time;
+    others wait their turn. Raises BudgetError when the budget is too small, OpError for a device
+    that is not there, and the errors of `Checkpoint.open`.
     """
 
     def __init__(
@@ -56,19 +64,53 @@ class Runtime:
         activation_bits: int = 16,
         kv: KVQuant | None = None,
         poison: bool = False,
+        host_memory: int | None = None,
+        transfers: Transfers | None = None,
+        timeline: Timeline | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float16,
+        cuda_graphs: bool = False,
     ) -> None:
         if activation_bits not in (8, 16):
             raise ArgumentError(f"activation_bits is 8 or 16, not {activation_bits}")
         self.checkpoint = Checkpoint.open(path)
         self.spec = DecoderSpec.from_config(self.checkpoint.config)
         if kv is not None:
-            kv.form(self.spec.head_dim)  # refuses what could not be packed later
-        ops = ops_for(torch.device("cpu"))
-        residency = plan_residency(self.checkpoint, device_memory, slots, packing=ops.PACKING)
+            # Refuses what could not be packed later.
+            kv.forms([self.spec.head_dim] * self.spec.num_layers)
+        where = torch.device(device)
+        ops = ops_for(where)
+        if ops.CACHE == "device":
+            _check_gpu(kv, dtype)
+        else:
+            dtype = torch.float32
+        transfers = transfers or _transfers_to(where)
+        try:
+            residency = plan_residency(
+                self.checkpoint,
+                device_memory,
+                slots,
+                packing=ops.PACKING,
+                host_memory=host_memory,
+                host_staging=0 if transfers is None else transfers.host_staging,
+            )
+        except BaseException:
+            if transfers is not None:
+                transfers.close()
+            raise
         self.residency = residency
-        self.store = WeightStore(self.checkpoint, residency, packing=ops.PACKING, poison=poison)
-        self.decoder = Decoder(self.spec, ops, self._embed, activation_bits)
+        self.store = WeightStore(
+            self.checkpoint,
+            residency,
+            packing=ops.PACKING,
+            transfers=transfers,
+            poison=poison,
+            timeline=timeline,
+        )
+        replays = Replays() if cuda_graphs and where.type == "cuda" else None
+        self.decoder = Decoder(self.spec, ops, self._embed, activation_bits, where, dtype, replays)
         self._kv = kv
+        self._timeline = timeline
         self._turn = threading.Lock()
         weakref.finalize(self, self.store.close)  # for who drops it without closing it
 
@@ -79,12 +121,16 @@ class Runtime:
             unit = next(steps)
             while True:
                 weights = self.store.acquire(unit)
+                start = time.perf_counter()
                 try:
                     following = steps.send(weights)
                 except StopIteration as finished:
                     return finished.value
                 finally:
                     self.store.release(unit)
+                    if self._timeline is not None:
+                        stop = time.perf_counter()
+                        self._timeline.add("compute", unit_label(unit), start, stop)
                 unit = following
 
     def new_cache(self, sequences: int, capacity: int = 0) -> KVCache:
@@ -121,6 +167,24 @@ class Runtime:
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.store.gather_rows(names.EMBEDDING, ids)
+
+
+def _transfers_to(device: torch.device) -> Transfers | None:
+    """What moves weights to a device; None: what the store has for a CPU."""
+    if device.type == "cpu":
+        return None
+    from qoff.memory.cuda_transfers import CudaTransfers
+
+    return CudaTransfers(device)
+
+
+def _check_gpu(kv: KVQuant | None, dtype: torch.dtype) -> None:
+    if kv is None:
+        raise ArgumentError(UNPACKED_ON_GPU)
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ArgumentError(f"hidden states on a GPU are float16 or bfloat16, not {dtype}")
+    if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ArgumentError("this GPU cannot multiply bfloat16; use dtype=torch.float16")
 
 
 __all__ = ["HEAD", "Batch", "Runtime", "RuntimeStats"]

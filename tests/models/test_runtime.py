@@ -181,7 +181,8 @@ def test_an_exception_in_a_step_leaves_the_runtime_usable(
         calls = 0
 
         class Failing:
-            PACKING, attention = ops.PACKING, ops.attention
+            PACKING, CACHE, USES_OUT = ops.PACKING, ops.CACHE, ops.USES_OUT
+            attention = ops.attention
 
             @staticmethod
             def w4_linear(x: Tensor, weight: QTensor, **options: object) -> Tensor:

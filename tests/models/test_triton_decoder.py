@@ -1,0 +1,248 @@
+"""The decoder on the Triton ops, in the interpreter on CPU tensors, against the other ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError, BudgetError, OpError
+from qoff.kernels import cpu, reference_ops
+from qoff.kernels.ragged import Ragged
+from qoff.kvcache import KVQuant
+from qoff.memory import plan_residency
+from qoff.models.convert import convert
+from qoff.models.decoder import Batch
+from qoff.models.graphs import Replays
+from qoff.models.runtime import Runtime
+from tests.tiny_models import QUANT, PlainRun, save_model
+from tests.tolerances import FLOAT16_LOGITS, assert_close
+
+triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
+)
+KV8 = KVQuant(8, 8, window=16)
+CHANGES = {
+    "head_dim": 64,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "vocab_size": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "qwen3-tied": {"num_attention_heads": 2},  # norms of heads
+    "mistral-window": {"sliding_window": 40},
+    "smollm3": {"num_hidden_layers": 2},  # one layer does not rotate
+}
+
+
+def checkpoint(folder: Path, family: str = "llama") -> Path:
+    """A model with heads that can be packed."""
+    save_model(folder / "model", family, **{**CHANGES, **FAMILIES[family]})
+    convert(folder / "model", folder / "checkpoint", quant=QUANT)
+    return folder / "checkpoint"
+
+
+class Runs:
+    """One model on several ops, each with a packed cache of its own; all are told the same."""
+
+    def __init__(self, path: Path, sequences: int, kv: KVQuant = KV8) -> None:
+        self.runs = [
+            PlainRun(path, triton_ops, dtype=torch.float16),
+            PlainRun(path, cpu),
+            PlainRun(path, reference_ops),
+        ]
+        self.bits = kv.k_bits
+        self.vocab = self.runs[0].decoder.spec.vocab_size
+        self.caches: list[Any] = [run.decoder.new_cache(sequences, kv=kv) for run in self.runs]
+
+    def forward(self, counts: list[int]) -> None:
+        """A pass over random tokens: all logits of the Triton run are close to the others'."""
+        ragged = Ragged.of(counts, self.caches[0].lengths)
+        tokens = torch.randint(3, self.vocab, (ragged.tokens,))
+        packed = any(self.caches[0].packed)
+        found, *others = (
+            run.forward(Batch(tokens, ragged, cache, torch.arange(ragged.tokens)))
+            for run, cache in zip(self.runs, self.caches, strict=True)
+        )
+        assert found.dtype == torch.float32
+        for other in others:
+            tolerance = FLOAT16_LOGITS[self.bits if packed else 0]
+            assert_close(found, other, tolerance=tolerance)
+
+    def select(self, sequences: list[int]) -> None:
+        for cache in self.caches:
+            cache.select(sequences)
+
+    def forget(self, tokens: int) -> None:
+        for cache in self.caches:
+            cache.forget(tokens)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program costs the interpreter much the same, however many rows it computes."""
+    from qoff.kernels import w4_gemv
+
+    if torch.cuda.is_available():
+        return
+    config = w4_gemv.GemvConfig(block_n=256, warps=1)
+    monkeypatch.setattr(w4_gemv, "choose", lambda *_: config)
+
+
+@interpreted
+def test_prefill_decoding_over_a_block_beams_and_a_retreat(tmp_path: Path) -> None:
+    runs = Runs(checkpoint(tmp_path), 2)
+    runs.forward([21, 3])
+    for _ in range(70):
+        runs.forward([1, 1])
+    assert runs.caches[0].packed == runs.caches[1].packed == [64, 0]
+    runs.select([1, 0, 0])
+    runs.forward([1, 1, 1])
+    runs.forget(40)
+    runs.forward([2, 90, 1])
+    runs.forward([1, 1, 1])
+
+
+@interpreted
+@pytest.mark.parametrize("family", ["qwen3-tied", "mistral-window", "smollm3"])
+def test_other_families(tmp_path: Path, family: str) -> None:
+    runs = Runs(checkpoint(tmp_path, family), 3)
+    runs.forward([81, 1, 17])
+    runs.forward([1, 1, 1])
+    runs.forward([1, 70, 2])
+
+
+@interpreted
+def test_four_bits_and_no_window(tmp_path: Path) -> None:
+    runs = Runs(checkpoint(tmp_path), 1, KVQuant(4, 4, window=0))
+    runs.forward([64])
+    runs.forward([1])
+
+
+def test_a_cache_without_bits_is_refused(tmp_path: Path) -> None:
+    run = PlainRun(checkpoint(tmp_path), triton_ops, dtype=torch.float16)
+    with pytest.raises(ArgumentError, match="KVQuant"):
+        run.decoder.new_cache(1)
+
+
+@interpreted
+def test_greedy_tokens_are_those_of_the_reference(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    assert greedy(PlainRun(path, triton_ops, dtype=torch.float16)) == greedy(
+        PlainRun(path, reference_ops)
+    )
+
+
+@interpreted
+def test_layers_that_are_replayed_compute_the_same(tmp_path: Path) -> None:
+    """A recording keeps tensors and numbers as they were, and reads memory as it is."""
+    recorded: list[Callable[[], None]] = []
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        recorded.append(work)
+        return work
+
+    path = checkpoint(tmp_path, "smollm3")
+    options = {"dtype": torch.float16}
+    plain = PlainRun(path, triton_ops, **options)
+    replaying = PlainRun(path, triton_ops, **options, replays=Replays(record))
+    caches = [run.decoder.new_cache(2, kv=KV8) for run in (plain, replaying)]
+    for counts in ([70, 2], *[[1, 1]] * 14):  # one of the steps packs a block
+        tokens, ragged = torch.randint(3, 32, (sum(counts),)), Ragged.of(counts, caches[0].lengths)
+        expected, found = (
+            run.forward(Batch(tokens, ragged, cache, torch.arange(ragged.tokens)))
+            for run, cache in zip((plain, replaying), caches, strict=True)
+        )
+        assert_close(found, expected, dtype=torch.float16)
+    assert caches[0].packed == [64, 0]
+    assert len(recorded) == 2 * 2  # layers, before and after the block
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_on_a_gpu_are_those_of_the_cpu(
+    tmp_path: Path, family: str, streaming: bool, graphs: bool
+) -> None:
+    path = checkpoint(tmp_path, family)
+    budget = least_budget(path, host_staging=2) if streaming else None
+    with (
+        Runtime(path, kv=KV8) as on_cpu,
+        Runtime(path, kv=KV8, device="cuda", device_memory=budget, cuda_graphs=graphs) as on_gpu,
+    ):
+        assert greedy(on_gpu, 16) == greedy(on_cpu, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_logits_on_a_gpu_are_those_of_the_cpu(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = checkpoint(tmp_path)
+    tokens, ragged = torch.randint(3, 32, (150,)), Ragged.of([149, 1], [0, 0])
+    coarser = 1 if dtype == torch.float16 else 8
+    with Runtime(path, kv=KV8) as on_cpu, Runtime(path, kv=KV8, device="cuda", dtype=dtype) as gpu:
+        caches = on_cpu.new_cache(2), gpu.new_cache(2)
+        for batch, bits in ((ragged, 0), (Ragged.of([1, 1], [149, 1]), 8)):
+            expected, found = (
+                run.forward(Batch(tokens[: batch.tokens], batch, cache, torch.arange(batch.tokens)))
+                for run, cache in zip((on_cpu, gpu), caches, strict=True)
+            )
+            assert_close(found.cpu(), expected, tolerance=coarser * FLOAT16_LOGITS[bits])
+
+
+def test_a_gpu_that_is_not_there_and_bad_arguments_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path)
+    if not torch.cuda.is_available():
+        with pytest.raises(OpError, match="no GPU that torch can use"):
+            Runtime(path, kv=KV8, device="cuda")
+    monkeypatch.setattr("qoff.models.runtime.ops_for", lambda device: triton_ops)
+    with pytest.raises(ArgumentError, match="KVQuant"):
+        Runtime(path, device="cuda")
+    with pytest.raises(ArgumentError, match=r"not torch\.float32"):
+        Runtime(path, kv=KV8, device="cuda", dtype=torch.float32)
+
+
+@interpreted
+def test_a_runtime_on_the_ops_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of packing half32, streamed through slots, to the Triton ops."""
+    path = checkpoint(tmp_path)
+    monkeypatch.setattr("qoff.models.runtime.ops_for", lambda device: triton_ops)
+    with Runtime(path, kv=KV8, device_memory=least_budget(path), poison=True) as runtime:
+        assert runtime.decoder.dtype == torch.float16
+        assert greedy(runtime, 4) == greedy(PlainRun(path, triton_ops, dtype=torch.float16), 4)
+
+
+def least_budget(path: Path, host_staging: int = 0) -> int:
+    """The smallest budget, in steps of 4 KiB, that is not refused: as much as can be streams."""
+    opened = Checkpoint.open(path)
+    budget = 0
+    while True:
+        budget += 4096
+        with contextlib.suppress(BudgetError):
+            plan_residency(opened, budget, 2, packing="half32", host_staging=host_staging)
+            return budget
+
+
+def greedy(run: PlainRun | Runtime, tokens: int = 8) -> list[int]:
+    cache = run.new_cache(1) if isinstance(run, Runtime) else run.decoder.new_cache(1, kv=KV8)
+    found: list[int] = []
+    fresh: Tensor = torch.arange(3, 20)
+    for _ in range(tokens):
+        ragged = Ragged.of([len(fresh)], cache.lengths)
+        logits = run.forward(Batch(fresh, ragged, cache, ragged.last_rows))
+        fresh = logits.argmax(-1).cpu()
+        found += fresh.tolist()
+    return found
