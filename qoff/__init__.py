@@ -1,29 +1,51 @@
 """qoff runs language models that do not fit: 4-bit weights, streamed while it computes.
 
     model, tokenizer = qoff.load("path-or-hub-id", device_memory="4GiB")
+    llm = qoff.LLM("path-or-hub-id", qoff.Plan(batch_size=32, batches=4))
 
-`qoff.load` and what it needs are imported on first use; `import qoff` alone is fast.
+These names and what they need are imported on first use; `import qoff` alone is fast.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qoff.engine import LLM, SamplingParams
+    from qoff.hf.cache import KVCache
     from qoff.hf.load import load
+    from qoff.kvcache import KVPlacement, KVQuant
+    from qoff.plan import Plan
     from qoff.quant import QuantConfig
 
 __version__ = "0.1.0"
-__all__ = ["QuantConfig", "__version__", "load"]
+__all__ = [
+    "LLM",
+    "KVCache",
+    "KVPlacement",
+    "KVQuant",
+    "Plan",
+    "QuantConfig",
+    "SamplingParams",
+    "__version__",
+    "load",
+]
+
+_MODULES = {
+    "KVCache": "qoff.hf.cache",
+    "KVPlacement": "qoff.kvcache",
+    "KVQuant": "qoff.kvcache",
+    "LLM": "qoff.engine",
+    "Plan": "qoff.plan",
+    "QuantConfig": "qoff.quant",
+    "SamplingParams": "qoff.engine",
+    "load": "qoff.hf.load",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":
-        from qoff.hf.load import load
-
-        return load
-    if name == "QuantConfig":
-        from qoff.quant import QuantConfig
-
-        return QuantConfig
-    raise AttributeError(f"module 'qoff' has no attribute {name!r}")
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module 'qoff' has no attribute {name!r}")
+    return getattr(import_module(module), name)

@@ -42,3 +42,7 @@ class BudgetError(QoffError, MemoryError):
 
 class DiskReadError(QoffError, OSError):
     """Reading weights from disk failed or came up short."""
+
+
+class DiskWriteError(QoffError, OSError):
+    """Writing what does not fit the memory to disk failed."""

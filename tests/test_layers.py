@@ -23,7 +23,8 @@ RANK = {
             {"kvcache"},
             {"models"},
             {"plan"},
-            {"hf", "engine"},
+            {"hf"},
+            {"engine"},
             {"cli", "serve"},
             {"bench"},
         ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ class Timing:
 
     started: float
     stamps: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)  # for weights so far, since the model's start
 
     @property
     def first_token_s(self) -> float:
@@ -39,15 +42,23 @@ class Timing:
 class _TimedStreamer(TextStreamer):
     """Prints text as it comes (unless quiet) and notes when each token came."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, timing: Timing, quiet: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        timing: Timing,
+        waited: Callable[[], float],
+        quiet: bool,
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._timing = timing
+        self._waited = waited
         self._quiet = quiet
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
         if self._prompt_seen:
             self._timing.stamps.append(time.perf_counter())
+            self._timing.waits.append(self._waited())
         self._prompt_seen = True
         super().put(value)
 
@@ -74,9 +85,17 @@ class Answer:
     resident_bytes: int
     kv_cache_bytes: int
     peak_rss_bytes: int
+    rounds: tuple[tuple[float, float], ...]  # of each token: seconds, waited for the disk
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def round_rows(self) -> list[tuple[str, ...]]:
+        """A row for each token: its number, milliseconds, of these waiting for the disk."""
+        return [
+            (str(i), f"{seconds * 1e3:.1f}", f"{wait * 1e3:.1f}")
+            for i, (seconds, wait) in enumerate(self.rounds)
+        ]
 
     def rows(self) -> list[tuple[str, str]]:
         """Labels and values for a table."""
@@ -131,7 +150,7 @@ def answer(
     generating: Any = model  # transformers types `generate` for models of its own
     out = generating.generate(
         **inputs,
-        streamer=_TimedStreamer(tokenizer, timing, quiet),
+        streamer=_TimedStreamer(tokenizer, timing, lambda: model.stats().wait_s, quiet),
         pad_token_id=tokenizer.pad_token_id,
         return_dict_in_generate=True,
         **options,
@@ -154,7 +173,19 @@ def answer(
         resident_bytes=after.resident_bytes,
         kv_cache_bytes=out.past_key_values.tokens.nbytes,
         peak_rss_bytes=peak_rss(),
+        rounds=tuple(
+            zip(
+                _steps([timing.started, *timing.stamps]),
+                _steps([before.wait_s, *timing.waits]),
+                strict=True,
+            )
+        ),
     )
+
+
+def _steps(values: Sequence[float]) -> list[float]:
+    """Differences of neighbours."""
+    return [after - before for before, after in pairwise(values)]
 
 
 def peak_rss() -> int:

@@ -1,4 +1,4 @@
-"""`qoff convert | generate | verify | env`."""
+"""`qoff convert | generate | batch | verify | env`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ app = typer.Typer(
 )
 
 _COLDEST = 0.01  # logits divided by less may overflow
+Model = Annotated[str, typer.Argument(help="A qoff checkpoint, other model or hub id.")]
+Slots = Annotated[int, typer.Option(min=2, help="Buffers for streamed layers.")]
+NewTokens = Annotated[int, typer.Option(min=1)]
+Temperature = Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")]
+TopK = Annotated[int, typer.Option(min=0, help="0: off.")]
+TopP = Annotated[float, typer.Option(min=0, max=1, help="1: off.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
+Raw = Annotated[bool, typer.Option(help="No chat template.")]
+Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace here.")]
+AttentionTop = Annotated[
+    float, typer.Option(help="Part of the packed KV blocks a new token attends to; 1: all.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
@@ -71,31 +83,46 @@ def convert(
 @app.command()
 @errors_in_one_line
 def generate(
-    model: Annotated[str, typer.Argument(help="A qoff checkpoint, other model or hub id.")],
+    model: Model,
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
+    device: Annotated[str, typer.Option(help="cpu, or a GPU like cuda.")] = "cpu",
     device_memory: Annotated[
-        str | None, typer.Option(help="Bound of the weights in memory, like 24MiB or 8GB.")
+        str | None, typer.Option(help="Bound of the weights on it, like 24MiB or 8GB.")
     ] = None,
-    slots: Annotated[int, typer.Option(min=2, help="Buffers for streamed layers.")] = 2,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory for weights that stream; else from disk.")
+    ] = None,
+    slots: Slots = 2,
     activation_bits: Annotated[
         int, typer.Option(help="16, or 8: faster prefill, less exact.")
     ] = 16,
     kv_bits: Annotated[
-        str | None, typer.Option(help="Bits of the KV cache: 4, 8, or 8,4 for K and V.")
+        str | None,
+        typer.Option(
+            help="Bits of the KV cache: 4, 8, or 8,4 for K and V; "
+            "4/0-3:8,4/9:8 with others for some layers."
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="1: off.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
-    raw: Annotated[bool, typer.Option(help="No chat template.")] = False,
+    attention_top: AttentionTop = 1.0,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    raw: Raw = False,
+    trace: Trace = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print what each token waited for.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer a prompt, printing text as it comes and then a table of what it cost."""
     from qoff.hf.load import load
+    from qoff.memory.timeline import Timeline
 
     from .generate import answer
 
+    timeline = None if trace is None else Timeline()
     if 0 < temperature < _COLDEST:
         raise ArgumentError(f"--temperature is 0 or at least {_COLDEST}, not {temperature}")
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
@@ -104,28 +131,129 @@ def generate(
     with progress_bar("converting", quiet=as_json) as progress:
         loaded, tokenizer = load(
             model,
+            device=device,
             device_memory=device_memory,
+            host_memory=host_memory,
             slots=slots,
             activation_bits=activation_bits,
-            kv_bits=None if kv_bits is None else _bits(kv_bits),
+            kv_bits=kv_bits,
+            attention_top=attention_top,
             progress=progress,
+            timeline=timeline,
         )
     try:
         result = answer(loaded, tokenizer, prompt, raw=raw, quiet=as_json, seed=seed, **options)
     finally:
         loaded.close()
+        if timeline is not None and trace is not None:
+            timeline.write(trace)
+    if stats:
+        header = ("token", "ms", "waited for the disk")
+        print_table("tokens", result.round_rows(), header, stderr=True)
     if as_json:
         print_json(result.as_dict())
     else:
         print_table("", result.rows())
 
 
-def _bits(text: str) -> tuple[int, int]:
-    """ "4" -> (4, 4), "8,4" -> (8, 4)."""
-    parts = text.split(",")
-    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
-        raise ArgumentError(f"--kv-bits is a number, or two for K and V like 8,4, not {text!r}")
-    return int(parts[0]), int(parts[-1])
+@app.command()
+@errors_in_one_line
+def batch(
+    model: Model,
+    prompts: Annotated[
+        Path, typer.Argument(help='A prompt a line, or {"prompt": ...}; "-": standard input.')
+    ],
+    device_memory: Annotated[
+        str | None, typer.Option(help="Bound of everything on the device, like 8GB.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Bound of everything in host memory.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 8,
+    batches: Annotated[
+        int, typer.Option(min=1, help="Batches that use a layer before the next comes.")
+    ] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer.")] = 2048,
+    prefill_tokens: Annotated[int, typer.Option(min=1, help="Of prompts, read together.")] = 1024,
+    kv_bits: Annotated[str, typer.Option(help="Bits of the KV cache: 4, 8, or 8,4.")] = "4",
+    attention_top: AttentionTop = 1.0,
+    kv_device: Annotated[
+        float, typer.Option(min=0, max=1, help="Part of the KV cache on the device.")
+    ] = 1.0,
+    kv_host: Annotated[
+        float, typer.Option(min=0, max=1, help="Part of it in host memory; the rest is on disk.")
+    ] = 0.0,
+    delegate: Annotated[
+        str, typer.Option(help="Attend to KV on the host there: auto, always or never.")
+    ] = "auto",
+    activations: Annotated[
+        str, typer.Option(help="Hidden states of waiting batches: device, host or disk.")
+    ] = "device",
+    order: Annotated[str, typer.Option(help="column: batches inner; or row.")] = "column",
+    share_prefixes: Annotated[
+        bool, typer.Option("--share-prefixes", help="Prompts that begin alike share their cache.")
+    ] = False,
+    slots: Slots = 2,
+    activation_bits: Annotated[int, typer.Option(help="16, or 8: faster, less exact.")] = 16,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: Annotated[float, typer.Option(min=0, max=1, help="0: off.")] = 0.0,
+    n: Annotated[int, typer.Option(min=1, help="Answers of each prompt.")] = 1,
+    seed: Seed = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer.")] = None,
+    raw: Raw = False,
+    trace: Trace = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print what each round waited for.")
+    ] = False,
+) -> None:
+    """Answer many prompts in large batches: a line of JSON for each answer, as it is done.
+
+    A prompt that cannot be answered gives a line with its error, and status 1 in the end.
+    """
+    from qoff.engine import LLM, SamplingParams
+    from qoff.kvcache import KVQuant
+    from qoff.kvcache.placement import KVPlacement
+    from qoff.plan import Plan
+    from qoff.units import parse_size
+
+    from . import batch as work
+
+    plan = Plan(
+        device_memory=None if device_memory is None else parse_size(device_memory),
+        host_memory=None if host_memory is None else parse_size(host_memory),
+        batch_size=batch_size,
+        batches=batches,
+        context=context,
+        prefill_tokens=prefill_tokens,
+        kv=KVQuant.of(kv_bits, attention_top=attention_top),
+        kv_placement=KVPlacement(kv_device, kv_host),
+        delegate=delegate,  # type: ignore[arg-type]  # checked there
+        activations=activations,  # type: ignore[arg-type]
+        order=order,  # type: ignore[arg-type]
+        share_prefixes=share_prefixes,
+        slots=slots,
+        activation_bits=activation_bits,
+    )
+    params = SamplingParams(
+        max_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        n=n,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    texts = work.read_prompts(prompts)
+    with work.ended_by_sigterm(), LLM(model, plan, trace=trace) as llm:
+        ended = work.run(llm, texts, params, raw)
+        if stats:
+            work.print_stats(llm)
+    if ended.get("error"):
+        raise typer.Exit(1)
 
 
 @app.command()

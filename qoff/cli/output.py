@@ -45,14 +45,21 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def print_table(title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ()) -> None:
-    """Print rows of text, the first column a label."""
+def print_table(
+    title: str,
+    rows: Sequence[tuple[str, ...]],
+    header: tuple[str, ...] = (),
+    stderr: bool = False,
+) -> None:
+    """Print rows of text, the first column a label; nothing without rows."""
+    if not rows:
+        return
     table = Table(title=title, title_justify="left", show_header=bool(header))
     for i in range(len(rows[0])):
         table.add_column(header[i] if header else "", justify="left" if i == 0 else "right")
     for row in rows:
         table.add_row(*map(escape, row))
-    Console().print(table)
+    Console(stderr=stderr).print(table)
 
 
 @contextmanager

@@ -3,27 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import EllipsisType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from qoff.errors import OpError
-from qoff.kvcache import KVCache
+from qoff.kernels.heads import HeadShape
+from qoff.kvcache.quant import KVBits, KVQuant
+from qoff.models.runtime import Runtime
+
+from .columns import Columns
+
+if TYPE_CHECKING:
+    from .model import QoffForCausalLM
 
 
-class GenerationCache(Cache):
-    """A `KVCache` behind the interface of `transformers.Cache`.
+class KVCache(Cache):
+    """What a qoff model remembers; pass it as `past_key_values` to read on from there.
 
-    transformers counts columns, padding included; the cache below holds the tokens alone, so that
-    padding costs neither memory nor time.
+    model: from `qoff.load`; others with the same attention can go on with the cache, too.
+    batch_size: sequences; an empty cache takes on those of the first batch it meets. kv_bits,
+    window: as `kv_bits` and `kv_window` of `qoff.load`; `...` is what the model was loaded with.
+    `crop` goes back to an earlier column, and `copy.deepcopy` keeps a state to come back to.
+    Raises OpError for another model than qoff's, and ArgumentError and OpError as `qoff.load` does.
+
+    transformers counts columns, padding included; `tokens` holds the tokens alone, so that padding
+    costs neither memory nor time.
     """
 
-    def __init__(self, tokens: KVCache) -> None:
+    def __init__(
+        self,
+        model: QoffForCausalLM,
+        batch_size: int = 1,
+        *,
+        kv_bits: KVBits | EllipsisType | None = ...,
+        window: int = 64,
+    ) -> None:
         # The base class is a list of per-layer caches; this one has a single store for all layers.
         self.layers = []
-        self.tokens = tokens
+        runtime = getattr(model, "runtime", None)
+        if not isinstance(runtime, Runtime):
+            raise OpError(f"qoff.KVCache is for a model of qoff.load, not a {type(model).__name__}")
+        if batch_size < 1:
+            raise OpError(f"a cache is for at least one sequence, not {batch_size}")
+        self.shapes = runtime.decoder.head_shapes
+        if kv_bits is ...:
+            self.tokens = runtime.new_cache(batch_size)
+        else:
+            kv = None if kv_bits is None else KVQuant.of(kv_bits, window)
+            self.tokens = runtime.decoder.new_cache(batch_size, kv=kv)
         self.columns = 0
+        self._padded: list[tuple[int, Tensor]] = []  # first column, bool [B, T]: is it a token
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.batch_size} sequences, {self.columns} columns, "
+            f"{type(self.tokens).__name__} of {self.nbytes} bytes)"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, used or not."""
+        return self.tokens.nbytes
 
     @property
     def is_compileable(self) -> bool:
@@ -48,32 +95,75 @@ class GenerationCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
     def activate_past_recording(self) -> None:
         """Nothing to do: the past is kept anyway."""
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         raise OpError("a qoff cache is filled by qoff models only, not by transformers' modules")
 
+    def prepare(self, shapes: Sequence[HeadShape], batch_size: int) -> None:
+        """Raise OpError unless this batch of a model can be read into the cache."""
+        if tuple(shapes) != self.shapes:
+            raise OpError(
+                f"the cache was made for another model, of {_described(self.shapes)}; this one "
+                f"has {_described(shapes)}: make a cache for it with qoff.KVCache(model)"
+            )
+        if self.columns == 0 and self.batch_size != batch_size:
+            self.tokens.select([0] * batch_size)
+        if self.batch_size != batch_size:
+            raise OpError(f"the cache holds {self.batch_size} sequences, the batch {batch_size}")
+
+    def add(self, columns: Columns) -> None:
+        """Count the columns of a batch that has been read."""
+        rows, width = columns.shape
+        ragged = columns.ragged
+        if ragged.tokens != rows * width:
+            first = torch.tensor(columns.offsets)[:, None]
+            counts = torch.tensor([span.count for span in ragged.spans])[:, None]
+            column = torch.arange(width)
+            self._padded.append((self.columns, (column >= first) & (column < first + counts)))
+        self.columns += width
+
     def reset(self) -> None:
         self.crop(-self.columns)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest columns: -n for n of them, as transformers counts."""
+        """Forget the newest columns: -n for n of them, as transformers counts; 0 for none.
+
+        Raises ValueError for a positive number, and ArgumentError for a packed cache where some
+        rows have fewer tokens in these columns than others, and older ones.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
-        self.tokens.forget(-tokens_to_remove)
-        self.columns = max(0, self.columns + tokens_to_remove)
+        left = max(0, self.columns + tokens_to_remove)
+        counts = torch.full((self.batch_size,), self.columns - left)
+        for first, real in self._padded:
+            counts -= real[:, max(0, left - first) :].logical_not().sum(1)
+        self.tokens.forget_each(counts.tolist())
+        self._padded = [(n, real[:, : left - n]) for n, real in self._padded if n < left]
+        self.columns = left
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.tokens.select(beam_idx.tolist())
+        """Keep these rows, in this order; one may be named more than once."""
+        rows = beam_idx.tolist()
+        self.tokens.select(rows)
+        self._padded = [(first, real[rows]) for first, real in self._padded]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.tokens.select(_row_numbers(indices))
+        """Keep these rows: their numbers, or a bool for each."""
+        self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(self.tokens.sequences).repeat_interleave(repeats)
-        self.tokens.select(rows.tolist())
+        """Put so many copies of each row in its place."""
+        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
 
-def _row_numbers(indices: Tensor) -> Sequence[int]:
-    return (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist()
+def _described(shapes: Sequence[HeadShape]) -> str:
+    first = shapes[0]
+    return (
+        f"{len(shapes)} layers with {first.heads} heads and {first.kv_heads} KV heads of size "
+        f"{first.head_dim}"
+    )

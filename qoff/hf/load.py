@@ -13,8 +13,9 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from qoff.errors import ConversionError, FormatError
-from qoff.kvcache import KVQuant
+from qoff.errors import ArgumentError, ConversionError, FormatError
+from qoff.kvcache.quant import KVBits, KVQuant
+from qoff.memory.timeline import Timeline
 from qoff.models.convert import convert
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
@@ -24,42 +25,66 @@ from qoff.units import parse_size
 from .hub import download, download_config
 from .model import QoffForCausalLM, build
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
 
 def load(
     path_or_hub_id: str | PathLike[str],
     *,
+    device: str = "cpu",
     device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
     slots: int = 2,
     activation_bits: int = 16,
-    kv_bits: int | tuple[int, int] | None = None,
+    kv_bits: KVBits | KVQuant | None = None,
     kv_window: int = 64,
+    attention_top: float = 1.0,
     quant: QuantConfig | None = None,
     cache_dir: str | PathLike[str] | None = None,
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    timeline: Timeline | None = None,
 ) -> tuple[QoffForCausalLM, PreTrainedTokenizerBase]:
     """Load a model that generates like a transformers model, and its tokenizer.
 
     path_or_hub_id: a qoff checkpoint; or a safetensors directory, a GGUF file or a hub id, which is
-    converted once, as `quant` says, into the cache directory (`cache_dir`, by default
-    QOFF_CACHE). device_memory bounds the weights in memory, resident ones and `slots` slots for
-    streamed layers together, in bytes or like "24MiB"; None keeps all weights resident. The KV
-    cache comes on top. activation_bits: 16, or 8 for up to twice the speed with many tokens at a
-    time, at some loss. kv_bits: 4 or 8 for a packed KV cache, or a pair of them for K and V; the
-    newest `kv_window` tokens stay in float32. None: all stay so.
+    converted once, as `quant` says, into the cache directory (`cache_dir`, by default QOFF_CACHE).
+    device: "cpu", or a GPU like "cuda", which needs `kv_bits`. device_memory bounds the weights
+    there, resident ones and `slots` slots for streamed layers together, in bytes or like "24MiB";
+    None keeps all weights resident. What streams comes from host memory as far as host_memory goes,
+    else from disk. The KV cache comes on top. activation_bits: 16, or 8 for up to twice the speed
+    with many tokens at a time, at some loss. kv_bits: 4 or 8 for a packed KV cache, a pair of them
+    for K and V, or text like "4/0-3:8,4", which is 4 bits, but 8 for K and 4 for V in layers 0 to
+    3; the newest `kv_window` tokens stay in float32. None: all stay so. A KVQuant says all that.
+    attention_top: the part of a sequence's packed blocks that each new token attends to, chosen by
+    their bounds on its scores; below 1 it is faster in long contexts, at some loss. timeline: notes
+    every move and computation.
     Raises ArgumentError, BudgetError, FormatError, ChecksumError, UnsupportedModelError,
     ConversionError, or OpError for a head size whose cache cannot be packed.
     """
     budget = None if device_memory is None else parse_size(device_memory)
-    kv = None
-    if kv_bits is not None:
-        k_bits, v_bits = kv_bits if isinstance(kv_bits, tuple) else (kv_bits, kv_bits)
-        kv = KVQuant(k_bits, v_bits, kv_window)
+    if kv_bits is None and attention_top != 1:
+        raise ArgumentError("attention_top leaves out packed blocks; say kv_bits, too")
+    kv = kv_bits if isinstance(kv_bits, KVQuant) else None
+    if kv_bits is not None and not isinstance(kv_bits, KVQuant):
+        kv = KVQuant.of(kv_bits, kv_window, attention_top)
     checkpoint = find_checkpoint(
-        path_or_hub_id, quant=quant, cache_dir=cache_dir, revision=revision, progress=progress
+        path_or_hub_id,
+        quant=quant,
+        cache_dir=cache_dir,
+        revision=revision,
+        progress=progress,
+        for_cpu=device == "cpu",
     )
     runtime = Runtime(
-        checkpoint, device_memory=budget, slots=slots, activation_bits=activation_bits, kv=kv
+        checkpoint,
+        device=device,
+        device_memory=budget,
+        host_memory=None if host_memory is None else parse_size(host_memory),
+        slots=slots,
+        activation_bits=activation_bits,
+        kv=kv,
+        timeline=timeline,
     )
     try:
         return _model(runtime, checkpoint), load_tokenizer(checkpoint)
@@ -75,21 +100,23 @@ def find_checkpoint(
     cache_dir: str | PathLike[str] | None = None,
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    for_cpu: bool = True,
 ) -> Path:
     """Return the qoff checkpoint for a path or hub id, converting into the cache if there is none.
 
     A conversion is found again by its source (the path, sizes and times of its files, or the hub
-    id and commit, whose weights need not be there any more) and by `quant`. Arguments and errors
-    are those of `load`.
+    id and commit, whose weights need not be there any more), by `quant` and by `for_cpu`, whether
+    it is in the CPU's packing. Arguments and errors are those of `load`.
     """
     quant = quant or QuantConfig()
     folder = Path(cache_dir) if cache_dir is not None else cache_directory()
+    suffix = "" if for_cpu else "-any"
     if exists(path_or_hub_id):
         path = Path(path_or_hub_id)
         if is_checkpoint(path):
             return path
         name = path.stem if path.is_file() else path.resolve().name
-        target = folder / f"{name}-{_digest(_stamps(path), quant)}"
+        target = folder / f"{name}-{_digest(_stamps(path), quant)}{suffix}"
         source = partial(Path, path)
     else:
         hub_id = str(path_or_hub_id)
@@ -97,11 +124,11 @@ def find_checkpoint(
         if is_checkpoint(config.parent):
             return download(hub_id, revision)
         commit = config.parent.name  # of the hub's own cache
-        target = folder / f"{hub_id.replace('/', '--')}-{_digest([commit], quant)}"
+        target = folder / f"{hub_id.replace('/', '--')}-{_digest([commit], quant)}{suffix}"
         source = partial(download, hub_id, revision)
     if not is_checkpoint(target):
         try:
-            convert(source(), target, quant=quant, for_cpu=True, progress=progress)
+            convert(source(), target, quant=quant, for_cpu=for_cpu, progress=progress)
         except ConversionError:
             if not is_checkpoint(target):  # it is one when another process was faster
                 raise
@@ -135,6 +162,11 @@ def is_checkpoint(path: Path) -> bool:
         return False
     found = config.get("quantization_config") if isinstance(config, dict) else None
     return isinstance(found, dict) and found.get("quant_method") == "qoff"
+
+
+def has_tokenizer(checkpoint: Path) -> bool:
+    """Whether there are files of a tokenizer."""
+    return any((checkpoint / name).exists() for name in _TOKENIZER_FILES)
 
 
 def load_tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from qoff.errors import OpError, QoffError
 from qoff.models.runtime import Batch, Runtime, RuntimeStats
 
-from .cache import GenerationCache
+from .cache import KVCache
 from .columns import Columns
 from .torch_threads import one_torch_thread
 
@@ -102,8 +102,8 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         rows, places = columns.logit_rows(logits_to_keep)
         found = self.runtime.forward(
             Batch(columns.tokens(input_ids), columns.ragged, cache.tokens, rows)
-        )
-        cache.columns += width
+        ).cpu()
+        cache.add(columns)
         kept = min(logits_to_keep, width) if logits_to_keep else width
         if len(rows) == batch * kept:
             logits = found.view(batch, kept, -1)
@@ -142,19 +142,18 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
             copies = max(
                 generation_config.num_beams or 1, generation_config.num_return_sequences or 1
             )
-            cache = GenerationCache(self.runtime.new_cache(batch_size * copies))
-            model_kwargs["past_key_values"] = cache
+            model_kwargs["past_key_values"] = KVCache(self, batch_size * copies)
         return prepared
 
-    def _cache(self, given: Cache | None, batch: int) -> GenerationCache:
+    def _cache(self, given: Cache | None, batch: int) -> KVCache:
         if given is None:
-            return GenerationCache(self.runtime.new_cache(batch))
-        if not isinstance(given, GenerationCache):
+            return KVCache(self, batch)
+        if not isinstance(given, KVCache):
             raise OpError(
-                f"past_key_values must come from a qoff model, not be a {type(given).__name__}"
+                "past_key_values must come from a qoff model or be a qoff.KVCache, not a "
+                f"{type(given).__name__}"
             )
-        if given.batch_size != batch:
-            raise OpError(f"the cache holds {given.batch_size} sequences, the batch {batch}")
+        given.prepare(self.runtime.decoder.head_shapes, batch)
         return given
 
     @classmethod

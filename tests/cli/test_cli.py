@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,106 @@ def test_generate_prints_the_text_and_a_table(checkpoint: Path) -> None:
     assert text == answer["text"]
     for label in ("prefill", "time to first token", "decode", "read from disk", "peak RSS"):
         assert label in table
+
+
+def test_the_cache_is_packed_as_kv_bits_say(tmp_path_factory: pytest.TempPathFactory) -> None:
+    checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    options = ["a" * 200, "--max-new-tokens", 2, "--raw", "--json", "--kv-bits"]
+    sizes = [
+        json.loads(succeed("generate", checkpoint, *options, bits))["kv_cache_bytes"]
+        for bits in ("4", "8,4", "8,4/1:8")
+    ]
+    assert sizes == sorted(set(sizes))
+    assert "KV bits are written like" in fail("generate", checkpoint, *options, "4;8")
+    assert "the model's 2 layers" in fail("generate", checkpoint, *options, "4/2:8")
+
+
+def test_generate_says_what_each_token_waited_for(checkpoint: Path, tmp_path: Path) -> None:
+    least, _ = budgets(checkpoint)
+    trace = tmp_path / "trace.json"
+    result = run(
+        "generate", checkpoint, "Hello", "--max-new-tokens", 3, "--device-memory", least, "--stats",
+        "--json", "--trace", trace,
+    )  # fmt: skip
+    answer = json.loads(result.stdout)
+    assert len(answer["rounds"]) == answer["new_tokens"]
+    assert all(0 <= wait <= seconds for seconds, wait in answer["rounds"])
+    assert "waited for the disk" in result.stderr
+    names = {e["args"].get("name") for e in json.loads(trace.read_text())["traceEvents"]}
+    assert {"compute", "disk to device"} <= names
+
+
+@pytest.fixture(scope="module")
+def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts"
+    path.write_text('first prompt\n{"prompt": "second"}\n\n"third"\n')
+    return path
+
+
+BATCH = ["--batch-size", 2, "--context", 128, "--raw", "--max-new-tokens", 5]
+
+
+def answered(text: str) -> dict[int, dict[str, Any]]:
+    """Answers by the number of the prompt."""
+    return {value["index"]: value for value in map(json.loads, text.splitlines())}
+
+
+def test_batch_prints_a_line_for_each_answer_whatever_the_plan(
+    packable: Path, prompts: Path, tmp_path: Path
+) -> None:
+    plain = answered(succeed("batch", packable, prompts, *BATCH))
+    assert sorted(plain) == [0, 1, 2]
+    assert {r["prompt_tokens"] for r in plain.values()} == {len("first prompt"), 6, 5}
+    assert all(1 <= len(r["tokens"]) <= 5 and "error" not in r for r in plain.values())
+    trace = tmp_path / "trace.json"
+    result = run(
+        "batch", packable, prompts, *BATCH, "--kv-device", 0, "--activations", "host", "--batches",
+        2, "--stats", "--trace", trace,
+    )  # fmt: skip
+    assert answered(result.stdout) == plain
+    assert "waited for" in result.stderr
+    assert "disk: KV blocks" in result.stderr
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_batch_goes_on_after_a_prompt_that_cannot_be_answered(
+    packable: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts"
+    path.write_text("a" * 200 + "\nshort\n")
+    result = run("batch", packable, path, *BATCH)
+    assert result.exit_code == 1
+    found = answered(result.stdout)
+    assert found[1]["reason"] in ("length", "stop")
+    assert "more than the plan's context of 128" in found[0]["error"]
+
+
+def test_batch_names_a_line_that_is_no_prompt(packable: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_text('good\n{"text": "x"}\n')
+    assert "line 2 of the prompts" in fail("batch", packable, path, *BATCH)
+
+
+def test_batch_ends_cleanly_when_told_to(packable: Path, tmp_path: Path) -> None:
+    """What is done is on standard output; the rest is given up within seconds."""
+    path, log = tmp_path / "prompts", tmp_path / "log"
+    path.write_text("prompt\n" * 2000)
+    arguments = [sys.executable, "-m", "qoff.cli.main", "batch", packable, path, *BATCH]
+    with log.open("w") as out:
+        process = subprocess.Popen([str(a) for a in arguments], stdout=out)
+        try:
+            while log.stat().st_size == 0 and process.poll() is None:
+                time.sleep(0.05)
+            process.terminate()
+            assert process.wait(60) == 143
+        finally:
+            process.kill()
+    assert all("index" in json.loads(line) for line in log.read_text().splitlines())
 
 
 def test_sampling_follows_the_seed(checkpoint: Path) -> None:
@@ -276,7 +377,7 @@ def test_the_program_itself(checkpoint: Path, tmp_path: Path) -> None:
     """Through a real process: status, both streams, nothing else on standard output."""
     listed = command("--help")
     assert listed.returncode == 0
-    assert all(name in listed.stdout for name in ("convert", "generate", "verify", "env"))
+    assert all(name in listed.stdout for name in ("convert", "generate", "batch", "verify"))
     good = command("generate", checkpoint, "Hello", "--max-new-tokens", 3, "--json")
     assert good.returncode == 0, good.stderr
     assert json.loads(good.stdout)["new_tokens"] > 0

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "positions": ({"position_ids": torch.tensor([[5, 6, 7]])}, "position_ids must count"),
     "columns": ({"logits_to_keep": torch.tensor([0, 2])}, "logits_to_keep must be how many"),
     "negative": ({"logits_to_keep": -1}, "logits_to_keep must be how many"),
-    "cache": ({"past_key_values": DynamicCache()}, "must come from a qoff model, .*DynamicCache"),
+    "cache": ({"past_key_values": DynamicCache()}, "must come from a qoff model .*DynamicCache"),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 import qoff
 from qoff.errors import ArgumentError, OpError
-from qoff.kvcache import PackedCache
+from qoff.kvcache import KVCache, MixedCache, PackedCache, PlainCache
 from tests.tiny_models import tiny_checkpoint
 from tests.tolerances import assert_close
 
@@ -105,11 +105,33 @@ def test_a_conversation_goes_back_and_on(loaded: tuple[Any, Any]) -> None:
     assert_close(again, direct, tolerance=2e-2)
 
 
+@pytest.mark.parametrize(("bits", "kind"), [(16, PlainCache), ("8/1:16", MixedCache)])
+def test_layers_of_16_bits_are_not_packed(
+    bits: int | str, kind: type[KVCache], path: Path, plain: Any
+) -> None:
+    ids = torch.randint(4, 128, (2, 150))
+    model, _ = qoff.load(path, kv_bits=bits, kv_window=16)
+    with model:
+        out = model(ids)
+        cache = out.past_key_values
+        assert isinstance(cache.tokens, kind)
+        assert_close(out.logits, plain(ids).logits, tolerance=0.0)  # nothing is packed yet
+        more = torch.randint(4, 128, (2, 70))
+        found = model(more, past_key_values=cache).logits
+        cache.crop(-70)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        again = model(more.flip(0), past_key_values=cache).logits.flip(0)
+    expected = plain(torch.cat((ids, more), 1)).logits[:, 150:]
+    exact = kind is PlainCache
+    assert_close(found, expected, tolerance=1e-5 if exact else 2e-2)
+    assert_close(again, found, tolerance=1e-5 if exact else 2e-2)
+
+
 def test_what_cannot_be_packed_is_refused_at_once(
     path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with pytest.raises(ArgumentError, match="4 or 8 bits, not 16 and 16"):
-        qoff.load(path, kv_bits=16)
+    with pytest.raises(ArgumentError, match="4 or 8 bits, not 16 and 4"):
+        qoff.load(path, kv_bits=(16, 4))
     small = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
     with pytest.raises(OpError, match="head size 16 has no packed cache"):
         qoff.load(small, kv_bits=4)

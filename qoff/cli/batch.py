@@ -1,0 +1,107 @@
+"""`qoff batch`: a file of prompts in, a line of JSON for each answer out."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any, Never
+
+from qoff.engine import LLM, SamplingParams
+from qoff.engine.llm import RoundStats
+from qoff.errors import QoffError
+from qoff.units import format_size
+
+from .output import print_table
+
+TERMINATED = 128 + signal.SIGTERM
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Prompts of a file ("-": standard input): a JSON string or {"prompt": ...} a line, or a text.
+
+    Raises QoffError, naming the line, for JSON that is neither.
+    """
+    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    return [_prompt(line, number) for number, line in enumerate(text.splitlines(), 1) if line]
+
+
+def run(llm: LLM, prompts: Sequence[str], params: SamplingParams, raw: bool) -> dict[str, int]:
+    """Print each answer as it is done, a line of JSON; returns how many ended for each reason."""
+    ended: dict[str, int] = {}
+    wanted = [prompt if raw else _chat(llm, prompt) for prompt in prompts]
+    for result in llm.generate(wanted, params):
+        ended[result.reason] = ended.get(result.reason, 0) + 1
+        line = {key: value for key, value in asdict(result).items() if value != ""}
+        print(json.dumps(line, ensure_ascii=False), flush=True)
+    return ended
+
+
+def print_stats(llm: LLM) -> None:
+    """Print on standard error what each round waited for, and what memory the plan takes."""
+    print_table("rounds", [_row(i, r) for i, r in enumerate(llm.rounds)], _HEADER, stderr=True)
+    rows = [
+        (f"{tier}: {purpose}", format_size(nbytes))
+        for tier, purposes in llm.memory_by_tier().items()
+        for purpose, nbytes in purposes.items()
+        if nbytes
+    ]
+    print_table("memory", rows, stderr=True)
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that memory, files and threads are given back."""
+
+    def stop(number: int, frame: FrameType | None) -> Never:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+_HEADER = ("round", "prompt tokens", "new tokens", "ms", "waited for weights", "KV", "activations")
+
+
+def _row(number: int, r: RoundStats) -> tuple[str, ...]:
+    waits = (r.weights_wait_s, r.kv_wait_s, r.activations_wait_s)
+    return (
+        str(number),
+        str(r.read),
+        str(r.generated),
+        f"{r.seconds * 1e3:.1f}",
+        *(f"{wait * 1e3:.1f}" for wait in waits),
+    )
+
+
+def _prompt(line: str, number: int) -> str:
+    if line[0] not in '"{':
+        return line
+    try:
+        value: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise QoffError(f"line {number} of the prompts is no JSON: {error}") from error
+    if isinstance(value, dict):
+        value = value.get("prompt")
+    if not isinstance(value, str):
+        raise QoffError(f'line {number} of the prompts is neither text nor {{"prompt": text}}')
+    return value
+
+
+def _chat(llm: LLM, prompt: str) -> str | list[int]:
+    """The prompt as a user's turn, where the model has a chat template."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        return prompt
+    encoded: Any = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+    )
+    return list(encoded["input_ids"])

@@ -1,0 +1,146 @@
+"""A batch: slots of one KV cache with the sequences in them, and the passes they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.ragged import Ragged, Span
+from qoff.kvcache import KVCache, PackedCache
+
+from .prefixes import PrefixIndex
+from .request import Sequence
+from .sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Work:
+    """The rows of one forward pass: which sequences, and how many tokens of each."""
+
+    cache: KVCache
+    ragged: Ragged
+    tokens: Tensor  # int64 [M]
+    logit_rows: Tensor  # int64, of the sequences in `wanted`
+    wanted: tuple[Sequence, ...]
+    reads: tuple[tuple[Sequence, int], ...] = ()  # tokens of their prompts
+
+
+class BatchSlots:
+    """`cache.sequences` slots, each empty or with a sequence."""
+
+    def __init__(self, cache: PackedCache, prefixes: PrefixIndex | None = None) -> None:
+        self.cache = cache
+        self._prefixes = prefixes
+        self.slots: list[Sequence | None] = [None] * cache.sequences
+
+    @property
+    def free(self) -> int:
+        """Empty slots."""
+        return self.slots.count(None)
+
+    @property
+    def busy(self) -> bool:
+        return any(slot is not None for slot in self.slots)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence into an empty slot."""
+        slot = self.slots.index(None)
+        self.slots[slot] = sequence
+        expected = len(sequence.prompt) + sequence.params.max_tokens
+        self.cache.reset(slot, expected)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Empty a sequence's slot; its blocks are free at once."""
+        slot = self.slots.index(sequence)
+        sequence.ended = True
+        blocks = self.cache.blocks[slot]
+        self.slots[slot] = None
+        self.cache.reset(slot)
+        if self._prefixes is not None:
+            self._prefixes.drop(blocks)
+
+    def clear(self) -> None:
+        """Empty all slots."""
+        for sequence in self.sequences():
+            self.remove(sequence)
+
+    def sequences(self) -> list[Sequence]:
+        """Those in the slots."""
+        return [sequence for sequence in self.slots if sequence is not None]
+
+    def extend(self, sequence: Sequence, logits: Tensor, samplers: dict[Sequence, Sampler]) -> int:
+        """Draw the next token from float32 logits [vocab_size], also for those that wait for it.
+
+        Sequences that wait for another one to read their prompt go on from there, with its blocks.
+        Returns how many tokens were drawn.
+        """
+        same = [sequence]
+        for slot, other in enumerate(self.slots):
+            if other is not None and other.waits_for is sequence:
+                self.cache.fork(self.slots.index(sequence), slot)
+                other.read, other.waits_for = sequence.read, None
+                same.append(other)
+        for one in same:
+            one.answer.append(samplers[one].draw(logits))
+        return len(same)
+
+    def _reads(self, slot: int, sequence: Sequence) -> bool:
+        """Whether a sequence has some of its prompt to read now."""
+        if sequence.decoding or sequence.waits_for is not None:
+            return False
+        before = sequence.begins_like
+        if before is None:
+            return True
+        if not before.decoding and not before.ended:
+            return False
+        sequence.begins_like = None
+        if self._prefixes is not None:
+            blocks = self._prefixes.find(sequence.prompt, self.cache.expected[slot])
+            self.cache.adopt(slot, blocks)
+            sequence.read = self.cache.lengths[slot]
+        return True
+
+    def index(self) -> None:
+        """Make the packed blocks of prompts known to others."""
+        if self._prefixes is not None:
+            for slot, sequence in enumerate(self.slots):
+                if sequence is not None:
+                    self._prefixes.add(sequence.prompt, self.cache.blocks[slot])
+
+    def decode(self) -> Work | None:
+        """A pass with the newest token of each sequence whose prompt is read."""
+        chosen = [(i, s) for i, s in enumerate(self.slots) if s is not None and s.answer]
+        if not chosen:
+            return None
+        spans = tuple(Span(i, row, 1, self.cache.lengths[i]) for row, (i, _) in enumerate(chosen))
+        tokens = torch.tensor([s.answer[-1] for _, s in chosen])
+        ragged = Ragged(spans)
+        return Work(self.cache, ragged, tokens, ragged.last_rows, tuple(s for _, s in chosen))
+
+    def read(self, most: int) -> Work | None:
+        """A pass with pieces of prompts: together at most `most` tokens, as if all were as long."""
+        waiting = [(i, s) for i, s in enumerate(self.slots) if s is not None and self._reads(i, s)]
+        chosen: list[tuple[int, Sequence, int]] = []
+        longest = 0
+        for i, s in waiting:
+            count = min(len(s.prompt) - s.read, most)
+            if (len(chosen) + 1) * max(longest, count) > most:
+                continue
+            longest = max(longest, count)
+            chosen.append((i, s, count))
+        if not chosen:
+            return None
+        cache = self.cache.subset([i for i, _, _ in chosen])
+        ragged = Ragged.of([count for _, _, count in chosen], [s.read for _, s, _ in chosen])
+        tokens = torch.tensor([t for _, s, n in chosen for t in s.prompt[s.read : s.read + n]])
+        done = [s.read + n == len(s.prompt) for _, s, n in chosen]
+        return Work(
+            cache,
+            ragged,
+            tokens,
+            ragged.last_rows[torch.tensor(done)],
+            tuple(s for (_, s, _), ready in zip(chosen, done, strict=True) if ready),
+            tuple((s, n) for _, s, n in chosen),
+        )

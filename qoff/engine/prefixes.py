@@ -1,0 +1,71 @@
+"""Packed blocks by the tokens they hold, so that prompts that begin alike share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from qoff.kernels.kv_format import BLOCK_TOKENS
+from qoff.kvcache.tiered import TieredBlocks
+
+_Key = tuple[int, tuple[int, ...]]  # the block before, -1 for none, and 64 tokens
+
+
+class PrefixIndex:
+    """Blocks of prompts that are still in use, found by the tokens from the first one on.
+
+    A block is known by its tokens and by the block before it, and forgotten when it is free.
+    """
+
+    def __init__(self, store: TieredBlocks) -> None:
+        self._store = store
+        self._blocks: dict[_Key, int] = {}
+        self._keys: dict[int, _Key] = {}
+
+    def add(self, prompt: Sequence[int], blocks: Sequence[int]) -> None:
+        """Remember the blocks that hold nothing but tokens of a prompt."""
+        before = -1
+        for block, tokens in zip(blocks, _pieces(prompt), strict=False):
+            key = (before, tokens)
+            if block not in self._keys and key not in self._blocks:
+                self._keys[block], self._blocks[key] = key, block
+            before = block
+
+    def find(self, prompt: Sequence[int], expected: int) -> list[int]:
+        """The longest chain of blocks that a prompt begins with, where they would lie, too.
+
+        At least one token is left to be read. expected: blocks that the sequence will have.
+        """
+        found: list[int] = []
+        before = -1
+        for index, tokens in enumerate(_pieces(prompt[:-1])):
+            block = self._blocks.get((before, tokens))
+            if block is None or not self._at_home(block, index, expected):
+                break
+            found.append(block)
+            before = block
+        return found
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Forget those of some blocks that nobody uses any more."""
+        for block in blocks:
+            if block in self._keys and not self._store.users(block):
+                del self._blocks[self._keys.pop(block)]
+
+    def _at_home(self, block: int, index: int, expected: int) -> bool:
+        return self._store.place(block)[0] == self._store.placement.tier(index, expected)
+
+
+def common_blocks(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many whole blocks of tokens two prompts begin with alike."""
+    same = 0
+    for x, y in zip(_pieces(a), _pieces(b), strict=False):
+        if x != y:
+            break
+        same += 1
+    return same
+
+
+def _pieces(prompt: Sequence[int]) -> list[tuple[int, ...]]:
+    """Whole blocks of tokens."""
+    whole = len(prompt) // BLOCK_TOKENS
+    return [tuple(prompt[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]) for i in range(whole)]

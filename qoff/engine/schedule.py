@@ -1,0 +1,96 @@
+"""The block schedule: layers outer, batches inner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qoff.kvcache import KVCache
+from qoff.memory import Unit, WeightStore
+from qoff.memory.activations import ParkedActivations
+from qoff.memory.timeline import Timeline
+from qoff.memory.units import unit_label
+from qoff.models.decoder import Batch, Decoder
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of a round."""
+
+    name: str
+    batch: Batch
+
+    @property
+    def cache(self) -> KVCache:
+        return self.batch.cache
+
+    def prefetch(self, unit: Unit) -> None:
+        """Start to bring what the pass will want for a unit, weights aside."""
+        if isinstance(unit, int):
+            self.cache.prefetch(unit)
+        if isinstance(self.batch.activations, ParkedActivations):
+            self.batch.activations.prefetch()
+
+
+class Schedule:
+    """Runs rounds: each pass once through the model.
+
+    In column order all passes use a unit's weights before the next unit comes; in row order each
+    pass goes through all units alone. While one pass is computed, weights of the next unit and KV
+    cache and hidden states of the next pass are on their way.
+    """
+
+    def __init__(
+        self, decoder: Decoder, store: WeightStore, order: str, timeline: Timeline | None = None
+    ) -> None:
+        self._decoder = decoder
+        self._store = store
+        self._order = order
+        self._timeline = timeline
+        self._after: dict[Unit, Unit] = {}  # which unit a pass asks for after each
+
+    def round(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Return the logits of each pass, float32 [R, vocab_size]."""
+        if self._order == "row":
+            return [self._together([one])[0] for one in passes]
+        return self._together(passes)
+
+    def _together(self, passes: Sequence[Pass]) -> list[Tensor]:
+        steps = [self._decoder.steps(one.batch) for one in passes]
+        found: dict[int, Tensor] = {}
+        try:
+            unit = [next(step) for step in steps][-1]  # the same for all
+            passes[0].prefetch(unit)
+            while not found:
+                weights = self._store.acquire(unit)
+                following = unit
+                try:
+                    for i, step in enumerate(steps):
+                        if i + 1 < len(passes):
+                            passes[i + 1].prefetch(unit)
+                        else:  # the first pass has told what comes next, or the last round has
+                            passes[0].prefetch(following if i else self._after.get(unit, unit))
+                        with self._span(f"{passes[i].name}, {unit_label(unit)}"):
+                            try:
+                                following = step.send(weights)
+                            except StopIteration as finished:
+                                found[i] = finished.value
+                finally:
+                    self._store.release(unit)
+                self._after[unit] = following
+                unit = following
+        except BaseException:
+            with ExitStack() as all_of_them:
+                for one in passes:
+                    all_of_them.callback(one.cache.abandon)
+            raise
+        finally:
+            for step in steps:
+                step.close()
+        return [found[i] for i in range(len(passes))]
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._timeline is None else self._timeline.span("compute", name)

@@ -1,0 +1,165 @@
+"""A plan made by hand, and the bytes it takes on each tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from qoff.errors import ArgumentError, BudgetError
+from qoff.kernels.heads import HeadShape
+from qoff.kernels.kv_format import KVFormat
+from qoff.kvcache import KVQuant, PackedCache
+from qoff.kvcache.placement import DEVICE, DISK, HOST, KVPlacement
+from qoff.kvcache.recent import RecentTokens
+from qoff.kvcache.recent import Scratch as KVScratch
+from qoff.kvcache.tiered import BlockPlan
+from qoff.memory.activations import ActivationStore
+from qoff.models.decoder import Scratch
+from qoff.models.spec import DecoderSpec
+from qoff.units import format_size
+
+Tier = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a throughput run uses the machine.
+
+    Sequences of up to `context` tokens each, prompt and answer, in `batches` batches of
+    `batch_size`; all batches go through a layer while its weights are on the device
+    (order "column"), or one batch after the other through all layers ("row").
+    Memory bounds are in bytes; None: as much as it takes, on the host without any weights, which
+    use what else a bound leaves there. With share_prefixes a prompt that begins with 64 tokens or
+    more of another one attends to their packed form instead of reading them, which is rounded.
+    Raises ArgumentError for values out of
+    range.
+    """
+
+    device_memory: int | None = None
+    host_memory: int | None = None
+    batch_size: int = 8
+    batches: int = 1
+    context: int = 2048
+    prefill_tokens: int = 1024  # of prompts that a batch reads in one pass
+    kv: KVQuant = field(default_factory=KVQuant)
+    kv_placement: KVPlacement = field(default_factory=KVPlacement)
+    delegate: Literal["auto", "always", "never"] = "auto"
+    activations: Tier = "device"
+    order: Literal["column", "row"] = "column"
+    share_prefixes: bool = False  # prompts that begin alike share packed blocks
+    slots: int = 2
+    activation_bits: int = 16
+    spill_folder: Path | None = None  # None: the system's folder for temporary files
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "batches", "context", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name} is {getattr(self, name)}; use at least 1")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(
+                    f"{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}"
+                )
+        if self.share_prefixes and self.kv.sinks:
+            raise ArgumentError("sink tokens are of one sequence alone; share_prefixes needs 0")
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Packed blocks of a sequence of `context` tokens."""
+        return PackedCache.blocks_of(self.context, self.kv.window, self.kv.sinks)
+
+    def block_plan(self, forms: Sequence[KVFormat], kv_heads: Sequence[int]) -> BlockPlan:
+        """Sizes of the packed KV cache of all sequences."""
+        one = self.kv_placement.capacity(self.blocks_per_sequence)
+        sequences = self.batches * self.batch_size
+        far = one[DISK] if self.delegated else one[DISK] + one[HOST]
+        return BlockPlan(
+            tuple(h * form.nbytes for h, form in zip(kv_heads, forms, strict=True)),
+            {tier: count * sequences for tier, count in one.items()},
+            self.batch_size * far,
+            self.delegated,
+        )
+
+    @property
+    def delegated(self) -> bool:
+        """Whether host blocks are attended on the host instead of being moved.
+
+        "auto" compares the bytes over the link: a query and its result against the blocks that
+        they attend to, 64 tokens and more, so the query always moves.
+        """
+        return self.delegate != "never"
+
+
+_CHOICES = {
+    "delegate": ("auto", "always", "never"),
+    "activations": ("device", "host", "disk"),
+    "order": ("column", "row"),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a plan takes beside the weights, by tier and purpose."""
+
+    blocks: BlockPlan
+    purposes: dict[str, dict[str, int]]  # tier -> purpose -> bytes
+
+    @classmethod
+    def of(
+        cls, plan: Plan, spec: DecoderSpec, shapes: Sequence[HeadShape], tiled: bool = False
+    ) -> Memory:
+        """What a plan takes for a model; tiled: whose layers stream in tiles."""
+        forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
+        blocks = plan.block_plan(forms, [shape.kv_heads for shape in shapes])
+        kv = blocks.tier_bytes()
+        window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
+        recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
+        tokens = max(plan.prefill_tokens, plan.batch_size)
+        prefill = max(
+            KVScratch.floats_for(shape, 1, plan.prefill_tokens + plan.batch_size * (window + 16))
+            for shape in shapes
+        )
+        passes = 2 * plan.batches  # each batch may decode and read prompts in a round
+        work = Scratch.nbytes(spec, tokens) + 4 * prefill + 4 * plan.batch_size * spec.vocab_size
+        if tiled:  # each pass has its own between the tiles of a layer
+            for most in (plan.prefill_tokens, plan.batch_size):
+                work += plan.batches * Scratch.nbytes(spec, most, tiled=True)
+        if plan.activations == "device":
+            # Prompts and single tokens of each batch.
+            held = 4 * plan.batches * (plan.prefill_tokens + plan.batch_size) * spec.hidden_size
+            hidden = {"device": held, "host": 0, "disk": 0}
+        else:
+            hidden = ActivationStore.bytes_for(plan.activations, passes, tokens, spec.hidden_size)
+        purposes = {
+            tier: {
+                "KV blocks": kv[tier],
+                "recent KV": recent if tier == DEVICE else 0,
+                "hidden states": hidden[tier],
+                "working space": work if tier == DEVICE else 0,
+            }
+            for tier in (DEVICE, HOST, DISK)
+        }
+        return cls(blocks, purposes)
+
+    def total(self, tier: str) -> int:
+        """Bytes on a tier."""
+        return sum(self.purposes[tier].values())
+
+    def left(self, tier: str, budget: int | None) -> int | None:
+        """What a budget leaves for weights. Raises BudgetError when it is overdrawn."""
+        if budget is None:
+            return None
+        if self.total(tier) > budget:
+            parts = ", ".join(
+                f"{name} {format_size(nbytes)}"
+                for name, nbytes in self.purposes[tier].items()
+                if nbytes
+            )
+            raise BudgetError(
+                f"{tier} memory: {self.total(tier):,} bytes wanted beside the weights ({parts}), "
+                f"{budget:,} are there; use fewer or shorter sequences, or move KV cache or "
+                "activations to another tier"
+            )
+        return budget - self.total(tier)

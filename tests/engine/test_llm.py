@@ -1,0 +1,334 @@
+"""Many sequences through a model: the same answers whatever the plan, and none lost."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import threading
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError, BudgetError
+from qoff.kvcache import KVQuant
+from qoff.kvcache.placement import KVPlacement
+from qoff.memory import plan_residency
+from qoff.models import runtime
+from qoff.plan import Plan
+from tests.tiny_models import EOS, budgets, tiny_checkpoint
+
+LETTERS = random.Random(3)
+PROMPTS = [
+    [LETTERS.randrange(4, 128) for _ in range(length)] for length in (150, 1, 64, 97, 20, 200, 33)
+]
+PARAMS = SamplingParams(max_tokens=90, ignore_eos=True)
+QUANT = KVQuant(window=16)
+CONTEXT = 300
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[tuple[int, ...]]:
+    """The answers when everything is resident, one sequence at a time."""
+    return answers(checkpoint, Plan(batch_size=1, context=CONTEXT, kv=QUANT))
+
+
+def answers(checkpoint: Path, plan: Plan) -> list[tuple[int, ...]]:
+    with LLM(checkpoint, plan, poison=True) as llm:
+        found = sorted(llm.generate(PROMPTS, PARAMS), key=lambda result: result.index)
+        assert [result.index for result in found] == list(range(len(PROMPTS)))
+        assert all(llm.blocks.used(tier) == 0 for tier in ("device", "host", "disk"))
+    assert {result.reason for result in found} == {"length"}
+    return [result.tokens for result in found]
+
+
+@settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    fractions=st.tuples(st.sampled_from([0, 0.3, 0.5, 1]), st.sampled_from([0, 0.4, 1])),
+    batches=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    activations=st.sampled_from(["device", "host", "disk"]),
+    order=st.sampled_from(["column", "row"]),
+    delegate=st.sampled_from(["auto", "never"]),
+    prefill=st.sampled_from([200, 1000]),  # whole prompts: pieces see what is packed before them
+    weights=st.sampled_from([1, 0.7, 0.5]),  # the part of them that fits
+)
+def test_the_answers_do_not_depend_on_the_plan(
+    checkpoint: Path,
+    expected: list[tuple[int, ...]],
+    fractions: tuple[float, float],
+    batches: tuple[int, int],
+    activations: str,
+    order: str,
+    delegate: str,
+    prefill: int,
+    weights: float,
+) -> None:
+    device, host = fractions
+    plan = Plan(
+        batch_size=batches[0],
+        batches=batches[1],
+        context=CONTEXT,
+        prefill_tokens=prefill,
+        kv=QUANT,
+        kv_placement=KVPlacement(device, min(host, 1 - device)),
+        delegate=delegate,  # type: ignore[arg-type]
+        activations=activations,  # type: ignore[arg-type]
+        order=order,  # type: ignore[arg-type]
+        device_memory=None,
+    )
+    if weights < 1:
+        plan = streaming(checkpoint, plan, weights)
+    assert answers(checkpoint, plan) == expected
+
+
+def streaming(checkpoint: Path, plan: Plan, part: float = 0.7) -> Plan:
+    """The plan with a device that holds a part of the weights."""
+    with LLM(checkpoint, plan) as llm:
+        rest, weights = llm.memory.total("device"), llm.runtime.residency.device_bytes
+    return replace(plan, device_memory=rest + int(weights * part))
+
+
+def test_places_are_refilled_and_short_answers_come_first(checkpoint: Path) -> None:
+    plan = Plan(batch_size=2, context=CONTEXT, kv=QUANT)
+    lengths = [40, 3, 9, 1, 20]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    with LLM(checkpoint, plan) as llm:
+        found = list(llm.generate(PROMPTS[:5], params))
+        assert [len(r.tokens) for r in sorted(found, key=lambda r: r.index)] == lengths
+        assert [r.index for r in found] == [1, 2, 3, 4, 0]
+        assert len(llm.rounds) == 40
+        assert sum(r.generated for r in llm.rounds) == sum(lengths)
+        assert sum(r.read for r in llm.rounds) == sum(map(len, PROMPTS[:5]))
+
+
+def test_answers_of_one_prompt_share_its_blocks(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(batch_size=4, context=CONTEXT, kv=QUANT)
+    with LLM(checkpoint, plan) as llm:
+        params = SamplingParams(max_tokens=5, temperature=1.0, n=4, ignore_eos=True)
+        taken: list[int] = []
+        allocate = llm.blocks.allocate
+        monkeypatch.setattr(
+            llm.blocks,
+            "allocate",
+            lambda indices, expected: taken.extend(indices) or allocate(indices, expected),
+        )
+        found = list(llm.generate([PROMPTS[5]], params))
+        assert taken == [0, 1]  # of 200 tokens, 184 of which are not recent
+        again = list(llm.generate([PROMPTS[5]], params))
+    assert [r.sample for r in found] == [0, 1, 2, 3]
+    assert len({r.tokens for r in found}) > 1
+    assert found == again
+
+
+def test_a_greedy_fork_continues_like_the_first(
+    checkpoint: Path, expected: list[tuple[int, ...]]
+) -> None:
+    plan = Plan(batch_size=3, context=CONTEXT, kv=QUANT)
+    with LLM(checkpoint, plan) as llm:
+        params = SamplingParams(max_tokens=90, n=3, ignore_eos=True)
+        found = list(llm.generate([PROMPTS[0]], params))
+    assert [r.tokens for r in found] == [expected[0]] * 3
+
+
+def test_prompts_that_begin_alike_share_blocks(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[*PROMPTS[5][:160], *tail] for tail in ([7, 8, 9], [9], [], [100] * 30)]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    plan = Plan(batch_size=2, batches=2, context=CONTEXT, kv=QUANT, share_prefixes=True)
+    with LLM(checkpoint, plan, poison=True) as llm:
+        taken = []
+        allocate = llm.blocks.allocate
+        monkeypatch.setattr(
+            llm.blocks,
+            "allocate",
+            lambda indices, expected: taken.extend(indices) or allocate(indices, expected),
+        )
+        found = sorted(llm.generate(prompts, params), key=lambda r: r.index)
+        assert taken == [0, 1, 2]  # the third is of the longest sequence alone
+        assert sum(r.read for r in llm.rounds) == 163 + 33 + 32 + 62
+        assert llm.blocks.used("device") == 0
+        (alone,) = llm.generate(prompts[:1], params)
+        again = sorted(llm.generate(prompts[1:], params), key=lambda r: r.index)
+    assert found[0].tokens == alone.tokens
+    assert [len(r.tokens) for r in (*found, *again)] == [20] * 7
+    with pytest.raises(ArgumentError, match="share_prefixes needs 0"):
+        Plan(share_prefixes=True, kv=KVQuant(sinks=16))
+
+
+def test_draws_depend_on_the_seed_alone(checkpoint: Path) -> None:
+    def draws(plan: Plan, seed: int) -> list[tuple[int, ...]]:
+        params = SamplingParams(
+            max_tokens=12, temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, seed=seed
+        )
+        with LLM(checkpoint, plan) as llm:
+            found = llm.generate(PROMPTS, params)
+            return [r.tokens for r in sorted(found, key=lambda r: r.index)]
+
+    small = Plan(batch_size=1, context=CONTEXT, kv=QUANT)
+    large = Plan(batch_size=3, batches=2, context=CONTEXT, kv=QUANT)
+    assert draws(small, 1) == draws(large, 1) != draws(large, 2)
+
+
+def test_one_bad_prompt_fails_alone(checkpoint: Path) -> None:
+    prompts = [PROMPTS[0], [], [5] * 299, [500], "abc", [-1]]
+    with LLM(checkpoint, Plan(batch_size=4, context=CONTEXT, kv=QUANT)) as llm:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        found = {r.index: r for r in llm.generate(prompts, params)}  # type: ignore[arg-type]
+    assert sorted(found) == list(range(6))
+    errors = {i: r.error for i, r in found.items() if r.reason == "error"}
+    assert errors == {
+        1: "the prompt has no tokens",
+        2: "a prompt of 299 tokens and 2 new ones are more than the plan's context of 300",
+        3: "the prompt has token 500; there are 0 to 127",
+        5: "the prompt has token -1; there are 0 to 127",
+    }
+
+
+@pytest.mark.parametrize("activations", ["device", "host"])
+def test_layers_larger_than_a_slot_come_in_tiles(
+    activations: Any,
+    checkpoint: Path,
+    expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    least, _ = budgets(checkpoint)
+    monkeypatch.setattr(
+        runtime,
+        "plan_residency",
+        lambda path, _, *args, **kw: plan_residency(path, least, *args, **kw),
+    )
+    plan = Plan(batch_size=2, batches=3, context=CONTEXT, kv=QUANT, activations=activations)
+    with LLM(checkpoint, plan, poison=True) as llm:
+        assert {0, 5} <= llm.runtime.residency.tiled
+        found = sorted(llm.generate(PROMPTS, PARAMS), key=lambda r: r.index)
+    assert [r.tokens for r in found] == expected
+
+
+def test_ends_at_eos_and_at_stop_texts(checkpoint: Path) -> None:
+    with LLM(checkpoint, Plan(batch_size=2, context=CONTEXT, kv=QUANT)) as llm:
+        (free,) = llm.generate(["abc"], SamplingParams(max_tokens=40, ignore_eos=True))
+        token = free.tokens[10]
+        first = free.tokens.index(token)
+        (ended,) = llm.generate(
+            ["abc"], SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=(token,))
+        )
+        assert (ended.tokens, ended.reason) == (free.tokens[:first], "stop")
+        stop = free.text[7:10]
+        (cut,) = llm.generate(["abc"], SamplingParams(max_tokens=40, ignore_eos=True, stop=stop))
+        assert (cut.text, cut.reason) == (free.text[: free.text.index(stop)], "stop")
+        many = list(llm.generate(PROMPTS, SamplingParams(max_tokens=90, temperature=2.0)))
+    assert all(EOS not in r.tokens for r in many)
+    assert {r.reason for r in many} <= {"stop", "length"}
+
+
+def test_an_abandoned_run_gives_everything_back(checkpoint: Path) -> None:
+    with LLM(checkpoint, Plan(batch_size=2, context=CONTEXT, kv=QUANT)) as llm:
+        each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 90, 5)]
+        results = llm.generate([PROMPTS[0], PROMPTS[5], PROMPTS[1]], each)
+        next(results)
+        assert llm.blocks.used("device") > 0
+        results.close()
+        assert llm.blocks.used("device") == 0
+        assert next(llm.generate(PROMPTS[:1], PARAMS)).reason == "length"
+
+
+def test_threads_and_memory_are_given_back(checkpoint: Path) -> None:
+    before = set(threading.enumerate())
+    plan = Plan(context=CONTEXT, kv=QUANT, kv_placement=KVPlacement(0.2, 0.3), activations="disk")
+    llm = LLM(checkpoint, plan)
+    assert len(list(llm.generate(PROMPTS[:2], PARAMS))) == 2
+    del llm
+    gc.collect()
+    left = [t.name for t in set(threading.enumerate()) - before]
+    assert not [name for name in left if not name.startswith("qoff-pool")]
+
+
+def test_the_trace_shows_computation_and_moves(checkpoint: Path, tmp_path: Path) -> None:
+    plan = Plan(
+        batch_size=2,
+        batches=2,
+        context=CONTEXT,
+        kv=QUANT,
+        kv_placement=KVPlacement(0.2, 0.4),
+        delegate="never",
+        activations="host",
+    )
+    path = tmp_path / "trace.json"
+    with LLM(checkpoint, streaming(checkpoint, plan), trace=path) as llm:
+        list(llm.generate(PROMPTS, PARAMS))
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
+    assert {"compute", "host to device", "device to host", "host to disk"} <= lanes.keys()
+    for lane in ("host to device", "host to disk"):
+        moved = [e for e in events if e["ph"] == "X" and e["tid"] == lanes[lane]]
+        assert sum(e["args"]["bytes"] for e in moved) > 0
+    compute = [e for e in events if e["ph"] == "X" and e["tid"] == lanes["compute"]]
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in pairwise(compute))
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_too_much_is_refused_before_anything_is_loaded(checkpoint: Path, tier: str) -> None:
+    plan = Plan(
+        batch_size=64,
+        batches=8,
+        context=CONTEXT,
+        kv=QUANT,
+        kv_placement=KVPlacement(0.5, 0.5),
+        activations="host",
+        **{f"{tier}_memory": 1 << 20},  # type: ignore[arg-type]
+    )
+    with pytest.raises(BudgetError, match=rf"{tier} memory: [\d,]+ bytes wanted .*KV blocks"):
+        LLM(checkpoint, plan)
+
+
+def test_the_memory_of_a_plan_is_what_the_arenas_have(checkpoint: Path) -> None:
+    plan = Plan(
+        batch_size=3,
+        batches=2,
+        context=CONTEXT,
+        kv=QUANT,
+        kv_placement=KVPlacement(0.25, 0.25),
+        delegate="never",
+        activations="disk",
+    )
+    with LLM(checkpoint, plan) as llm:
+        for tier, arena in llm.arenas.items():
+            purposes = llm.memory.purposes[tier]
+            assert arena.capacity == purposes["KV blocks"] + purposes["hidden states"]
+            assert arena.used == arena.capacity
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; use at least 1"),
+        ({"order": "diagonal"}, "order is 'diagonal'; use one of column, row"),
+        ({"activations": "cloud"}, "activations is 'cloud'"),
+    ],
+)
+def test_plans_out_of_range_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Plan(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"min_p": 1}, {"n": 0}, {"stop": ""}],
+)
+def test_parameters_out_of_range_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} is"):
+        SamplingParams(**wrong)  # type: ignore[arg-type]
