@@ -1,14 +1,16 @@
 """Decode attention over the packed KV cache on the CPU: time, and the part of the read bandwidth.
 
 Each case reads a pool far larger than the caches, beside torch's attention over the same tokens
-uncompressed. With `--model`, also the demo model 4096 tokens deep, beside llama.cpp with its 4-bit
-cache.
+uncompressed, and beside itself on a block that stays in the cache: where that is no faster, what
+limits is arithmetic. With `--model`, also the demo model 4096 tokens deep, beside llama.cpp with
+its 4-bit cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
 
@@ -18,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench import native
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
+from bench.block_instructions import block_instructions
 from bench.cpu_decode import Work, prompts, sample_llama
 from bench.demo import fetch_checkpoint, fetch_gguf
 from bench.harness import Bar, Report, Samples, arguments, interleaved, timed, torch_threads
@@ -34,8 +37,11 @@ from qoff.models.runtime import Runtime
 KV_HEADS = 8
 POOL_BYTES = 128 << 20  # at least, so that it is read from memory each time
 _PEER_BYTES = 3 << 30  # of the uncompressed cache; beyond, torch is left out
+_DEPTH = 4096  # of the demo model's decode, in tokens
 _TOLERANCE = 2e-2
-QOFF, FP32, BF16 = "qoff", "torch fp32", "torch bf16"
+_OURS, _LLAMA = "qoff, 4-bit KV", "llama.cpp, q4_0 KV"
+QOFF, CACHED = "qoff", "qoff, one block"
+FP32, BF16 = "torch fp32", "torch bf16"
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Operands:
         counts = [shape.context] * shape.batch
         self._packed = [
             PackedTokens(form, pool, BlockTable(table.contiguous(), counts, ragged))
-            for table in order
+            for table in (*order, torch.zeros_like(order[0]))
         ]
         self._q = torch.randn(shape.batch, KV_HEADS * shape.group * shape.head_dim)
         self._pool, self._form = pool, form
@@ -90,9 +96,11 @@ class Operands:
         shape, q = self.shape, self._q
         heads = KV_HEADS * shape.group
         scale = shape.head_dim**-0.5
-        turns = cycle(self._packed)
+        *different, same = self._packed
+        turns = cycle(different)
         out: dict[str, Callable[[], Tensor]] = {
-            QOFF: lambda: packed_attention(q, heads, next(turns), scale=scale)[0]
+            QOFF: lambda: packed_attention(q, heads, next(turns), scale=scale)[0],
+            CACHED: lambda: packed_attention(q, heads, same, scale=scale)[0],
         }
         if 16 * shape.batch * shape.context * KV_HEADS * shape.head_dim > _PEER_BYTES:
             return out
@@ -108,30 +116,36 @@ class Operands:
             out[name] = partial(scaled_dot_product_attention, query, key, value, enable_gqa=True)
         return out
 
-    def check(self) -> None:
-        """Raise QoffError unless qoff computes what torch does."""
-        calls = self.calls()
-        if FP32 not in calls:
-            return
-        truth = calls[FP32]().flatten()
-        error = float((calls[QOFF]().flatten() - truth).norm() / truth.norm())
-        if not error < _TOLERANCE:
-            raise QoffError(f"{self.shape.name}: off by {error:.1%}, nothing measured")
+
+def check(shape: Shape, calls: dict[str, Callable[[], Tensor]]) -> None:
+    """Raise QoffError unless qoff, at its first call, computes what torch does."""
+    if FP32 not in calls:
+        return
+    truth = calls[FP32]().flatten()
+    error = float((calls[QOFF]().flatten() - truth).norm() / truth.norm())
+    if not error < _TOLERANCE:
+        raise QoffError(f"{shape.name}: off by {error:.1%}, nothing measured")
 
 
 def add_case(result: Report, shape: Shape, reading: ReadBandwidth, quick: bool) -> float:
     """Measure one shape into the report; returns the fraction of the read bandwidth."""
     operands = Operands(shape, (1 << 20) if quick else POOL_BYTES)
-    operands.check()
+    calls = operands.calls()
+    check(shape, calls)
     least_s = 0.001 if quick else 0.05
-    calls = {name: timed(call, least_s) for name, call in operands.calls().items()}
-    seconds = interleaved({**calls, **reading.ways()}, 2 if quick else 7)
+    ways = {name: timed(call, least_s) for name, call in calls.items()}
+    seconds = interleaved({**ways, **reading.ways()}, 2 if quick else 7)
     found, limit = seconds[QOFF], reading.best(seconds)
     rate = operands.nbytes / found.median
-    ratios = {name: seconds[name].median / found.median for name in (FP32, BF16) if name in seconds}
+    ratios = {
+        name: seconds[name].median / found.median
+        for name in (CACHED, FP32, BF16)
+        if name in seconds
+    }
+    eta = rate / limit.median
     result.rows.append(
         (shape.name, f"{found.median * 1e3:.3f}", f"{found.spread:.0%}", f"{rate / 1e9:.1f}",
-         f"{limit.median / 1e9:.1f}", f"{rate / limit.median:.2f}",
+         f"{limit.median / 1e9:.1f}", f"{eta:.2f}", f"{ratios[CACHED]:.2f}",
          *(f"{ratios[name]:.1f}" if name in ratios else "-" for name in (FP32, BF16)))
     )  # fmt: skip
     result.measured[shape.name] = {
@@ -139,16 +153,33 @@ def add_case(result: Report, shape: Shape, reading: ReadBandwidth, quick: bool) 
         "read_bytes_per_s": limit.summary(),
         "seconds": {name: samples.summary() for name, samples in seconds.items()},
     }
-    result.ratios[shape.name] = {"eta": rate / limit.median, **ratios}
-    return rate / limit.median
+    result.ratios[shape.name] = {"eta": eta, **ratios}
+    return eta
+
+
+def add_instructions(result: Report, shapes: Sequence[Shape]) -> None:
+    """Count what the dot products of a block take, for every head size and group measured."""
+    counted = {}
+    for head_dim, rows in sorted({(shape.head_dim, shape.group) for shape in shapes}):
+        found = block_instructions(head_dim, rows)
+        if found is None:
+            result.notes.append("no VNNI: the instructions of a block are not counted")
+            return
+        counted[f"D {head_dim}, GQA {rows}"] = asdict(found) | {
+            "bytes_per_cycle": found.bytes_per_cycle
+        }
+        result.notes.append(found.note(head_dim))
+    result.measured["instructions of a block"] = counted
 
 
 def deep_decode(depth: int, rounds: int) -> dict[str, Samples]:
     """Tokens per second `depth` tokens deep: qoff by its cache's bits, llama.cpp by its types."""
     work = Work("deep", 1, depth, 33, "decode")
-    names = {"qoff, 4-bit KV": KVQuant(), "qoff, float32 KV": None}
     checkpoint = fetch_checkpoint()
-    runtimes = {name: Runtime(checkpoint, kv=kv) for name, kv in names.items()}
+    runtimes = {
+        _OURS: Runtime(checkpoint, kv=KVQuant()),
+        "qoff, float32 KV": Runtime(checkpoint),
+    }
     vocab = next(iter(runtimes.values())).spec.vocab_size
 
     def sample(runtime: Runtime) -> Callable[[], float]:
@@ -158,49 +189,62 @@ def deep_decode(depth: int, rounds: int) -> dict[str, Samples]:
 
         return measure
 
-    calls = {name: sample(runtime) for name, runtime in runtimes.items()}
-    peers = []
-    if llama_cpp.installed():
-        for kind in ("q4_0", "f16"):
+    with ExitStack() as stack:
+        for runtime in runtimes.values():
+            stack.callback(runtime.close)
+        calls = {name: sample(runtime) for name, runtime in runtimes.items()}
+        for kind in ("q4_0", "f16") if llama_cpp.installed() else ():
             peer = llama_cpp.LlamaCpp(
                 fetch_gguf(), torch.get_num_threads(), context=depth + 64, kv_type=kind
             )
-            peers.append(peer)
-            calls[f"llama.cpp, {kind} KV"] = sample_llama(peer, work)
-    try:
+            calls[f"llama.cpp, {kind} KV"] = sample_llama(stack.enter_context(peer), work)
+        for call in calls.values():
+            call()  # compiles and allocates
         return interleaved(calls, rounds)
-    finally:
-        for runtime in runtimes.values():
-            runtime.close()
-        for peer in peers:
-            peer.close()
+
+
+def add_model(result: Report, depth: int, rounds: int) -> None:
+    """Measure the demo model `depth` tokens deep into the report."""
+    found = deep_decode(depth, rounds)
+    result.measured[f"decode, {depth} deep"] = {name: s.summary() for name, s in found.items()}
+    for name, samples in found.items():
+        result.notes.append(
+            f"demo model, {depth} tokens deep, {name}: {samples.median:.1f} tok/s "
+            f"({samples.spread:.0%})"
+        )
+    if _LLAMA in found:
+        ratio = found[_OURS].median / found[_LLAMA].median
+        result.ratios[f"decode, {depth} deep"] = {f"{_OURS} / {_LLAMA}": ratio}
+        if depth >= _DEPTH:
+            result.bars.append(Bar(f"decode {depth} deep / {_LLAMA}", 4.0, ratio))
+    else:
+        result.notes.append("llama.cpp: not installed (pip install '.[bench]')")
 
 
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     args = arguments(__doc__, argv, model=(bool, False, "the demo model 4096 tokens deep, too"))
+    if args.model:
+        fetch_checkpoint()  # what cannot be had is known before anything is measured
     shapes = QUICK_SHAPES if args.quick else SHAPES
     reading = ReadBandwidth((64 << 20) if args.quick else BUFFER_BYTES)
     result = Report(
         "cpu_attention",
         {"kv_heads": KV_HEADS, "quick": args.quick, "form": "4-bit K per channel, 4-bit V"},
         "decode attention over 4-bit blocks, 8 KV heads; eta: of the read bandwidth of the same "
-        "minute; / torch: times as fast as it uncompressed",
-        ("batch x context", "ms", "spread", "GB/s", "of", "eta", "/ torch fp32", "/ torch bf16"),
-    )
+        "minute; one block: the time for as many tokens that are one block in the processor's "
+        "cache, over this time; / torch: times as fast as it uncompressed",
+        ("batch x context", "ms", "spread", "GB/s", "of", "eta", "one block",
+         "/ torch fp32", "/ torch bf16"),
+    )  # fmt: skip
     for shape in shapes:
         eta = add_case(result, shape, reading, args.quick)
         if shape.group <= 4 and shape.context >= 16384:
             result.bars.append(Bar(f"eta, {shape.name}", 0.7, eta))
+    add_instructions(result, shapes)
     if args.model:
-        found = deep_decode(256 if args.quick else 4096, 2 if args.quick else 5)
-        result.measured["deep decode"] = {name: s.summary() for name, s in found.items()}
-        for name, samples in found.items():
-            result.notes.append(f"{name}: {samples.median:.1f} tok/s ({samples.spread:.0%})")
-        if "llama.cpp, q4_0 KV" in found:
-            ratio = found["qoff, 4-bit KV"].median / found["llama.cpp, q4_0 KV"].median
-            result.bars.append(Bar("decode 4096 deep / llama.cpp with q4_0 KV", 4.0, ratio))
+        add_model(result, 256 if args.quick else _DEPTH, 2 if args.quick else 5)
     result.publish(args.out)
 
 

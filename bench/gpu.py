@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import subprocess
+import os
+import shlex
 import sys
 import time
 import warnings
@@ -95,11 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start_anew(ops: Sequence[str], quick: bool, path: Path, seconds: float) -> None:
-    """The bench of `ops` in a process that has not lost the GPU; its file stands beside `path`."""
+    """Replace this process, and so free its memory on the GPU, by the bench of `ops`, then fail.
+
+    The file of that bench stands beside `path`.
+    """
     out = path.resolve().with_stem(f"{path.stem}-anew")
     command = [sys.executable, "-m", "bench.gpu", "--out", str(out), "--seconds", f"{seconds:.0f}"]
     command += ["--quick"] * quick + [word for op in ops for word in ("--op", op)]
-    subprocess.run(command, cwd=Path(__file__).resolve().parents[1], check=False)
+    os.chdir(Path(__file__).resolve().parents[1])
+    os.execvp("sh", ["sh", "-c", f"{shlex.join(command)}; exit 1"])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

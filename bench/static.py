@@ -27,6 +27,7 @@ OPS = (
     "w4_linear",
     "rms_norm",
     "silu_mul",
+    "gated_silu",
     "rope",
     "kv_append",
     "merge",

@@ -1,0 +1,263 @@
+"""Throughput of the block schedule under shrinking budgets, beside what its bytes allow.
+
+The demo model, and with `--large` a random one of 1.1B parameters: decode rounds of batches whose
+weights, KV cache or hidden states are moved. The bound of a round is the longest of its computation
+(the round of the same batches with everything resident), the bytes it reads from disk at the rate
+of O_DIRECT reads alone, and its copies at the rate of a copy alone, all in the same minutes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from bench.demo import fetch_checkpoint
+from bench.disk_stream import RawRead
+from bench.harness import Report, Samples, arguments
+from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
+from qoff.checkpoint import Checkpoint
+from qoff.engine import LLM, SamplingParams
+from qoff.engine.llm import RoundStats
+from qoff.errors import BudgetError
+from qoff.kvcache.placement import KVPlacement
+from qoff.plan import Plan
+from qoff.units import format_size
+
+RESIDENT = "all resident"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every plan of a model does: batches of sequences, prompt and answer in tokens."""
+
+    batch_size: int
+    batches: int
+    prompt: int
+    new: int
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(
+            batch_size=self.batch_size,
+            batches=self.batches,
+            context=self.prompt + self.new,
+            prefill_tokens=max(512, self.prompt),
+        )
+
+
+class Case:
+    """One plan, which answers the same prompts over and over."""
+
+    def __init__(self, path: Path, work: Work, plan: Plan) -> None:
+        self.llm = LLM(path, plan)
+        self._work = work
+        vocab = self.llm.runtime.spec.vocab_size
+        numbers = torch.Generator().manual_seed(1)
+        shape = (work.batch_size * work.batches, work.prompt)
+        self._prompts = torch.randint(vocab, shape, generator=numbers).tolist()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.llm.close()
+
+    def __call__(self) -> RoundStats:
+        """A run; its median decode round in which all sequences get a token.
+
+        Bytes are the mean of these rounds: what is read ahead may arrive in the next one.
+        """
+        params = SamplingParams(max_tokens=self._work.new, ignore_eos=True)
+        first = len(self.llm.rounds)
+        list(self.llm.generate(self._prompts, params))
+        full = len(self._prompts)
+        rounds = [r for r in self.llm.rounds[first:] if r.generated == full and not r.read]
+        median = sorted(rounds, key=lambda r: r.seconds)[len(rounds) // 2]
+        means = {name: statistics.mean(getattr(r, name) for r in rounds) for name in _BYTES}
+        return replace(median, **means)
+
+
+def plans(path: Path, work: Work) -> dict[str, Plan]:
+    """The plans to compare; budgets are parts of what all weights take, beside the rest."""
+    base = work.plan
+    with LLM(path, base) as llm:
+        rest, weights = llm.memory.total("device"), llm.runtime.residency.device_bytes
+    found = {RESIDENT: base}
+    for part in (0.75, 0.5, 0.3):
+        found[f"{part:.0%} of the weights"] = replace(
+            base, device_memory=rest + int(weights * part)
+        )
+    half = found["50% of the weights"]
+    found["50%, row by row"] = replace(half, order="row")
+    found["50%, the rest in host memory"] = replace(half, host_memory=weights + (64 << 20))
+    found["KV on the host, moved"] = replace(base, kv_placement=KVPlacement(0, 1), delegate="never")
+    found["KV on disk"] = replace(base, kv_placement=KVPlacement(0, 0))
+    found["50%, half of KV on disk"] = replace(half, kv_placement=KVPlacement(0.5, 0))
+    found["50%, hidden states on the host"] = replace(half, activations="host")
+    return found
+
+
+def copy_rate(nbytes: int = 256 << 20) -> float:
+    """Bytes per second of a copy in memory by one thread."""
+    source, dest = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            dest.copy_(source)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return nbytes / statistics.median(seconds)
+
+
+def measure(result: Report, name: str, path: Path, work: Work, rounds: int) -> None:
+    """Measure all plans of a model in turn, into the report."""
+    with ExitStack() as stack:
+        cases: dict[str, Case] = {}
+        for label, plan in plans(path, work).items():
+            try:
+                cases[label] = stack.enter_context(Case(path, work, plan))
+            except BudgetError as refusal:
+                result.notes.append(f"{name}: {label}: refused: {refusal}")
+        raw = RawRead(Checkpoint.open(path))
+        stack.callback(raw.reader.close)
+        for case in cases.values():
+            case()  # compiles, and compares each file with its checksum
+        found: dict[str, list[RoundStats]] = {label: [] for label in cases}
+        disk, copies = [], []
+        for _ in range(rounds):
+            disk.append(raw())
+            copies.append(copy_rate())
+            for label, case in cases.items():
+                found[label].append(case())
+        memory = {
+            label: sum(case.llm.memory_by_tier()["device"].values())
+            for label, case in cases.items()
+        }
+    rates = {"disk": statistics.median(disk), "host": statistics.median(copies)}
+    compute = statistics.median(r.seconds for r in found[RESIDENT])
+    for label, stats in found.items():
+        _row(result, name, label, stats, memory[label], rates, compute)
+
+
+def _row(
+    result: Report,
+    name: str,
+    label: str,
+    stats: list[RoundStats],
+    memory: int,
+    rates: dict[str, float],
+    compute: float,
+) -> None:
+    seconds = Samples(tuple(r.seconds for r in stats))
+    one = stats[0]
+    needs = {
+        "compute": compute,
+        "disk": (one.disk_bytes + one.spilled_bytes) / rates["disk"],
+        "host": one.host_bytes / rates["host"],
+    }
+    limit = max(needs, key=lambda link: needs[link])
+    bound = needs[limit]
+    tokens = one.generated
+    waits = [statistics.median(getattr(r, f"{w}_wait_s") for r in stats) for w in _WAITS]
+    result.rows.append(
+        (
+            f"{name}: {label}",
+            format_size(memory),
+            f"{tokens / seconds.median:.1f}",
+            f"{seconds.spread:.0%}",
+            f"{one.disk_bytes / tokens / 1e6:.2f}",
+            f"{one.host_bytes / tokens / 1e6:.2f}",
+            f"{sum(waits) / seconds.median:.0%}",
+            f"{tokens / bound:.1f} ({limit})",
+            f"{bound / seconds.median:.2f}",
+        )
+    )
+    result.measured[f"{name}: {label}"] = {
+        "device_bytes": memory,
+        "tokens_per_round": tokens,
+        "seconds": seconds.summary(),
+        "waits_s": dict(zip(_WAITS, waits, strict=True)),
+        "disk_bytes": one.disk_bytes,
+        "host_bytes": one.host_bytes,
+        "spilled_bytes": one.spilled_bytes,
+        "bound_s": bound,
+        "limit": limit,
+    }
+    result.ratios[f"{name}: {label}, of the bound"] = bound / seconds.median
+
+
+_BYTES = ("disk_bytes", "host_bytes", "spilled_bytes")
+_WAITS = ("weights", "kv", "activations")
+
+
+def draw(result: Report, path: Path) -> None:
+    """Tokens per second against device memory, and the bounds, as PNG and SVG beside `path`."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(label.split(":")[0] for label in result.measured))
+    figure = Figure(figsize=(6.0 * len(names), 4.5), layout="constrained")
+    for i, name in enumerate(names):
+        axes = figure.add_subplot(1, len(names), i + 1)
+        mine = {k: v for k, v in result.measured.items() if k.startswith(f"{name}:")}
+        for label, v in mine.items():
+            x = v["device_bytes"] / 2**20
+            y = v["tokens_per_round"] / v["seconds"]["median"]
+            (line,) = axes.plot(x, y, "o", label=label.split(": ")[1])
+            axes.plot(x, v["tokens_per_round"] / v["bound_s"], "_", color=line.get_color(), ms=14)
+        axes.set_title(f"{name}: dots measured, dashes the bound")
+        axes.set_xlabel("device memory, MiB")
+        axes.set_ylabel("tokens/s")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize="x-small")
+        axes.grid(True, alpha=0.25)
+    for kind in ("png", "svg"):
+        figure.savefig(path.with_suffix(f".{kind}"))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the bench."""
+    args = arguments(
+        __doc__,
+        argv,
+        large=(bool, False, "a random model of 1.1B parameters, too"),
+        plot=(bool, False, "draw, with matplotlib (the extra `bench`)"),
+        folder=(Path, None, "where to write that model; default the temporary folder"),
+    )
+    result = Report(
+        "offload",
+        {"quick": args.quick, "large": args.large},
+        "decode rounds of the block schedule; of bound: part of what bytes or computation allow",
+        ("plan", "device", "tokens/s", "spread", "disk MB/token", "host MB/token", "waiting",
+         "bound", "of bound"),
+    )  # fmt: skip
+    work = Work(2, 2, 128, 8) if args.quick else Work(16, 4, 512, 24)
+    measure(result, "135M", fetch_checkpoint(), work, 1 if args.quick else 3)
+    if args.large:
+        config: dict[str, Any] = SMALL if args.quick else TINYLLAMA
+        folder = Path(tempfile.mkdtemp(prefix="qoff-offload-", dir=args.folder))
+        try:
+            write_random_checkpoint(folder / "qoff", config)
+            small = Work(2, 2, 64, 4) if args.quick else Work(16, 2, 256, 10)
+            measure(result, "1.1B random", folder / "qoff", small, 1 if args.quick else 3)
+        finally:
+            shutil.rmtree(folder)
+    path = result.publish(args.out)
+    if args.plot:
+        draw(result, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The bench of CPU attention runs, and counts the instructions that the kernels are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import cpu_attention
+from bench.block_instructions import block_instructions
+from bench.cpu_attention import CACHED, FP32, QOFF, Operands, Shape, check
+from bench.peers import llama_cpp
+from qoff.errors import QoffError
+from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.processor import host_features
+from tests.tiny_models import tiny_checkpoint
+
+VNNI = "avx512vnni" in host_features()
+
+
+@pytest.mark.parametrize("llama", [False, True])
+def test_the_bench_runs(
+    llama: bool,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class FakeLlama(llama_cpp.LlamaCpp):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self._server = None
+
+        def measure(self, prompt: int, generate: int) -> llama_cpp.Rates:
+            return llama_cpp.Rates(prompt, 1.0, generate, 1.0)
+
+    checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    monkeypatch.setattr(cpu_attention, "fetch_checkpoint", lambda: checkpoint)
+    monkeypatch.setattr(cpu_attention, "fetch_gguf", lambda: checkpoint)
+    monkeypatch.setattr(llama_cpp, "installed", lambda: llama)
+    monkeypatch.setattr(llama_cpp, "LlamaCpp", FakeLlama)
+    cpu_attention.main(["--quick", "--model", "--out", str(tmp_path / "out.json")])
+    written = json.loads((tmp_path / "out.json").read_text())
+    first = cpu_attention.QUICK_SHAPES[0]
+    measured = written["measured"]
+    assert measured[first.name]["cache_bytes"] == 4 * 8 * KVFormat(64).nbytes
+    assert set(written["ratios"][first.name]) == {"eta", CACHED, FP32, cpu_attention.BF16}
+    assert ("instructions of a block" in measured) == VNNI
+    assert len(measured["decode, 256 deep"]) == 2 + 2 * llama
+    assert ("decode, 256 deep" in written["ratios"]) == llama
+    assert written["bars"] == []  # of small cases nothing is wanted
+    assert ("not installed" in capsys.readouterr().out) != llama
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (128, 1)])
+def test_both_alternatives_of_qoff_attend_to_what_torch_does(head_dim: int, group: int) -> None:
+    shape = Shape(2, 128, head_dim, group)
+    operands = Operands(shape, 1 << 19)
+    assert operands.nbytes == 2 * 2 * 8 * KVFormat(head_dim).nbytes
+    calls = operands.calls()
+    check(shape, calls)
+    once = calls[CACHED]()
+    assert torch.equal(once, calls[CACHED]())
+    assert not torch.equal(calls[QOFF](), calls[QOFF]())  # other blocks each time
+
+
+def test_what_computes_something_else_is_not_measured() -> None:
+    shape = Shape(1, 64, 64, 1)
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        FP32: lambda: torch.ones(4),
+        QOFF: lambda: 1.1 * torch.ones(4),
+    }
+    with pytest.raises(QoffError, match=r"D 64, GQA 1: off by 10\.0%"):
+        check(shape, calls)
+
+
+@pytest.mark.skipif(not VNNI, reason="counts an instruction of AVX-512 VNNI")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rows", [1, 4, 6])
+def test_every_code_is_multiplied_once_for_each_plane(head_dim: int, rows: int) -> None:
+    """64 products an instruction: K by two planes of each query, V by its probabilities."""
+    found = block_instructions(head_dim, rows)
+    assert found is not None
+    assert found.record_bytes == KVFormat(head_dim).nbytes
+    assert found.dots == 3 * rows * 64 * head_dim // 64
+    assert found.shuffles > 0 < found.others
+    assert 0 < found.bytes_per_cycle <= found.record_bytes / found.dots
+    assert str(found.dots) in found.note(head_dim)
