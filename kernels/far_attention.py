@@ -52,6 +52,7 @@ class FarAttention:
                 self._shape.heads,
                 part,
                 scale=self._shape.scale,
+                soft_cap=self._shape.soft_cap,
                 window=self._shape.window,
                 out=out,
                 lse=lse,

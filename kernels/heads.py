@@ -24,6 +24,7 @@ class HeadShape:
     scale: float  # of the scores, usually head_dim ** -0.5
     window: int | None = None  # a query sees this many of the newest keys, itself included
     norm_eps: float = 0.0  # of the query and key norms
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they do not
 
     @property
     def qkv_width(self) -> int:

@@ -45,6 +45,7 @@ class Ops(Protocol):
         rotary: tuple[Tensor, Tensor] | None = None,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor: ...
 

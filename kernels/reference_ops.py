@@ -35,12 +35,13 @@ def gated_silu(z: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d/2) of x [..., d] by the angles whose cos and sin [..., d/2] are given.
+    """Rotate pairs (i, i + r/2) of x [..., d] by the angles whose cos and sin [..., r/2] are given.
 
-    RoPE (Su et al., 2021) in the half-split arrangement of GPT-NeoX.
+    RoPE (Su et al., 2021) in the half-split arrangement of GPT-NeoX, of the first r channels.
     """
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    pairs = cos.shape[-1]
+    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
 def w4_linear(
@@ -79,13 +80,14 @@ def attention(
     rotary: tuple[Tensor, Tensor] | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
 
     qkv: [M, (heads + 2 kv_heads) * head_dim]; cache: the layer's keys and values, and which part
-    of its packed blocks is attended in a pass of one new token a sequence.
-    Returns [M, heads * head_dim].
+    of its packed blocks is attended in a pass of one new token a sequence. sinks: [heads], scores
+    of a key without a value. Returns [M, heads * head_dim].
     """
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
     query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -105,7 +107,7 @@ def attention(
         seen = None
         if cache.packed and cache.top < 1 and ragged.is_decode:
             seen = _chosen(cache, span, query[span.start], shape.window)
-        out[rows] = _attend(shape, *key_value, span, query[rows], seen)
+        out[rows] = _attend(shape, *key_value, span, query[rows], seen, sinks)
     return out
 
 
@@ -161,18 +163,25 @@ def _attend(
     span: Span,
     query: Tensor,
     chosen: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of query [T, heads, dim] of one sequence: [T, heads * dim].
 
-    chosen: bool [kv_heads, tokens], what is attended at all.
+    chosen: bool [kv_heads, tokens], what is attended at all. sinks: [heads].
     """
     length = span.past + span.count
     repeat = shape.heads // shape.kv_heads
     key, value = (x.to(query.dtype).repeat_interleave(repeat, 0) for x in (key, value))
     scores = torch.einsum("thd,hkd->htk", query, key) * shape.scale
+    if shape.soft_cap:
+        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
     at = torch.arange(span.past, length)[:, None] - torch.arange(length)  # distance back
     seen = at >= 0 if shape.window is None else (at >= 0) & (at < shape.window)
     if chosen is not None:
         seen = seen & chosen.repeat_interleave(repeat, 0)[:, None]
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sunk = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+        scores = torch.cat((scores, sunk), -1)
+    weights = scores.softmax(-1)[..., : key.shape[1]]
     return torch.einsum("htk,hkd->thd", weights, value).reshape(span.count, -1)

@@ -80,15 +80,16 @@ def attention(
     rotary: tuple[Tensor, Tensor] | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
 
     qkv: float16 or bfloat16 [M, (heads + 2 kv_heads) * head_dim], the rows of `ragged`, for which
     the cache was opened. rotary: cos and sin, float32 [positions, R / 2], on the device. q_norm,
-    k_norm: [head_dim], any float dtype. out: contiguous. Returns [M, heads * head_dim] in the dtype
-    of qkv; with blocks in host memory, it returns when the CPU has attended to them. Raises
-    OpError.
+    k_norm: [head_dim], any float dtype. sinks: float32 [heads], scores of a key without a value.
+    out: contiguous. Returns [M, heads * head_dim] in the dtype of qkv; with blocks in host memory,
+    it returns when the CPU has attended to them. Raises OpError.
     """
     _check_attention(qkv, shape, cache, ragged)
     step = cache.step
@@ -103,7 +104,7 @@ def attention(
         query = _turned(query, step.positions, tables)
         attend = _decode if step.max_rows == 1 else _prefill
         far = FarAttention(query, cache.far, shape) if cache.far else None
-        attended, lse = attend(query, key, value, tables, shape, cache)
+        attended, lse = attend(query, key, value, tables, shape, cache, sinks)
         attended = (attended if far is None else far.join(attended, lse)).flatten(1)
         if step.order is not None:
             out = torch.empty_like(attended) if out is None else out
@@ -119,6 +120,7 @@ def _decode(
     tables: Tables,
     shape: HeadShape,
     cache: DeviceLayerCache,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """One query a sequence: its key goes to the ring first, complete blocks are packed last."""
     step, ring, blocks = (
@@ -140,7 +142,9 @@ def _decode(
         *ring,
         cache.form,
         shape.scale,
+        soft_cap=shape.soft_cap,
         window=shape.window or 0,
+        sinks=sinks,
         near=step.near,
         max_compressed=step.max_packed,
     )
@@ -157,6 +161,7 @@ def _prefill(
     tables: Tables,
     shape: HeadShape,
     cache: DeviceLayerCache,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Many queries: they attend to the cache as it was and to each other, then it is written."""
     step, ring, blocks = (
@@ -176,7 +181,9 @@ def _prefill(
         *ring,
         cache.form,
         shape.scale,
+        soft_cap=shape.soft_cap,
         window=shape.window or 0,
+        sinks=sinks,
         near=step.near,
         max_rows=step.max_rows,
         max_compressed=step.max_packed,

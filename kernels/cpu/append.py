@@ -14,6 +14,7 @@ from .attention_fields import (
     KEYS,
     KV_HEADS,
     NORM_EPS,
+    PAIRS,
     PLACES,
     POSITIONS,
     Q_NORM,
@@ -40,9 +41,9 @@ def _normalize_head(x, dim, norm, eps):
 
 
 @inner
-def _rotate_head(x, dim, cos, sin):
-    """Rotate pairs (i, i + dim/2) by the angles of one position."""
-    half = 4 * (dim // 2)
+def _rotate_head(x, pairs, cos, sin):
+    """Rotate pairs (i, i + pairs) by the angles of one position; what lies behind them stays."""
+    half = 4 * pairs
     whole = half // 64 * 64
     minus = simd.splat_f32(np.float32(-1.0))
     for i in range(0, whole, 64):
@@ -68,14 +69,15 @@ def _append_token(args, token):
     slot = simd.peek_i64(simd.peek_i64(args + SLOTS) + 8 * token)
     eps = simd.peek_f32(args + NORM_EPS)
     cos = simd.peek_i64(args + COS)
-    angles = position * (dim // 2) * 4
+    pairs = simd.peek_i64(args + PAIRS)
+    angles = position * pairs * 4
     for head in range(heads + kv_heads):
         x = row + 4 * dim * head
         norm = simd.peek_i64(args + Q_NORM) if head < heads else simd.peek_i64(args + K_NORM)
         if norm != 0:
             _normalize_head(x, dim, norm, eps)
         if cos != 0:
-            _rotate_head(x, dim, cos + angles, simd.peek_i64(args + SIN) + angles)
+            _rotate_head(x, pairs, cos + angles, simd.peek_i64(args + SIN) + angles)
     for head in range(kv_heads):
         to = 4 * ((slot * kv_heads + head) * capacity * dim)
         key = row + 4 * dim * (heads + head)

@@ -47,10 +47,15 @@ def _check(qkv: Tensor, shape: HeadShape, cache: LayerCache, ragged: Ragged, out
 def _check_small(
     rotary: tuple[Tensor, Tensor] | None, norms: tuple[Tensor | None, ...], dim: int, longest: int
 ) -> None:
+    pairs = 0 if rotary is None else rotary[0].shape[1]
     for table in rotary or ():
-        if table.dim() != 2 or table.shape[0] <= longest:
-            fail(_OP, f"cos and sin must be [positions, {dim // 2}] and reach position {longest}")
-        check_dense(_OP, "cos and sin", table, (table.shape[0], dim // 2))
+        if table.dim() != 2 or table.shape[0] <= longest or table.shape[1] > dim // 2:
+            fail(
+                _OP,
+                f"cos and sin must be [positions, up to {dim // 2}] and reach position {longest}, "
+                f"not {list(table.shape)}",
+            )
+        check_dense(_OP, "cos and sin", table, (table.shape[0], pairs))
     for norm in norms:
         if norm is not None:
             check_dense(_OP, "query and key norms", norm, (dim,))
@@ -65,6 +70,7 @@ def attention(
     rotary: tuple[Tensor, Tensor] | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     pool: Pool | None = None,
 ) -> Tensor:
@@ -72,7 +78,8 @@ def attention(
 
     qkv: float32 [M, (heads + 2 kv_heads) * head_dim], one row a token of `ragged`; it is
     overwritten. cache: the layer's, with room for every place. rotary: cos and sin, float32
-    [positions, head_dim / 2]. q_norm, k_norm: float32 [head_dim], RMSNorm over each head.
+    [positions, R / 2]: of the first R of head_dim channels. q_norm, k_norm: float32 [head_dim],
+    RMSNorm over each head. sinks: float32 [heads], scores of a key without a value.
     Attention is causal within each sequence, and to what `cache.top` leaves of the packed blocks.
     Returns float32 [M, heads * head_dim]. Raises OpError for operands of the wrong form.
     """
@@ -80,9 +87,12 @@ def attention(
         out = torch.empty(ragged.tokens, shape.heads * shape.head_dim)
     _check(qkv, shape, cache, ragged, out)
     _check_small(rotary, (q_norm, k_norm), shape.head_dim, ragged.longest)
+    if sinks is not None:
+        check_dense(_OP, "sinks", sinks, (shape.heads,))
     cos, sin = rotary or (None, None)
     pool = pool or default_pool()
-    lse = None if not cache.packed else torch.empty(ragged.tokens, shape.heads)
+    pairs = 0 if cos is None else cos.shape[1]
+    lse = None if not cache.packed and sinks is None else torch.empty(ragged.tokens, shape.heads)
     runs = cache.longest // RUN + 1
     if ragged.is_decode:
         job = append_attend_job
@@ -92,11 +102,11 @@ def attention(
     with pool.lock:
         args = AttentionArguments(
             qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
-            shape.head_dim, address(q_norm), address(k_norm), address(cos), address(sin),
+            shape.head_dim, address(q_norm), address(k_norm), address(cos), address(sin), pairs,
             ragged.positions.data_ptr(), cache.places.data_ptr(), ragged.slots.data_ptr(),
             cache.keys.data_ptr(), cache.values.data_ptr(), cache.values.shape[2],
             shape.window or 0, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
-            pool.workspace(scratch), shape.norm_eps, shape.scale,
+            pool.workspace(scratch), shape.norm_eps, shape.scale, shape.soft_cap,
         )  # fmt: skip
         pool.run(job.address, ctypes.addressof(args))
     chosen: Sequence[Chosen | None] = [None] * len(cache.packed)
@@ -108,11 +118,15 @@ def attention(
         if packed.form.k_form == "token":
             assert lse is not None
             token_attention(
-                qkv, shape.heads, packed, scale=shape.scale, window=shape.window, out=out, lse=lse
-            )
+                qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
+                window=shape.window, out=out, lse=lse,
+            )  # fmt: skip
             continue
         packed_attention(
-            qkv, shape.heads, packed, scale=shape.scale, window=shape.window, chosen=blocks,
-            out=out, lse=lse, threads=pool,
+            qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
+            window=shape.window, chosen=blocks, out=out, lse=lse, threads=pool,
         )  # fmt: skip
+    if sinks is not None:
+        assert lse is not None
+        out.unflatten(1, (shape.heads, -1)).mul_(torch.sigmoid(lse - sinks)[..., None])
     return out

@@ -11,16 +11,18 @@ class AttentionArguments(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "qkv", "qkv_stride", "tokens", "heads", "kv_heads", "head_dim", "q_norm", "k_norm",
-                "cos", "sin", "positions", "places", "slots", "keys", "values", "capacity",
+                "cos", "sin", "pairs", "positions", "places", "slots", "keys", "values", "capacity",
                 "window", "out", "out_stride", "lse", "runs", "scratch",
             )
         ),
         ("norm_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
     )  # fmt: skip
 
 
-(QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, COS, SIN, POSITIONS, PLACES, SLOTS, KEYS,
- VALUES, CAPACITY, WINDOW, OUT, OUT_STRIDE, LSE, RUNS, PARTIALS, NORM_EPS, SCALE) = (
+(QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, COS, SIN, PAIRS, POSITIONS, PLACES,
+ SLOTS, KEYS, VALUES, CAPACITY, WINDOW, OUT, OUT_STRIDE, LSE, RUNS, PARTIALS, NORM_EPS, SCALE,
+ SOFT_CAP) = (
     getattr(AttentionArguments, field[0]).offset for field in AttentionArguments._fields_
 )  # fmt: skip

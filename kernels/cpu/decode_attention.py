@@ -26,12 +26,14 @@ from .attention_fields import (
     RUNS,
     SCALE,
     SLOTS,
+    SOFT_CAP,
     VALUES,
     WINDOW,
     M,
 )
 from .compiled import inner, job
 from .pool import finish, take, wait
+from .soft_cap import capped
 
 RUN = 512  # keys per partial result
 
@@ -42,8 +44,8 @@ def partial_bytes(head_dim: int) -> int:
 
 
 @inner
-def _scores(query, keys, dim, scale):
-    """Scaled scores of one query against 16 keys."""
+def _scores(query, keys, dim, scale, soft_cap):
+    """Scaled and capped scores of one query against 16 keys."""
     zero = simd.splat_f32(np.float32(0.0))
     a, b, c, d = zero, zero, zero, zero
     for i in range(0, dim, 4):
@@ -52,7 +54,8 @@ def _scores(query, keys, dim, scale):
         b = simd.mul_add(simd.splat_f32(simd.peek_f32(q + 4)), simd.load_f32(k + 64), b)
         c = simd.mul_add(simd.splat_f32(simd.peek_f32(q + 8)), simd.load_f32(k + 128), c)
         d = simd.mul_add(simd.splat_f32(simd.peek_f32(q + 12)), simd.load_f32(k + 192), d)
-    return simd.mul(simd.add(simd.add(a, b), simd.add(c, d)), simd.splat_f32(scale))
+    scores = simd.mul(simd.add(simd.add(a, b), simd.add(c, d)), simd.splat_f32(scale))
+    return capped(scores, soft_cap) if soft_cap != np.float32(0.0) else scores
 
 
 @inner
@@ -85,13 +88,13 @@ def _weigh_values(weights, values, first, last, dim, out):
 
 
 @inner
-def _attend_run(query, keys, values, first, last, dim, scale, partial):
+def _attend_run(query, keys, values, first, last, dim, scale, soft_cap, partial):
     """Softmax over keys [first, last): partial = [max, sum, scratch of 512 + 32, out[dim]]."""
     start = first // 16 * 16
     scores = partial + 64
     top = simd.splat_f32(np.float32(-np.inf))
     for i in range(start, last, 16):
-        s = _scores(query, keys + 4 * i * dim, dim, scale)
+        s = _scores(query, keys + 4 * i * dim, dim, scale, soft_cap)
         simd.store_f32(scores + 4 * (i - start), s)
         if i < first or i + 16 > last:
             for lane in range(i, i + 16):
@@ -145,7 +148,7 @@ def _attend_item(args, token, kv_head, run):
         partial = simd.peek_i64(args + PARTIALS) + index * _partial_bytes(dim)
         _attend_run(
             queries + 4 * dim * head, keys, values, first, last, dim,
-            simd.peek_f32(args + SCALE), partial,
+            simd.peek_f32(args + SCALE), simd.peek_f32(args + SOFT_CAP), partial,
         )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ def packed_attention(
     packed: PackedTokens,
     *,
     scale: float,
+    soft_cap: float = 0.0,
     window: int | None = None,
     chosen: Chosen | None = None,
     out: Tensor | None = None,
@@ -33,6 +34,7 @@ def packed_attention(
     """Attend the new tokens of each sequence to its packed tokens, all of which are older.
 
     queries: float32 [M, at least heads * D], rotated, rows as the pass of the block table says.
+    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap), 0 for as they are.
     window: a query sees this many of the newest tokens, itself included. chosen: the blocks that
     are attended, for one new token a sequence; None: all.
     Returns float32 [M, heads * D] and the natural log-sum-exp [M, heads] (0 and -inf for a query
@@ -67,7 +69,7 @@ def packed_attention(
             len(table.items), window or 0, runs, run, base + scratch, base, out.data_ptr(),
             4 * out.stride(0), lse.data_ptr(), merge,
             address(None if chosen is None else chosen.blocks),
-            address(None if chosen is None else chosen.counts), longest, scale,
+            address(None if chosen is None else chosen.counts), longest, scale, soft_cap,
         )  # fmt: skip
         workers.run(packed_job.address, ctypes.addressof(args))
     return out, lse

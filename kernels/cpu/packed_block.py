@@ -14,6 +14,7 @@ import numpy as np
 from . import packed_emit as emit
 from . import simd
 from .compiled import inner
+from .soft_cap import capped
 
 TOKENS = 64
 ROWS = 16  # rows of one call: what is kept per row fills one vector
@@ -113,8 +114,11 @@ def _score_rows(codes, rows, half, kind, plane, ahead, scratch):
 
 
 @inner
-def _finish_scores(rows, firsts, scratch, maxima):
-    """Scale the scores, take their maxima, and find the correction of what was summed before."""
+def _finish_scores(rows, firsts, soft_cap, scratch, maxima):
+    """Scale and cap the scores, take their maxima, find the correction of what was summed before.
+
+    soft_cap: 0 for none.
+    """
     factors = scratch + FACTORS
     simd.store_f32(factors + PEAK, simd.splat_f32(np.float32(-np.inf)))
     for row in range(rows):
@@ -125,6 +129,9 @@ def _finish_scores(rows, firsts, scratch, maxima):
         b = simd.mul_add(simd.load_f32(scores + 64), scale, offset)
         c = simd.mul_add(simd.load_f32(scores + 128), scale, offset)
         d = simd.mul_add(simd.load_f32(scores + 192), scale, offset)
+        if soft_cap != np.float32(0.0):
+            a, b = capped(a, soft_cap), capped(b, soft_cap)
+            c, d = capped(c, soft_cap), capped(d, soft_cap)
         simd.store_f32(scores, a)
         simd.store_f32(scores + 64, b)
         simd.store_f32(scores + 128, c)
@@ -232,15 +239,16 @@ def _sum_values(codes, rows, half, kind, ahead, scratch, out):
 
 @inner
 def attend_block(
-    record, ahead, queries, stride, heads, rows, scale, half, k_bits, v_bits, firsts, maxima, sums,
-    out, scratch,
+    record, ahead, queries, stride, heads, rows, scale, soft_cap, half, k_bits, v_bits, firsts,
+    maxima, sums, out, scratch,
 ):  # fmt: skip
     """Add a block, K per channel, to the running attention of up to ROWS rows of one KV head.
 
     record: the block's address; ahead: bytes from there to the block that is read next. queries:
     float32, `heads` of dim together, then those of the next token `stride` bytes on. scale: of the
-    scores. firsts: int64 [rows], tokens of the block before it are not attended. maxima, sums:
-    float32 [ROWS]. out: float32 [rows, chunks, 64], lanes in `packed_emit.channel_order`.
+    scores. soft_cap: of scaled scores, 0 for none. firsts: int64 [rows], tokens of the block before
+    it are not attended. maxima, sums: float32 [ROWS]. out: float32 [rows, chunks, 64], lanes in
+    `packed_emit.channel_order`.
     """
     dim = 2 * half
     parts = 1 if half == 32 else 2
@@ -257,6 +265,6 @@ def attend_block(
         simd.poke_f32(scratch + FACTORS + SCALE + 4 * row, step * scale)
         simd.poke_f32(scratch + FACTORS + OFFSET + 4 * row, offset * scale)
     _score_rows(record, rows, half, kind, plane, ahead, scratch)
-    _finish_scores(rows, firsts, scratch, maxima)
+    _finish_scores(rows, firsts, soft_cap, scratch, maxima)
     _weigh_rows(rows, parts, v_scale, v_bits, scratch, maxima, sums)
     _sum_values(v_codes, rows, half, kind_of(half, v_bits), ahead, scratch, out)

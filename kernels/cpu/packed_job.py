@@ -32,12 +32,13 @@ class PackedArguments(ctypes.Structure):
             )
         ),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
     )  # fmt: skip
 
 
 (QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,
  TABLE_WIDTH, ITEMS, ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE,
- LSE, MERGE, CHOSEN, COUNTS, WIDTH, SCALE) = (
+ LSE, MERGE, CHOSEN, COUNTS, WIDTH, SCALE, SOFT_CAP) = (
     getattr(PackedArguments, field[0]).offset for field in PackedArguments._fields_
 )  # fmt: skip
 
@@ -104,8 +105,9 @@ def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, scratch):
             simd.poke_i64(scratch + _FIRSTS + 8 * row, seen - block * TOKENS)
         attend_block(
             record, following - record, queries, stride, heads, rows,
-            simd.peek_f32(args + SCALE), half, simd.peek_i64(args + K_BITS),
-            simd.peek_i64(args + V_BITS), scratch + _FIRSTS, maxima, sums, out, scratch,
+            simd.peek_f32(args + SCALE), simd.peek_f32(args + SOFT_CAP), half,
+            simd.peek_i64(args + K_BITS), simd.peek_i64(args + V_BITS), scratch + _FIRSTS, maxima,
+            sums, out, scratch,
         )  # fmt: skip
     for row in range(rows):
         state, to = _partial(args, first_row + token + row // heads, run, head + row % heads)

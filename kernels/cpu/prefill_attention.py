@@ -25,12 +25,14 @@ from .attention_fields import (
     QKV_STRIDE,
     SCALE,
     SLOTS,
+    SOFT_CAP,
     VALUES,
     M,
 )
 from .compiled import inner, job
 from .decode_attention import first_key
 from .pool import take
+from .soft_cap import cap_scores
 
 ROWS = 4  # tokens whose scores are computed together
 _RUN = 512  # keys between two corrections of the running softmax
@@ -148,11 +150,14 @@ def _run_of_keys(args, token, rows, head, start, last, scratch):
             q0, q1, q2, q3, keys + 4 * key * dim, dim, simd.peek_f32(args + SCALE),
             scratch + 4 * (key - start),
         )  # fmt: skip
+    soft_cap = simd.peek_f32(args + SOFT_CAP)
     states = scratch + ROWS * _SCORES
     whole = (last - start + 15) // 16 * 16 + start
     for row in range(ROWS):
         position = _position(args, token + min(row, rows - 1))
         low, high = first_key(args, position), position + 1
+        if soft_cap != np.float32(0.0):
+            cap_scores(scratch + row * _SCORES, whole - start, soft_cap)
         _softmax_row(scratch + row * _SCORES, start, whole, low, high, states + 64 * row)
     values = simd.peek_i64(args + VALUES) + cache + 4 * start * dim
     _weigh(scratch, values, last - start, dim, states, states + 64 * ROWS)

@@ -27,6 +27,7 @@ def token_attention(
     packed: PackedTokens,
     *,
     scale: float,
+    soft_cap: float,
     window: int | None,
     out: Tensor,
     lse: Tensor,
@@ -41,7 +42,9 @@ def token_attention(
         blocks = packed.table.blocks[span.slot, : packed.table.counts[span.slot] // BLOCK_TOKENS]
         for first in range(0, len(blocks), _BLOCKS):
             some = blocks[first : first + _BLOCKS].long()
-            found = _attend(rows[part], packed, span, some, first * BLOCK_TOKENS, scale, window)
+            found = _attend(
+                rows[part], packed, span, some, first * BLOCK_TOKENS, (scale, soft_cap), window
+            )
             _merge(outs[part], lse[part], *found)
 
 
@@ -51,7 +54,7 @@ def _attend(
     span: Span,
     blocks: Tensor,
     first: int,
-    scale: float,
+    score: tuple[float, float],  # scale and soft cap
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of query [T, heads, D] to some blocks: [T, heads, D] and log-sum-exp [T, heads]."""
@@ -60,7 +63,10 @@ def _attend(
         x.transpose(0, 1).flatten(1, 2).repeat_interleave(query.shape[1] // x.shape[1], 0)
         for x in unpack_blocks(packed.pool[blocks], packed.form)
     )
+    scale, soft_cap = score
     scores = torch.einsum("thd,hkd->thk", query, k) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if window is not None:
         begin = packed.table.first[span.slot] if packed.table.first else 0
         token = begin + first + torch.arange(k.shape[1])

@@ -20,7 +20,9 @@ SHAPES = [
     HeadShape(2, 1, 16, 0.3, norm_eps=1e-5),
     HeadShape(4, 2, 80, 0.1, window=37, norm_eps=1e-6),
     HeadShape(2, 2, 128, 0.1, window=600),
+    HeadShape(6, 2, 64, 0.4, soft_cap=2.0),
 ]
+SUNK, PARTLY = SHAPES[5], SHAPES[3]  # with sinks; with channels that are not rotated
 
 
 def _cache(shape: HeadShape, sequences: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -35,9 +37,11 @@ def _run(shape: HeadShape, passes: list[list[int]]) -> None:
     """Feed the same passes (new tokens of each sequence) to both; compare every output."""
     sequences = len(passes[0])
     caches = _cache(shape, sequences, torch.float32), _cache(shape, sequences, torch.float64)
-    angles = torch.rand(1408, shape.head_dim // 2) * 6.3
+    angles = torch.rand(1408, 10 if shape is PARTLY else shape.head_dim // 2) * 6.3
     rotary = (angles.cos(), angles.sin())
     norms = {}
+    if shape is SUNK:
+        norms = {"sinks": torch.randn(shape.heads)}
     if shape.norm_eps:
         norms = {"q_norm": torch.rand(shape.head_dim) + 0.5, "k_norm": torch.rand(shape.head_dim)}
     pasts = [0] * sequences
@@ -97,7 +101,9 @@ def test_a_full_cache_is_refused() -> None:
         ({"keys": torch.ones(1)}, "keys must be"),
         ({"q_norm": torch.ones(3)}, "norms must be"),
         ({"rotary": (torch.ones(1, 16), torch.ones(1, 16))}, "reach position 1"),
-        ({"rotary": (torch.ones(9, 15), torch.ones(9, 15))}, "cos and sin"),
+        ({"rotary": (torch.ones(9, 17), torch.ones(9, 17))}, "cos and sin"),
+        ({"rotary": (torch.ones(9, 15), torch.ones(9, 14))}, "cos and sin"),
+        ({"sinks": torch.ones(3)}, "sinks must be"),
         ({"ragged": Ragged.of([1, 1], [0, 0])}, "2 sequences"),
     ],
 )

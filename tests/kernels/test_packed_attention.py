@@ -40,7 +40,7 @@ class Case:
         tokens = PackedTokens(self.form, self.pool, table)
         return packed_attention(self.q, self.heads, tokens, scale=self.scale, **options)
 
-    def expected(self, window: int | None = None) -> tuple[Tensor, Tensor]:
+    def expected(self, window: int | None = None, soft_cap: float = 0.0) -> tuple[Tensor, Tensor]:
         """Output [M, heads * D] and log-sum-exp [M, heads] in float64."""
         k, v = dequantize_blocks(self.pool, self.form)
         group = self.heads // self.pool.shape[1]
@@ -56,6 +56,8 @@ class Case:
             )
             q = self.q[row].double().view(self.heads, -1, 1)
             scores = (keys @ q)[..., 0] * self.scale
+            if soft_cap:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
             if window:
                 scores[:, : max(0, int(position) + 1 - window)] = -torch.inf
             lse.append(scores.logsumexp(-1))
@@ -88,7 +90,7 @@ def make(
     return Case(form, heads, q, quantize_blocks(k, v, form), table, packed, ragged)
 
 
-def check(case: Case, **options: int) -> None:
+def check(case: Case, **options: Any) -> None:
     out, lse = case.run(**options)
     expected_out, expected_lse = case.expected(**options)
     assert_close(out, expected_out.float(), tolerance=PACKED_ATTENTION)
@@ -116,6 +118,11 @@ def test_many_new_tokens_attend_together(head_dim: int) -> None:
 @pytest.mark.parametrize("window", [1, 8, 64, 100, 1500])
 def test_a_window_leaves_out_the_oldest_tokens(window: int, counts: tuple[int, ...] | None) -> None:
     check(make(KVFormat(64), 4, 2, (40, 17, 3), counts), window=window)
+
+
+@pytest.mark.parametrize("counts", [None, (40, 3, 70)])
+def test_scores_level_off(counts: tuple[int, ...] | None) -> None:
+    check(make(KVFormat(64), 4, 2, (40, 17, 3), counts), soft_cap=3.0, window=100)
 
 
 def test_a_sequence_without_blocks_weighs_nothing() -> None:
