@@ -67,7 +67,7 @@ def write_random_checkpoint(path: Path, config: Mapping[str, Any], seed: int = 0
 
     with CheckpointWriter(path) as writer:
         for layer in range(spec.num_layers):
-            weights = draw(names.layer_weights(spec), names.layer_prefix(layer), 4)
+            weights = draw(names.layer_weights(spec, layer), names.layer_prefix(layer), 4)
             writer.write_layer(layer, weights)
         writer.write_outer(draw(names.outer_weights(spec), "", _HEAD_BITS))
         writer.finish(

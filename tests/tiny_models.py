@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gguf import GGUFWriter
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (
@@ -26,8 +30,9 @@ from qoff.kernels.ops import Ops
 from qoff.kernels.qtensor import QTensor
 from qoff.memory.units import HEAD, Unit, local_names, unit_files
 from qoff.models import names
+from qoff.models.batch import Batch
 from qoff.models.convert import convert
-from qoff.models.decoder import Batch, Decoder
+from qoff.models.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
@@ -98,7 +103,107 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "no_rope_layer_interval": 2,
     },
+    "phi3": {"model_type": "phi3", "num_key_value_heads": 2, "sliding_window": 9},
+    "phi4-partial": {
+        "model_type": "phi3",
+        "hidden_size": 128,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.75,
+        "tie_word_embeddings": True,
+    },
+    "phi3-longrope": {
+        "model_type": "phi3",
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + i / 8 for i in range(8)],
+            "long_factor": [2.0 + i for i in range(8)],
+        },
+        "original_max_position_embeddings": 64,
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 3.0,
+    },
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2},
+    "glm": {"model_type": "glm", "head_dim": 32, "num_key_value_heads": 2},
+    "glm4": {"model_type": "glm4", "head_dim": 32, "num_key_value_heads": 2},
+    "gemma": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "opt": {"model_type": "opt", "ffn_dim": 96, "tie_word_embeddings": True},
+    "opt-350m": {
+        "model_type": "opt",
+        "ffn_dim": 96,
+        "do_layer_norm_before": False,
+        "word_embed_proj_dim": 64,
+    },
+    "gpt-neox": {"model_type": "gpt_neox", "hidden_size": 128, "rotary_pct": 0.25},
+    "gpt-neox-serial": {
+        "model_type": "gpt_neox",
+        "hidden_size": 128,
+        "attention_bias": False,
+        "use_parallel_residual": False,
+    },
+    "starcoder2": {
+        "model_type": "starcoder2",
+        "num_key_value_heads": 2,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 2},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+    },
+    "qwen2-moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [0],
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
 }
+EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]
 
 
 def save_model(directory: Path, family: str = "llama", **changes: Any) -> None:
@@ -207,11 +312,14 @@ def reference_model(path: Path) -> Any:
     """The transformers model, in float32, with the dequantized weights of a checkpoint."""
     checkpoint = Checkpoint.open(path)
     config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    missing, unexpected = model.load_state_dict(dict(_state(checkpoint)), strict=False)
-    assert not unexpected
-    assert missing == ["lm_head.weight"] * config["tie_word_embeddings"]
-    model.tie_weights()
+    state = {name: tensor.contiguous() for name, tensor in _state(checkpoint)}
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(state, Path(folder, "model.safetensors"), {"format": "pt"})
+        Path(folder, "config.json").write_text(json.dumps(config))
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+    assert not any(loading.values()), loading
     model.generation_config = GenerationConfig.from_pretrained(path)
     return model.float().eval()
 
@@ -220,15 +328,45 @@ def _state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The tensors of Hugging Face that the weights of a checkpoint were made of."""
     spec = DecoderSpec.from_config(checkpoint.config)
     units = [
-        (names.layer_prefix(i), names.layer_weights(spec), file)
+        (names.layer_prefix(i), names.layer_weights(spec, i), file)
         for i, file in enumerate(checkpoint.layers)
     ]
+    experts: dict[str, dict[int, Tensor]] = {}  # parts of one tensor
     for prefix, weights, file in [*units, ("", names.outer_weights(spec), checkpoint.outer)]:
         for weight in weights:
             stored = read_weight(file, file.weights[prefix + weight.name])
             value = stored.dequantize() if isinstance(stored, QTensor) else stored
             for i, part in enumerate(weight.parts):
-                yield prefix + part.source, value[weight.destination(i, 0, part.rows)]
+                rows = value[weight.destination(i, 0, part.rows)] - part.plus
+                rows = rows.T if part.transposed else rows
+                if part.expert is not None:
+                    experts.setdefault(part.source, {})[part.expert] = rows
+                    continue
+                yield part.source, rows.view(-1, part.flat) if part.flat else rows
+    for source, found in experts.items():
+        yield source, torch.stack([found[e] for e in range(len(found))])
+
+
+def in_one_memory(weights: Mapping[str, QTensor | Tensor]) -> dict[str, QTensor | Tensor]:
+    """The same weights, the quantized ones one behind the other, as in a slot."""
+    parts = [(w.codes, w.scale_min) for w in weights.values() if isinstance(w, QTensor)]
+    memory = torch.empty(
+        sum(-(-x.nbytes // 64) * 64 for both in parts for x in both), dtype=torch.uint8
+    )
+    at = 0
+
+    def placed(x: Tensor) -> Tensor:
+        nonlocal at
+        view = memory[at : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        at += -(-x.nbytes // 64) * 64
+        return view
+
+    return {
+        name: replace(w, codes=placed(w.codes), scale_min=placed(w.scale_min))
+        if isinstance(w, QTensor)
+        else w
+        for name, w in weights.items()
+    }
 
 
 class PlainRun:
@@ -239,11 +377,13 @@ class PlainRun:
         self._units: dict[Unit, Mapping[str, QTensor | Tensor]] = {}
         for unit, file in unit_files(checkpoint).items():
             local = local_names(unit, file.weights)
-            self._units[unit] = {
-                local[name]: w.to_packing(ops.PACKING) if isinstance(w, QTensor) else w
-                for name, entry in file.weights.items()
-                for w in [read_weight(file, entry)]
-            }
+            self._units[unit] = in_one_memory(
+                {
+                    local[name]: w.to_packing(ops.PACKING) if isinstance(w, QTensor) else w
+                    for name, entry in file.weights.items()
+                    for w in [read_weight(file, entry)]
+                }
+            )
         outer = self._units[HEAD]
         table = outer[names.EMBEDDING]
         assert isinstance(table, QTensor)

@@ -34,7 +34,8 @@ from qoff.memory.disk import DiskReader
 from qoff.memory.link import Link
 from qoff.memory.spill import SpillFile
 from qoff.memory.timeline import Timeline
-from qoff.models.decoder import Activations, Batch, Kept, Scratch, head_shapes
+from qoff.models.batch import Activations, Batch, Kept, Scratch
+from qoff.models.decoder import head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan

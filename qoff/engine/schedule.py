@@ -13,7 +13,8 @@ from qoff.memory import Unit, WeightStore
 from qoff.memory.activations import ParkedActivations
 from qoff.memory.timeline import Timeline
 from qoff.memory.units import unit_label
-from qoff.models.decoder import Batch, Decoder
+from qoff.models.batch import Batch
+from qoff.models.decoder import Decoder
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from qoff.errors import BudgetError
 from .arena import PAGE
 from .residency import Residency, residency_of, rows_image, streamed_image, streamed_images
 from .spread import spread_evenly
-from .units import EMBEDDING, HEAD, has_own_head, unit_files, unit_weights
+from .units import EMBEDDING, HEAD, has_own_head, placed_together, unit_files, unit_weights
 
 _LOAD_BYTES = 64 << 20  # at most, of a staging buffer when all weights are resident
 _HEAD_TILES = 8  # beside layers that stream whole, about as many tiles of a head, or fewer
@@ -33,9 +33,10 @@ def plan_residency(
     """Keep as much as fits into `device_memory` bytes (None: everything), stream the rest.
 
     First the head, whose slot would be the largest; then the ends of all layers alike, a tensor at
-    a time; then one tensor more of as many layers as possible. An untied embedding stays only when
-    everything does. `workspace` bytes are left free for computations. Where two whole units do not
-    fit, first the head streams in tiles, then the largest units, in as few tiles as possible.
+    a time, the experts of a layer together; then one tensor more of as many layers as possible. An
+    untied embedding stays only when everything does. `workspace` bytes are left free for
+    computations. Where two whole units do not fit, first the head streams in tiles, then the
+    largest units, in as few tiles as possible.
 
     Up to `host_memory` bytes (None: as many as buffers need) hold the sources of streaming units,
     evenly spread among those on disk, and `host_staging` buffers between disk and device (0: reads
@@ -99,7 +100,7 @@ class _Planner:
     def __init__(self, checkpoint: Checkpoint, slots: int, workspace: int, packing: str) -> None:
         self._checkpoint = checkpoint
         self._slots, self._workspace, self._packing = slots, workspace, packing
-        self._layers = [tuple(file.weights) for file in checkpoint.layers]
+        self._layers = [placed_together(file.weights) for file in checkpoint.layers]
         self._head = unit_weights(checkpoint, HEAD)
         self._levels = max(map(len, self._layers), default=0)
         self.least = 1 << 62
@@ -155,13 +156,13 @@ class _Planner:
         return plan
 
     def _even(self, head: bool, level: int, extra: int, tile: int | None = None) -> Residency:
-        """The last `level` weights of every layer stay, and one more of `extra` layers."""
+        """The last `level` pieces of every layer stay, and one more of `extra` layers."""
         count = len(self._layers)
         more = {i * count // extra for i in range(extra)}
         names = list(self._head) if head else []
         for i, weights in enumerate(self._layers):
             kept = min(level + (i in more), len(weights))
-            names += weights[len(weights) - kept :]
+            names += (name for piece in weights[len(weights) - kept :] for name in piece)
         return self.keep(names, tile)
 
     def _fill_up(

@@ -23,6 +23,7 @@ from .units import (
     Tile,
     Unit,
     WholeUnit,
+    is_expert,
     local_names,
     tile_source,
     unit_files,
@@ -75,8 +76,8 @@ def residency_of(
     """The residency that keeps the named weights, and what it takes in bytes.
 
     A unit that would stream more than `tile_bytes` streams in tiles of at most that, or of 32 rows,
-    and its vectors stay too. Raises ArgumentError for fewer than two slots or a name the checkpoint
-    does not have.
+    and its vectors stay too; but not one with experts. Raises ArgumentError for fewer than two
+    slots or a name the checkpoint does not have.
     """
     if slots < 2:
         raise ArgumentError(f"{slots} slots are too few: one is read while another is in use")
@@ -89,7 +90,9 @@ def residency_of(
     resident_bytes = slot = staging = 0
     for unit, file in files.items():
         streamed = streamed_image(checkpoint, unit, kept, packing)
-        if streamed is not None and tile_bytes is not None and streamed.nbytes > tile_bytes:
+        if _in_tiles(streamed, tile_bytes):
+            assert streamed is not None
+            assert tile_bytes is not None
             matrices = _matrices(file, streamed.raw)
             kept.update(name for name in streamed.raw if name not in matrices)
             for name, entry in matrices.items():
@@ -114,6 +117,13 @@ def residency_of(
         packing,
         tuple(tiles),
     )
+
+
+def _in_tiles(streamed: Image | None, tile_bytes: int | None) -> bool:
+    """Whether what a unit streams is too large for one piece, and can be cut."""
+    if streamed is None or tile_bytes is None or streamed.nbytes <= tile_bytes:
+        return False
+    return not any(is_expert(name) for name in streamed.raw)
 
 
 def resident_images(file: WeightFile, names: Iterable[str], packing: str) -> list[Image]:

@@ -40,6 +40,7 @@ class TiledMatrix:
 HEAD = "head"  # the outer weights: final norm, and head or tied embedding
 EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
+_EXPERTS = ".mlp.experts."  # in the names of experts' weights
 
 
 def unit_label(unit: Unit) -> str:
@@ -70,6 +71,22 @@ def unit_weights(checkpoint: Checkpoint, unit: WholeUnit) -> tuple[str, ...]:
 def has_own_head(checkpoint: Checkpoint) -> bool:
     """Whether there is a head besides the embedding (not tied)."""
     return LM_HEAD in checkpoint.outer.weights
+
+
+def is_expert(name: str) -> bool:
+    """Whether a weight is an expert's. Those of a layer lie together, and are never tiled."""
+    return _EXPERTS in name
+
+
+def placed_together(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Weights of a layer file in the pieces that stay or stream as one: all experts are one."""
+    pieces: list[tuple[str, ...]] = []
+    for name in names:
+        if pieces and is_expert(name) and is_expert(pieces[-1][0]):
+            pieces[-1] = (*pieces[-1], name)
+        else:
+            pieces.append((name,))
+    return tuple(pieces)
 
 
 def local_names(unit: WholeUnit, weights: Iterable[str]) -> dict[str, str]:

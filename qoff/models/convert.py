@@ -20,10 +20,13 @@ from qoff.checkpoint import CheckpointWriter
 from qoff.errors import FormatError, QuantizationError
 from qoff.kernels.packing import GROUP_SIZES, packed_shapes
 from qoff.quant import QTensor, QuantConfig, quantize
+from qoff.quant.rows import reordered
 
-from .names import ROW_BLOCK, Weight, layer_prefix, layer_weights, outer_weights
+from .families import converted
+from .names import ROW_BLOCK, Part, Weight, layer_prefix, layer_weights, outer_weights
 from .sources import Source, TensorInfo, open_source
 from .spec import DecoderSpec
+from .tensor_names import TensorNames
 
 Progress = Callable[[int, int], None]  # units done, units in all: the layers and the outer file
 _PIECE = 1 << 21  # weights read at a time
@@ -51,12 +54,12 @@ def convert(
     """
     source = open_source(source_path)
     job = _Job(source, _resolved(quant or QuantConfig(), for_cpu), requantize)
-    config = source.config()
+    config, names = converted(source.config(), lambda name: source.info(name) is not None)
     spec = DecoderSpec.from_config(config)
-    if spec.tie_word_embeddings and _has_other_head(source, spec):
+    if spec.tie_word_embeddings and _has_other_head(source, spec, names):
         spec = replace(spec, tie_word_embeddings=False)
-    units = [*((layer_prefix(i), layer_weights(spec)) for i in range(spec.num_layers))]
-    units.append(("", outer_weights(spec)))
+    units = [*((layer_prefix(i), layer_weights(spec, i, names)) for i in range(spec.num_layers))]
+    units.append(("", outer_weights(spec, names)))
     expected = sum(job.check(prefix, weights) for prefix, weights in units)
     files = source.files()
     with CheckpointWriter(out, overwrite=overwrite, expected_bytes=expected) as writer:
@@ -94,7 +97,7 @@ class _Job:
         if weight.columns is None:
             return self._vector(prefix, weight)
         bits, group, imported = self._format(prefix, weight)
-        self.formats[bits, group, imported] += not weight.name.endswith(("embed_tokens", "lm_head"))
+        self.formats[bits, group, imported] += not weight.sensitive
         out = _empty((weight.rows, weight.columns), bits, group, self.quant)
         for rows, piece in self._pieces(prefix, weight, bits, group):
             if piece.scale_min.dtype.itemsize > out.scale_min.dtype.itemsize:
@@ -115,12 +118,15 @@ class _Job:
         }
 
     def _check(self, prefix: str, weight: Weight) -> int:
-        for part in range(len(weight.parts)):
-            name, wanted = prefix + weight.parts[part].source, weight.part_shape(part)
-            info = self._info(name)
-            if info.shape != wanted:
+        for number, part in enumerate(weight.parts):
+            found, wanted = self._info(part.source).shape, weight.stored_shape(number)
+            if part.expert is not None:
+                wanted = (found[0] if found[0] > part.expert else part.expert + 1, *wanted)
+            if part.times is not None:
+                wanted = (wanted[0], *found[1:])
+            if found != wanted:
                 raise FormatError(
-                    f"{self.source.path}: tensor {name} has shape {info.shape}, "
+                    f"{self.source.path}: tensor {part.source} has shape {found}, "
                     f"but config.json wants {wanted}; they are not of one model"
                 )
         if weight.columns is None:
@@ -147,7 +153,7 @@ class _Job:
 
     def _format(self, prefix: str, weight: Weight) -> tuple[int, int, bool]:
         """Return bits and group of a matrix, and whether they are those of the source."""
-        names = [prefix + part.source for part in weight.parts]
+        names = [part.source for part in weight.parts]
         stored = [self._info(name).quantized for name in names]
         found = sorted({x for x in stored if x is not None})
         if len(found) == 1:
@@ -161,21 +167,38 @@ class _Job:
                 f"({listed}); pass requantize=True (--requantize) to quantize them anew, at some "
                 "loss, or use a file of one format"
             )
-        outer = not prefix
-        return self.quant.head_bits if outer else self.quant.bits, self.quant.group_size, False
+        bits = self.quant.head_bits if weight.sensitive else self.quant.bits
+        return bits, self.quant.group_size, False
 
     def _pieces(
         self, prefix: str, weight: Weight, bits: int, group: int
     ) -> Iterator[tuple[Tensor, QTensor]]:
         """Yield pieces of a matrix in the wanted packing, each with the rows it goes to."""
         assert weight.columns is not None
-        rows = max(ROW_BLOCK, _PIECE // weight.columns // ROW_BLOCK * ROW_BLOCK)
         for i, part in enumerate(weight.parts):
+            rows = max(1, _PIECE // weight.columns // part.unit) * part.unit
             start = 0
-            for data in self.source.chunks(prefix + part.source, rows):
-                piece = self._quantized(data, bits, group, prefix + part.source)
-                yield weight.destination(i, start, start + piece.shape[0]), piece
-                start += piece.shape[0]
+            for data in self._read(part, rows):
+                to = weight.destination(i, start, start + data.shape[0])
+                start += data.shape[0]
+                order = to.argsort()
+                piece = self._quantized(data, bits, group, part.source)
+                yield to[order], piece if _ascending(order) else reordered(piece, order)
+
+    def _read(self, part: Part, rows: int) -> Iterator[Tensor | QTensor]:
+        """A part in pieces of `rows` rows."""
+        if part.expert is not None:
+            whole = self.source.item(part.source, part.expert)
+            whole = whole.T.contiguous() if part.transposed else whole
+            yield from whole.split(rows)
+            return
+        factor = None
+        if part.times is not None:
+            name, transposed = part.times
+            factor = torch.cat([_floats(x, name) for x in self.source.chunks(name, ROW_BLOCK)])
+            factor = factor.T if transposed else factor
+        for data in self.source.chunks(part.source, rows):
+            yield data if factor is None else _floats(data, part.source) @ factor
 
     def _quantized(self, data: Tensor | QTensor, bits: int, group: int, name: str) -> QTensor:
         quant = self.quant
@@ -190,8 +213,9 @@ class _Job:
     def _vector(self, prefix: str, weight: Weight) -> Tensor:
         out = torch.empty(weight.rows)
         for i, part in enumerate(weight.parts):
-            name = prefix + part.source
-            values = torch.cat([_floats(x, name) for x in self.source.chunks(name, part.rows)])
+            name = part.source
+            pieces = self.source.chunks(name, part.rows)
+            values = torch.cat([_floats(x, name).flatten() for x in pieces]) + part.plus
             if not bool(torch.isfinite(values).all()):
                 raise QuantizationError(f"{name}: holds NaN or infinity; get the model again")
             out[weight.destination(i, 0, part.rows)] = values
@@ -202,18 +226,22 @@ def _resolved(quant: QuantConfig, for_cpu: bool) -> QuantConfig:
     return replace(quant, packing="cpu16") if for_cpu else quant
 
 
+def _ascending(order: Tensor) -> bool:
+    return bool((order == torch.arange(len(order))).all())
+
+
 def _floats(data: Tensor | QTensor, name: str) -> Tensor:
     if isinstance(data, QTensor) or not data.is_floating_point():
         raise FormatError(f"{name}: expected a vector of floats; the model is damaged")
     return data.float()
 
 
-def _has_other_head(source: Source, spec: DecoderSpec) -> bool:
+def _has_other_head(source: Source, spec: DecoderSpec, names: TensorNames) -> bool:
     """Whether a head is there that differs from the embedding it is declared to be tied to.
 
     transformers does not tie the two then.
     """
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    embedding, head = names.embedding, names.head
     if source.info(head) is None or source.info(embedding) is None:
         return False
     if source.info(head) != source.info(embedding):

@@ -125,6 +125,9 @@ class GGUFSource:
             stop = min(start + rows, weight.shape[0])
             yield weight.rows(start, stop) if isinstance(weight, QTensor) else weight[start:stop]
 
+    def item(self, name: str, index: int) -> Tensor:
+        raise FormatError(f"{self.path}: {name} has no parts of its own in a GGUF file")
+
     def files(self) -> Mapping[str, bytes | Path]:
         from transformers import GenerationConfig
 

@@ -7,22 +7,25 @@ from torch import Tensor
 
 from qoff.errors import UnsupportedModelError
 
-from .spec import DecoderSpec
+from .spec import DecoderSpec, RopeSpec
 
 CPU = torch.device("cpu")
 _FIRST_ROWS = 256
 
 
-def inverse_frequencies(spec: DecoderSpec) -> tuple[Tensor, float]:
-    """Return the angle per position of each channel pair, float32 [head_dim / 2], and a factor.
+def inverse_frequencies(spec: DecoderSpec, rope: RopeSpec | None = None) -> tuple[Tensor, float]:
+    """Return the angle per position of each channel pair, float32 [rope.dim / 2], and a factor.
 
-    Cosines and sines are multiplied by the factor. The formulas of scaled kinds are transformers'
-    `ROPE_INIT_FUNCTIONS`; "dynamic" is taken at its base, which holds up to
-    `max_position_embeddings`.
+    rope: of the spec's (default: the one of most layers). Cosines and sines are multiplied by the
+    factor. The formulas of scaled kinds are transformers' `ROPE_INIT_FUNCTIONS`; "dynamic" and
+    "longrope" are taken as they are up to `position_limit`.
     """
-    if spec.rope.kind == "default":
-        exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-        return 1.0 / (spec.rope.theta**exponents), 1.0
+    rope = rope or spec.rope
+    if rope is None:
+        raise UnsupportedModelError(f"{spec.model_type} has no rotary position embedding")
+    if rope.kind == "default":
+        exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
+        return 1.0 / (rope.theta**exponents), 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -31,30 +34,42 @@ def inverse_frequencies(spec: DecoderSpec) -> tuple[Tensor, float]:
         num_attention_heads=spec.num_heads,
         head_dim=spec.head_dim,
         max_position_embeddings=spec.max_position_embeddings,
-        rope_parameters=spec.rope.parameters(),
+        rope_parameters=rope.parameters(),
     )
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[spec.rope.kind](config)
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope.kind](config)
     return inv_freq.float(), float(factor)
+
+
+def position_limit(spec: DecoderSpec, rope: RopeSpec) -> int | None:
+    """The number of positions beyond which the frequencies of a kind would change; None: never."""
+    if rope.kind == "dynamic":
+        return spec.max_position_embeddings
+    if rope.kind == "longrope":
+        return int(dict(rope.scaling)["original_max_position_embeddings"])
+    return None
 
 
 class RotaryTable:
     """Cosines and sines of the positions 0, 1, ..., as many as were asked for so far.
 
-    Channel i of a head is paired with channel i + head_dim / 2 and turned by column i. They are
+    Channel i of a head is paired with channel i + rope.dim / 2 and turned by column i. They are
     computed on the CPU, and lie on `device`.
     """
 
-    def __init__(self, spec: DecoderSpec, device: torch.device = CPU) -> None:
-        self._inv_freq, self._factor = inverse_frequencies(spec)
-        self._limit = spec.max_position_embeddings if spec.rope.kind == "dynamic" else None
-        self._cos = self._sin = torch.empty(0, spec.head_dim // 2, device=device)
+    def __init__(
+        self, spec: DecoderSpec, rope: RopeSpec | None = None, device: torch.device = CPU
+    ) -> None:
+        rope = rope or spec.rope
+        self._inv_freq, self._factor = inverse_frequencies(spec, rope)
+        assert rope is not None
+        self._kind, self._limit = rope.kind, position_limit(spec, rope)
+        self._cos = self._sin = torch.empty(0, rope.dim // 2, device=device)
 
     def upto(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, float32 [positions, head_dim / 2], views of the table.
+        """Return cosines and sines, float32 [positions, rope.dim / 2], views of the table.
 
         The table doubles when it is too short; views given out before stay valid. Raises
-        UnsupportedModelError beyond `max_position_embeddings` for the kind "dynamic", whose
-        frequencies would change there.
+        UnsupportedModelError beyond `position_limit`.
         """
         if positions > len(self._cos):
             self._grow(positions)
@@ -63,11 +78,12 @@ class RotaryTable:
     def _grow(self, positions: int) -> None:
         if self._limit is not None and positions > self._limit:
             raise UnsupportedModelError(
-                f"rope_type 'dynamic' is supported up to max_position_embeddings={self._limit} "
-                f"positions, not {positions}; use a shorter context"
+                f"rope_type {self._kind!r} is supported up to {self._limit} positions, "
+                f"not {positions}; use a shorter context"
             )
         have = len(self._cos)
-        rows = torch.arange(have, max(positions, 2 * have, _FIRST_ROWS), dtype=torch.float32)
+        most = max(positions, 2 * have, _FIRST_ROWS)
+        rows = torch.arange(have, most, dtype=torch.float32)
         angles = rows[:, None] * self._inv_freq
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
         self._cos = torch.cat((self._cos, cos.to(self._cos.device)))

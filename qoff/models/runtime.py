@@ -22,7 +22,8 @@ from qoff.memory.timeline import Timeline
 from qoff.memory.units import unit_label
 
 from . import names
-from .decoder import HEAD, UNPACKED_ON_GPU, Batch, Decoder
+from .batch import Batch
+from .decoder import HEAD, UNPACKED_ON_GPU, Decoder
 from .graphs import Replays
 from .spec import DecoderSpec
 

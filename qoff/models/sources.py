@@ -60,6 +60,9 @@ class Source(Protocol):
     def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
         """Read a tensor in pieces of `rows` rows, a multiple of 16, in their order."""
 
+    def item(self, name: str, index: int) -> Tensor:
+        """Read one of the first dimension of a tensor of floats."""
+
     def files(self) -> Mapping[str, bytes | Path]:
         """Return tokenizer files and `generation_config.json`, by name."""
 
@@ -144,14 +147,21 @@ class SafetensorsSource:
         return None if stored is None else TensorInfo(stored.shape, None)
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor]:
+        for start in range(0, self._tensors[name].shape[0], rows):
+            yield self._rows(name, start, rows)
+
+    def item(self, name: str, index: int) -> Tensor:
+        return self._rows(name, index, 1)[0]
+
+    def _rows(self, name: str, start: int, rows: int) -> Tensor:
+        """Up to `rows` of the first dimension of a tensor."""
         stored = self._tensors[name]
         row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        count = min(rows, stored.shape[0] - start)
+        data = torch.empty(count * row_bytes, dtype=torch.uint8)
         with stored.path.open("rb", buffering=0) as file:
-            for start in range(0, stored.shape[0], rows):
-                count = min(rows, stored.shape[0] - start)
-                data = torch.empty(count * row_bytes, dtype=torch.uint8)
-                _read_at(file.fileno(), stored.offset + start * row_bytes, data, stored.path)
-                yield data.view(stored.dtype).view(count, *stored.shape[1:])
+            _read_at(file.fileno(), stored.offset + start * row_bytes, data, stored.path)
+        return data.view(stored.dtype).view(count, *stored.shape[1:])
 
     def files(self) -> Mapping[str, bytes | Path]:
         return {name: self.path / name for name in COMPANIONS if (self.path / name).is_file()}

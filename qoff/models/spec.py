@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from qoff.errors import UnsupportedModelError
 
-ACTIVATIONS = ("silu",)
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding over the whole head: its kind, base and scaling parameters.
+    """Rotary position embedding: its kind, base and scaling parameters.
 
     `scaling` holds the remaining keys of transformers' `rope_parameters` (factor, beta_fast, ...),
-    sorted. Raises UnsupportedModelError for a kind that is not in ROPE_KINDS.
+    sorted. dim: so many channels of each head turn, the first ones. Raises UnsupportedModelError
+    for a kind that is not in ROPE_KINDS.
     """
 
     kind: str
     theta: float
+    dim: int
     scaling: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -29,21 +32,59 @@ class RopeSpec:
             raise unsupported("rope_parameters.rope_type", self.kind, ", ".join(ROPE_KINDS))
         if not self.theta > 0:
             raise unsupported("rope_parameters.rope_theta", self.theta, "a number above 0")
-        partial = dict(self.scaling).get("partial_rotary_factor", 1.0)
-        if partial != 1.0:
-            raise unsupported("rope_parameters.partial_rotary_factor", partial, "1.0")
+        if self.dim < 2 or self.dim % 2:
+            raise unsupported(
+                "rope_parameters.partial_rotary_factor",
+                f"of {self.dim} channels",
+                "an even number of channels",
+            )
 
     def parameters(self) -> dict[str, Any]:
         """Return the `rope_parameters` dict that transformers calls the same thing."""
-        return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.scaling)}
+        scaling = {key: list(x) if isinstance(x, tuple) else x for key, x in self.scaling}
+        return {"rope_type": self.kind, "rope_theta": self.theta, **scaling}
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts in place of the MLP, in some layers.
+
+    A linear router scores all experts for each token; the `chosen` best of them compute, and their
+    outputs are added up, weighted by the softmax of the scores of all experts ("all") or of the
+    chosen ones ("chosen"). normalized: the weights are divided by their sum.
+    """
+
+    count: int
+    chosen: int  # for a token
+    intermediate_size: int
+    layers: tuple[bool, ...]  # per layer: whether it has experts; otherwise it has an MLP
+    softmax: Literal["all", "chosen"] = "all"
+    normalized: bool = True
+    activation: str = "silu"
+    router_bias: bool = False
+    bias: bool = False  # of the experts' matrices
+    shared_size: int = 0  # intermediate size of an MLP that all tokens go through too; 0: none
+    shared_gate: bool = False  # its output is scaled by the sigmoid of a score
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.count:
+            raise unsupported("num_experts_per_tok", self.chosen, f"1 to {self.count} experts")
+        if self.intermediate_size < 1:
+            raise unsupported(
+                "intermediate_size of experts", self.intermediate_size, "a whole number above 0"
+            )
+        if self.activation not in EXPERT_ACTIVATIONS:
+            raise unsupported("hidden_act", self.activation, ", ".join(EXPERT_ACTIVATIONS))
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder with pre-norm RMSNorm, rotary attention and a gated MLP, and its switches.
+    """A decoder layer by layer: attention and MLP, each added to the hidden states; its switches.
 
-    Raises UnsupportedModelError, naming the key of `config.json`, for numbers that do not fit each
-    other and for switches without an implementation.
+    With `pre_norm` the input of both is normalized, with `post_norm` their output is, before it is
+    added, with `norm_after_add` the sum. parallel: both compute from the same hidden states. Raises
+    UnsupportedModelError, naming the key of `config.json`, for numbers that do not fit each other
+    and for switches without an implementation.
     """
 
     model_type: str
@@ -56,15 +97,34 @@ class DecoderSpec:
     head_dim: int
     max_position_embeddings: int
     norm_eps: float
-    rope: RopeSpec
+    rope: RopeSpec | None
     rope_layers: tuple[bool, ...]  # per layer: whether it rotates queries and keys
     sliding_window: tuple[int | None, ...]  # per layer: tokens attended to, itself included
     activation: str = "silu"
+    gated: bool = True  # the MLP is down(act(gate(x)) * up(x)), or else down(act(up(x)))
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over head_dim of each query and key head, before RoPE
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm, or LayerNorm with a bias
+    pre_norm: bool = True
+    post_norm: bool = False
+    norm_after_add: bool = False
+    final_norm: bool = True
+    parallel: bool = False
+    qk_norm: Literal["none", "head", "all"] = "none"  # RMSNorm of each query and key head, or of
+    # all queries and of all keys of a token, before RoPE
+    local_rope: RopeSpec | None = None  # of layers with a sliding window, where it differs
+    learned_positions: int = 0  # rows of a table of which one is added to each embedding
+    position_offset: int = 0  # the row of position 0
+    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
+    attention_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
+    sinks: bool = False  # each head has a score for a key without a value
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0
     tie_word_embeddings: bool = False
+    experts: ExpertsSpec | None = None
 
     def __post_init__(self) -> None:
         for field, key in _SIZES.items():
@@ -76,11 +136,15 @@ class DecoderSpec:
             )
         if self.head_dim % 2:
             raise unsupported("head_dim", self.head_dim, "an even number")
+        for rope in (self.rope, self.local_rope):
+            if rope is not None and rope.dim > self.head_dim:
+                raise unsupported("partial_rotary_factor", rope.dim, f"up to {self.head_dim}")
         if self.activation not in ACTIVATIONS:
             raise unsupported("hidden_act", self.activation, ", ".join(ACTIVATIONS))
         for key, per_layer in (
             ("no_rope_layers", self.rope_layers),
             ("layer_types", self.sliding_window),
+            ("mlp_only_layers", self.experts.layers if self.experts else self.rope_layers),
         ):
             if len(per_layer) != self.num_layers:
                 raise unsupported(
@@ -100,13 +164,24 @@ class DecoderSpec:
         """Outputs of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """How a layer rotates queries and keys; None: it does not."""
+        if not self.rope_layers[layer]:
+            return None
+        local = self.sliding_window[layer] is not None and self.local_rope is not None
+        return self.local_rope if local else self.rope
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        return self.experts is not None and self.experts.layers[layer]
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read the spec from a Hugging Face `config.json`, of transformers 4 or 5.
 
         Raises UnsupportedModelError naming the key, what was found and what is supported.
         """
-        from .llama import read_spec  # below this module in the file tree, above it in meaning
+        from .families import read_spec  # below this module in the file tree, above it in meaning
 
         return cls(**read_spec(config))
 

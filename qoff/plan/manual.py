@@ -16,7 +16,7 @@ from qoff.kvcache.recent import RecentTokens
 from qoff.kvcache.recent import Scratch as KVScratch
 from qoff.kvcache.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
-from qoff.models.decoder import Scratch
+from qoff.models.batch import Scratch
 from qoff.models.spec import DecoderSpec
 from qoff.units import format_size
 

@@ -53,10 +53,16 @@ def unpermute_rows(weight: Weight, n_head: int) -> Weight:
     if n_head < 1 or n % (2 * n_head):
         raise QuantizationError(f"{n} rows are not {n_head} heads of an even number of rows")
     order = torch.arange(n).view(n_head, n // n_head // 2, 2).transpose(1, 2).reshape(-1)
+    return reordered(weight, order)
+
+
+def reordered(weight: Weight, order: Tensor) -> Weight:
+    """Rows `order`, int64, of a QTensor or a dense tensor [N, ...], as the same kind."""
     if isinstance(weight, Tensor):
         return weight[order.to(weight.device)]
     half, order = weight.to_packing("half32"), order.to(weight.device)
-    moved = replace(half, codes=half.codes[order], scale_min=half.scale_min[:, order])
+    codes, scale_min = half.codes[order], half.scale_min[:, order]
+    moved = replace(half, codes=codes, scale_min=scale_min, shape=(len(order), half.shape[1]))
     return moved.to_packing(weight.packing)
 
 

@@ -79,7 +79,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for w in which
         }
 
-    layer = weights(layer_weights(spec), 4)
+    layer = weights(layer_weights(spec, 0), 4)
     quantization = {"bits": 4, "group_size": 64, "solver": "rtn", "packing": "cpu16"}
     with CheckpointWriter(path) as writer:
         for i in range(spec.num_layers):

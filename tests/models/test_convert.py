@@ -268,8 +268,8 @@ def _edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model_type": "gpt_neox"}, UnsupportedModelError, r"model_type is 'gpt_neox'"),
-        ({"hidden_act": "relu"}, UnsupportedModelError, r"hidden_act is 'relu'"),
+        ({"model_type": "mamba"}, UnsupportedModelError, r"model_type is 'mamba'"),
+        ({"hidden_act": "relu6"}, UnsupportedModelError, r"hidden_act is 'relu6'"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
             UnsupportedModelError,

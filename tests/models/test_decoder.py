@@ -12,7 +12,7 @@ from torch import Tensor
 from qoff.kernels import cpu, reference_ops
 from qoff.kernels.ragged import Ragged
 from qoff.kvcache import PlainCache
-from qoff.models.decoder import Batch
+from qoff.models.batch import Batch
 from tests.tiny_models import FAMILIES, PlainRun, reference_model, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 

@@ -26,7 +26,8 @@ from qoff.kvcache import PlainCache
 from qoff.memory import DiskReader, Residency, ThreadTransfers, residency_of
 from qoff.memory.units import unit_files
 from qoff.models import names
-from qoff.models.decoder import Batch, Steps
+from qoff.models.batch import Batch
+from qoff.models.linear import Steps
 from qoff.models.runtime import Runtime
 from tests.tiny_models import budgets, tiny_checkpoint
 

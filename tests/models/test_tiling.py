@@ -26,8 +26,10 @@ from qoff.memory import (
     residency_of,
 )
 from qoff.models import names
+from qoff.models.batch import Batch, Scratch
 from qoff.models.convert import convert
-from qoff.models.decoder import Batch, Decoder, Scratch, Steps
+from qoff.models.decoder import Decoder
+from qoff.models.linear import Steps
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer

@@ -17,8 +17,8 @@ from qoff.kernels import cpu, reference_ops
 from qoff.kernels.ragged import Ragged
 from qoff.kvcache import KVQuant
 from qoff.memory import plan_residency
+from qoff.models.batch import Batch
 from qoff.models.convert import convert
-from qoff.models.decoder import Batch
 from qoff.models.graphs import Replays
 from qoff.models.runtime import Runtime
 from tests.tiny_models import QUANT, PlainRun, save_model

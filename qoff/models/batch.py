@@ -1,0 +1,138 @@
+"""One forward pass of a batch of sequences: its tokens, and what lies between its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.device_cache import DeviceLayerCache
+from qoff.kernels.ragged import Ragged
+from qoff.kvcache import KVCache
+
+from .spec import DecoderSpec, RopeSpec
+
+MLP_TOKENS = 512  # tokens that go through the MLP together: bounds working space at prefill
+
+
+class Activations(Protocol):
+    """Where the hidden states of a batch are between two units."""
+
+    def load(self) -> Tensor:
+        """Return the hidden states, [M, hidden_size] in the decoder's dtype, on its device."""
+
+    def store(self, hidden: Tensor) -> None:
+        """Take the hidden states; what `load` returned is not used any more."""
+
+
+class Kept:
+    """Hidden states that stay on the device."""
+
+    def __init__(self) -> None:
+        self._hidden: Tensor | None = None
+
+    def load(self) -> Tensor:
+        assert self._hidden is not None
+        return self._hidden
+
+    def store(self, hidden: Tensor) -> None:
+        self._hidden = hidden
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What a layer leaves between its ops, for up to `qkv.shape[0]` tokens.
+
+    Nothing, for ops that allocate their results. Without `tiled` no value in it is needed between
+    two units, and batches that take turns may share it. Layers in tiles leave values of all tokens
+    in it from tile to tile, of one batch alone.
+    """
+
+    qkv: Tensor | None = None  # [M, (heads + 2 kv_heads) * head_dim]
+    attended: Tensor | None = None  # [M, heads * head_dim]
+    gated: Tensor | None = None  # [at most MLP_TOKENS, or M where tiled, intermediate_size]
+    tiled: bool = False
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, tokens: int, tiled: bool = False) -> Scratch:
+        """Float32, on the CPU."""
+        return cls(
+            torch.empty(tokens, spec.q_rows + 2 * spec.kv_rows),
+            torch.empty(tokens, spec.q_rows),
+            torch.empty(_mlp_tokens(tokens, tiled), _mlp_width(spec)),
+            tiled,
+        )
+
+    @staticmethod
+    def nbytes(spec: DecoderSpec, tokens: int, tiled: bool = False) -> int:
+        """Bytes of `of(spec, tokens, tiled)`, and of what a layer allocates besides."""
+        attention = tokens * (2 * spec.q_rows + 2 * spec.kv_rows)
+        together = _mlp_tokens(tokens, tiled)
+        mlp = together * _mlp_width(spec)
+        return 4 * (attention + mlp + tokens * _extra_width(spec) + _experts_floats(spec, together))
+
+    def upto(self, tokens: int) -> Scratch:
+        """The part for this many tokens."""
+        qkv, attended = first_rows(self.qkv, tokens), first_rows(self.attended, tokens)
+        return Scratch(qkv, attended, self.gated, self.tiled)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass: new tokens of some sequences, and the cache that remembers the old."""
+
+    tokens: Tensor  # int64 [M]
+    ragged: Ragged
+    cache: KVCache
+    logit_rows: Tensor  # int64 [R], rows whose logits are wanted
+    activations: Activations = field(default_factory=Kept)
+    scratch: Scratch | None = None  # for at least M tokens; None, or not fit for tiles: its own
+
+
+@dataclass
+class Pass:
+    """A forward pass under way."""
+
+    batch: Batch
+    scratch: Scratch
+    rotary: dict[RopeSpec, tuple[Tensor, Tensor]]  # cos and sin
+    hidden: Tensor | None = None  # [M, hidden_size] of the layer at work
+    opened: DeviceLayerCache | None = None  # the cache of that layer, where it is open already
+
+    @property
+    def input(self) -> Tensor:
+        assert self.hidden is not None
+        return self.hidden
+
+
+def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:
+    """The first rows of memory, if there is any."""
+    return None if memory is None else memory[:rows]
+
+
+def _mlp_tokens(tokens: int, tiled: bool) -> int:
+    """Tokens of which the MLP's intermediate values are kept at a time."""
+    return tokens if tiled else min(tokens, MLP_TOKENS)
+
+
+def _mlp_width(spec: DecoderSpec) -> int:
+    """Columns of the scratch of an MLP: only a gated SiLU leaves nothing else behind."""
+    return spec.intermediate_size
+
+
+def _extra_width(spec: DecoderSpec) -> int:
+    """Floats of a token that a layer allocates: normalized inputs, outputs not yet added."""
+    plain = spec.norm == "rms" and not (spec.post_norm or spec.parallel)
+    return 0 if plain and spec.residual_scale == 1 else 3 * spec.hidden_size
+
+
+def _experts_floats(spec: DecoderSpec, tokens: int) -> int:
+    """Floats that experts, or an MLP with another activation than a gated SiLU, allocate."""
+    mlp = 0 if spec.gated and spec.activation == "silu" else 3 * spec.intermediate_size
+    if spec.experts is None:
+        return tokens * mlp
+    experts = spec.experts
+    each = 3 * experts.intermediate_size + spec.hidden_size
+    return tokens * max(mlp, experts.chosen * each + 3 * experts.shared_size + 3 * experts.count)

@@ -1,0 +1,85 @@
+"""Families of models: what a `config.json` says, and what their tensors are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from qoff.models.spec import DecoderSpec, unsupported
+from qoff.models.tensor_names import TensorNames
+
+from . import experts, gemma, layer_norm, llama
+from .family import Family, Fields, Has, common_fields, full_config
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": llama.LLAMA,
+        "mistral": llama.MISTRAL,
+        "qwen2": llama.QWEN2,
+        "qwen3": llama.QWEN3,
+        "smollm3": llama.SMOLLM3,
+        "phi3": llama.PHI3,
+        "granite": llama.GRANITE,
+        "olmo2": llama.OLMO2,
+        "glm": llama.GLM,
+        "glm4": llama.GLM4,
+        "gemma": gemma.GEMMA,
+        "gemma2": gemma.GEMMA2,
+        "gemma3_text": gemma.GEMMA3,
+        "opt": layer_norm.OPT,
+        "gpt_neox": layer_norm.GPT_NEOX,
+        "starcoder2": layer_norm.STARCODER2,
+        "mixtral": experts.MIXTRAL,
+        "qwen2_moe": experts.QWEN2_MOE,
+        "qwen3_moe": experts.QWEN3_MOE,
+        "gpt_oss": experts.GPT_OSS,
+    }
+)
+# What becomes one of these when it is converted.
+SOURCES: Mapping[str, Family] = MappingProxyType({"gemma3": gemma.GEMMA3_WITH_VISION})
+
+
+def read_spec(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of the DecoderSpec of a `config.json`.
+
+    Raises UnsupportedModelError for a `model_type` not in FAMILIES, and for values that
+    transformers' config class refuses.
+    """
+    family = _family(config.get("model_type"))
+    full = full_config(config)
+    fields = {**common_fields(full), **family.fields(full)}
+    if fields["rope"] is None and any(fields["rope_layers"]):
+        kinds = sorted(full.rope_parameters)
+        raise unsupported("rope_parameters", kinds, "one rope_type for all layers")
+    return fields
+
+
+def converted(config: Mapping[str, Any], has: Has) -> tuple[dict[str, Any], TensorNames]:
+    """The config of the checkpoint that a model becomes, and what its tensors are called.
+
+    has: whether it has a tensor. Raises UnsupportedModelError.
+    """
+    family = _source_family(config.get("model_type"))
+    if family.converted is None:
+        return dict(config), family.names
+    return family.converted(config, has)
+
+
+def tensor_names(spec: DecoderSpec) -> TensorNames:
+    """What the tensors of a model are called where it comes from."""
+    return _family(spec.model_type).names
+
+
+def _source_family(model_type: object) -> Family:
+    return SOURCES.get(str(model_type)) or _family(model_type)
+
+
+def _family(model_type: object) -> Family:
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        raise unsupported("model_type", model_type, ", ".join((*FAMILIES, *SOURCES)))
+    return family
+
+
+__all__ = ["FAMILIES", "SOURCES", "Family", "converted", "read_spec", "tensor_names"]

@@ -1,0 +1,97 @@
+"""Families with a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qoff.models.spec import ExpertsSpec, unsupported
+from qoff.models.tensor_names import TensorNames
+
+from .family import Family, Fields, activation, one_window, windows
+
+
+def _mixtral(config: Any) -> Fields:
+    """Mistral with experts in every layer."""
+    return {
+        "sliding_window": one_window(config),
+        "experts": ExpertsSpec(
+            count=config.num_local_experts,
+            chosen=config.num_experts_per_tok,
+            intermediate_size=config.intermediate_size,
+            layers=(True,) * config.num_hidden_layers,
+            activation=activation(config.hidden_act),
+        ),
+    }
+
+
+def _qwen3_moe(config: Any) -> Fields:
+    """Qwen3 with experts in some layers."""
+    window = config.sliding_window if config.use_sliding_window else None
+    return {
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "qk_norm": "head",
+        "sliding_window": (window,) * config.num_hidden_layers,
+        "experts": _qwen_experts(config),
+    }
+
+
+def _qwen2_moe(config: Any) -> Fields:
+    """Qwen2 with experts in some layers, beside an MLP for all tokens."""
+    shared = config.shared_expert_intermediate_size
+    return {
+        "qkv_bias": config.qkv_bias,
+        "sliding_window": windows(config),
+        "experts": _qwen_experts(config, shared_size=shared, shared_gate=True),
+    }
+
+
+def _qwen_experts(config: Any, **more: Any) -> ExpertsSpec:
+    layers = range(config.num_hidden_layers)
+    step, plain = config.decoder_sparse_step, config.mlp_only_layers or ()
+    return ExpertsSpec(
+        count=config.num_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        layers=tuple(i not in plain and (i + 1) % step == 0 for i in layers),
+        normalized=config.norm_topk_prob,
+        activation=activation(config.hidden_act),
+        **more,
+    )
+
+
+def _gpt_oss(config: Any) -> Fields:
+    """Sinks, biases everywhere, and a clamped activation."""
+    for key, wanted in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if getattr(config, key, wanted) != wanted:
+            raise unsupported(key, getattr(config, key), str(wanted))
+    return {
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "sinks": True,
+        "sliding_window": windows(config),
+        "experts": ExpertsSpec(
+            count=config.num_local_experts,
+            chosen=config.num_experts_per_tok,
+            intermediate_size=config.intermediate_size,
+            layers=(True,) * config.num_hidden_layers,
+            softmax="chosen",
+            normalized=False,
+            activation="clamped_swiglu",
+            router_bias=True,
+            bias=True,
+        ),
+    }
+
+
+_QWEN_NAMES = TensorNames(modules={"mlp.router": "mlp.gate"})
+
+MIXTRAL = Family(
+    _mixtral,
+    TensorNames(
+        modules={"mlp.router": "block_sparse_moe.gate", "mlp": "block_sparse_moe"},
+        leaves={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    ),
+)
+QWEN2_MOE, QWEN3_MOE = Family(_qwen2_moe, _QWEN_NAMES), Family(_qwen3_moe, _QWEN_NAMES)
+GPT_OSS = Family(_gpt_oss, TensorNames(stacked_experts=True))

@@ -1,0 +1,129 @@
+"""A family, and the fields of a spec that are read alike for all of them.
+
+transformers' own config classes fill in defaults and bring the keys of old files (`rope_theta`,
+`rope_scaling`, `max_window_layers`) into their present form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from qoff.errors import UnsupportedModelError
+from qoff.models.spec import RopeSpec, unsupported
+from qoff.models.tensor_names import TensorNames
+
+Fields = dict[str, Any]  # fields of DecoderSpec by name
+
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+
+
+Config = Mapping[str, Any]
+Has = Callable[[str], bool]  # whether a source has a tensor of this name
+
+
+@dataclass(frozen=True)
+class Family:
+    """fields: what of a spec is not `common_fields`, from transformers' config object.
+
+    converted: the config of the checkpoint that a model becomes, and what its tensors are called;
+    None: its own config, and `names`.
+    """
+
+    fields: Callable[[Any], Fields]
+    names: TensorNames = TensorNames()  # noqa: RUF009  # frozen
+    converted: Callable[[Config, Has], tuple[dict[str, Any], TensorNames]] | None = None
+
+
+def full_config(config: Mapping[str, Any]) -> Any:
+    """Return transformers' config object, which adds to the dicts it is given.
+
+    Raises UnsupportedModelError for values that it refuses.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    keys = {k: deepcopy(v) for k, v in config.items() if k != "quantization_config"}
+    if not keys.get("num_attention_heads", 1):  # transformers divides by it before checking it
+        raise unsupported("num_attention_heads", 0, "a whole number above 0")
+    try:
+        return AutoConfig.for_model(**keys)
+    except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"config.json of model_type {config['model_type']!r} is not one that transformers "
+            f"accepts: {reason}; correct it"
+        ) from error
+
+
+def common_fields(config: Any) -> Fields:
+    """The fields of a spec as most families call them."""
+    layers = config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None)
+    return {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", 0),
+        "num_layers": layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "norm_eps": getattr(config, "rms_norm_eps", 0.0),
+        "activation": activation(getattr(config, "hidden_act", "silu")),
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "rope": None if not rope or not _of_all(rope) else rope_of(config, rope, head_dim),
+        "rope_layers": (bool(rope),) * layers,
+        "sliding_window": (None,) * layers,
+    }
+
+
+def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
+    """The RoPE of transformers' `rope_parameters`. Raises UnsupportedModelError."""
+    rope = {key: _frozen(value) for key, value in parameters.items() if value is not None}
+    kind = rope.pop("rope_type", None)
+    if kind is None:
+        raise unsupported("rope_parameters", sorted(parameters), "one rope_type for all layers")
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    original = getattr(config, "original_max_position_embeddings", None)
+    if kind == "longrope" and original is not None:
+        rope.setdefault("original_max_position_embeddings", original)
+    theta = float(rope.pop("rope_theta"))
+    rope.pop("type", None)
+    return RopeSpec(str(kind), theta, dim, tuple(sorted(rope.items())))
+
+
+def activation(name: str) -> str:
+    """transformers' name of an activation as a spec has it."""
+    return _ACTIVATIONS.get(name, name)
+
+
+def windows(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer, from its `layer_types`."""
+    used = getattr(config, "use_sliding_window", True)
+    kinds: Mapping[str, int | None] = {
+        "full_attention": None,
+        "sliding_attention": config.sliding_window if used else None,
+    }
+    for kind in config.layer_types:
+        if kind not in kinds:
+            raise unsupported("layer_types", kind, ", ".join(kinds))
+    return tuple(kinds[kind] for kind in config.layer_types)
+
+
+def one_window(config: Any) -> tuple[int | None, ...]:
+    """The same sliding window for all layers."""
+    return (config.sliding_window,) * config.num_hidden_layers
+
+
+def _of_all(rope: Mapping[str, Any]) -> bool:
+    """Whether parameters are for all layers; otherwise they are by layer type."""
+    return not set(rope) <= {"full_attention", "sliding_attention"}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

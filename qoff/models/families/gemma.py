@@ -1,0 +1,87 @@
+"""Gemma: scaled embeddings, norms stored less one, heads of their own size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from qoff.models.spec import unsupported
+from qoff.models.tensor_names import TensorNames
+
+from .family import Config, Family, Fields, Has, activation, rope_of, windows
+
+
+def _gemma(config: Any) -> Fields:
+    """Llama with scaled embeddings and a GELU."""
+    act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if getattr(config, "use_bidirectional_attention", None):
+        raise unsupported("use_bidirectional_attention", True, "false")
+    return {
+        "activation": activation(act or "gelu_pytorch_tanh"),
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "embedding_scale": float(config.hidden_size) ** 0.5,
+    }
+
+
+def _gemma2(config: Any) -> Fields:
+    """Norms before and after, soft caps, a sliding window in every other layer."""
+    return {
+        **_gemma(config),
+        "post_norm": True,
+        "attention_scale": float(config.query_pre_attn_scalar) ** -0.5,
+        "attention_soft_cap": config.attn_logit_softcapping or 0.0,
+        "logit_soft_cap": config.final_logit_softcapping or 0.0,
+        "sliding_window": windows(config),
+    }
+
+
+def _gemma3(config: Any) -> Fields:
+    """Norms of query and key heads; layers with a sliding window have a RoPE of their own.
+
+    transformers' attention ignores `attn_logit_softcapping` here.
+    """
+    ropes = config.rope_parameters
+    layers = config.num_hidden_layers
+    return {
+        **_gemma2(config),
+        "attention_soft_cap": 0.0,
+        "qk_norm": "head",
+        "rope": rope_of(config, ropes["full_attention"], config.head_dim),
+        "local_rope": rope_of(config, ropes["sliding_attention"], config.head_dim),
+        "rope_layers": (True,) * layers,
+    }
+
+
+def _text_alone(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
+    """The language model of one that sees, as transformers 4 or 5 calls its tensors."""
+    text = {
+        **config["text_config"],
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+    }
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if config.get(key) is not None:
+            text.setdefault(key, config[key])
+    old = has("language_model.model.embed_tokens.weight")
+    begin = "language_model.model." if old else "model.language_model."
+    names = replace(
+        GEMMA3.names,
+        layer=f"{begin}layers.{{}}.",
+        embedding=f"{begin}embed_tokens.weight",
+        norm=f"{begin}norm",
+        head="language_model.lm_head.weight" if old else "lm_head.weight",
+    )
+    return text, names
+
+
+_SANDWICH = {
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "self_attn.post_norm": "post_attention_layernorm",
+    "mlp.post_norm": "post_feedforward_layernorm",
+}
+GEMMA = Family(_gemma, TensorNames(norm_offset=1.0))
+GEMMA2 = Family(_gemma2, TensorNames(norm_offset=1.0, modules=_SANDWICH))
+GEMMA3 = Family(_gemma3, TensorNames(norm_offset=1.0, modules=_SANDWICH))
+GEMMA3_WITH_VISION = Family(_gemma3, GEMMA3.names, _text_alone)

@@ -1,0 +1,117 @@
+"""Families with LayerNorm and an MLP without a gate: OPT, GPT-NeoX, StarCoder2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from qoff.models.spec import unsupported
+from qoff.models.tensor_names import EMBEDDING, HEAD, TensorNames
+
+from .family import Config, Family, Fields, Has, activation, one_window
+
+_OPT_EPS = 1e-5  # torch's default
+
+
+def _opt(config: Any) -> Fields:
+    """Learned positions, from row 2 of their table; the sizes of 350M add before they normalize."""
+    if not config.layer_norm_elementwise_affine:
+        raise unsupported("layer_norm_elementwise_affine", False, "true")
+    if config.word_embed_proj_dim != config.hidden_size:
+        raise unsupported("word_embed_proj_dim", config.word_embed_proj_dim, "hidden_size")
+    first = config.do_layer_norm_before
+    return {
+        "intermediate_size": config.ffn_dim,
+        "norm": "layer",
+        "norm_eps": _OPT_EPS,
+        "activation": activation(config.activation_function),
+        "gated": False,
+        "qkv_bias": config.enable_bias,
+        "o_bias": config.enable_bias,
+        "mlp_bias": config.enable_bias,
+        "pre_norm": first,
+        "norm_after_add": not first,
+        "final_norm": first and not config._remove_final_layer_norm,
+        "learned_positions": config.max_position_embeddings + 2,
+        "position_offset": 2,
+    }
+
+
+def _gpt_neox(config: Any) -> Fields:
+    """Attention and MLP side by side; a part of each head rotates."""
+    return {
+        "norm": "layer",
+        "norm_eps": config.layer_norm_eps,
+        "gated": False,
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "mlp_bias": True,
+        "parallel": config.use_parallel_residual,
+    }
+
+
+def _starcoder2(config: Any) -> Fields:
+    return {
+        "norm": "layer",
+        "norm_eps": config.norm_epsilon,
+        "gated": False,
+        "qkv_bias": config.use_bias,
+        "o_bias": config.use_bias,
+        "mlp_bias": config.use_bias,
+        "sliding_window": one_window(config),
+    }
+
+
+def _without_projections(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
+    """350M's embedding is narrower than its layers: its projections are multiplied into it."""
+    del has
+    width, hidden = config.get("word_embed_proj_dim"), config["hidden_size"]
+    if width in (None, hidden):
+        return dict(config), OPT.names
+    names = replace(
+        OPT.names,
+        head=OPT.names.embedding,
+        times={
+            EMBEDDING: ("model.decoder.project_in.weight", True),
+            HEAD: ("model.decoder.project_out.weight", False),
+        },
+    )
+    return {**config, "word_embed_proj_dim": hidden, "tie_word_embeddings": False}, names
+
+
+OPT = Family(
+    _opt,
+    TensorNames(
+        layer="model.decoder.layers.{}.",
+        modules={
+            "input_layernorm": "self_attn_layer_norm",
+            "post_attention_layernorm": "final_layer_norm",
+            "self_attn.o_proj": "self_attn.out_proj",
+            "mlp.up_proj": "fc1",
+            "mlp.down_proj": "fc2",
+        },
+        embedding="model.decoder.embed_tokens.weight",
+        positions="model.decoder.embed_positions.weight",
+        norm="model.decoder.final_layer_norm",
+    ),
+    _without_projections,
+)
+GPT_NEOX = Family(
+    _gpt_neox,
+    TensorNames(
+        layer="gpt_neox.layers.{}.",
+        modules={
+            "self_attn.qkv_proj": "attention.query_key_value",
+            "self_attn.o_proj": "attention.dense",
+            "mlp.up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+        },
+        embedding="gpt_neox.embed_in.weight",
+        norm="gpt_neox.final_layer_norm",
+        head="embed_out.weight",
+        fused_qkv="heads",
+    ),
+)
+STARCODER2 = Family(
+    _starcoder2, TensorNames(modules={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"})
+)

@@ -1,0 +1,109 @@
+"""Llama and its descendants: RMSNorm, RoPE, a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qoff.models.tensor_names import TensorNames
+
+from .family import Family, Fields, one_window, windows
+
+
+def _llama(config: Any) -> Fields:
+    """Llama 1 to 3, and the many models that share its class."""
+    return {
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+    }
+
+
+def _mistral(config: Any) -> Fields:
+    """Llama without biases; one sliding window for all layers."""
+    return {"sliding_window": one_window(config)}
+
+
+def _qwen2(config: Any) -> Fields:
+    """Biases on queries, keys and values only; sliding windows layer by layer."""
+    return {"qkv_bias": True, "sliding_window": windows(config)}
+
+
+def _qwen3(config: Any) -> Fields:
+    """Norms on query and key heads; sliding windows layer by layer."""
+    return {
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "qk_norm": "head",
+        "sliding_window": windows(config),
+    }
+
+
+def _smollm3(config: Any) -> Fields:
+    """Llama with some layers that do not rotate."""
+    rope_layers = tuple(bool(x) for x in config.no_rope_layers)
+    return {
+        **_llama(config),
+        "rope_layers": rope_layers[: config.num_hidden_layers],
+        "sliding_window": windows(config),
+    }
+
+
+def _granite(config: Any) -> Fields:
+    """Llama with factors on embedding, scores, what a layer adds, and logits."""
+    return {
+        **_llama(config),
+        "embedding_scale": float(config.embedding_multiplier),
+        "attention_scale": float(config.attention_multiplier),
+        "residual_scale": float(config.residual_multiplier),
+        "logit_scale": 1.0 / config.logits_scaling,
+    }
+
+
+def _olmo2(config: Any) -> Fields:
+    """Norms after attention and MLP in place of before; norms over all queries and all keys."""
+    return {
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "pre_norm": False,
+        "post_norm": True,
+        "qk_norm": "all",
+    }
+
+
+def _glm(config: Any) -> Fields:
+    """Half of each head rotates, in neighbouring pairs."""
+    return {"qkv_bias": config.attention_bias}
+
+
+def _glm4(config: Any) -> Fields:
+    """GLM with norms after attention and MLP, too."""
+    return {**_glm(config), "post_norm": True}
+
+
+_GLM_NAMES = TensorNames(fused_gate_up=True, rope_pairs=True)
+
+LLAMA, MISTRAL = Family(_llama), Family(_mistral)
+QWEN2, QWEN3, SMOLLM3 = Family(_qwen2), Family(_qwen3), Family(_smollm3)
+PHI3 = Family(_mistral, TensorNames(fused_qkv="rows", fused_gate_up=True))
+GRANITE = Family(_granite)
+OLMO2 = Family(
+    _olmo2,
+    TensorNames(
+        modules={
+            "self_attn.post_norm": "post_attention_layernorm",
+            "mlp.post_norm": "post_feedforward_layernorm",
+        }
+    ),
+)
+GLM = Family(_glm, _GLM_NAMES)
+GLM4 = Family(
+    _glm4,
+    TensorNames(
+        fused_gate_up=True,
+        rope_pairs=True,
+        modules={
+            "self_attn.post_norm": "post_self_attn_layernorm",
+            "mlp.post_norm": "post_mlp_layernorm",
+        },
+    ),
+)
