@@ -144,7 +144,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3_text",
         "head_dim": 32,
-        "num_hidden_layers": 7,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "num_key_value_heads": 1,
         "query_pre_attn_scalar": 24,
         "sliding_window": 6,
