@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from docs.make_models import PATH, table
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -24,3 +26,7 @@ def test_every_module_has_its_bullet() -> None:
             if name not in named:
                 missing.append(str(path.relative_to(ROOT)))
     assert not missing, f"docs/architecture.md does not name {missing}"
+
+
+def test_the_table_of_models_is_that_of_the_specs() -> None:
+    assert table() == PATH.read_text(), "run `python -m docs.make_models`"

@@ -87,11 +87,13 @@ def _gpt_oss(config: Any) -> Fields:
 _QWEN_NAMES = TensorNames(modules={"mlp.router": "mlp.gate"})
 
 MIXTRAL = Family(
+    "Mixtral 8x7B, 8x22B",
     _mixtral,
     TensorNames(
         modules={"mlp.router": "block_sparse_moe.gate", "mlp": "block_sparse_moe"},
         leaves={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
 )
-QWEN2_MOE, QWEN3_MOE = Family(_qwen2_moe, _QWEN_NAMES), Family(_qwen3_moe, _QWEN_NAMES)
-GPT_OSS = Family(_gpt_oss, TensorNames(stacked_experts=True))
+QWEN2_MOE = Family("Qwen 1.5 and 2 MoE", _qwen2_moe, _QWEN_NAMES)
+QWEN3_MOE = Family("Qwen 3 MoE 30B-A3B, 235B-A22B", _qwen3_moe, _QWEN_NAMES)
+GPT_OSS = Family("gpt-oss 20B, 120B", _gpt_oss, TensorNames(stacked_experts=True))

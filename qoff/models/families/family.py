@@ -26,12 +26,14 @@ Has = Callable[[str], bool]  # whether a source has a tensor of this name
 
 @dataclass(frozen=True)
 class Family:
-    """fields: what of a spec is not `common_fields`, from transformers' config object.
+    """models: what it is known by. fields: what of a spec is not `common_fields`, from
+    transformers' config object.
 
     converted: the config of the checkpoint that a model becomes, and what its tensors are called;
     None: its own config, and `names`.
     """
 
+    models: str
     fields: Callable[[Any], Fields]
     names: TensorNames = TensorNames()  # noqa: RUF009  # frozen
     converted: Callable[[Config, Has], tuple[dict[str, Any], TensorNames]] | None = None

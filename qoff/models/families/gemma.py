@@ -81,7 +81,7 @@ _SANDWICH = {
     "self_attn.post_norm": "post_attention_layernorm",
     "mlp.post_norm": "post_feedforward_layernorm",
 }
-GEMMA = Family(_gemma, TensorNames(norm_offset=1.0))
-GEMMA2 = Family(_gemma2, TensorNames(norm_offset=1.0, modules=_SANDWICH))
-GEMMA3 = Family(_gemma3, TensorNames(norm_offset=1.0, modules=_SANDWICH))
-GEMMA3_WITH_VISION = Family(_gemma3, GEMMA3.names, _text_alone)
+GEMMA = Family("Gemma 1", _gemma, TensorNames(norm_offset=1.0))
+GEMMA2 = Family("Gemma 2", _gemma2, TensorNames(norm_offset=1.0, modules=_SANDWICH))
+GEMMA3 = Family("Gemma 3 1B", _gemma3, TensorNames(norm_offset=1.0, modules=_SANDWICH))
+GEMMA3_WITH_VISION = Family("Gemma 3 4B to 27B, without images", _gemma3, GEMMA3.names, _text_alone)

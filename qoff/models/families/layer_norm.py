@@ -64,13 +64,12 @@ def _starcoder2(config: Any) -> Fields:
 
 def _without_projections(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
     """350M's embedding is narrower than its layers: its projections are multiplied into it."""
-    del has
     width, hidden = config.get("word_embed_proj_dim"), config["hidden_size"]
     if width in (None, hidden):
         return dict(config), OPT.names
     names = replace(
         OPT.names,
-        head=OPT.names.embedding,
+        head=OPT.names.head if has(OPT.names.head) else OPT.names.embedding,
         times={
             EMBEDDING: ("model.decoder.project_in.weight", True),
             HEAD: ("model.decoder.project_out.weight", False),
@@ -80,6 +79,7 @@ def _without_projections(config: Config, has: Has) -> tuple[dict[str, Any], Tens
 
 
 OPT = Family(
+    "OPT, all sizes",
     _opt,
     TensorNames(
         layer="model.decoder.layers.{}.",
@@ -97,6 +97,7 @@ OPT = Family(
     _without_projections,
 )
 GPT_NEOX = Family(
+    "GPT-NeoX 20B, Pythia, Dolly",
     _gpt_neox,
     TensorNames(
         layer="gpt_neox.layers.{}.",
@@ -113,5 +114,7 @@ GPT_NEOX = Family(
     ),
 )
 STARCODER2 = Family(
-    _starcoder2, TensorNames(modules={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"})
+    "StarCoder 2",
+    _starcoder2,
+    TensorNames(modules={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
 )

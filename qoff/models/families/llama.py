@@ -82,11 +82,15 @@ def _glm4(config: Any) -> Fields:
 
 _GLM_NAMES = TensorNames(fused_gate_up=True, rope_pairs=True)
 
-LLAMA, MISTRAL = Family(_llama), Family(_mistral)
-QWEN2, QWEN3, SMOLLM3 = Family(_qwen2), Family(_qwen3), Family(_smollm3)
-PHI3 = Family(_mistral, TensorNames(fused_qkv="rows", fused_gate_up=True))
-GRANITE = Family(_granite)
+LLAMA = Family("Llama 1 to 3, SmolLM 1 and 2, Yi, many others", _llama)
+MISTRAL = Family("Mistral 7B, Mistral Nemo", _mistral)
+QWEN2 = Family("Qwen 1.5, 2 and 2.5", _qwen2)
+QWEN3 = Family("Qwen 3", _qwen3)
+SMOLLM3 = Family("SmolLM3", _smollm3)
+PHI3 = Family("Phi-3, Phi-3.5, Phi-4", _mistral, TensorNames(fused_qkv="rows", fused_gate_up=True))
+GRANITE = Family("Granite 3", _granite)
 OLMO2 = Family(
+    "OLMo 2",
     _olmo2,
     TensorNames(
         modules={
@@ -95,8 +99,9 @@ OLMO2 = Family(
         }
     ),
 )
-GLM = Family(_glm, _GLM_NAMES)
+GLM = Family("GLM-4 9B of 2024", _glm, _GLM_NAMES)
 GLM4 = Family(
+    "GLM-4 0414, 9B and 32B",
     _glm4,
     TensorNames(
         fused_gate_up=True,

@@ -1,0 +1,80 @@
+"""Models that become another one when they are converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+from qoff.checkpoint import Checkpoint
+from qoff.kernels import reference_ops
+from qoff.kernels.ragged import Ragged
+from qoff.models.batch import Batch
+from qoff.models.convert import convert
+from qoff.quant import QuantConfig
+from tests.tiny_models import FAMILIES, TINY, PlainRun, save_model
+from tests.tolerances import relative_rms
+
+EIGHT = QuantConfig(bits=8, group_size=32, head_bits=8, solver="rtn")
+NEARLY = 0.02  # relative, of logits after rounding weights to 8 bits
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def logits(checkpoint: Path, tokens: Tensor) -> Tensor:
+    run = PlainRun(checkpoint, reference_ops)
+    ragged = Ragged.of([len(tokens)], [0])
+    return run.forward(Batch(tokens, ragged, run.decoder.new_cache(1), torch.arange(len(tokens))))
+
+
+@torch.no_grad()
+def expected(model: Any, tokens: Tensor) -> Tensor:
+    return model.float().eval()(tokens[None]).logits[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrow_embedding_is_multiplied_by_its_projections(tmp_path: Path, tied: bool) -> None:
+    """OPT 350M: embedding and head of 32 columns, layers of 64."""
+    changes = {"word_embed_proj_dim": 32, "tie_word_embeddings": tied}
+    save_model(tmp_path / "model", "opt-350m", **changes)
+    convert(tmp_path / "model", tmp_path / "out", quant=EIGHT)
+    tokens = torch.randint(3, 128, (19,))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    found, wanted = logits(tmp_path / "out", tokens), expected(model, tokens)
+    assert relative_rms(found, wanted) < NEARLY
+    config = Checkpoint.open(tmp_path / "out").config
+    assert config["word_embed_proj_dim"] == 64
+    assert not config["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("naming", ["new", "old"])
+def test_a_model_that_sees_becomes_its_language_model(tmp_path: Path, naming: str) -> None:
+    text = {k: v for k, v in {**TINY, **FAMILIES["gemma3"]}.items() if k != "model_type"}
+    config = Gemma3Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    if any(name.startswith("language_model.model.") for name in tensors) == (naming == "new"):
+        old, new = "language_model.model.", "model.language_model."
+        pair = (old, new) if naming == "new" else (new, old)
+        save_file({k.replace(*pair): v for k, v in tensors.items()}, file, {"format": "pt"})
+    convert(tmp_path / "model", tmp_path / "out", quant=EIGHT)
+    tokens = torch.randint(3, 128, (19,))
+    assert relative_rms(logits(tmp_path / "out", tokens), expected(model, tokens)) < NEARLY
+    assert Checkpoint.open(tmp_path / "out").config["model_type"] == "gemma3_text"
