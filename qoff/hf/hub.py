@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from qoff.errors import QoffError
+from qoff.models.families import converted
 from qoff.models.spec import DecoderSpec
 
 _FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
@@ -25,7 +26,7 @@ def download_config(hub_id: str, revision: str | None) -> Path:
         raise QoffError(
             f"{hub_id}: has no readable config.json; is it a language model?"
         ) from error
-    DecoderSpec.from_config(config)
+    DecoderSpec.from_config(converted(config, lambda name: False)[0])
     return path
 
 

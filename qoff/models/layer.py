@@ -36,7 +36,9 @@ class Layer:
     ) -> None:
         self._spec, self._ops, self._shapes = spec, ops, shapes
         self._linear = Linear(ops, spec.norm_eps, activation_bits)
-        self._experts = None if spec.experts is None else Experts(spec.experts, ops)
+        self._experts = (
+            None if spec.experts is None else Experts(spec.experts, ops, activation_bits)
+        )
 
     def steps(self, layer: int, weights: Weights, run: Pass) -> Steps:
         """Compute a layer; yields the tiles it waits for. Returns the hidden states."""
