@@ -19,10 +19,10 @@ from torch import Tensor
 from qoff.checkpoint import CheckpointWriter
 from qoff.errors import FormatError, QuantizationError
 from qoff.kernels.packing import GROUP_SIZES, packed_shapes
-from qoff.quant import QTensor, QuantConfig, quantize
+from qoff.quant import QTensor, QuantConfig, TensorInfo, quantize, widened
 
 from .names import ROW_BLOCK, Weight, layer_prefix, layer_weights, outer_weights
-from .sources import Source, TensorInfo, open_source
+from .sources import Source, open_source
 from .spec import DecoderSpec
 
 Progress = Callable[[int, int], None]  # units done, units in all: the layers and the outer file
@@ -41,10 +41,10 @@ def convert(
 ) -> Path:
     """Convert a model directory with safetensors, or a GGUF file, to a checkpoint directory `out`.
 
-    `for_cpu` stores the packing that CPU kernels read. Quantized GGUF weights are taken over code
-    for code; where the parts of a fused weight have different formats this needs `requantize`,
-    which quantizes them anew. Besides a constant, memory holds one layer, or the outer weights, as
-    written.
+    `for_cpu` stores the packing that CPU kernels read. Codes of quantized weights are taken over,
+    those of a fused weight in the widest format of its parts; where no format of ours can hold them
+    this needs `requantize`, which quantizes their values anew. Besides a constant, memory holds one
+    layer, or the outer weights, as written.
 
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
     ConversionError when writing fails; then nothing is left at `out`.
@@ -146,21 +146,20 @@ class _Job:
         return info
 
     def _format(self, prefix: str, weight: Weight) -> tuple[int, int, bool]:
-        """Return bits and group of a matrix, and whether they are those of the source."""
-        names = [prefix + part.source for part in weight.parts]
-        stored = [self._info(name).quantized for name in names]
-        found = sorted({x for x in stored if x is not None})
-        if len(found) == 1:
-            return (*found[0], True)
-        if found and not self.requantize:
-            listed = ", ".join(
-                f"{name} {x[0]} bits" for name, x in zip(names, stored, strict=True) if x
-            )
-            raise QuantizationError(
-                f"{self.source.path}: {prefix}{weight.name} joins tensors of different formats "
-                f"({listed}); pass requantize=True (--requantize) to quantize them anew, at some "
-                "loss, or use a file of one format"
-            )
+        """Return bits and group of a matrix, and whether they are those of the source.
+
+        The widest codes and smallest groups of the parts, as these hold the others exactly.
+        """
+        stored = {prefix + part.source: self._info(prefix + part.source) for part in weight.parts}
+        for name, info in stored.items():
+            if info.obstacle and not self.requantize:
+                raise QuantizationError(
+                    f"{self.source.path}: {name} {info.obstacle}; pass requantize=True "
+                    "(--requantize) to quantize its values anew, at some loss"
+                )
+        if found := [x.quantized for x in stored.values() if x.quantized]:
+            imported = any(x.quantized and not x.anew for x in stored.values())
+            return max(bits for bits, _ in found), min(group for _, group in found), imported
         outer = not prefix
         return self.quant.head_bits if outer else self.quant.bits, self.quant.group_size, False
 
@@ -180,9 +179,7 @@ class _Job:
     def _quantized(self, data: Tensor | QTensor, bits: int, group: int, name: str) -> QTensor:
         quant = self.quant
         if isinstance(data, QTensor):
-            if (data.bits, data.group_size) == (bits, group):
-                return data.to_packing(quant.packing)
-            data = data.dequantize()
+            return widened(data, bits, group).to_packing(quant.packing)
         return quantize(
             data, bits, group, quant.solver, quant.packing, quant.scale_dtype, name=name
         )
