@@ -8,6 +8,7 @@ from pathlib import Path
 from qoff.errors import QoffError
 from qoff.models.families import converted
 from qoff.models.spec import DecoderSpec
+from qoff.quant import read_scheme
 
 _FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _NOT_FILES = ["*/*", "consolidated*"]  # the same weights once more, in other formats
@@ -27,7 +28,15 @@ def download_config(hub_id: str, revision: str | None) -> Path:
             f"{hub_id}: has no readable config.json; is it a language model?"
         ) from error
     DecoderSpec.from_config(converted(config, lambda name: False)[0])
+    quantization = config.get("quantization_config")
+    if quantization and not is_own(quantization):
+        read_scheme(quantization, f"{hub_id}: config.json: quantization_config.")
     return path
+
+
+def is_own(quantization: object) -> bool:
+    """Whether a `quantization_config` is that of a qoff checkpoint."""
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "qoff"
 
 
 def download(hub_id: str, revision: str | None) -> Path:

@@ -22,7 +22,7 @@ from qoff.quant import QuantConfig
 from qoff.settings import cache_directory
 from qoff.units import parse_size
 
-from .hub import download, download_config
+from .hub import download, download_config, is_own
 from .model import QoffForCausalLM, build
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -160,8 +160,7 @@ def is_checkpoint(path: Path) -> bool:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    found = config.get("quantization_config") if isinstance(config, dict) else None
-    return isinstance(found, dict) and found.get("quant_method") == "qoff"
+    return isinstance(config, dict) and is_own(config.get("quantization_config"))
 
 
 def has_tokenizer(checkpoint: Path) -> bool:

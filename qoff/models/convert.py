@@ -19,12 +19,12 @@ from torch import Tensor
 from qoff.checkpoint import CheckpointWriter
 from qoff.errors import FormatError, QuantizationError
 from qoff.kernels.packing import GROUP_SIZES, packed_shapes
-from qoff.quant import QTensor, QuantConfig, quantize
+from qoff.quant import QTensor, QuantConfig, TensorInfo, quantize, widened
 from qoff.quant.rows import reordered
 
 from .families import converted
 from .names import ROW_BLOCK, Part, Weight, layer_prefix, layer_weights, outer_weights
-from .sources import Source, TensorInfo, open_source
+from .sources import Source, open_source
 from .spec import DecoderSpec
 from .tensor_names import TensorNames
 
@@ -44,10 +44,10 @@ def convert(
 ) -> Path:
     """Convert a model directory with safetensors, or a GGUF file, to a checkpoint directory `out`.
 
-    `for_cpu` stores the packing that CPU kernels read. Quantized GGUF weights are taken over code
-    for code; where the parts of a fused weight have different formats this needs `requantize`,
-    which quantizes them anew. Besides a constant, memory holds one layer, or the outer weights, as
-    written.
+    `for_cpu` stores the packing that CPU kernels read. Codes of quantized weights are taken over,
+    those of a fused weight in the widest format of its parts; where no format of ours can hold them
+    this needs `requantize`, which quantizes their values anew. Besides a constant, memory holds one
+    layer, or the outer weights, as written.
 
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
     ConversionError when writing fails; then nothing is left at `out`.
@@ -64,7 +64,7 @@ def convert(
     files = source.files()
     with CheckpointWriter(out, overwrite=overwrite, expected_bytes=expected) as writer:
         for i, (prefix, weights) in enumerate(units):
-            built = {f"{prefix}{w.name}": job.build(prefix, w) for w in weights}
+            built = {f"{prefix}{w.name}": job.build(w) for w in weights}
             if prefix:
                 writer.write_layer(i, built)
             else:
@@ -92,14 +92,14 @@ class _Job:
         """Check from headers alone that weights can be built; return the bytes they will take."""
         return sum(self._check(prefix, weight) for weight in weights)
 
-    def build(self, prefix: str, weight: Weight) -> QTensor | Tensor:
+    def build(self, weight: Weight) -> QTensor | Tensor:
         """Return a weight as it is written: a QTensor in the wanted packing, or float32 [rows]."""
         if weight.columns is None:
-            return self._vector(prefix, weight)
-        bits, group, imported = self._format(prefix, weight)
+            return self._vector(weight)
+        bits, group, imported = self._format(weight)
         self.formats[bits, group, imported] += not weight.sensitive
         out = _empty((weight.rows, weight.columns), bits, group, self.quant)
-        for rows, piece in self._pieces(prefix, weight, bits, group):
+        for rows, piece in self._pieces(weight, bits, group):
             if piece.scale_min.dtype.itemsize > out.scale_min.dtype.itemsize:
                 out = replace(out, scale_min=out.scale_min.to(piece.scale_min.dtype))
             _place(piece, out, rows)
@@ -131,7 +131,7 @@ class _Job:
                 )
         if weight.columns is None:
             return weight.rows * 4
-        bits, group, _ = self._format(prefix, weight)
+        bits, group, _ = self._format(weight)
         if weight.columns % group:
             fits = [str(g) for g in GROUP_SIZES if weight.columns % g == 0]
             raise QuantizationError(
@@ -151,28 +151,25 @@ class _Job:
             )
         return info
 
-    def _format(self, prefix: str, weight: Weight) -> tuple[int, int, bool]:
-        """Return bits and group of a matrix, and whether they are those of the source."""
-        names = [part.source for part in weight.parts]
-        stored = [self._info(name).quantized for name in names]
-        found = sorted({x for x in stored if x is not None})
-        if len(found) == 1:
-            return (*found[0], True)
-        if found and not self.requantize:
-            listed = ", ".join(
-                f"{name} {x[0]} bits" for name, x in zip(names, stored, strict=True) if x
-            )
-            raise QuantizationError(
-                f"{self.source.path}: {prefix}{weight.name} joins tensors of different formats "
-                f"({listed}); pass requantize=True (--requantize) to quantize them anew, at some "
-                "loss, or use a file of one format"
-            )
+    def _format(self, weight: Weight) -> tuple[int, int, bool]:
+        """Return bits and group of a matrix, and whether they are those of the source.
+
+        The widest codes and smallest groups of the parts, as these hold the others exactly.
+        """
+        stored = {part.source: self._info(part.source) for part in weight.parts}
+        for name, info in stored.items():
+            if info.obstacle and not self.requantize:
+                raise QuantizationError(
+                    f"{self.source.path}: {name} {info.obstacle}; pass requantize=True "
+                    "(--requantize) to quantize its values anew, at some loss"
+                )
+        if found := [x.quantized for x in stored.values() if x.quantized]:
+            imported = any(x.quantized and not x.anew for x in stored.values())
+            return max(bits for bits, _ in found), min(group for _, group in found), imported
         bits = self.quant.head_bits if weight.sensitive else self.quant.bits
         return bits, self.quant.group_size, False
 
-    def _pieces(
-        self, prefix: str, weight: Weight, bits: int, group: int
-    ) -> Iterator[tuple[Tensor, QTensor]]:
+    def _pieces(self, weight: Weight, bits: int, group: int) -> Iterator[tuple[Tensor, QTensor]]:
         """Yield pieces of a matrix in the wanted packing, each with the rows it goes to."""
         assert weight.columns is not None
         for i, part in enumerate(weight.parts):
@@ -203,14 +200,12 @@ class _Job:
     def _quantized(self, data: Tensor | QTensor, bits: int, group: int, name: str) -> QTensor:
         quant = self.quant
         if isinstance(data, QTensor):
-            if (data.bits, data.group_size) == (bits, group):
-                return data.to_packing(quant.packing)
-            data = data.dequantize()
+            return widened(data, bits, group).to_packing(quant.packing)
         return quantize(
             data, bits, group, quant.solver, quant.packing, quant.scale_dtype, name=name
         )
 
-    def _vector(self, prefix: str, weight: Weight) -> Tensor:
+    def _vector(self, weight: Weight) -> Tensor:
         out = torch.empty(weight.rows)
         for i, part in enumerate(weight.parts):
             name = part.source

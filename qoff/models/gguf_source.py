@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from qoff.errors import FormatError, UnsupportedModelError
-from qoff.quant import GGUFFile, QTensor, unpermute_rows
+from qoff.quant import GGUFFile, QTensor, TensorInfo, unpermute_rows
+from qoff.quant.gguf import DENSE, QUANTIZED, TO_FLOATS
+from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
 
 from .gguf_tokenizer import build_tokenizer
 from .rope import inverse_frequencies
-from .sources import TensorInfo
 from .spec import DecoderSpec
 
 ARCHITECTURES = {
@@ -30,8 +31,7 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 _PERMUTED = ("llama", "smollm3")  # architectures whose query and key rows are reordered
-_QUANTIZED = {"Q4_0": (4, 32), "Q4_1": (4, 32), "Q8_0": (8, 32)}
-_DENSE = ("F32", "F16", "BF16")
+_BITS_FROM_FLOATS = 8  # of types whose codes no QTensor holds
 _HEAD = "output.weight"
 _OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -111,19 +111,22 @@ class GGUFSource:
         stored = _gguf_name(name)
         if stored not in self._names:
             return None
-        kind = self._file.tensor_type(stored)
-        if kind not in _QUANTIZED and kind not in _DENSE:
-            raise FormatError(
-                f"{self.path}: tensor {stored} has type {kind}; supported are "
-                f"{', '.join((*_QUANTIZED, *_DENSE))}. Use a file of one of these types"
-            )
-        return TensorInfo(self._shape(stored), _QUANTIZED.get(kind))
+        kind, shape = self._file.tensor_type(stored), self._shape(stored)
+        if kind in DENSE:
+            return TensorInfo(shape, None)
+        if kind in TO_FLOATS:
+            return TensorInfo(shape, (_BITS_FROM_FLOATS, GROUP_SIZE), anew=True)
+        if kind in BLOCK_TYPES:
+            return TensorInfo(shape, (BLOCK_TYPES[kind].bits, GROUP_SIZE))
+        raise FormatError(
+            f"{self.path}: tensor {stored} has type {kind}; supported are "
+            f"{', '.join((*QUANTIZED, *DENSE))}. Use a file of one of these types"
+        )
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
-        weight = self._load(name)
-        for start in range(0, weight.shape[0], rows):
-            stop = min(start + rows, weight.shape[0])
-            yield weight.rows(start, stop) if isinstance(weight, QTensor) else weight[start:stop]
+        stored = _gguf_name(name)
+        for numbers in self._order(name, self._shape(stored)[0]).split(rows):
+            yield self._file.load(stored, numbers)
 
     def item(self, name: str, index: int) -> Tensor:
         raise FormatError(f"{self.path}: {name} has no parts of its own in a GGUF file")
@@ -145,19 +148,14 @@ class GGUFSource:
             written = (path for path in sorted(Path(directory).iterdir()) if path.is_file())
             return {path.name: path.read_bytes() for path in written}
 
-    def _load(self, name: str) -> QTensor | Tensor:
-        weight = self._file.load(_gguf_name(name))
-        heads = None
-        if self._architecture in _PERMUTED:
-            if ".q_proj." in name:
-                heads = self._need("attention.head_count")
-            elif ".k_proj." in name:
-                heads = self._kv_heads()
-        if heads is None:
-            return weight
-        if isinstance(weight, QTensor):  # the same call twice, once for each type
-            return unpermute_rows(weight, heads)
-        return unpermute_rows(weight, heads)
+    def _order(self, name: str, rows: int) -> Tensor:
+        """Return where in the file each row of a tensor is, int64 [rows]."""
+        order = torch.arange(rows)
+        if self._architecture in _PERMUTED and ".q_proj." in name:
+            return unpermute_rows(order, self._need("attention.head_count"))
+        if self._architecture in _PERMUTED and ".k_proj." in name:
+            return unpermute_rows(order, self._kv_heads())
+        return order
 
     def _get(self, key: str, default: Any = None) -> Any:
         return self._file.metadata.get(f"{self._architecture}.{key}", default)

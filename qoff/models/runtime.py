@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
-from qoff.kernels.ops import ops_for
+from qoff.kernels.ops import Ops, ops_for
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.timeline import Timeline
@@ -51,9 +51,10 @@ class Runtime:
     are packed; None keeps them in float32, which a GPU does not. The KV cache is the caller's and
     outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
     and V are of `dtype`, float16 or bfloat16, and the checkpoint is of packing half32. cuda_graphs:
-    layers at decode are replayed as CUDA graphs (experimental). One forward pass runs at a time;
-    others wait their turn. Raises BudgetError when the budget is too small, OpError for a device
-    that is not there, and the errors of `Checkpoint.open`.
+    layers at decode are replayed as CUDA graphs (experimental). ops: others than the device's, for
+    tests. One forward pass runs at a time; others wait their turn. Raises BudgetError when the
+    budget is too small, OpError for a device that is not there, and the errors of
+    `Checkpoint.open`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Runtime:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float16,
         cuda_graphs: bool = False,
+        ops: Ops | None = None,
     ) -> None:
         if activation_bits not in (8, 16):
             raise ArgumentError(f"activation_bits is 8 or 16, not {activation_bits}")
@@ -80,7 +82,7 @@ class Runtime:
             # Refuses what could not be packed later.
             kv.forms([self.spec.head_dim] * self.spec.num_layers)
         where = torch.device(device)
-        ops = ops_for(where)
+        ops = ops or ops_for(where)
         if ops.CACHE == "device":
             _check_gpu(kv, dtype)
         else:

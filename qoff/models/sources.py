@@ -1,4 +1,7 @@
-"""Where the weights of a conversion come from: a Hugging Face directory, or a GGUF file."""
+"""Where the weights of a conversion come from: a Hugging Face directory, or a GGUF file.
+
+Directories with quantized weights are `quantized_source`, GGUF files `gguf_source`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qoff.errors import FormatError, UnsupportedModelError
-from qoff.quant import QTensor
+from qoff.errors import FormatError
+from qoff.quant import QTensor, TensorInfo
 
 COMPANIONS = (
     "generation_config.json",
@@ -35,15 +38,11 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
 }
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a tensor before its data is read."""
-
-    shape: tuple[int, ...]
-    quantized: tuple[int, int] | None  # bits and group size, None for floats
 
 
 class Source(Protocol):
@@ -70,11 +69,15 @@ class Source(Protocol):
 def open_source(path: str | os.PathLike[str]) -> Source:
     """Open a directory with `config.json` and safetensors, or a `.gguf` file, headers only.
 
-    Raises FormatError, naming the file, for anything else and for damaged headers.
+    Raises FormatError, naming the file, for anything else and for damaged headers, and
+    UnsupportedModelError for weights quantized by a method that cannot be read.
     """
     where = Path(path)
     if where.is_dir():
-        return SafetensorsSource(where)
+        from .quantized_source import open_quantized
+
+        tensors = SafetensorsSource(where)
+        return open_quantized(tensors) or tensors
     if not where.is_file():
         raise FormatError(f"{where}: no such file or directory; expected a model to convert")
     if where.suffix.lower() != ".gguf":
@@ -123,6 +126,8 @@ class SafetensorsSource:
             self._open_sharded()
         elif (path / _SINGLE).is_file():
             self._tensors = _read_header(path / _SINGLE)
+        elif len(only := sorted(path.glob("*.safetensors"))) == 1:  # as AutoGPTQ names it
+            self._tensors = _read_header(only[0])
         else:
             pickled = sorted(p.name for p in path.iterdir() if p.suffix in _PICKLED)
             found = f"found {pickled[0]}, which is pickled and never opened" if pickled else ""
@@ -132,36 +137,33 @@ class SafetensorsSource:
             )
 
     def config(self) -> dict[str, Any]:
-        config = read_json(self.path / "config.json")
-        if quantization := config.get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-            raise UnsupportedModelError(
-                f"{self.path / 'config.json'}: the model is quantized already "
-                f"(quant_method {method!r}); supported: unquantized safetensors. "
-                "Convert the original model"
-            )
-        return config
+        return read_json(self.path / "config.json")
 
     def info(self, name: str) -> TensorInfo | None:
-        stored = self._tensors.get(name)
-        return None if stored is None else TensorInfo(stored.shape, None)
+        kind = self.kind(name)
+        return None if kind is None else TensorInfo(kind[1], None)
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor]:
         for start in range(0, self._tensors[name].shape[0], rows):
-            yield self._rows(name, start, rows)
+            yield self.read(name, start, start + rows)
 
     def item(self, name: str, index: int) -> Tensor:
-        return self._rows(name, index, 1)[0]
+        return self.read(name, index, index + 1)[0]
 
-    def _rows(self, name: str, start: int, rows: int) -> Tensor:
-        """Up to `rows` of the first dimension of a tensor."""
+    def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Return dtype and shape of a tensor, None if there is none of this name."""
+        stored = self._tensors.get(name)
+        return None if stored is None else (stored.dtype, stored.shape)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Read rows start..stop-1 of a tensor, as far as there are so many."""
         stored = self._tensors[name]
+        rows = range(*slice(start, stop).indices(stored.shape[0]))
         row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-        count = min(rows, stored.shape[0] - start)
-        data = torch.empty(count * row_bytes, dtype=torch.uint8)
+        data = torch.empty(len(rows) * row_bytes, dtype=torch.uint8)
         with stored.path.open("rb", buffering=0) as file:
             _read_at(file.fileno(), stored.offset + start * row_bytes, data, stored.path)
-        return data.view(stored.dtype).view(count, *stored.shape[1:])
+        return data.view(stored.dtype).view(len(rows), *stored.shape[1:])
 
     def files(self) -> Mapping[str, bytes | Path]:
         return {name: self.path / name for name in COMPANIONS if (self.path / name).is_file()}
@@ -220,7 +222,7 @@ def _stored(path: Path, entry: Mapping[str, Any], data_start: int, size: int) ->
     if not all(isinstance(x, int) and x >= 0 for x in (*shape, start, end)):
         raise ValueError(f"shape {shape}, offsets {start}..{end}")
     dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:  # noticed only if the tensor is wanted: buffers may be integers
+    if dtype is None:  # noticed only if the tensor is wanted: buffers may be of any kind
         return _Stored(path, torch.uint8, shape, data_start + start)
     if end - start != math.prod(shape) * dtype.itemsize or data_start + end > size:
         raise ValueError(f"{entry['dtype']} {shape} at {start}..{end} of {size - data_start} bytes")

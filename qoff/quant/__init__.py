@@ -1,15 +1,34 @@
-"""Quantized weights: making them from floats, importing them from GGUF, moving their rows.
+"""Quantized weights: making them from floats, importing those of others, moving their rows.
 
 - `solvers`: the scale and minimum of each group: round to nearest, MSE, HQQ.
 - `matrix`: `quantize` a whole matrix, and its configuration.
-- `gguf`: read GGUF files, taking their codes over bit for bit.
+- `gguf`, `gguf_blocks`: read GGUF files, taking their codes over bit for bit.
+- `gptq`, `awq`, `compressed_tensors`, `bitsandbytes`: read quantized safetensors; `schemes` chooses
+  among them, `stored` is what they read from, `grouped` what they have in common.
 - `rows`: join and reorder rows of quantized matrices.
 """
 
 from qoff.kernels.qtensor import QTensor
 
 from .gguf import GGUFFile
+from .grouped import widened
 from .matrix import QuantConfig, quantize
 from .rows import concat_rows, unpermute_rows
+from .schemes import CONFIG_FILES, SCHEMES, read_scheme
+from .stored import Scheme, StoredTensors, TensorInfo
 
-__all__ = ["GGUFFile", "QTensor", "QuantConfig", "concat_rows", "quantize", "unpermute_rows"]
+__all__ = [
+    "CONFIG_FILES",
+    "SCHEMES",
+    "GGUFFile",
+    "QTensor",
+    "QuantConfig",
+    "Scheme",
+    "StoredTensors",
+    "TensorInfo",
+    "concat_rows",
+    "quantize",
+    "read_scheme",
+    "unpermute_rows",
+    "widened",
+]

@@ -1,8 +1,7 @@
-"""Weights of a GGUF file, block formats taken over code for code.
+"""Tensors and metadata of a GGUF file, block formats taken over code for code.
 
-Blocks are 32 elements along K (`ggml-quants.c` of llama.cpp): Q4_0 is a half d and 16 bytes of
-codes, w = d * (code - 8); Q4_1 is halves d and m and 16 bytes, w = d * code + m; Q8_0 is a half d
-and 32 signed bytes, w = d * code. The nibble order of the 16 bytes is that of packing half32.
+`gguf_blocks` has the types whose codes a QTensor can hold. Q6_K is not one of them: its groups are
+16 elements, half of the smallest that a QTensor has, so its values come as floats.
 """
 
 from __future__ import annotations
@@ -13,17 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFEndian, GGUFReader, ReaderTensor
+from gguf import GGMLQuantizationType, GGUFEndian, GGUFReader, ReaderTensor
+from gguf.quants import dequantize
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from qoff.errors import FormatError
 from qoff.kernels.qtensor import QTensor
 
-GROUP_SIZE = 32
-_DENSE = ("F32", "F16", "BF16")
-_QUANTIZED = ("Q4_0", "Q4_1", "Q8_0")
-_OFFSETS = {"Q4_0": 8, "Q8_0": 128}  # what is added to make codes unsigned
+from .gguf_blocks import BLOCK_TYPES, decode_rows
+
+DENSE = ("F32", "F16", "BF16")
+TO_FLOATS = ("Q6_K",)
+QUANTIZED = (*BLOCK_TYPES, *TO_FLOATS)
 
 
 class GGUFFile:
@@ -72,31 +73,35 @@ class GGUFFile:
         """Return the shape of a tensor, rows first. Raises FormatError if there is none."""
         return tuple(int(size) for size in reversed(self._find(name).shape))
 
-    def load(self, name: str) -> QTensor | Tensor:
-        """Return one tensor, copied out of the file.
+    def load(self, name: str, rows: Tensor | None = None) -> QTensor | Tensor:
+        """Return one tensor, or some rows of it (int64, in that order), copied out of the file.
 
-        Q4_0, Q4_1 and Q8_0 give a QTensor (half32, group 32) with the file's codes and exactly its
-        values; scales are float32 where float16 cannot hold the minimum. F32, F16 and BF16 give a
-        dense tensor of that dtype. Raises FormatError for another type, a tensor that is not there,
-        or scales or values that are NaN or infinite.
+        The types of `gguf_blocks` give a QTensor (half32, group 32) with the file's codes and
+        exactly its values; Q6_K gives its values in float32; F32, F16 and BF16 give a dense tensor
+        of that dtype. Raises FormatError for another type, a tensor that is not there, or scales or
+        values that are NaN or infinite.
         """
         kind, shape = self.tensor_type(name), self.shape(name)
-        if kind not in _QUANTIZED + _DENSE:
+        if kind not in QUANTIZED + DENSE:
             raise FormatError(
                 f"{self.path}: tensor {name} has type {kind}; supported are "
-                f"{', '.join(_QUANTIZED + _DENSE)}. Use a file of one of these types"
+                f"{', '.join(QUANTIZED + DENSE)}. Use a file of one of these types"
             )
-        if kind in _QUANTIZED and (len(shape) != 2 or 0 in shape):
+        if kind in QUANTIZED and (len(shape) != 2 or 0 in shape):
             raise FormatError(
                 f"{self.path}: tensor {name} is {kind} with shape {shape}; "
                 "only matrices are supported in a quantized type"
             )
         raw = self._find(name).data
+        raw = raw.copy() if rows is None else raw[rows.numpy()]
         weight: QTensor | Tensor
-        if kind in _DENSE:
-            weight = values = _dense(raw, kind).view(shape)
+        if kind in DENSE:
+            weight = values = _dense(raw, kind).view(-1, *shape[1:])
+        elif kind in TO_FLOATS:
+            with np.errstate(invalid="ignore"):  # infinite scales, which are found below
+                weight = values = torch.from_numpy(dequantize(raw, GGMLQuantizationType[kind]))
         else:
-            weight = _quantized(raw, kind, (shape[0], shape[1]))
+            weight = decode_rows(torch.from_numpy(raw), kind)
             values = weight.scale_min
         if not bool(torch.isfinite(values).all()):
             raise FormatError(
@@ -127,23 +132,5 @@ class _StrictReader(GGUFReader):
 
 def _dense(raw: NDArray[Any], kind: str) -> Tensor:
     if kind == "BF16":
-        return torch.from_numpy(raw.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(raw.copy())
-
-
-def _quantized(raw: NDArray[Any], kind: str, shape: tuple[int, int]) -> QTensor:
-    """Return the QTensor of uint8 blocks [N, bytes of a row]."""
-    n, k = shape
-    blocks = torch.from_numpy(raw.reshape(n, k // GROUP_SIZE, -1).copy())
-    code_bytes = 32 if kind == "Q8_0" else 16
-    head = blocks[..., :-code_bytes].contiguous().view(torch.float16)  # [N, K/32, 1 or 2]
-    codes = blocks[..., -code_bytes:].contiguous().view(n, -1)
-    scale_min = head.transpose(0, 1).float()  # [K/32, N, 1 or 2]
-    if kind == "Q8_0":
-        codes ^= 128  # signed code + 128
-    if kind in _OFFSETS:
-        scale_min = torch.cat((scale_min, scale_min * -_OFFSETS[kind]), dim=2)
-    narrow = scale_min.half()
-    exact = bool(torch.equal(narrow.float(), scale_min))
-    scale_min = (narrow if exact else scale_min).contiguous()
-    return QTensor(codes, scale_min, shape, 4 if code_bytes == 16 else 8, GROUP_SIZE, "half32")
+        return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(raw)

@@ -106,17 +106,29 @@ def test_a_hub_id_is_downloaded_and_converted_once(
     assert conversions == [source]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mystery"}, "mystery"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method is 'fp8'; supported: awq"),
+    ],
+)
 def test_an_unsupported_hub_model_is_refused_before_its_weights_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any],
+    message: str,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mystery"}')
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
 
     def snapshot(hub_id: str, *, allow_patterns: list[str], **_: Any) -> str:
         assert allow_patterns == ["config.json"]
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    with pytest.raises(UnsupportedModelError, match="mystery"):
+    with pytest.raises(UnsupportedModelError, match=message):
         qoff.load(HUB_ID)
 
 

@@ -271,9 +271,9 @@ def _edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ({"model_type": "mamba"}, UnsupportedModelError, r"model_type is 'mamba'"),
         ({"hidden_act": "relu6"}, UnsupportedModelError, r"hidden_act is 'relu6'"),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": {"quant_method": "fp8"}},
             UnsupportedModelError,
-            r"config.json: the model is quantized already \(quant_method 'gptq'\)",
+            r"config.json: quantization_config.quant_method is 'fp8'; supported: awq, .*gptq",
         ),
         ({"intermediate_size": 112}, FormatError, r"gate_proj.weight has shape \(96, 64\)"),
     ],

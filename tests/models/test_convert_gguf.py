@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from qoff.checkpoint import Checkpoint, read_weight
-from qoff.errors import FormatError, QoffError, QuantizationError, UnsupportedModelError
+from qoff.errors import FormatError, QoffError, UnsupportedModelError
 from qoff.kernels.qtensor import QTensor
 from qoff.models.convert import convert
 from qoff.models.names import interleave16
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig, quantize
+from tests.quant.packed_matrices import gguf_blocks
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 32, 2
 CONFIG: dict[str, Any] = {
@@ -45,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
     "smollm3": {},
+    "llama-wide": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},  # for K types
 }
 HF_TO_GGUF = {
     "model.embed_tokens": "token_embd",
@@ -95,12 +97,12 @@ class Model:
         self.tensors = {n: p.detach() for n, p in model.named_parameters()}
         self.metadata: dict[str, Any] = {
             "context_length": 512,
-            "embedding_length": 64,
-            "feed_forward_length": 96,
+            "embedding_length": self.config.hidden_size,
+            "feed_forward_length": self.config.intermediate_size,
             "block_count": LAYERS,
             "attention.head_count": HEADS,
             "attention.head_count_kv": KV_HEADS,
-            "attention.key_length": HEAD_DIM,
+            "attention.key_length": self.config.head_dim,
             "attention.layer_norm_rms_epsilon": 1e-5,
             "rope.freq_base": float(self.config.rope_parameters["rope_theta"]),
         }
@@ -121,13 +123,12 @@ class Model:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             (writer.add_string if isinstance(value, str) else add)(f"{self.arch}.{key}", value)
         self._write_tokenizer(writer)
-        for name, tensor in self.tensors.items():
-            values = tensor.numpy()
+        for name in self.tensors:
+            raw = self.raw(name)
             if self.arch in ("llama", "smollm3") and ".q_proj." in name:
-                values = permuted(values, HEADS)
+                raw = permuted(raw, HEADS)
             if self.arch in ("llama", "smollm3") and ".k_proj." in name:
-                values = permuted(values, KV_HEADS)
-            raw = gguf.quants.quantize(values, self.kind(name))
+                raw = permuted(raw, KV_HEADS)
             writer.add_tensor(gguf_name(name), raw, raw_dtype=self.kind(name))
         for name, values in self.extra.items():
             writer.add_tensor(name, values)
@@ -139,9 +140,16 @@ class Model:
 
     def value(self, name: str) -> Tensor:
         """The tensor as the file has it, in the row order of Hugging Face."""
-        kind = self.kind(name)
-        raw = gguf.quants.quantize(self.tensors[name].numpy(), kind)
-        return torch.from_numpy(np.array(gguf.quants.dequantize(raw, kind), dtype=np.float32))
+        values = gguf.quants.dequantize(self.raw(name), self.kind(name))
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def raw(self, name: str) -> np.ndarray:
+        """The rows of a tensor as stored; random ones for types that only llama.cpp makes."""
+        kind, tensor = self.kind(name), self.tensors[name]
+        if kind.name.endswith("_K"):
+            rows, columns = tensor.shape
+            return gguf_blocks(kind.name, rows, columns // 256, seed=len(name))
+        return gguf.quants.quantize(tensor.numpy(), kind)
 
     def _write_tokenizer(self, writer: gguf.GGUFWriter) -> None:
         tokens = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz0123456789"]
@@ -232,14 +240,14 @@ def model_class(model: Model) -> Any:
         return AutoModelForCausalLM.from_config(model.config)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
 def test_every_imported_type_is_exact(kind: Kind, tmp_path: Path) -> None:
     model = Model("llama", {"_proj": kind})
     found = read_all(convert(model.write(tmp_path / "m.gguf"), tmp_path / "out"))
     for name, value in wanted_fused(model, 0, "weight").items():
         weight = found[f"model.layers.0.{name}"]
         assert isinstance(weight, QTensor)
-        assert weight.bits == (8 if kind == Kind.Q8_0 else 4)
+        assert weight.bits == (4 if kind.name.startswith("Q4") else 8)
         assert torch.equal(weight.dequantize(), value)
 
 
@@ -274,20 +282,50 @@ def test_floats_are_quantized(kind: Kind, tmp_path: Path) -> None:
     assert torch.equal(rows, quantize(values, 4, 32, "mse").dequantize())
 
 
-def test_widths_are_mixed_only_on_request(tmp_path: Path) -> None:
-    model = Model("llama", {"v_proj": Kind.Q8_0})
-    path = model.write(tmp_path / "m.gguf")
-    with pytest.raises(
-        QuantizationError, match=r"qkv_proj joins .*v_proj.weight 8 bits.*requantize"
-    ):
-        convert(path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    quant = QuantConfig(group_size=32, solver="rtn")
-    found = read_all(convert(path, tmp_path / "out", quant=quant, requantize=True))
-    weight = found["model.layers.0.self_attn.qkv_proj"]
-    assert isinstance(weight, QTensor)
-    value = wanted_fused(model, 0, "weight")["self_attn.qkv_proj"]
-    assert torch.equal(weight.dequantize(), quantize(value, 4, 32, "rtn").dequantize())
+@pytest.mark.parametrize("for_cpu", [False, True])
+def test_types_of_different_widths_join_in_the_widest(for_cpu: bool, tmp_path: Path) -> None:
+    """4-bit codes fit 8 bits, so a fused matrix of both has exactly the values of its parts."""
+    model = Model("llama", {"v_proj": Kind.Q8_0, "up_proj": Kind.Q5_1})
+    found = read_all(convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", for_cpu=for_cpu))
+    for name, value in wanted_fused(model, 1, "weight").items():
+        weight = found[f"model.layers.1.{name}"]
+        assert isinstance(weight, QTensor)
+        assert weight.bits == (8 if "qkv" in name or "gate_up" in name else 4)
+        assert torch.equal(weight.dequantize(), value), name
+
+
+def test_a_file_of_q4_k_m(tmp_path: Path) -> None:
+    """Q4_K and Q5_K keep their codes, also beside Q6_K, whose values are quantized to 8 bits."""
+    six = ("layers.0.self_attn.v_proj", "layers.0.mlp.down_proj", "lm_head")
+    kinds = dict.fromkeys(six, Kind.Q6_K) | {"layers.1.mlp.up_proj": Kind.Q5_K}
+    model = Model("llama-wide", {**kinds, "_proj": Kind.Q4_K, "embed_tokens": Kind.Q4_K})
+    quant = QuantConfig(solver="rtn")
+    out = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", quant=quant)
+    found = read_all(out)
+    wide = {"0.self_attn.qkv_proj", "0.mlp.down_proj", "1.mlp.gate_up_proj"}
+    for layer in range(LAYERS):
+        for name, value in wanted_fused(model, layer, "weight").items():
+            weight = found[f"model.layers.{layer}.{name}"]
+            assert isinstance(weight, QTensor)
+            assert (weight.bits, weight.group_size) == (8 if f"{layer}.{name}" in wide else 4, 32)
+            rows = value.shape[0]
+            if (layer, name) == (0, "self_attn.qkv_proj"):
+                rows -= KV_HEADS * 64  # of V
+            if (layer, name) == (0, "mlp.down_proj"):
+                rows = 0
+            assert torch.equal(weight.dequantize()[:rows], value[:rows]), name
+            if rows < value.shape[0]:
+                again = quantize(value[rows:], 8, 32, "rtn").dequantize()
+                assert torch.equal(weight.dequantize()[rows:], again), name
+    embedding, head = found["model.embed_tokens"], found["lm_head"]
+    assert isinstance(embedding, QTensor)
+    assert isinstance(head, QTensor)
+    assert (embedding.bits, head.bits) == (4, 8)
+    assert torch.equal(embedding.dequantize(), model.value("model.embed_tokens.weight"))
+    again = quantize(model.value("lm_head.weight"), 8, 32, "rtn")
+    assert torch.equal(head.dequantize(), again.dequantize())
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["bits"], config["group_size"], config["solver"]) == (4, 32, "imported")
 
 
 def test_rope_factors_become_llama3_scaling(tmp_path: Path) -> None:
@@ -345,7 +383,7 @@ def _no_heads(model: Model) -> None:
 
 
 def _kind(model: Model) -> None:
-    model.kinds = {"down_proj": Kind.Q5_0}
+    model.kinds = {"down_proj": Kind.MXFP4}
 
 
 def _pre(model: Model) -> None:
@@ -369,7 +407,7 @@ def _arch(model: Model) -> None:
         (_partial, UnsupportedModelError, r"rope.dimension_count is 16; supported: 32"),
         (_experts, UnsupportedModelError, r"llama.expert_count is 8; supported: 0"),
         (_no_heads, FormatError, r"key llama.attention.head_count is None; expected a number"),
-        (_kind, FormatError, r"blk.0.ffn_down.weight has type Q5_0; supported are Q4_0"),
+        (_kind, FormatError, r"blk.0.ffn_down.weight has type MXFP4; supported are Q4_0"),
         (_pre, UnsupportedModelError, r"tokenizer.ggml.pre is 'chameleon'; supported: default"),
         (_spm, UnsupportedModelError, r"tokenizer.ggml.model is 'llama'; supported: 'gpt2'"),
         (_arch, UnsupportedModelError, r"general.architecture is 'falcon'; supported: llama"),

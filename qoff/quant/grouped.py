@@ -1,0 +1,111 @@
+"""Integer codes with a scale and a zero point per group of columns, as qoff's own format.
+
+Formats of others have w = (code - zero) * scale; a QTensor has w = code * scale + minimum, so
+minimum = -zero * scale. With scales of 16 bits both give exactly the same values. Codes of 2 to 8
+bits fit a form of 4 or 8 bits, and a group that is a multiple of 32, 64 or 128 columns falls into
+groups of that size which share its scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qoff.errors import QuantizationError
+from qoff.kernels.packing import GROUP_SIZES, pack_codes, pack_scale_min, unpack_codes
+from qoff.kernels.qtensor import QTensor
+
+from .stored import TensorInfo
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The shape [N, K] of a matrix, the bits of its codes, and the group of each column."""
+
+    shape: tuple[int, int]
+    bits: int  # 2 to 8
+    groups: Tensor  # int64 [K]
+
+    def target(self) -> tuple[int, int] | None:
+        """Return bits and group size of the QTensor that holds these codes, None if none does."""
+        columns = self.shape[1]
+        for size in sorted(GROUP_SIZES, reverse=True):
+            if columns % size == 0:
+                runs = self.groups.view(-1, size)
+                if bool((runs == runs[:, :1]).all()):
+                    return (4 if self.bits <= 4 else 8), size
+        return None
+
+    def info(self, obstacle: str) -> TensorInfo:
+        """Describe the matrix; `obstacle` says what is in the way where no QTensor holds it."""
+        target = self.target()
+        return TensorInfo(self.shape, target, None if target else obstacle)
+
+    def weight(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> QTensor | Tensor:
+        """Return some rows: as a QTensor (half32) if there is a target, else as float32 [n, K].
+
+        codes uint8 [n, K], scales of any float dtype [n, G], zeros of any integer dtype [n, G].
+        Scale and minimum are float16 where that holds all of them exactly, else float32.
+        """
+        scale = scales.float()
+        target = self.target()
+        if target is None:
+            centered = codes.float() - zeros[:, self.groups].float()
+            return centered.mul_(scale[:, self.groups])
+        bits, size = target
+        minimum = scale * -zeros.float()
+        chosen = self.groups[::size]
+        scale_min = pack_scale_min(scale[:, chosen], minimum[:, chosen], "half32")
+        shape = (codes.shape[0], codes.shape[1])
+        packed = pack_codes(codes, bits, "half32")
+        return QTensor(packed, narrowed(scale_min), shape, bits, size, "half32")
+
+
+def narrowed(scale_min: Tensor) -> Tensor:
+    """Return float32 scales and minima as float16 if that is exact, else as they are."""
+    narrow = scale_min.half()
+    return narrow if bool(torch.equal(narrow.float(), scale_min)) else scale_min
+
+
+def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return the first `count` codes of each row, uint8 [R, count], of int32 words [R, W].
+
+    Code i is the bits i * bits and up of the row, lowest bit of the first word first; where `bits`
+    does not divide 32, codes go on in the next word.
+    """
+    shared = gcd(bits, 32)
+    period, codes = bits // shared, 32 // shared  # words and codes after which it starts anew
+    words = pad(words, (0, -words.shape[1] % period)).unflatten(1, (-1, period))
+    out = torch.empty(*words.shape[:2], codes, dtype=torch.uint8)
+    for i in range(codes):
+        word, shift = divmod(i * bits, 32)
+        value = words[..., word] >> shift
+        if (missing := shift + bits - 32) > 0:
+            low = bits - missing
+            value = (value & ((1 << low) - 1)) | (words[..., word + 1] << low)
+        out[..., i] = value & ((1 << bits) - 1)
+    return out.flatten(1)[:, :count]
+
+
+def widened(q: QTensor, bits: int, group_size: int) -> QTensor:
+    """Return the same values with wider codes and smaller groups, in the same packing.
+
+    Raises QuantizationError for narrower codes, or groups that do not divide those of `q`.
+    """
+    if bits < q.bits or q.group_size % group_size:
+        raise QuantizationError(
+            f"a matrix of {q.bits} bits and group {q.group_size} cannot be had with {bits} bits "
+            f"and group {group_size} without quantizing it anew"
+        )
+    half = q.to_packing("half32")
+    codes, scale_min = half.codes, half.scale_min
+    if bits != q.bits:
+        codes = pack_codes(unpack_codes(codes, q.shape, q.bits, "half32"), bits, "half32")
+    if group_size != q.group_size:
+        scale_min = scale_min.repeat_interleave(q.group_size // group_size, dim=0)
+    wide = replace(half, codes=codes, scale_min=scale_min, bits=bits, group_size=group_size)
+    return wide.to_packing(q.packing)

@@ -1,0 +1,47 @@
+"""Which quantized checkpoints can be read, by the `quant_method` of their config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from qoff.errors import UnsupportedModelError
+
+from .awq import AWQ
+from .bitsandbytes import BitsAndBytes
+from .compressed_tensors import CompressedTensors
+from .gptq import GPTQ
+from .stored import Scheme, Settings
+
+SCHEMES: Mapping[str, Callable[[Settings], Scheme]] = MappingProxyType(
+    {
+        "awq": AWQ.from_settings,
+        "bitsandbytes": BitsAndBytes.from_settings,
+        "compressed-tensors": CompressedTensors.from_settings,
+        "gptq": GPTQ.from_settings,
+    }
+)
+# configs in a file of their own, as older versions wrote them
+CONFIG_FILES: Mapping[str, str] = MappingProxyType(
+    {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+)
+
+
+def read_scheme(config: object, where: str, method: str | None = None) -> Scheme:
+    """Read how a model is stored from the JSON object that describes its quantization.
+
+    `where` is what errors call that object ("config.json: quantization_config."), `method` the
+    method where the object does not say it. Raises UnsupportedModelError naming a key whose value
+    has no implementation.
+    """
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{where.rstrip('.: ')} is {config!r}; supported: an object")
+    settings: dict[str, Any] = {"quant_method": method, **config}
+    found = settings["quant_method"]
+    if not isinstance(found, str) or found not in SCHEMES:
+        raise UnsupportedModelError(
+            f"{where}quant_method is {found!r}; supported: {', '.join(SCHEMES)}, and models that "
+            "are not quantized. Convert the original model"
+        )
+    return SCHEMES[found](Settings(where, settings))

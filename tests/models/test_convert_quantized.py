@@ -1,0 +1,306 @@
+"""Quantized safetensors convert code for code where our formats hold them, else on request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qoff.checkpoint import Checkpoint, read_weight
+from qoff.errors import FormatError, QuantizationError, UnsupportedModelError
+from qoff.kernels import cpu, reference_ops
+from qoff.kernels.qtensor import QTensor
+from qoff.kernels.ragged import Ragged
+from qoff.models.convert import convert
+from qoff.models.decoder import Batch
+from qoff.models.names import interleave16
+from qoff.quant import QuantConfig, quantize
+from tests.quant.packed_matrices import (
+    Matrix,
+    awq,
+    bnb4,
+    bnb8,
+    compressed,
+    gptq,
+    random_matrix,
+)
+from tests.tiny_models import PlainRun
+from tests.tolerances import DECODER_LOGITS, assert_close
+
+TINY: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+QUANT = QuantConfig(group_size=32, solver="rtn")
+Stored = tuple[dict[str, Tensor], Tensor]  # tensors of a module, and the weight they stand for
+
+
+def _matrix(write: Callable[[Matrix], dict[str, Tensor]], **options: Any) -> Callable[..., Stored]:
+    def store(n: int, k: int) -> Stored:
+        matrix = random_matrix(n, k, **options)
+        return write(matrix), matrix.value()
+
+    return store
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+EXACT: dict[str, tuple[dict[str, Any], Callable[..., Stored]]] = {
+    "gptq": (GPTQ, _matrix(gptq)),
+    "gptq-sym": (GPTQ, _matrix(gptq, sym=True)),
+    "awq": (AWQ, _matrix(awq)),
+    "compressed-tensors": (COMPRESSED, _matrix(lambda m: compressed(m, sym=False))),
+}
+REQUANTIZED: dict[str, tuple[dict[str, Any], Callable[..., Stored]]] = {
+    "nf4": (BNB, bnb4),
+    "fp4-nested": (BNB, lambda n, k: bnb4(n, k, kind="fp4", nested=True)),
+    "int8": ({**BNB, "load_in_4bit": False}, bnb8),
+}
+ACT_ORDER = ({**GPTQ, "desc_act": True}, _matrix(gptq, shuffled=True))
+
+
+def save_model(
+    path: Path, config: dict[str, Any], store: Callable[..., Stored], quantized: str = "_proj"
+) -> dict[str, Tensor]:
+    """Save a random Llama whose linear weights are stored so; return what its weights are worth."""
+    torch.manual_seed(1)
+    hf = AutoConfig.for_model("llama", **TINY)
+    model = AutoModelForCausalLM.from_config(hf)
+    stored, values = {}, {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach().normal_(std=0.1)
+        if quantized in name:
+            tensors, value = store(*value.shape)
+            module = name.removesuffix("weight")
+            stored |= {f"{module}{key}": x.contiguous() for key, x in tensors.items()}
+        else:
+            stored[name] = value
+        values[name] = value
+    path.mkdir()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    text = json.dumps({**hf.to_dict(), "quantization_config": config})
+    (path / "config.json").write_text(text)
+    return values
+
+
+def read_all(path: Path) -> dict[str, QTensor | Tensor]:
+    checkpoint = Checkpoint.open(path)
+    return {
+        name: read_weight(file, entry)
+        for file in (*checkpoint.layers, checkpoint.outer)
+        for name, entry in file.weights.items()
+    }
+
+
+def matrices(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The matrices of the layers, fused as in a checkpoint."""
+    out = {}
+    for layer in range(TINY["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        q, k, v = (values[f"{at}self_attn.{x}_proj.weight"] for x in "qkv")
+        gate, up = (values[f"{at}mlp.{x}_proj.weight"] for x in ("gate", "up"))
+        out |= {
+            f"{at}self_attn.qkv_proj": torch.cat((q, k, v)),
+            f"{at}self_attn.o_proj": values[f"{at}self_attn.o_proj.weight"],
+            f"{at}mlp.gate_up_proj": interleave16(gate, up),
+            f"{at}mlp.down_proj": values[f"{at}mlp.down_proj.weight"],
+        }
+    return out
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("for_cpu", [False, True])
+def test_codes_are_taken_over(
+    kind: str, for_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.models.convert._PIECE", 48 * 128)  # several pieces a matrix
+    config, store = EXACT[kind]
+    values = save_model(tmp_path / "model", config, store)
+    out = convert(tmp_path / "model", tmp_path / "out", quant=QUANT, for_cpu=for_cpu)
+    found = read_all(out)
+    for name, value in matrices(values).items():
+        weight = found[name]
+        assert isinstance(weight, QTensor)
+        assert (weight.bits, weight.group_size) == (4, 32)
+        assert weight.scale_min.dtype == (torch.float16 if "sym" in kind else torch.float32)
+        assert torch.equal(weight.dequantize(), value), name
+    for name in ("model.embed_tokens", "lm_head"):  # which are floats
+        weight = found[name]
+        assert isinstance(weight, QTensor)
+        wanted = quantize(values[f"{name}.weight"], 8, 32, "rtn").dequantize()
+        assert torch.equal(weight.dequantize(), wanted)
+    assert torch.equal(torch.as_tensor(found["model.norm.weight"]), values["model.norm.weight"])
+    assert json.loads((out / "config.json").read_text())["quantization_config"] == {
+        "quant_method": "qoff",
+        "version": 1,
+        "bits": 4,
+        "group_size": 32,
+        "solver": "imported",
+        "packing": "cpu16" if for_cpu else "half32",
+    }
+
+
+@pytest.mark.parametrize("kind", REQUANTIZED)
+def test_bitsandbytes_is_quantized_anew(kind: str, tmp_path: Path) -> None:
+    config, store = REQUANTIZED[kind]
+    values = save_model(tmp_path / "model", config, store)
+    out = convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
+    found = read_all(out)
+    for name, value in matrices(values).items():
+        weight = found[name]
+        assert isinstance(weight, QTensor)
+        assert torch.equal(weight.dequantize(), quantize(value, 4, 32, "rtn").dequantize()), name
+    written = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (written["quant_method"], written["solver"]) == ("qoff", "rtn")
+
+
+def test_modules_of_different_widths_join_in_the_widest(tmp_path: Path) -> None:
+    """As GPTQModel's `dynamic` makes them: 8 bits and group 32 for V, 4 bits and 64 for others."""
+    values = save_model(
+        tmp_path / "model",
+        {**GPTQ, "group_size": 64, "dynamic": {"+:.*v_proj": {"bits": 8, "group_size": 32}}},
+        lambda n, k: _matrix(gptq, bits=8 if n == 64 else 4, group=32 if n == 64 else 64)(n, k),
+    )
+    found = read_all(convert(tmp_path / "model", tmp_path / "out", quant=QUANT))
+    for name, value in matrices(values).items():
+        weight = found[name]
+        assert isinstance(weight, QTensor)
+        assert (weight.bits, weight.group_size) == ((8, 32) if "qkv" in name else (4, 64))
+        assert torch.equal(weight.dequantize(), value), name
+
+
+@pytest.mark.parametrize("ops", [cpu, reference_ops], ids=lambda ops: ops.PACKING)
+@torch.no_grad()
+def test_logits_are_those_of_the_model(ops: ModuleType, tmp_path: Path) -> None:
+    """Of transformers with the values that GPTQ stores: 4 and 8 bits, minima in float32."""
+    values = save_model(
+        tmp_path / "model",
+        {**GPTQ, "dynamic": {"+:.*v_proj": {"bits": 8}}},
+        lambda n, k: _matrix(gptq, bits=8 if n == 64 else 4)(n, k),
+    )
+    out = convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
+    found = read_all(out)
+    for name in ("model.embed_tokens", "lm_head"):
+        weight = found[name]
+        assert isinstance(weight, QTensor)
+        values[f"{name}.weight"] = weight.dequantize()
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    model.load_state_dict(values)
+    run, ids = PlainRun(out, ops), torch.randint(100, (21,))
+    cache = run.decoder.new_cache(1)
+    logits = run.forward(Batch(ids, Ragged.of([21], cache.lengths), cache, torch.arange(21)))
+    assert_close(logits, model(ids[None]).logits[0], tolerance=DECODER_LOGITS)
+
+
+def test_a_head_may_be_quantized_too(tmp_path: Path) -> None:
+    values = save_model(tmp_path / "model", GPTQ, _matrix(gptq), "lm_head")
+    head = read_all(convert(tmp_path / "model", tmp_path / "out", quant=QUANT))["lm_head"]
+    assert isinstance(head, QTensor)
+    assert (head.bits, head.group_size) == (4, 32)
+    assert torch.equal(head.dequantize(), values["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("config", "store", "message"),
+    [
+        (*ACT_ORDER, r"0.self_attn.q_proj.weight has its inputs in another order \(desc_act"),
+        ({**GPTQ, "group_size": 16}, _matrix(gptq, group=16), r"has group_size 16, not a mult"),
+    ],
+)
+def test_what_no_format_holds_is_quantized_anew_only_on_request(
+    config: dict[str, Any], store: Callable[..., Stored], message: str, tmp_path: Path
+) -> None:
+    values = save_model(tmp_path / "model", config, store)
+    with pytest.raises(QuantizationError, match=rf"{message}.*--requantize"):
+        convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
+    assert not (tmp_path / "out").exists()
+    out = convert(tmp_path / "model", tmp_path / "out", quant=QUANT, requantize=True)
+    found = read_all(out)
+    for name, value in matrices(values).items():
+        weight = found[name]
+        assert isinstance(weight, QTensor)
+        assert torch.equal(weight.dequantize(), quantize(value, 4, 32, "rtn").dequantize()), name
+
+
+@pytest.mark.parametrize(
+    ("file", "config", "kind"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}, "gptq"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM"}, "awq"),
+    ],
+)
+def test_configs_in_a_file_of_their_own(
+    file: str, config: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    """And weights in one file of any name, as AutoGPTQ writes them."""
+    model = tmp_path / "model"
+    values = save_model(model, {}, EXACT[kind][1])
+    (model / file).write_text(json.dumps(config))
+    (model / "model.safetensors").rename(model / "gptq_model-4bit-32g.safetensors")
+    found = read_all(convert(model, tmp_path / "out", quant=QUANT))
+    for name, value in matrices(values).items():
+        weight = found[name]
+        assert isinstance(weight, QTensor)
+        assert torch.equal(weight.dequantize(), value)
+    (model / file).write_text(json.dumps({**config, "version": "gemv", "group_size": 0}))
+    with pytest.raises(UnsupportedModelError, match=rf"{file}: (version|group_size) is "):
+        convert(model, tmp_path / "other")
+
+
+_UP = "model.layers.1.mlp.up_proj"
+
+
+def test_damage_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_model(model, *EXACT["gptq"])
+    tensors = load_file(model / "model.safetensors")
+    scales = tensors.pop(f"{_UP}.scales")
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(FormatError, match=rf"tensor {_UP}.scales is missing"):
+        convert(model, tmp_path / "out", quant=QUANT)
+    scales[0, 0] = torch.inf
+    save_file({**tensors, f"{_UP}.scales": scales}, model / "model.safetensors")
+    with pytest.raises(FormatError, match=rf"tensor {_UP}.scales holds NaN or infinity"):
+        convert(model, tmp_path / "out", quant=QUANT)
+    del tensors[f"{_UP}.qweight"]
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(FormatError, match=rf"no tensor {_UP}.weight"):
+        convert(model, tmp_path / "out", quant=QUANT)
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(FormatError, match=r"model\.safetensors: header is not valid"):
+        convert(model, tmp_path / "out", quant=QUANT)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_matrices_of_another_model_are_named(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", AWQ, lambda n, k: _matrix(awq)(n + 16, k))
+    with pytest.raises(FormatError, match=r"q_proj.weight has shape \(144, 128\), but config.json"):
+        convert(tmp_path / "model", tmp_path / "out", quant=QUANT)

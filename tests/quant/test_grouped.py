@@ -1,0 +1,43 @@
+"""Bit strings of any width, and codes made wider without a change of value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qoff.errors import QuantizationError
+from qoff.kernels.packing import unpack_codes
+from qoff.quant import quantize, widened
+from qoff.quant.grouped import unpack_bits
+from tests.quant.packed_matrices import bit_strings
+
+
+@given(bits=st.integers(2, 8), rows=st.integers(1, 5), count=st.integers(1, 100))
+def test_bit_strings_come_back(bits: int, rows: int, count: int) -> None:
+    codes = torch.randint(1 << bits, (rows, count))
+    assert torch.equal(unpack_bits(bit_strings(codes, bits), bits, count).long(), codes)
+
+
+@pytest.mark.parametrize("packing", ["half32", "cpu16"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_wider_codes_and_smaller_groups_have_the_same_values(
+    packing: str, bits: int, group: int
+) -> None:
+    q = quantize(torch.randn(37, 256), 4, 128, "rtn", packing)
+    wide = widened(q, bits, group)
+    assert (wide.bits, wide.group_size, wide.packing) == (bits, group, packing)
+    assert torch.equal(wide.dequantize(), q.dequantize())
+    assert torch.equal(
+        unpack_codes(wide.codes, wide.shape, bits, packing),
+        unpack_codes(q.codes, q.shape, 4, packing),
+    )
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 128)])
+def test_narrower_codes_and_larger_groups_are_refused(bits: int, group: int) -> None:
+    q = quantize(torch.randn(16, 128), 8, 64, "rtn")
+    with pytest.raises(QuantizationError, match="8 bits and group 64 cannot be had"):
+        widened(q, bits, group)
