@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qoff.quant import CONFIG_FILES, QTensor, Scheme, TensorInfo, read_scheme
+from qoff.quant.mxfp4 import MXFP4
 
 from .sources import SafetensorsSource, read_json
 
@@ -50,7 +51,7 @@ class QuantizedSource:
         return {key: value for key, value in config.items() if key not in (_KEY, _OLD_KEY)}
 
     def info(self, name: str) -> TensorInfo | None:
-        return self._quantized(name) or self._tensors.info(name)
+        return self._quantized(name) or self._stack(name) or self._tensors.info(name)
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
         if self._quantized(name) is None:
@@ -58,10 +59,16 @@ class QuantizedSource:
         return self._scheme.pieces(self._tensors, name.removesuffix(_WEIGHT), rows)
 
     def item(self, name: str, index: int) -> Tensor:
+        if isinstance(self._scheme, MXFP4) and self._stack(name) is not None:
+            return self._scheme.item(self._tensors, name, index)
         return self._tensors.item(name, index)
 
     def files(self) -> Mapping[str, bytes | Path]:
         return self._tensors.files()
+
+    def _stack(self, name: str) -> TensorInfo | None:
+        """Of a tensor of all experts."""
+        return self._scheme.stack(self._tensors, name) if isinstance(self._scheme, MXFP4) else None
 
     def _quantized(self, name: str) -> TensorInfo | None:
         if not name.endswith(_WEIGHT):

@@ -12,6 +12,7 @@ from .awq import AWQ
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors import CompressedTensors
 from .gptq import GPTQ
+from .mxfp4 import MXFP4
 from .stored import Scheme, Settings
 
 SCHEMES: Mapping[str, Callable[[Settings], Scheme]] = MappingProxyType(
@@ -20,6 +21,7 @@ SCHEMES: Mapping[str, Callable[[Settings], Scheme]] = MappingProxyType(
         "bitsandbytes": BitsAndBytes.from_settings,
         "compressed-tensors": CompressedTensors.from_settings,
         "gptq": GPTQ.from_settings,
+        "mxfp4": MXFP4.from_settings,
     }
 )
 # configs in a file of their own, as older versions wrote them

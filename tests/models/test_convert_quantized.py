@@ -19,8 +19,8 @@ from qoff.errors import FormatError, QuantizationError, UnsupportedModelError
 from qoff.kernels import cpu, reference_ops
 from qoff.kernels.qtensor import QTensor
 from qoff.kernels.ragged import Ragged
+from qoff.models.batch import Batch
 from qoff.models.convert import convert
-from qoff.models.decoder import Batch
 from qoff.models.names import interleave16
 from qoff.quant import QuantConfig, quantize
 from tests.quant.packed_matrices import (

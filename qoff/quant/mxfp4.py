@@ -1,0 +1,70 @@
+"""Checkpoints whose experts are MXFP4, as gpt-oss has them, dequantized: not evenly spaced.
+
+OCP Microscaling Formats (MX) Specification 1.0: 32 values of 4 bits, E2M1, share a power of two,
+E8M0. For a tensor `name`, [experts, columns, rows], there are
+
+    name_blocks  uint8 [experts, rows, columns / 32, 16], two values a byte, the first in the low
+                 nibble: bits 0..2 are its magnitude, bit 3 its sign
+    name_scales  uint8 [experts, rows, columns / 32], the exponent plus 127
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from qoff.errors import FormatError
+
+from .stored import Settings, StoredTensors, TensorInfo, checked_shape
+
+_GROUP = 32
+_BIAS = 127
+_NAN = 255  # of a scale
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BYTES = (torch.uint8,)
+
+
+@dataclass(frozen=True)
+class MXFP4:
+    """How the experts of a model are stored; all else in it is floats."""
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Take any `quantization_config` of this method."""
+        return cls()
+
+    def info(self, tensors: StoredTensors, module: str) -> TensorInfo | None:
+        """No linear module is quantized."""
+        return None
+
+    def pieces(self, tensors: StoredTensors, module: str, rows: int) -> Iterator[Tensor]:
+        """Never called, as `info` knows no module."""
+        raise FormatError(f"{tensors.path}: {module} is not quantized")
+
+    def stack(self, tensors: StoredTensors, name: str) -> TensorInfo | None:
+        """Describe experts [experts, columns, rows], None if they are not quantized."""
+        blocks, scales = f"{name}_blocks", f"{name}_scales"
+        if tensors.kind(blocks) is None:
+            return None
+        experts, rows, groups, _ = checked_shape(
+            tensors, blocks, _BYTES, (None, None, None, _GROUP // 2)
+        )
+        checked_shape(tensors, scales, _BYTES, (experts, rows, groups))
+        return TensorInfo((experts, groups * _GROUP, rows), None)
+
+    def item(self, tensors: StoredTensors, name: str, index: int) -> Tensor:
+        """One expert, float32 [columns, rows]. Raises FormatError for a scale that is NaN."""
+        codes = tensors.read(f"{name}_blocks", index, index + 1)[0]  # [rows, groups, 16]
+        scales = tensors.read(f"{name}_scales", index, index + 1)[0]
+        if bool((scales == _NAN).any()):
+            raise FormatError(
+                f"{tensors.path}: tensor {name}_scales holds NaN; get the model again"
+            )
+        values = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
+        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(2)  # [rows, groups, 32]
+        exponents = scales.to(torch.int32)[..., None] - _BIAS
+        return torch.ldexp(values[pairs.long()], exponents).flatten(1).T.contiguous()
