@@ -3,8 +3,8 @@
 - `solvers`: the scale and minimum of each group: round to nearest, MSE, HQQ.
 - `matrix`: `quantize` a whole matrix, and its configuration.
 - `gguf`, `gguf_blocks`: read GGUF files, taking their codes over bit for bit.
-- `gptq`, `awq`, `compressed_tensors`, `bitsandbytes`, `mxfp4`: read quantized safetensors; `schemes`
-  chooses among them, `stored` is what they read from, `grouped` what they have in common.
+- `gptq`, `awq`, `compressed_tensors`, `bitsandbytes`, `mxfp4`: read quantized safetensors;
+  `schemes` chooses among them, `stored` is what they read from, `grouped` what they have in common.
 - `rows`: join and reorder rows of quantized matrices.
 """
 
