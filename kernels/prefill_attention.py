@@ -238,9 +238,7 @@ def prefill_attention(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if not tokens:
         return out, lse
-    if config is None:
-        entry = tuned.lookup("prefill_attention", q.device, f"{dim}-k{form.k_bits}-v{form.v_bits}")
-        config = PrefillConfig(**entry) if entry else _heuristic(capability(q.device), dim)
+    config = config or _configured(q.device, form)
     blocks = block_table.shape[1] if max_compressed is None else max_compressed // BLOCK_TOKENS
     tiles = triton.cdiv((tokens if max_rows is None else max_rows) * group, config.rows)
     values = sequences * blocks * BLOCK_TOKENS * dim
@@ -301,6 +299,20 @@ def prefill_attention(
             **LAUNCH,
         )
     return out, lse
+
+
+def scratch_bytes(
+    sequences: int, blocks: int, kv_heads: int, form: KVFormat, device: torch.device
+) -> int:
+    """The most bytes a call takes to stage up to `blocks` blocks of each sequence."""
+    values = sequences * blocks * BLOCK_TOKENS * form.head_dim
+    return 4 * values * staged_heads(values, kv_heads, _configured(device, form).scratch_mib)
+
+
+def _configured(device: torch.device, form: KVFormat) -> PrefillConfig:
+    dim = form.head_dim
+    entry = tuned.lookup("prefill_attention", device, f"{dim}-k{form.k_bits}-v{form.v_bits}")
+    return PrefillConfig(**entry) if entry else _heuristic(capability(device), dim)
 
 
 def _heuristic(capability: int, head_dim: int) -> PrefillConfig:

@@ -12,9 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Never
 
+import torch
+
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.llm import RoundStats
-from qoff.errors import QoffError
+from qoff.errors import ArgumentError, QoffError
 from qoff.units import format_size
 
 from .output import print_table
@@ -29,6 +31,14 @@ def read_prompts(path: Path) -> list[str]:
     """
     text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     return [_prompt(line, number) for number, line in enumerate(text.splitlines(), 1) if line]
+
+
+def float_type(name: str) -> torch.dtype:
+    """float16 or bfloat16 by name. Raises ArgumentError."""
+    types = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    if name not in types:
+        raise ArgumentError(f"--dtype is one of {', '.join(types)}, not {name!r}")
+    return types[name]
 
 
 def run(llm: LLM, prompts: Sequence[str], params: SamplingParams, raw: bool) -> dict[str, int]:

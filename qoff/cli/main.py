@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 
 _COLDEST = 0.01  # logits divided by less may overflow
 Model = Annotated[str, typer.Argument(help="A qoff checkpoint, other model or hub id.")]
+Device = Annotated[str, typer.Option(help="cpu, or a GPU like cuda.")]
 Slots = Annotated[int, typer.Option(min=2, help="Buffers for streamed layers.")]
 NewTokens = Annotated[int, typer.Option(min=1)]
 Temperature = Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")]
@@ -38,7 +40,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 @app.command()
 @errors_in_one_line
 def convert(
-    source: Annotated[str, typer.Argument(help="A safetensors directory, GGUF file or hub id.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A directory with safetensors (floats, GPTQ, AWQ, compressed-tensors or "
+            "bitsandbytes), GGUF file or hub id."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to create.")],
     bits: Annotated[int, typer.Option(help="Bits of linear weights: 4 or 8.")] = 4,
     group_size: Annotated[int, typer.Option(help="Inputs that share a scale: 32, 64, 128.")] = 64,
@@ -51,7 +59,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a model to a qoff checkpoint; GGUF codes are taken over bit for bit."""
+    """Convert a model to a qoff checkpoint; quantized codes are taken over bit for bit."""
     from qoff.checkpoint import Checkpoint
     from qoff.hf.load import local_source
     from qoff.models.convert import convert as run
@@ -85,7 +93,7 @@ def convert(
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
-    device: Annotated[str, typer.Option(help="cpu, or a GPU like cuda.")] = "cpu",
+    device: Device = "cpu",
     device_memory: Annotated[
         str | None, typer.Option(help="Bound of the weights on it, like 24MiB or 8GB.")
     ] = None,
@@ -163,6 +171,10 @@ def batch(
     prompts: Annotated[
         Path, typer.Argument(help='A prompt a line, or {"prompt": ...}; "-": standard input.')
     ],
+    device: Device = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Of hidden states on a GPU: float16 or bfloat16.")
+    ] = "float16",
     device_memory: Annotated[
         str | None, typer.Option(help="Bound of everything on the device, like 8GB.")
     ] = None,
@@ -184,7 +196,7 @@ def batch(
         float, typer.Option(min=0, max=1, help="Part of it in host memory; the rest is on disk.")
     ] = 0.0,
     delegate: Annotated[
-        str, typer.Option(help="Attend to KV on the host there: auto, always or never.")
+        str, typer.Option(help="Attend to KV off the device on the host: auto, always or never.")
     ] = "auto",
     activations: Annotated[
         str, typer.Option(help="Hidden states of waiting batches: device, host or disk.")
@@ -248,7 +260,8 @@ def batch(
         stop=tuple(stop or ()),
     )
     texts = work.read_prompts(prompts)
-    with work.ended_by_sigterm(), LLM(model, plan, trace=trace) as llm:
+    opened = partial(LLM, model, plan, device=device, dtype=work.float_type(dtype), trace=trace)
+    with work.ended_by_sigterm(), opened() as llm:
         ended = work.run(llm, texts, params, raw)
         if stats:
             work.print_stats(llm)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.ragged import Ragged, Span
-from qoff.kvcache import KVCache, PackedCache
+from qoff.kvcache import KVCache
+from qoff.kvcache.slots import SlotCache
 
 from .prefixes import PrefixIndex
 from .request import Sequence
@@ -30,7 +31,7 @@ class Work:
 class BatchSlots:
     """`cache.sequences` slots, each empty or with a sequence."""
 
-    def __init__(self, cache: PackedCache, prefixes: PrefixIndex | None = None) -> None:
+    def __init__(self, cache: SlotCache, prefixes: PrefixIndex | None = None) -> None:
         self.cache = cache
         self._prefixes = prefixes
         self.slots: list[Sequence | None] = [None] * cache.sequences

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self
 
 import torch
-from transformers import GenerationConfig
 
-from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, QoffError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.hf.torch_threads import one_torch_thread
-from qoff.kernels.heads import HeadShape
-from qoff.kvcache import PackedCache
-from qoff.kvcache.placement import DEVICE, DISK, HOST
-from qoff.kvcache.recent import Scratch as KVScratch
+from qoff.kernels.ops import Ops, ops_for
+from qoff.kvcache.device_blocks import DeviceBlocks
 from qoff.kvcache.tiered import TieredBlocks
-from qoff.memory import HEAD, ThreadTransfers, plan_residency
-from qoff.memory.activations import ActivationStore
 from qoff.memory.arena import Arena
-from qoff.memory.copies import Copies
-from qoff.memory.disk import DiskReader
-from qoff.memory.link import Link
-from qoff.memory.spill import SpillFile
 from qoff.memory.timeline import Timeline
-from qoff.models.batch import Activations, Batch, Kept, Scratch
-from qoff.models.decoder import head_shapes
-from qoff.models.runtime import Runtime
-from qoff.models.spec import DecoderSpec
+from qoff.models.batch import Activations, Batch, Kept
+from qoff.models.runtime import Runtime, device_of
 from qoff.plan import Memory, Plan
 
+from .answers import Answers, Prompt
 from .batch import BatchSlots, Work
+from .machine import CpuMachine, Machine
 from .prefixes import PrefixIndex, common_blocks
-from .request import FinishReason, Result, SamplingParams, Sequence
+from .request import Result, SamplingParams, Sequence
+from .resources import Links, Resources
 from .sampling import Sampler
 from .schedule import Pass, Schedule
-
-Prompt = str | list[int]
 
 
 @dataclass(frozen=True)
@@ -64,26 +51,16 @@ class RoundStats:
     spilled_bytes: float  # written to disk
 
 
-@dataclass(frozen=True)
-class Links:
-    """Simulated links, for what is moved between disk, host and device."""
-
-    disk: Link | None = None
-    host: Link | None = None
-
-    def reader(self) -> DiskReader:
-        """A reader behind the disk's link."""
-        return DiskReader() if self.disk is None else DiskReader(preadv=self.disk.preadv)
-
-
 class LLM:
     """A checkpoint that answers many prompts at once, as a plan says.
 
-    path: as for `qoff.load`. trace: a Chrome trace of every move and computation is written there
-    on close. links: slower ones than there are, to try a plan for another machine. Raises
-    BudgetError, with the bytes wanted by tier and purpose, before anything is loaded, ArgumentError
-    for a plan that does not go with the model, and the errors of `qoff.load`. Close it, or use it
-    as a context manager.
+    path: as for `qoff.load`. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
+    and V are of `dtype`, float16 or bfloat16 (on a CPU of float32). trace: a Chrome trace of every
+    move and computation is written there on close. links: slower ones than there are, to try a plan
+    for another machine. ops: others than the device's, for tests. Raises BudgetError, with the
+    bytes wanted by tier and purpose, before anything is loaded, ArgumentError for a plan that does
+    not go with the model or the device, and the errors of `qoff.load`. Close it, or use it as a
+    context manager.
     """
 
     def __init__(
@@ -91,98 +68,62 @@ class LLM:
         path: str | PathLike[str],
         plan: Plan | None = None,
         *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float16,
         trace: str | PathLike[str] | None = None,
         links: Links | None = None,
         poison: bool = False,
+        ops: Ops | None = None,
     ) -> None:
         self.plan = plan = plan or Plan()
         self._trace = None if trace is None else Path(trace)
         self.timeline = None if trace is None else Timeline()
-        checkpoint = find_checkpoint(path)
+        where = device_of(device)
+        ops = ops or ops_for(where)
+        on_gpu = ops.CACHE == "device"
+        checkpoint = find_checkpoint(path, for_cpu=not on_gpu)
         self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
         self.rounds: list[RoundStats] = []
-        self._resources = _Resources()
+        self._resources = Resources()
         weakref.finalize(self, self._resources.close)
         try:
-            self._open(checkpoint, links or Links(), poison)
+            self._machine = _machine(on_gpu)(
+                checkpoint,
+                plan,
+                self._resources,
+                device=where,
+                dtype=dtype if on_gpu else torch.float32,
+                ops=ops,
+                links=links or Links(),
+                timeline=self.timeline,
+                poison=poison,
+            )
         except BaseException:
             self.close()
             raise
+        runtime = self._machine.runtime
+        self._answers = Answers(runtime.checkpoint, self.tokenizer)
+        self._schedule = Schedule(runtime.decoder, runtime.store, plan.order, self.timeline)
 
-    def _open(self, checkpoint: Path, links: Links, poison: bool) -> None:
-        plan, own = self.plan, self._resources
-        spec = DecoderSpec.from_config(Checkpoint.open(checkpoint).config)
-        shapes = head_shapes(spec)
-        transfers = own.add(ThreadTransfers(links.reader(), links.host))
-        self.memory = memory = self._plan_memory(Checkpoint.open(checkpoint), shapes)
-        host = memory.left(HOST, plan.host_memory)
-        self.runtime = own.add(
-            Runtime(
-                checkpoint,
-                device_memory=memory.left(DEVICE, plan.device_memory),
-                slots=plan.slots,
-                activation_bits=plan.activation_bits,
-                kv=plan.kv,
-                poison=poison,
-                host_memory=None if plan.host_memory is None else host,
-                transfers=transfers,
-                timeline=self.timeline,
-            )
-        )
-        self._reader = own.add(links.reader())
-        self._copies = own.add(Copies(self.timeline, links.host))
-        blocks = memory.blocks.tier_bytes()
-        hidden = {t: memory.purposes[t]["hidden states"] for t in (DEVICE, HOST, DISK)}
-        parked = plan.activations != "device"
-        self.arenas = arenas = {
-            tier: own.add(Arena(tier, blocks[tier] + (hidden[tier] if parked else 0)))
-            for tier in (DEVICE, HOST)
-        }
-        spilled = blocks[DISK] + hidden[DISK]
-        self._spill = None
-        if spilled:
-            folder = plan.spill_folder or Path(tempfile.gettempdir())
-            self._spill = own.add(SpillFile(folder, spilled, self._reader, timeline=self.timeline))
-        forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
-        self.blocks = TieredBlocks(
-            forms,
-            [shape.kv_heads for shape in shapes],
-            memory.blocks,
-            plan.kv_placement,
-            arenas,
-            self._copies,
-            self._spill,
-            poison=poison,
-        )
-        self._activations = None
-        tokens = max(plan.prefill_tokens, plan.batch_size)
-        if parked:
-            self._activations = ActivationStore(
-                plan.activations,
-                2 * plan.batches,
-                tokens,
-                spec.hidden_size,
-                arenas,
-                self._copies,
-                self._spill,
-                blocks[DISK],
-            )
-        self._scratch = Scratch.of(spec, tokens)
-        self._kv_scratch = KVScratch()
-        self._shapes, self._forms = shapes, forms
-        self._schedule = Schedule(
-            self.runtime.decoder, self.runtime.store, plan.order, self.timeline
-        )
-        self._eos = _eos_tokens(self.runtime.checkpoint)
+    @property
+    def runtime(self) -> Runtime:
+        """The weights, and the decoder on them."""
+        return self._machine.runtime
 
-    def _plan_memory(self, checkpoint: Checkpoint, shapes: Seq[HeadShape]) -> Memory:
-        """What the plan takes beside the weights; more where layers have to stream in tiles."""
-        plan, spec = self.plan, DecoderSpec.from_config(checkpoint.config)
-        memory = Memory.of(plan, spec, shapes)
-        left = memory.left(DEVICE, plan.device_memory)
-        if plan_residency(checkpoint, left, plan.slots).tiled - {HEAD}:
-            return Memory.of(plan, spec, shapes, tiled=True)
-        return memory
+    @property
+    def memory(self) -> Memory:
+        """What the plan takes beside the weights."""
+        return self._machine.memory
+
+    @property
+    def arenas(self) -> Mapping[str, Arena]:
+        """The memory of packed KV blocks and parked hidden states, by tier."""
+        return self._machine.arenas
+
+    @property
+    def blocks(self) -> TieredBlocks | DeviceBlocks:
+        """The packed KV blocks of all sequences."""
+        return self._machine.blocks
 
     def generate(
         self,
@@ -203,7 +144,9 @@ class LLM:
             else:
                 waiting += sequences
         prefixes = PrefixIndex(self.blocks) if self.plan.share_prefixes else None
-        batches = [BatchSlots(self._new_cache(), prefixes) for _ in range(self.plan.batches)]
+        batches = [
+            BatchSlots(self._machine.new_cache(), prefixes) for _ in range(self.plan.batches)
+        ]
         samplers: dict[Sequence, Sampler] = {}
         try:
             while waiting or any(batch.busy for batch in batches):
@@ -217,12 +160,7 @@ class LLM:
 
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""
-        residency = self.runtime.residency
-        weights = {DEVICE: residency.device_bytes, HOST: residency.host_bytes}
-        return {
-            tier: {"weights": weights.get(tier, 0), **purposes}
-            for tier, purposes in self.memory.purposes.items()
-        }
+        return self._machine.memory_by_tier()
 
     def close(self) -> None:
         """Write the trace, stop all threads, give memory and disk space back; idempotent."""
@@ -242,19 +180,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _new_cache(self) -> PackedCache:
-        quant = self.plan.kv
-        return PackedCache(
-            self._shapes,
-            self._forms,
-            self.plan.batch_size,
-            window=quant.window,
-            sinks=quant.sinks,
-            attention_top=quant.attention_top,
-            store=self.blocks,
-            scratch=self._kv_scratch,
-        )
-
     def _requests(
         self, prompts: list[Prompt], params: SamplingParams | Iterable[SamplingParams]
     ) -> Iterator[list[Sequence] | Result]:
@@ -264,7 +189,7 @@ class LLM:
             raise ArgumentError(f"{len(prompts)} prompts, but parameters for {len(each)}")
         for index, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
             try:
-                tokens = self._tokens(prompt)
+                tokens = self._answers.tokens(prompt)
                 self._check(tokens, wanted)
             except QoffError as error:
                 yield Result(index, 0, "", (), "error", 0, str(error))
@@ -274,13 +199,6 @@ class LLM:
                 Sequence(index, i, tokens, wanted, waits_for=first) for i in range(1, wanted.n)
             ]
             yield [first, *others]
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ArgumentError("the checkpoint has no tokenizer; give prompts as token ids")
-            return list(self.tokenizer(prompt)["input_ids"])
-        return [int(token) for token in prompt]
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:
@@ -314,7 +232,7 @@ class LLM:
 
     def _round(self, batches: list[BatchSlots], samplers: dict[Sequence, Sampler]) -> list[Result]:
         """One pass of every batch: a token more of each sequence, or more of its prompt."""
-        start, before = time.perf_counter(), self._counters()
+        start, before = time.perf_counter(), self._machine.counters()
         works: list[tuple[BatchSlots, Work]] = []
         for batch in batches:
             for work in (batch.decode(), batch.read(self.plan.prefill_tokens)):
@@ -326,17 +244,17 @@ class LLM:
         for (batch, work), logits in zip(works, self._schedule.round(passes), strict=True):
             for sequence, count in work.reads:
                 sequence.read += count
-            for sequence, row in zip(work.wanted, logits, strict=True):
+            for sequence, row in zip(work.wanted, logits.cpu(), strict=True):
                 generated += batch.extend(sequence, row, samplers)
         for batch in batches:
             batch.index()
             for sequence in batch.sequences():
-                result = self._result(sequence)
+                result = self._answers.result(sequence)
                 if result is not None:
                     batch.remove(sequence)
                     del samplers[sequence]
                     done.append(result)
-        spent = [after - was for after, was in zip(self._counters(), before, strict=True)]
+        spent = [after - was for after, was in zip(self._machine.counters(), before, strict=True)]
         read = sum(count for _, work in works for _, count in work.reads)
         seconds = time.perf_counter() - start
         self.rounds.append(RoundStats(read, generated, seconds, *spent))
@@ -344,61 +262,20 @@ class LLM:
 
     def _pass(self, number: int, work: Work) -> Pass:
         activations: Activations = Kept()
-        if self._activations is not None:
-            activations = self._activations.batch(number)
-        scratch = self._scratch
+        if self._machine.activations is not None:
+            activations = self._machine.activations.batch(number)
+        scratch = self._machine.scratch
         batch = Batch(work.tokens, work.ragged, work.cache, work.logit_rows, activations, scratch)
         return Pass(f"pass {number}", batch)
 
-    def _result(self, sequence: Sequence) -> Result | None:
-        """What a sequence has come to, if it has."""
-        answer, params = sequence.answer, sequence.params
-        if not answer:
-            return None
-        reason: FinishReason | None = None
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-        kept = answer
-        text = None
-        if answer[-1] in ends:
-            reason, kept = "stop", answer[:-1]
-        elif params.stops:
-            # A character takes four tokens at most.
-            recent = self._text(answer[-(4 * max(map(len, params.stops)) + 8) :])
-            if any(stop in recent for stop in params.stops):
-                text = self._text(answer)
-                cuts = [at for stop in params.stops if (at := text.find(stop)) >= 0]
-                if cuts:
-                    reason, text = "stop", text[: min(cuts)]
-        if reason is None and len(answer) >= params.max_tokens:
-            reason = "length"
-        if reason is None:
-            return None
-        return Result(
-            sequence.index,
-            sequence.sample,
-            self._text(kept) if text is None else text,
-            tuple(kept),
-            reason,
-            len(sequence.prompt),
-        )
 
-    def _text(self, tokens: list[int]) -> str:
-        """Empty where there is no tokenizer."""
-        if self.tokenizer is None:
-            return ""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+def _machine(on_gpu: bool) -> type[Machine]:
+    """The kind that opens a plan; that for a GPU needs Triton."""
+    if not on_gpu:
+        return CpuMachine
+    from .gpu_machine import GpuMachine
 
-    def _counters(self) -> tuple[float, ...]:
-        """Seconds and bytes since the start, in the order of `RoundStats`."""
-        weights, activations = self.runtime.store.stats, self._activations
-        return (
-            weights.wait_s,
-            self.blocks.ring.wait_s,
-            0.0 if activations is None else activations.wait_s,
-            weights.bytes_read + self._reader.stats.bytes,
-            weights.bytes_copied + self._copies.bytes,
-            0 if self._spill is None else self._spill.written,
-        )
+    return GpuMachine
 
 
 def _alike(sequence: Sequence, batches: list[BatchSlots]) -> Sequence | None:
@@ -407,35 +284,3 @@ def _alike(sequence: Sequence, batches: list[BatchSlots]) -> Sequence | None:
     same = [common_blocks(sequence.prompt[:-1], other.prompt) for other in others]
     best = max(range(len(others)), key=same.__getitem__, default=None)
     return None if best is None or not same[best] else others[best]
-
-
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
-_T = TypeVar("_T", bound=_Closes)
-
-
-class _Resources:
-    """What has to be closed, last opened first."""
-
-    def __init__(self) -> None:
-        self._all: list[_Closes] = []
-
-    def add(self, one: _T) -> _T:
-        self._all.append(one)
-        return one
-
-    def close(self) -> None:
-        while self._all:
-            self._all.pop().close()
-
-
-def _eos_tokens(checkpoint: Checkpoint) -> set[int]:
-    """Tokens that end an answer."""
-    found = checkpoint.config.get("eos_token_id")
-    if (checkpoint.path / "generation_config.json").exists():
-        found = GenerationConfig.from_pretrained(checkpoint.path).eos_token_id
-    if found is None:
-        return set()
-    return {found} if isinstance(found, int) else set(found)

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from qoff.kernels.kv_format import BLOCK_TOKENS
-from qoff.kvcache.tiered import TieredBlocks
+from qoff.kvcache.placement import KVPlacement
 
-_Key = tuple[int, tuple[int, ...]]  # the block before, -1 for none, and 64 tokens
+_Key = tuple[int | None, tuple[int, ...]]  # the block before, if any, and 64 tokens
+
+
+class PlacedBlocks(Protocol):
+    """Blocks by number, each on a tier."""
+
+    placement: KVPlacement
+
+    def users(self, block: int) -> int:
+        """How many sequences use a block."""
+
+    def tier(self, block: int) -> str:
+        """Where a block lies."""
 
 
 class PrefixIndex:
@@ -16,14 +29,14 @@ class PrefixIndex:
     A block is known by its tokens and by the block before it, and forgotten when it is free.
     """
 
-    def __init__(self, store: TieredBlocks) -> None:
+    def __init__(self, store: PlacedBlocks) -> None:
         self._store = store
         self._blocks: dict[_Key, int] = {}
         self._keys: dict[int, _Key] = {}
 
     def add(self, prompt: Sequence[int], blocks: Sequence[int]) -> None:
         """Remember the blocks that hold nothing but tokens of a prompt."""
-        before = -1
+        before: int | None = None
         for block, tokens in zip(blocks, _pieces(prompt), strict=False):
             key = (before, tokens)
             if block not in self._keys and key not in self._blocks:
@@ -36,7 +49,7 @@ class PrefixIndex:
         At least one token is left to be read. expected: blocks that the sequence will have.
         """
         found: list[int] = []
-        before = -1
+        before: int | None = None
         for index, tokens in enumerate(_pieces(prompt[:-1])):
             block = self._blocks.get((before, tokens))
             if block is None or not self._at_home(block, index, expected):
@@ -52,7 +65,7 @@ class PrefixIndex:
                 del self._blocks[self._keys.pop(block)]
 
     def _at_home(self, block: int, index: int, expected: int) -> bool:
-        return self._store.place(block)[0] == self._store.placement.tier(index, expected)
+        return self._store.tier(block) == self._store.placement.tier(index, expected)
 
 
 def common_blocks(a: Sequence[int], b: Sequence[int]) -> int:

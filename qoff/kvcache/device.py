@@ -15,7 +15,6 @@ from qoff.kernels.reference_kv import unpack_blocks
 from .device_blocks import DeviceBlocks, far_blocks
 from .device_pass import CacheStep
 from .device_tables import DeviceTables
-from .outbox import Outbox
 from .placement import DEVICE, KVPlacement
 from .slots import SlotCache
 from .store import BlockStore, GrowingBlocks
@@ -33,9 +32,10 @@ class DeviceCache(SlotCache):
 
     placement: which blocks stay on the device, of a sequence of `capacity` tokens or as many as
     `reset` says. The others go to `far`, whose blocks the CPU attends to while the GPU attends to
-    the rest (default: host memory that grows). poison: memory on the way there is NaN unless it
-    holds a block. Raises ArgumentError for far blocks of a form that the CPU does not attend to, or
-    on disk without a store.
+    the rest (default: host memory that grows). poison: memory on the device and on the way there is
+    NaN unless it holds a block. store: blocks that this cache shares with others, in place of those
+    that the last three arguments speak of. Raises ArgumentError for far blocks of a form that the
+    CPU does not attend to, or on disk without a store.
     """
 
     store: DeviceBlocks
@@ -54,20 +54,25 @@ class DeviceCache(SlotCache):
         placement: KVPlacement | None = None,
         far: BlockStore | None = None,
         poison: bool = False,
+        store: DeviceBlocks | None = None,
     ) -> None:
         expected = self.blocks_of(capacity, window, 0)
         super().__init__(sequences, window, expected=expected)
         self.steady = steady
-        placement = placement or KVPlacement()
-        kv_heads = [shape.kv_heads for shape in shapes]
-        if placement.device_fraction < 1:
-            far = far or _host_blocks(forms, kv_heads, placement)
-            _check_far(far)
-            self.outbox = Outbox(far, device, poison)
-        elif far is not None:
-            raise ArgumentError("all blocks stay on the device; nothing would be in another store")
-        count = sequences * placement.capacity(expected)[DEVICE]
-        self.store = DeviceBlocks(forms, kv_heads, device, count, placement, far)
+        self.group = max(shape.heads // shape.kv_heads for shape in shapes)
+        if store is None:
+            placement = placement or KVPlacement()
+            kv_heads = [shape.kv_heads for shape in shapes]
+            if placement.device_fraction < 1:
+                far = far or _host_blocks(forms, kv_heads, placement)
+                _check_far(far)
+            elif far is not None:
+                raise ArgumentError(
+                    "all blocks stay on the device; nothing would be in another store"
+                )
+            count = sequences * placement.capacity(expected)[DEVICE]
+            store = DeviceBlocks(forms, kv_heads, device, count, placement, far, poison=poison)
+        self.store = store
         self.tables = DeviceTables(sequences, device)
         self.ring = window + BLOCK_TOKENS
         rings = [(sequences, self.ring, shape.kv_heads, shape.head_dim) for shape in shapes]
@@ -77,7 +82,7 @@ class DeviceCache(SlotCache):
     @property
     def nbytes(self) -> int:
         rings = sum(t.nbytes for t in (*self.recent_k, *self.recent_v))
-        away = 0 if self.store.far is None else self.outbox.nbytes
+        away = 0 if self.store.outbox is None else self.store.outbox.nbytes
         return self.store.nbytes + self.tables.nbytes + rings + away
 
     @property

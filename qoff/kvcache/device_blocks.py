@@ -1,4 +1,4 @@
-"""Numbers and memory of the packed blocks of a cache on a GPU, some of which lie elsewhere."""
+"""Numbers and memory of the packed blocks of caches on a GPU, some of which lie elsewhere."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from qoff.errors import BudgetError
 from qoff.kernels.kv_format import KVFormat
 
 from .blocks import BlockAllocator
+from .outbox import Outbox
 from .placement import DEVICE, KVPlacement
+from .stage import BlockStage
 from .store import BlockStore
+from .tiered import TieredBlocks
 
 _GROWTH_BLOCKS = 16
 
 
 class DeviceBlocks:
-    """Packed blocks by number, one pool a layer, which grow as they are asked for.
+    """Packed blocks by number, one pool a layer.
 
-    far: where blocks lie that `placement` leaves off the device; block b there is -1 - b here.
+    The pools grow as blocks are asked for, unless they are given: `pools`, of at least `blocks`
+    blocks, stay as they are. far: where blocks lie that `placement` leaves off the device; block b
+    there is -1 - b here. They go there through `outbox`, and come back through `stage`, if there is
+    one. poison: blocks on the device that nobody uses are NaN.
     """
 
     def __init__(
@@ -30,16 +37,28 @@ class DeviceBlocks:
         blocks: int = 0,
         placement: KVPlacement | None = None,
         far: BlockStore | None = None,
+        *,
+        pools: Sequence[Tensor] | None = None,
+        outbox: Outbox | None = None,
+        stage: BlockStage | None = None,
+        poison: bool = False,
     ) -> None:
         self.forms = tuple(forms)
         self.device = device
         self.placement = placement or KVPlacement()
-        self.far = far
+        self.far, self.stage = far, stage
+        self.outbox = outbox
+        if far is not None and outbox is None:
+            self.outbox = Outbox(far, device, poison)
+        self._poison = poison
+        self._grows = pools is None
         self._allocator = BlockAllocator(blocks)
-        self.pools = [
+        self.pools = list(pools or ()) or [
             torch.empty(blocks, heads, form.nbytes, dtype=torch.uint8, device=device)
             for heads, form in zip(kv_heads, self.forms, strict=True)
         ]
+        if poison:
+            self._wipe(range(blocks))
 
     @property
     def nbytes(self) -> int:
@@ -51,10 +70,24 @@ class DeviceBlocks:
         """Blocks on the device that somebody uses."""
         return self._allocator.capacity - self._allocator.free
 
+    def users(self, block: int) -> int:
+        """How many sequences use a block."""
+        if block >= 0:
+            return self._allocator.users(block)
+        assert isinstance(self.far, TieredBlocks)
+        return self.far.users(-1 - block)
+
+    def tier(self, block: int) -> str:
+        """Where a block lies."""
+        if block >= 0:
+            return DEVICE
+        assert isinstance(self.far, TieredBlocks)
+        return self.far.tier(-1 - block)
+
     def allocate(self, indices: Sequence[int], expected: int, on_device: bool = False) -> list[int]:
         """Return blocks, each with one user, for these places in a sequence that will have so many.
 
-        on_device: whatever the placement says. Raises BudgetError for far blocks there are not.
+        on_device: whatever the placement says. Raises BudgetError for blocks there are not.
         """
         count = 0
         if self.far is not None and not on_device:
@@ -77,6 +110,8 @@ class DeviceBlocks:
         """Count one user less of each block; without users it is free."""
         near, far = _parted(blocks)
         self._allocator.release(near)
+        if self._poison:
+            self._wipe([block for block in near if not self._allocator.users(block)])
         if self.far is not None:
             self.far.release(far)
 
@@ -91,6 +126,8 @@ class DeviceBlocks:
         if count <= self._allocator.free:
             return
         capacity = self._allocator.capacity
+        if not self._grows:
+            raise BudgetError(f"all {capacity} KV blocks of the device are in use")
         capacity += max(count, _GROWTH_BLOCKS, capacity // 2)
         for layer, pool in enumerate(self.pools):
             if len(pool) < capacity:  # not yet, in a growth that ran out of memory
@@ -98,6 +135,10 @@ class DeviceBlocks:
                 grown[: len(pool)] = pool
                 self.pools[layer] = grown
         self._allocator.grow(capacity)
+
+    def _wipe(self, blocks: Sequence[int]) -> None:
+        for pool in self.pools:
+            pool[list(blocks)] = 0xFF
 
 
 def far_blocks(blocks: Sequence[int]) -> list[int]:

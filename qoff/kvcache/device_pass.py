@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,8 @@ from qoff.kernels.ragged import Ragged, Span
 
 from .device_blocks import far_blocks
 from .device_tables import host_memory
-from .outbox import Parcel
+from .outbox import Outbox, Parcel
+from .stage import StagedBlocks
 from .store import BlockView
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class CacheStep:
         self._parcels: dict[int, Parcel] = {}
         self._new: dict[int, list[int]] = {}
         self._view: BlockView | None = None
+        self._staged: StagedBlocks | None = None
+        self._rows: list[list[int]] = []  # far blocks of each slot
         if slots is not None:
             ragged = Ragged(
                 tuple(Span(slots[s.slot], s.start, s.count, s.past) for s in ragged.spans)
@@ -58,8 +62,9 @@ class CacheStep:
             self._tell_tables()
             # A subset's pass may be under way together with another one, and has its own.
             self._tables = cache.tables if slots is None else cache.tables.copy()
-            self._step = self._upload(spans, ragged)
             self._look_far(spans)
+            self._step = self._upload(spans, ragged)
+            self._in_stage = self._stage_places()
         except BaseException:
             self.release()
             raise
@@ -68,20 +73,26 @@ class CacheStep:
         """Start to bring the far blocks of a layer."""
         if self._view is not None:
             self._view.prefetch(layer)
+        if self._staged is not None:
+            self._staged.prefetch(layer)
 
     def open(self, layer: int) -> DeviceLayerCache:
         """What the attention of a layer reads and appends to; the same until `close`."""
         if layer not in self._opened:
-            cache, stage = self._cache, None
+            cache, stage, step = self._cache, None, self._step
+            if self._staged is not None and self._in_stage is not None:
+                numbers = self._in_stage + self._staged.open(layer)
+                table = torch.where(self._in_stage >= 0, numbers, step.table)
+                step = replace(step, table=table)
             if self._far_new:
-                self._parcels[layer] = cache.outbox.take(layer, self._far_new)
+                self._parcels[layer] = self._outbox.take(layer, self._far_new)
                 stage = self._parcels[layer].records
             self._opened[layer] = DeviceLayerCache(
                 cache.store.forms[layer],
                 cache.store.pools[layer],
                 cache.recent_k[layer],
                 cache.recent_v[layer],
-                self._step,
+                step,
                 () if self._view is None else self._view.open(layer),
                 stage,
             )
@@ -91,13 +102,15 @@ class CacheStep:
         """Let go of the far blocks; send the new ones to where they lie."""
         if self._view is not None:
             self._view.close(layer)
+        if self._staged is not None:
+            self._staged.close(layer)
         if layer in self._parcels:
-            self._cache.outbox.send(self._parcels[layer])
+            self._outbox.send(self._parcels[layer])
 
     def end(self) -> None:
         """All new blocks are where they lie, and belong to their sequences."""
         if self._far_new:
-            self._cache.outbox.deliver(list(self._parcels.values()))
+            self._outbox.deliver(list(self._parcels.values()))
         for slot, blocks in self._new.items():
             self._cache.blocks[slot] += blocks
 
@@ -113,11 +126,18 @@ class CacheStep:
         """Give back all that was brought and the new blocks."""
         if self._view is not None:
             self._view.abandon()
+        if self._staged is not None:
+            self._staged.abandon()
         if self._parcels:
-            self._cache.outbox.drop(list(self._parcels.values()))
+            self._outbox.drop(list(self._parcels.values()))
             self._parcels = {}
         for blocks in self._new.values():
             self._cache.store.release(blocks)
+
+    @property
+    def _outbox(self) -> Outbox:
+        assert self._cache.store.outbox is not None
+        return self._cache.store.outbox
 
     def _allocate(self, slot: int, count: int) -> list[int]:
         """Blocks after those of a slot; far ones only where none of these is on the device."""
@@ -137,16 +157,33 @@ class CacheStep:
 
     def _look_far(self, spans: Sequence[Span]) -> None:
         """A view of the far blocks of this pass, whose rows are in the order of the slots."""
-        far = self._cache.store.far
+        far, stage = self._cache.store.far, self._cache.store.stage
         rows: list[list[int]] = [[] for _ in range(self._cache.sequences)]
         ordered: list[Span] = []
-        row = 0
+        row, most = 0, max(span.count for span in spans)
         for span in spans:
             rows[span.slot] = far_blocks(self._cache.blocks[span.slot])
             ordered.append(Span(span.slot, row, span.count, span.past))
             row += span.count
-        if far is not None and any(rows):
+        if far is None or not any(rows):
+            return
+        blocks = sorted({block for row in rows for block in row})
+        if stage is not None and stage.takes(blocks, most * self._cache.group):
+            self._staged, self._rows = stage.view(blocks), rows
+        else:
             self._view = far.view(rows, Ragged(tuple(ordered)), 0)
+
+    def _stage_places(self) -> Tensor | None:
+        """int32 like the block table: the place in the stage, -1 for what does not pass through."""
+        if self._staged is None:
+            return None
+        device = self._cache.store.device
+        place = {block: i for i, block in enumerate(self._staged.blocks)}
+        host = host_memory(self._step.table.numel(), torch.int32, device)
+        table = host.view(self._step.table.shape).fill_(-1)
+        for entries, row in zip(table, self._rows, strict=True):
+            entries[: len(row)] = torch.tensor([place[block] for block in row], dtype=torch.int32)
+        return table.to(device, non_blocking=True)
 
     def _upload(self, spans: Sequence[Span], ragged: Ragged) -> DevicePass:
         sequences = self._cache.sequences
@@ -159,7 +196,8 @@ class CacheStep:
             start[slot], rows[slot], length[slot] = span.past, span.count, span.past + span.count
             packed[slot] = self._packed[slot]
             after[slot] = packed[slot] + BLOCK_TOKENS * len(new)
-            near[slot] = BLOCK_TOKENS * len(far_blocks(self._cache.blocks[slot]))
+            if self._staged is None:
+                near[slot] = BLOCK_TOKENS * len(far_blocks(self._cache.blocks[slot]))
             far_after[slot] = packed[slot] + BLOCK_TOKENS * far_new[slot]
         row_start = [0]
         for count in rows:

@@ -10,15 +10,23 @@ from torch import Tensor
 
 from .store import BlockStore
 
-_PLACES = 2  # one is copied from while kernels fill another
+PLACES = 2  # one is copied from while kernels fill another
 
 
-class _Place:
-    """Memory on the device, and in host memory what is copied there."""
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Memory on the device, and in host memory what is copied there; uint8, equally long."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    memory: Tensor
+    host: Tensor
+
+    @classmethod
+    def of(cls, nbytes: int, device: torch.device) -> Place:
+        """New memory, on the host such that is copied to without waiting."""
+        return cls(
+            torch.empty(nbytes, dtype=torch.uint8, device=device),
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda"),
+        )
 
 
 @dataclass(eq=False)
@@ -28,7 +36,7 @@ class Parcel:
     layer: int
     blocks: tuple[int, ...]  # of the store
     records: Tensor  # uint8 [blocks, kv_heads, form.nbytes]
-    place: _Place
+    place: Place
     arrived: torch.cuda.Event | None = None
 
 
@@ -36,24 +44,33 @@ class Outbox:
     """Takes blocks that kernels write on a device to a store in host memory, from one thread.
 
     A parcel is filled from `take` to `send`, and in the store when `deliver` or a later `take`
-    returns. Memory grows to the most blocks of a layer that were on their way at once. poison:
-    memory that holds no block is NaN.
+    returns. places: PLACES of a fixed size, enough for every parcel; without, memory grows to the
+    most blocks of a layer that were on their way at once. poison: memory that holds no block is
+    NaN.
     """
 
-    def __init__(self, store: BlockStore, device: torch.device, poison: bool = False) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        device: torch.device,
+        poison: bool = False,
+        places: Sequence[Place] = (),
+    ) -> None:
         self._store = store
         self._device = device
         self._poison = poison
         self._stream: torch.cuda.Stream | None = None
-        self._places = 0
-        self._free: list[_Place] = []
+        self._places = len(places)
+        self._free = list(places)
+        for place in places:
+            self._wipe(place)
         self._taken: list[Parcel] = []
         self._sent: list[Parcel] = []  # oldest first
-        self.nbytes = 0  # on the device and in host memory
+        self.nbytes = sum(2 * place.memory.nbytes for place in places)  # on both sides
 
     def take(self, layer: int, blocks: Sequence[int]) -> Parcel:
         """A parcel for these blocks of the store."""
-        if not self._free and self._places >= _PLACES and self._sent:
+        if not self._free and self._places >= PLACES and self._sent:
             self.deliver(self._sent[:1])
         form, heads = self._store.forms[layer], self._store.kv_heads[layer]
         wanted = len(blocks) * heads * form.nbytes
@@ -61,7 +78,7 @@ class Outbox:
         if place is None or place.memory.nbytes < wanted:
             self._places += place is None
             self.nbytes += 2 * (wanted - (0 if place is None else place.memory.nbytes))
-            place = _Place(wanted, self._device)
+            place = Place.of(wanted, self._device)
             self._wipe(place)
         records = place.memory[:wanted].view(len(blocks), heads, form.nbytes)
         parcel = Parcel(layer, tuple(blocks), records, place)
@@ -100,11 +117,11 @@ class Outbox:
                 waiting.remove(parcel)
                 self._recycle(parcel.place)
 
-    def _recycle(self, place: _Place) -> None:
+    def _recycle(self, place: Place) -> None:
         self._wipe(place)
         self._free.append(place)
 
-    def _wipe(self, place: _Place) -> None:
+    def _wipe(self, place: Place) -> None:
         if self._poison:
             place.memory.fill_(0xFF)
             place.host.fill_(0xFF)

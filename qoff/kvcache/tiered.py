@@ -160,6 +160,10 @@ class TieredBlocks(BlockStore):
         tier, local = self.place(block)
         return self._allocators[tier].users(local)
 
+    def tier(self, block: int) -> str:
+        """Where a block lies."""
+        return self.place(block)[0]
+
     def place(self, block: int) -> tuple[str, int]:
         """The tier of a block, and its number there."""
         tier = next(tier for tier in reversed(TIERS) if block >= self._bases[tier])

@@ -19,11 +19,12 @@ _WATCH_S = 1.0
 
 
 class ActivationStore:
-    """Room for the float32 hidden states of `batches` batches of up to `tokens` tokens each.
+    """Room for the hidden states of `batches` batches of up to `tokens` tokens each.
 
     tier: "host" or "disk"; what goes to disk passes through host memory. Hidden states that are
-    computed on are in one of two windows on the device. All moves are in the order of the calls, so
-    that a window may be filled again as soon as it was asked to be emptied.
+    computed on are in one of two windows on the device, in `dtype`. All moves are in the order of
+    the calls, so that a window may be filled again as soon as it was asked to be emptied. Where
+    the device is a GPU, `copies` are made for it.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class ActivationStore:
         copies: Copies,
         spill: SpillFile | None = None,
         spill_at: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.wait_s = 0.0  # that `load` waited
-        self.region = _region(tokens, hidden_size)
+        self.dtype = dtype
+        self.region = _region(tokens, hidden_size, dtype)
         self.hidden_size = hidden_size
         self.copies = copies
         self.windows = [
@@ -51,9 +54,15 @@ class ActivationStore:
         self._next = 0
 
     @staticmethod
-    def bytes_for(tier: str, batches: int, tokens: int, hidden_size: int) -> dict[str, int]:
+    def bytes_for(
+        tier: str,
+        batches: int,
+        tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, int]:
         """Bytes by tier that such a store takes."""
-        region = _region(tokens, hidden_size)
+        region = _region(tokens, hidden_size, dtype)
         return {
             "device": WINDOWS * region,
             "host": (batches if tier == "host" else 1) * region,
@@ -128,18 +137,23 @@ class ParkedActivations:
             self._join(future)
         self._store.wait_s += time.perf_counter() - start
         self._saved = self._brought = None
-        return self._bytes().view(torch.float32).view(self._tokens, -1)
+        return self._hidden()
 
     def store(self, hidden: Tensor) -> None:
         if self._window < 0:
             self._window = self._store.window()
             self._tokens = len(hidden)
             self._settle()
-            self._bytes().view(torch.float32).view(self._tokens, -1).copy_(hidden)
+            self._hidden().copy_(hidden)
         self._saved = self._store.save(self._number, self._bytes())
 
+    def _hidden(self) -> Tensor:
+        """[tokens, hidden_size] in the window."""
+        return self._bytes().view(self._store.dtype).view(self._tokens, -1)
+
     def _bytes(self) -> Tensor:
-        return self._store.windows[self._window][: 4 * self._tokens * self._store.hidden_size]
+        nbytes = self._tokens * self._store.hidden_size * self._store.dtype.itemsize
+        return self._store.windows[self._window][:nbytes]
 
     def _settle(self) -> None:
         """Return when no earlier move touches a window any more."""
@@ -153,5 +167,5 @@ class ParkedActivations:
         future.result()
 
 
-def _region(tokens: int, hidden_size: int) -> int:
-    return round_up(4 * tokens * hidden_size, PAGE)
+def _region(tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
+    return round_up(tokens * hidden_size * dtype.itemsize, PAGE)

@@ -1,11 +1,13 @@
-"""Copies between tiers of host memory, on a thread of their own."""
+"""Copies between tiers, on a thread of their own, on a GPU on a stream of their own, too."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from .link import Link
@@ -14,12 +16,23 @@ from .workers import Workers
 
 
 class Copies:
-    """Copies one after another, in the order of the calls; `link` slows them down in tests."""
+    """Copies one after another, in the order of the calls; `link` slows them down in tests.
 
-    def __init__(self, timeline: Timeline | None = None, link: Link | None = None) -> None:
+    device: where one side of them may be. On a GPU each copy is behind the work that is on the
+    caller's current stream, beside what comes there later, and ended when its future is done.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline | None = None,
+        link: Link | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._workers = Workers(1, "qoff-copy")
         self._timeline = timeline
         self._link = link
+        on_gpu = device is not None and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
         self.bytes = 0
 
     @property
@@ -33,15 +46,20 @@ class Copies:
         The future ends with DiskReadError when the thread is gone.
         """
 
-        def copy() -> None:
-            for dest, source in pairs:
-                dest.copy_(source)
+        nbytes = sum(source.nbytes for _, source in pairs)
+        return self.call(lambda: self.copy(pairs), nbytes, lane, name)
 
-        return self.call(copy, sum(source.nbytes for _, source in pairs), lane, name)
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy from the second of each pair to the first, in a `move` of `call`, as its last."""
+        for dest, source in pairs:
+            dest.copy_(source, non_blocking=self._stream is not None)
 
     def call(self, move: Callable[[], None], nbytes: int, lane: str, name: str) -> Future[None]:
         """Have `move` called, which moves so many bytes."""
-        job = _Job(self, move, nbytes, lane, name)
+        after = None
+        if self._stream is not None:
+            after = torch.cuda.current_stream(self._stream.device).record_event()
+        job = _Job(self, move, nbytes, lane, name, after)
         self._workers.submit([job])
         return job.done
 
@@ -49,26 +67,53 @@ class Copies:
         """Fail what waits and join the thread."""
         self._workers.close()
 
-    def run(self, move: Callable[[], None], nbytes: int, lane: str, name: str) -> None:
+    def run(
+        self,
+        move: Callable[[], None],
+        nbytes: int,
+        lane: str,
+        name: str,
+        after: torch.cuda.Event | None,
+    ) -> None:
         """Move in the calling thread, at the speed of the link, and note it."""
         start = time.perf_counter()
         if self._link is not None:
             self._link.pass_through(nbytes)
-        move()
+        with self._on_stream(after):
+            move()
         self.bytes += nbytes
         if self._timeline is not None:
             self._timeline.add(lane, name, start, time.perf_counter(), nbytes)
+
+    @contextmanager
+    def _on_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Have copies on the stream, behind `after`, and wait for them."""
+        if self._stream is None or after is None:
+            yield
+            return
+        self._stream.wait_event(after)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # nothing is written to memory any more whose move has failed
+            self._stream.synchronize()
 
 
 class _Job:
     """One move and its future."""
 
     def __init__(
-        self, copies: Copies, move: Callable[[], None], nbytes: int, lane: str, name: str
+        self,
+        copies: Copies,
+        move: Callable[[], None],
+        nbytes: int,
+        lane: str,
+        name: str,
+        after: torch.cuda.Event | None,
     ) -> None:
         self.done: Future[None] = Future()
         self._copies = copies
-        self._what = (move, nbytes, lane, name)
+        self._what = (move, nbytes, lane, name, after)
 
     def run(self) -> None:
         try:

@@ -81,7 +81,7 @@ class Runtime:
         if kv is not None:
             # Refuses what could not be packed later.
             kv.forms([self.spec.head_dim] * self.spec.num_layers)
-        where = torch.device(device)
+        where = device_of(device)
         ops = ops or ops_for(where)
         if ops.CACHE == "device":
             _check_gpu(kv, dtype)
@@ -170,6 +170,14 @@ class Runtime:
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.store.gather_rows(names.EMBEDDING, ids)
+
+
+def device_of(name: torch.device | str) -> torch.device:
+    """The device of a name like "cuda:1". Raises ArgumentError where torch knows no such name."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError(f"no device is called {name!r}; use 'cpu' or 'cuda'") from error
 
 
 def _transfers_to(device: torch.device) -> Transfers | None:

@@ -11,6 +11,7 @@ from qoff.errors import ArgumentError, BudgetError
 from qoff.kernels.heads import HeadShape
 from qoff.kernels.kv_format import KVFormat
 from qoff.kvcache import KVQuant, PackedCache
+from qoff.kvcache.device_plan import DeviceBlockPlan
 from qoff.kvcache.placement import DEVICE, DISK, HOST, KVPlacement
 from qoff.kvcache.recent import RecentTokens
 from qoff.kvcache.recent import Scratch as KVScratch
@@ -33,8 +34,7 @@ class Plan:
     Memory bounds are in bytes; None: as much as it takes, on the host without any weights, which
     use what else a bound leaves there. With share_prefixes a prompt that begins with 64 tokens or
     more of another one attends to their packed form instead of reading them, which is rounded.
-    Raises ArgumentError for values out of
-    range.
+    Raises ArgumentError for values out of range.
     """
 
     device_memory: int | None = None
@@ -87,7 +87,12 @@ class Plan:
         """Whether host blocks are attended on the host instead of being moved.
 
         "auto" compares the bytes over the link: a query and its result against the blocks that
-        they attend to, 64 tokens and more, so the query always moves.
+        they attend to, 64 tokens and more, so the query moves. On a GPU it is blocks on disk, too,
+        that are attended on the host, and where many queries are read at once the CPU's arithmetic
+        is what limits: with "auto", the blocks of a pass with more than `stage.MOVE_ROWS` (16)
+        queries of a sequence for a KV head move to the GPU, if they are not more than one sequence
+        has; that is what the plan has room for, where prompts are longer than `prefill_tokens` or
+        share prefixes. With "never" all that a pass attends to moves there, with "always" none.
         """
         return self.delegate != "never"
 
@@ -103,14 +108,15 @@ _CHOICES = {
 class Memory:
     """Bytes that a plan takes beside the weights, by tier and purpose."""
 
-    blocks: BlockPlan
+    blocks: BlockPlan  # for a GPU, of those that are not on it
     purposes: dict[str, dict[str, int]]  # tier -> purpose -> bytes
+    on_gpu: DeviceBlockPlan | None = None
 
     @classmethod
     def of(
         cls, plan: Plan, spec: DecoderSpec, shapes: Sequence[HeadShape], tiled: bool = False
     ) -> Memory:
-        """What a plan takes for a model; tiled: whose layers stream in tiles."""
+        """What a plan takes for a model on a CPU; tiled: whose layers stream in tiles."""
         forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
         blocks = plan.block_plan(forms, [shape.kv_heads for shape in shapes])
         kv = blocks.tier_bytes()

@@ -201,6 +201,13 @@ def test_batch_names_a_line_that_is_no_prompt(packable: Path, tmp_path: Path) ->
     assert "line 2 of the prompts" in fail("batch", packable, path, *BATCH)
 
 
+def test_batch_refuses_types_and_devices_that_are_not_there(packable: Path, prompts: Path) -> None:
+    assert "float16, bfloat16" in fail("batch", packable, prompts, *BATCH, "--dtype", "float32")
+    assert "no device is called 'tpu:0'" in fail(
+        "batch", packable, prompts, *BATCH, "--device", "tpu:0"
+    )
+
+
 def test_batch_ends_cleanly_when_told_to(packable: Path, tmp_path: Path) -> None:
     """What is done is on standard output; the rest is given up within seconds."""
     path, log = tmp_path / "prompts", tmp_path / "log"

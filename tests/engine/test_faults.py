@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from qoff.engine import LLM, Result, SamplingParams
-from qoff.engine import llm as llm_module
-from qoff.engine.llm import Links
+from qoff.engine import machine as machine_module
+from qoff.engine.resources import Links
 from qoff.engine.sampling import Sampler
 from qoff.engine.schedule import Pass, Schedule
 from qoff.errors import DiskReadError, DiskWriteError, QoffError
@@ -158,7 +158,7 @@ def test_a_fault_in_the_middle_of_a_run(
 ) -> None:
     fault, strikes, kind, message = FAULTS[name]
     link = Faulty(fault, strikes)
-    monkeypatch.setattr(llm_module, "SpillFile", partial(SpillFile, pwritev=link.pwritev))
+    monkeypatch.setattr(machine_module, "SpillFile", partial(SpillFile, pwritev=link.pwritev))
     plan = plans[activations]
     with LLM(checkpoint, plan, links=Links(link, link), poison=True) as llm:
         results = llm.generate(PROMPTS, EACH)

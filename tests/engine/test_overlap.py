@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from qoff.engine import LLM, SamplingParams
-from qoff.engine.llm import Links
+from qoff.engine.resources import Links
 from qoff.kvcache import KVQuant
 from qoff.kvcache.packed_pass import PackedPass
 from qoff.kvcache.placement import KVPlacement

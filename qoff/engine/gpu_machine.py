@@ -1,0 +1,72 @@
+"""What an `LLM` runs on where the device is a GPU."""
+
+from __future__ import annotations
+
+from qoff.errors import ArgumentError
+from qoff.kvcache import DeviceCache
+from qoff.kvcache.device_blocks import DeviceBlocks
+from qoff.kvcache.device_tiers import open_device_blocks
+from qoff.kvcache.placement import DEVICE, DISK, HOST
+from qoff.kvcache.tiered import TieredBlocks
+from qoff.memory import ThreadTransfers, Transfers
+from qoff.memory.cuda_transfers import CudaTransfers
+from qoff.plan import Memory
+from qoff.plan.gpu import Gpu, check_gpu_plan, memory_on_gpu
+
+from .machine import Machine
+
+
+class GpuMachine(Machine):
+    """A GPU with pinned host memory beside it; or the CPU in its place, for tests of its ops."""
+
+    blocks: DeviceBlocks
+
+    @property
+    def kv_wait_s(self) -> float:
+        far, stage = self.blocks.far, self.blocks.stage
+        read = far.ring.wait_s if isinstance(far, TieredBlocks) else 0.0
+        return read + (0.0 if stage is None else stage.ring.wait_s)
+
+    def new_cache(self) -> DeviceCache:
+        return DeviceCache(
+            self.shapes,
+            self.forms,
+            self.plan.batch_size,
+            window=self.plan.kv.window,
+            device=self.device,
+            dtype=self.dtype,
+            store=self.blocks,
+        )
+
+    def _transfers(self) -> Transfers:
+        check_gpu_plan(self.plan)
+        if self.device.type != "cuda":
+            return ThreadTransfers(self.links.reader(), self.links.host)
+        if self.links.host is not None:
+            raise ArgumentError("a link to a GPU is not simulated; give links without `host`")
+        return CudaTransfers(self.device, self.links.reader())
+
+    def _memory_of(self, tiled: bool) -> Memory:
+        gpu = Gpu(self.device, self.dtype)
+        return memory_on_gpu(self.plan, self.spec, self.shapes, gpu, tiled)
+
+    def _block_bytes(self) -> dict[str, int]:
+        purposes = self.memory.purposes
+        return {
+            tier: purposes[tier]["KV blocks"] + purposes[tier]["KV on the move"]
+            for tier in (DEVICE, HOST, DISK)
+        }
+
+    def _open_blocks(self) -> DeviceBlocks:
+        assert self.memory.on_gpu is not None
+        return open_device_blocks(
+            self.forms,
+            [shape.kv_heads for shape in self.shapes],
+            self.memory.on_gpu,
+            self.plan.kv_placement,
+            dict(self.arenas),
+            self._copies,
+            self._spill,
+            always_move=not self.plan.delegated,
+            poison=self.poison,
+        )

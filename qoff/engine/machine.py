@@ -1,0 +1,213 @@
+"""What an `LLM` runs on: weights, KV blocks, hidden states on three tiers, and what moves them."""
+
+from __future__ import annotations
+
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from qoff.checkpoint import Checkpoint
+from qoff.kernels.ops import Ops
+from qoff.kvcache import PackedCache
+from qoff.kvcache.device_blocks import DeviceBlocks
+from qoff.kvcache.placement import DEVICE, DISK, HOST
+from qoff.kvcache.recent import Scratch as KVScratch
+from qoff.kvcache.slots import SlotCache
+from qoff.kvcache.tiered import TieredBlocks
+from qoff.memory import HEAD, ThreadTransfers, Transfers, plan_residency
+from qoff.memory.activations import ActivationStore
+from qoff.memory.arena import Arena
+from qoff.memory.copies import Copies
+from qoff.memory.spill import SpillFile
+from qoff.memory.tiers import TierArenas
+from qoff.memory.timeline import Timeline
+from qoff.models.decoder import head_shapes
+from qoff.models.runtime import Runtime
+from qoff.models.spec import DecoderSpec
+from qoff.plan import Memory, Plan
+
+from .resources import Links, Resources
+
+
+class Machine(ABC):
+    """Opens what a plan says on one kind of device; `own` closes it.
+
+    dtype: of hidden states. ops: those of the device, or others for tests. Raises BudgetError with
+    the bytes wanted by tier and purpose, and ArgumentError for a plan that does not go with the
+    model or the device, before anything is loaded, and the errors of `Runtime`.
+    """
+
+    blocks: TieredBlocks | DeviceBlocks
+
+    def __init__(
+        self,
+        path: Path,
+        plan: Plan,
+        own: Resources,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        ops: Ops,
+        links: Links,
+        timeline: Timeline | None,
+        poison: bool,
+    ) -> None:
+        self.plan, self.device, self.dtype, self.poison = plan, device, dtype, poison
+        self.links = links
+        checkpoint = Checkpoint.open(path)
+        self.spec = spec = DecoderSpec.from_config(checkpoint.config)
+        self.shapes = head_shapes(spec)
+        self.forms = plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
+        transfers = own.add(self._transfers())
+        self.memory = memory = self._plan_memory(checkpoint, transfers.host_staging, ops.PACKING)
+        self.runtime = own.add(
+            Runtime(
+                path,
+                device_memory=memory.left(DEVICE, plan.device_memory),
+                slots=plan.slots,
+                activation_bits=plan.activation_bits,
+                kv=plan.kv,
+                poison=poison,
+                host_memory=memory.left(HOST, plan.host_memory),
+                transfers=transfers,
+                timeline=timeline,
+                device=device,
+                dtype=dtype,
+                ops=ops,
+            )
+        )
+        self._reader = own.add(links.reader())
+        blocks, hidden = self._block_bytes(), self._hidden_bytes()
+        sizes = {tier: blocks[tier] + hidden[tier] for tier in (DEVICE, HOST, DISK)}
+        self.arenas: Mapping[str, Arena] = own.add(TierArenas(device, sizes)).arenas
+        self._copies = own.add(Copies(timeline, links.host, device))
+        self._spill = None
+        if sizes[DISK]:
+            folder = plan.spill_folder or Path(tempfile.gettempdir())
+            self._spill = own.add(SpillFile(folder, sizes[DISK], self._reader, timeline=timeline))
+        self.blocks = self._open_blocks()
+        self.activations = None
+        tokens = max(plan.prefill_tokens, plan.batch_size)
+        if plan.activations != "device":
+            self.activations = ActivationStore(
+                plan.activations,
+                2 * plan.batches,
+                tokens,
+                spec.hidden_size,
+                dict(self.arenas),
+                self._copies,
+                self._spill,
+                blocks[DISK],
+                dtype,
+            )
+        self.scratch = self.runtime.decoder.new_scratch(tokens)
+
+    @abstractmethod
+    def new_cache(self) -> SlotCache:
+        """An empty KV cache of one batch, whose blocks are `blocks`."""
+
+    @property
+    @abstractmethod
+    def kv_wait_s(self) -> float:
+        """Seconds waited for KV blocks since the start."""
+
+    def memory_by_tier(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and purpose, weights included."""
+        residency = self.runtime.residency
+        weights = {DEVICE: residency.device_bytes, HOST: residency.host_bytes}
+        return {
+            tier: {"weights": weights.get(tier, 0), **purposes}
+            for tier, purposes in self.memory.purposes.items()
+        }
+
+    def counters(self) -> tuple[float, ...]:
+        """Seconds and bytes since the start, in the order of `RoundStats`."""
+        weights, activations = self.runtime.store.stats, self.activations
+        return (
+            weights.wait_s,
+            self.kv_wait_s,
+            0.0 if activations is None else activations.wait_s,
+            weights.bytes_read + self._reader.stats.bytes,
+            weights.bytes_copied + self._copies.bytes,
+            0 if self._spill is None else self._spill.written,
+        )
+
+    @abstractmethod
+    def _transfers(self) -> Transfers:
+        """What moves weights."""
+
+    @abstractmethod
+    def _memory_of(self, tiled: bool) -> Memory:
+        """What the plan takes beside the weights; tiled: whose layers stream in tiles."""
+
+    @abstractmethod
+    def _block_bytes(self) -> dict[str, int]:
+        """Bytes by tier of what `_open_blocks` takes."""
+
+    @abstractmethod
+    def _open_blocks(self) -> TieredBlocks | DeviceBlocks:
+        """Packed blocks, in the arenas and the first bytes of the spill file."""
+
+    def _hidden_bytes(self) -> dict[str, int]:
+        """Bytes by tier of hidden states in the arenas."""
+        parked = self.plan.activations != "device"
+        tiers = self.memory.purposes.items()
+        return {tier: purposes["hidden states"] if parked else 0 for tier, purposes in tiers}
+
+    def _plan_memory(self, checkpoint: Checkpoint, staging: int, packing: str) -> Memory:
+        """What the plan takes beside the weights; more where layers have to stream in tiles."""
+        plan = self.plan
+        memory = self._memory_of(tiled=False)
+        left = memory.left(DEVICE, plan.device_memory)
+        residency = plan_residency(
+            checkpoint, left, plan.slots, packing=packing, host_staging=staging
+        )
+        return self._memory_of(tiled=True) if residency.tiled - {HEAD} else memory
+
+
+class CpuMachine(Machine):
+    """A CPU, whose memory is the device and the host."""
+
+    blocks: TieredBlocks
+
+    @property
+    def kv_wait_s(self) -> float:
+        return self.blocks.ring.wait_s
+
+    def new_cache(self) -> PackedCache:
+        quant = self.plan.kv
+        return PackedCache(
+            self.shapes,
+            self.forms,
+            self.plan.batch_size,
+            window=quant.window,
+            sinks=quant.sinks,
+            attention_top=quant.attention_top,
+            store=self.blocks,
+            scratch=self._kv_scratch,
+        )
+
+    def _transfers(self) -> Transfers:
+        return ThreadTransfers(self.links.reader(), self.links.host)
+
+    def _memory_of(self, tiled: bool) -> Memory:
+        return Memory.of(self.plan, self.spec, self.shapes, tiled)
+
+    def _block_bytes(self) -> dict[str, int]:
+        return self.memory.blocks.tier_bytes()
+
+    def _open_blocks(self) -> TieredBlocks:
+        self._kv_scratch = KVScratch()
+        return TieredBlocks(
+            self.forms,
+            [shape.kv_heads for shape in self.shapes],
+            self.memory.blocks,
+            self.plan.kv_placement,
+            dict(self.arenas),
+            self._copies,
+            self._spill,
+            poison=self.poison,
+        )

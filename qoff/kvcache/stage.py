@@ -1,0 +1,165 @@
+"""Far blocks on their way to a GPU, for attention there: slots that those of a layer go through.
+
+The slots lie in one piece of memory behind the pools of all layers, and each layer's pool reaches
+to its end: a block in a slot is a block of the pool with a number, like those that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qoff.memory.copies import Copies
+
+from .placement import DISK, HOST
+from .ring import BlockRing, Fetch
+from .tiered import TieredBlocks
+
+MOVE_ROWS = 16  # query rows of a sequence and KV head up to which the queries are moved instead
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the blocks of a pass come from; `at` is a place in a slot, the same in all layers."""
+
+    count: int
+    from_disk: tuple[tuple[int, int], ...]  # at, block of the far store
+    from_host: tuple[tuple[int, int, int], ...]  # at, place in the host's pool, how many
+
+
+class BlockStage:
+    """Brings far blocks of a layer to consecutive numbers of its pool; from one thread.
+
+    pools: of each layer, uint8 [blocks, kv_heads, form.nbytes], up to the end of one memory. slots:
+    pieces of that memory, with room for `staged` blocks and one. bounces: for each, host memory for
+    `from_disk` blocks that are read from disk. always: passes over far blocks move them all;
+    otherwise only those of many queries do, where they fit. poison: slots that hold nothing are
+    NaN.
+    """
+
+    def __init__(
+        self,
+        far: TieredBlocks,
+        pools: Sequence[Tensor],
+        slots: Sequence[Tensor],
+        bounces: Sequence[Tensor],
+        copies: Copies,
+        *,
+        staged: int,
+        from_disk: int,
+        always: bool,
+        poison: bool = False,
+    ) -> None:
+        self._far, self._pools, self._copies = far, pools, copies
+        self._bounces = {
+            slot.storage_offset(): bounce for slot, bounce in zip(slots, bounces, strict=True)
+        }
+        self._staged, self._from_disk = staged, from_disk
+        self._always = always
+        self.ring = BlockRing(slots, lambda: copies.alive, poison)
+
+    def takes(self, blocks: Sequence[int], rows: int) -> bool:
+        """Whether a pass over these blocks of the far store moves them to the device.
+
+        rows: queries of a sequence that one KV head attends with. Few go to the blocks.
+        """
+        if not self._always and rows <= MOVE_ROWS:
+            return False
+        on_disk = sum(self._far.tier(block) == DISK for block in blocks)
+        fits = len(blocks) <= self._staged and on_disk <= self._from_disk
+        assert fits or not self._always
+        return fits
+
+    def view(self, blocks: Sequence[int]) -> StagedBlocks:
+        """These blocks, ascending, for one forward pass."""
+        placed = [self._far.place(block) for block in blocks]
+        in_host = [(at, local) for at, (tier, local) in enumerate(placed) if tier == HOST]
+        from_disk = tuple((at, blocks[at]) for at, (tier, _) in enumerate(placed) if tier == DISK)
+        route = Route(len(blocks), from_disk, tuple(_runs(in_host)))
+        return StagedBlocks(self, tuple(blocks), route)
+
+    def first(self, layer: int, slot: Tensor) -> int:
+        """The number in a layer's pool of the first block of a slot."""
+        pool = self._pools[layer]
+        between = slot.storage_offset() - pool.storage_offset()
+        return -(-between // pool.stride(0))
+
+    def bring(self, layer: int, route: Route, slot: Tensor) -> list[Future[None]]:
+        """Start to bring blocks of a layer into a slot, one after another."""
+        far, copies = self._far, self._copies
+        first = self.first(layer, slot)
+        dest = self._pools[layer][first : first + route.count].flatten(1)
+        bounce = self._bounces[slot.storage_offset()]
+        reads = far.bring(layer, [block for _, block in route.from_disk], bounce)
+        stride, record = far.plan.stride, far.plan.record_bytes[layer]
+        pairs = [
+            (dest[at], bounce[i * stride : i * stride + record])
+            for i, (at, _) in enumerate(route.from_disk)
+        ]
+        pool = far.pools[HOST][layer].flatten(1)
+        for at, local, count in route.from_host:
+            pairs.append((dest[at : at + count], pool[local : local + count]))
+
+        def move() -> None:
+            for read in reads:
+                read.result()
+            copies.copy(pairs)
+
+        nbytes = route.count * record
+        return [*reads, copies.call(move, nbytes, "host to device", f"KV of layer {layer}")]
+
+
+class StagedBlocks:
+    """Far blocks of one forward pass, which come to the device layer by layer."""
+
+    def __init__(self, stage: BlockStage, blocks: tuple[int, ...], route: Route) -> None:
+        self._stage, self._route = stage, route
+        self.blocks = blocks
+        self._fetches: dict[int, Fetch] = {}
+
+    def prefetch(self, layer: int) -> None:
+        """Start to bring the blocks of a layer, if a slot is free."""
+        if not self._fetched(layer):
+            self._fetch(layer, must=False)
+
+    def open(self, layer: int) -> int:
+        """Wait for the blocks of a layer; the number of the first, valid until `close`."""
+        if not self._fetched(layer):
+            self._fetch(layer, must=True)
+        return self._stage.first(layer, self._stage.ring.use(self._fetches[layer]))
+
+    def close(self, layer: int) -> None:
+        """The layer's attention is on its way."""
+        fetch = self._fetches.pop(layer, None)
+        if fetch is not None:
+            self._stage.ring.drop(fetch)
+
+    def abandon(self) -> None:
+        """The pass will not go on."""
+        for layer in list(self._fetches):
+            self.close(layer)
+
+    def _fetched(self, layer: int) -> bool:
+        fetch = self._fetches.get(layer)
+        return fetch is not None and self._stage.ring.holds(fetch)
+
+    def _fetch(self, layer: int, must: bool) -> None:
+        fetch = self._stage.ring.start(
+            lambda slot: self._stage.bring(layer, self._route, slot), must
+        )
+        if fetch is not None:
+            self._fetches[layer] = fetch
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Pairs of places as runs in which both go up one by one: first of each, and how many."""
+    runs: list[tuple[int, int, int]] = []
+    for at, local in pairs:
+        if runs and (at, local) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((at, local, 1))
+    return runs

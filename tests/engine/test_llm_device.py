@@ -1,0 +1,347 @@
+"""The throughput engine on the ops of a GPU: the same answers wherever blocks, hidden states and
+weights are, and no byte that the plan does not count.
+
+Without a GPU everything is in CPU tensors, and Triton interprets the kernels.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.engine import LLM, Result, SamplingParams
+from qoff.engine.resources import Links
+from qoff.errors import ArgumentError, BudgetError, DiskReadError, OpError
+from qoff.kernels import reference_elementwise, reference_ops
+from qoff.kernels.qtensor import QTensor
+from qoff.kvcache import DeviceCache, KVPlacement, KVQuant
+from qoff.kvcache.device_blocks import DeviceBlocks
+from qoff.kvcache.device_pass import CacheStep
+from qoff.kvcache.outbox import Outbox
+from qoff.kvcache.placement import DEVICE, DISK, HOST
+from qoff.kvcache.ring import BlockRing
+from qoff.kvcache.stage import BlockStage, StagedBlocks
+from qoff.kvcache.tiered import TieredBlocks
+from qoff.memory.link import Link
+from qoff.models.convert import convert
+from qoff.plan import Plan
+from tests.models.test_triton_decoder import CHANGES, least_budget
+from tests.tiny_models import QUANT, save_model
+
+triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
+
+ON_GPU = torch.cuda.is_available()
+LETTERS = random.Random(3)
+PROMPTS = [[LETTERS.randrange(3, 32) for _ in range(length)] for length in (126, 20, 200)]
+PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)  # the first completes a block meanwhile
+KV = KVQuant(8, 8, window=0, layers={1: (4, 8)})  # records of two sizes
+PLAN = Plan(batch_size=2, batches=2, context=208, prefill_tokens=210, kv=KV)
+THIRDS = KVPlacement(0.34, 0.33)
+PIECES = replace(PLAN, prefill_tokens=100)  # with blocks behind them
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options of an `LLM` on the ops of a GPU."""
+    if request.param == "gpu":
+        return {"device": "cuda"}
+    if ON_GPU:
+        pytest.skip("Triton interprets kernels only where there is no GPU")
+    return {"ops": triton_ops}
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, which takes long for each program, only attention and cache are Triton's.
+
+    The decoder's tests run it on all kernels.
+    """
+    if ON_GPU:
+        return
+    monkeypatch.setattr(triton_ops, "rope", reference_elementwise.rope)
+    monkeypatch.setattr(triton_ops, "gated_silu", gated_silu)
+    monkeypatch.setattr(triton_ops, "rms_norm", lambda *x: (reference_elementwise.rms_norm(*x),))
+    monkeypatch.setattr(triton_ops.linear, "w4_linear", w4_linear)
+
+
+def w4_linear(
+    x: Tensor, codes: Tensor, scale_min: Tensor, bias: Tensor | None, bits: int, group_size: int
+) -> Tensor:
+    """`kernels.w4_linear.w4_linear` in torch, rows for themselves."""
+    shape = (len(codes), x.shape[1])
+    weight = QTensor(codes, scale_min, shape, bits, group_size, "half32").dequantize()
+    assert bias is None
+    return (x.float()[:, None] * weight).sum(-1).to(x.dtype)
+
+
+def gated_silu(z: Tensor) -> Tensor:
+    return reference_ops.gated_silu(z.float()).to(z.dtype)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("device")
+    save_model(folder / "model", **{**CHANGES, "num_hidden_layers": 2, "num_attention_heads": 2})
+    convert(folder / "model", folder / "checkpoint", quant=QUANT)
+    return folder / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, where: dict[str, Any]) -> Callable[[Plan], list[Result]]:
+    """The answers with everything on the device, by how prompts are cut."""
+    found: dict[int, list[Result]] = {}
+
+    def look_up(plan: Plan) -> list[Result]:
+        if plan.prefill_tokens not in found:
+            with LLM(checkpoint, replace(PLAN, prefill_tokens=plan.prefill_tokens), **where) as llm:
+                found[plan.prefill_tokens] = answers(llm)
+        return found[plan.prefill_tokens]
+
+    return look_up
+
+
+def answers(llm: LLM) -> list[Result]:
+    return sorted(llm.generate(PROMPTS, PARAMS), key=lambda result: result.index)
+
+
+def blocks_of(llm: LLM) -> tuple[DeviceBlocks, TieredBlocks, BlockStage | None]:
+    """The blocks on the device, the others, and what these pass through."""
+    near = llm.blocks
+    assert isinstance(near, DeviceBlocks)
+    assert isinstance(near.far, TieredBlocks)
+    return near, near.far, near.stage
+
+
+def assert_nothing_held(llm: LLM) -> None:
+    """No block is used, no slot taken, no parcel on its way."""
+    near, far, stage = blocks_of(llm)
+    assert (near.used, far.used(HOST), far.used(DISK)) == (0, 0, 0)
+    assert near.outbox is not None
+    assert not near.outbox._taken
+    assert not near.outbox._sent
+    assert near.outbox.nbytes == 4 * parcel_bytes(llm)  # it has not grown
+    for ring in (far.ring, *([] if stage is None else [stage.ring])):
+        assert len(ring._free) == len(ring._slots)
+        assert not ring._ahead
+
+
+def parcel_bytes(llm: LLM) -> int:
+    """Bytes of one of the two places, on one of its two sides."""
+    assert llm.memory.on_gpu is not None
+    return llm.memory.on_gpu.parcel_bytes
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        replace(PLAN, kv_placement=THIRDS, delegate="never", activations="host", order="row"),
+        replace(PLAN, kv_placement=THIRDS, activations="disk"),
+        replace(PLAN, kv_placement=KVPlacement(0, 0), delegate="never", device_memory=0),
+        replace(PIECES, kv_placement=KVPlacement(0.34, 0.66), activations="host"),
+        replace(PIECES, kv_placement=KVPlacement(0, 0.34), delegate="always", device_memory=0),
+    ],
+    ids=["moved-row", "disk", "moved-disk-streaming", "auto", "always-streaming"],
+)
+def test_the_answers_do_not_depend_on_the_plan(
+    plan: Plan, checkpoint: Path, where: dict[str, Any], expected: Callable[[Plan], list[Result]]
+) -> None:
+    if plan.device_memory is not None:  # as little as can be beside what the plan takes
+        with LLM(checkpoint, replace(plan, device_memory=None), **where) as llm:
+            weights = least_budget(checkpoint, 2 if ON_GPU else 0)
+            plan = replace(plan, device_memory=llm.memory.total(DEVICE) + weights)
+    with LLM(checkpoint, plan, poison=True, **where) as llm:
+        assert [r.tokens for r in answers(llm)] == [r.tokens for r in expected(plan)]
+        assert_nothing_held(llm)
+        stage = blocks_of(llm)[2]
+        reads_whole = plan.delegate == "auto" and plan.prefill_tokens > plan.context
+        assert (stage is None) == (reads_whole or plan.delegate == "always")
+        if plan.device_memory is not None:
+            assert llm.runtime.store.stats.bytes_read > 0
+
+
+def test_where_attention_to_far_blocks_is(
+    checkpoint: Path, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of prompts take the blocks to the device, single tokens go to the blocks."""
+    moved: list[int] = []
+    takes = BlockStage.takes
+
+    def watched(stage: BlockStage, blocks: list[int], rows: int) -> bool:
+        found = takes(stage, blocks, rows)
+        moved.append(rows if found else -rows)
+        return found
+
+    monkeypatch.setattr(BlockStage, "takes", watched)
+    plan = replace(PIECES, kv_placement=THIRDS, batch_size=1, batches=1)
+    with LLM(checkpoint, plan, **where) as llm:
+        list(llm.generate([[*PROMPTS[2], *PROMPTS[1][:4]]], PARAMS))
+    assert moved == [200, -8, *[-2] * 3]
+
+
+def test_prompts_that_begin_alike_share_blocks_of_all_batches(
+    checkpoint: Path, where: dict[str, Any]
+) -> None:
+    prompts = [[*PROMPTS[2][:130], *tail] for tail in ([7, 8, 9], [9], [], [10] * 30)]
+    plan = replace(PLAN, kv_placement=THIRDS, share_prefixes=True, batch_size=2)
+    with LLM(checkpoint, plan, poison=True, **where) as llm:
+        found = sorted(llm.generate(prompts, PARAMS), key=lambda r: r.index)
+        assert sum(r.read for r in llm.rounds) == 133 + 3 + 2 + 32
+        assert_nothing_held(llm)
+        (alone,) = llm.generate(prompts[:1], PARAMS)
+    assert found[0].tokens == alone.tokens
+    assert [len(r.tokens) for r in found] == [4] * 4
+
+
+def test_answers_of_one_prompt_are_forks_of_its_sequence(
+    checkpoint: Path, where: dict[str, Any], expected: Callable[[Plan], list[Result]]
+) -> None:
+    plan = replace(PLAN, kv_placement=KVPlacement(0, 0.5), delegate="never")
+    with LLM(checkpoint, plan, poison=True, **where) as llm:
+        found = list(llm.generate(PROMPTS[:1], replace(PARAMS, n=2)))
+        assert_nothing_held(llm)
+    assert [r.tokens for r in found] == [expected(plan)[0].tokens] * 2
+
+
+@pytest.mark.parametrize("delegate", ["auto", "always", "never"])
+def test_the_memory_of_a_plan_is_what_is_allocated(
+    delegate: Any, checkpoint: Path, where: dict[str, Any]
+) -> None:
+    plan = replace(PIECES, kv_placement=THIRDS, delegate=delegate, activations="disk")
+    with LLM(checkpoint, plan, **where) as llm:
+        for tier, arena in llm.arenas.items():
+            purposes = llm.memory.purposes[tier]
+            parts = ("KV blocks", "KV on the move", "hidden states")
+            assert arena.capacity == sum(purposes[part] for part in parts)
+            assert arena.used == arena.capacity
+        purposes = llm.memory.purposes[DISK]
+        assert purposes["KV blocks"] > 0
+        cache = llm._machine.new_cache()
+        assert isinstance(cache, DeviceCache)
+        rings = sum(ring.nbytes for ring in (*cache.recent_k, *cache.recent_v))
+        assert llm.memory.purposes[DEVICE]["recent KV"] == plan.batches * rings
+        assert llm.memory_by_tier()[DEVICE]["weights"] == llm.runtime.residency.device_bytes
+
+
+@pytest.mark.gpu
+def test_no_more_of_the_gpu_is_taken_than_the_plan_says(checkpoint: Path) -> None:
+    plan = replace(PIECES, kv_placement=THIRDS)
+    before = torch.cuda.memory_allocated()
+    with LLM(checkpoint, plan, device="cuda") as llm:
+        torch.cuda.reset_peak_memory_stats()
+        answers(llm)
+        taken = torch.cuda.max_memory_allocated() - before
+        assert taken <= sum(llm.memory_by_tier()[DEVICE].values())
+
+
+PLACES = [
+    (CacheStep, "open"),
+    (CacheStep, "close"),
+    (CacheStep, "end"),
+    (StagedBlocks, "open"),
+    (BlockStage, "bring"),
+    (BlockRing, "use"),
+    (Outbox, "take"),
+    (Outbox, "deliver"),
+    (TieredBlocks, "write"),
+]
+
+
+@pytest.fixture(scope="module")
+def moving(checkpoint: Path, where: dict[str, Any]) -> Iterator[LLM]:
+    plan = replace(PIECES, kv_placement=THIRDS, delegate="never", activations="host")
+    with LLM(checkpoint, plan, poison=True, **where) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda x: getattr(x, "__name__", x))
+def test_an_interrupted_pass_gives_everything_back(
+    owner: type, name: str, moving: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = getattr(owner, name), 2
+
+    def method(this: Any, *rest: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return real(this, *rest, **options)
+
+    monkeypatch.setattr(owner, name, method)
+    with pytest.raises(KeyboardInterrupt):
+        answers(moving)
+    assert_nothing_held(moving)
+
+
+def test_after_interruptions_the_answers_are_the_same(
+    moving: LLM, expected: Callable[[Plan], list[Result]]
+) -> None:
+    assert answers(moving) == expected(moving.plan)
+
+
+class Broken(Link):
+    """A link to the device over which nothing comes any more, once it is broken."""
+
+    def __init__(self) -> None:
+        super().__init__(1e12)
+        self.broken = False
+
+    def pass_through(self, nbytes: int) -> None:
+        if self.broken:
+            raise SystemExit(1)
+
+
+@pytest.mark.skipif(ON_GPU, reason="links to a GPU are not simulated")
+def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
+    link = Broken()
+    plan = replace(PIECES, kv_placement=THIRDS, delegate="never")
+    with LLM(checkpoint, plan, links=Links(host=link), ops=triton_ops, poison=True) as llm:
+        results = llm.generate(PROMPTS, PARAMS)
+        link.broken = True
+        with pytest.raises(DiskReadError, match="died"):
+            list(results)
+        assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv": KVQuant(sinks=16)}, "no sink tokens"),
+        ({"kv": KVQuant(attention_top=0.5)}, "attention_top=1"),
+        (
+            {"kv": KVQuant(k_form="token"), "kv_placement": KVPlacement(0.5, 0.5)},
+            r"tokens' scales of K.*delegate='never'",
+        ),
+        ({"activation_bits": 8}, "no 8-bit activations"),
+        ({"kv": KVQuant(sinks=16), "activation_bits": 8}, "no sink tokens.*; no 8-bit"),
+    ],
+)
+def test_options_that_a_gpu_does_not_have_are_refused(
+    changes: dict[str, Any], message: str, checkpoint: Path, where: dict[str, Any]
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        LLM(checkpoint, replace(PLAN, **changes), **where)
+
+
+@pytest.mark.parametrize("tier", [DEVICE, HOST])
+def test_too_much_is_refused_before_anything_is_loaded(
+    tier: str, checkpoint: Path, where: dict[str, Any]
+) -> None:
+    changes: dict[str, Any] = {f"{tier}_memory": 1 << 14}
+    plan = replace(PLAN, kv_placement=KVPlacement(0.5, 0.5), activations="host", **changes)
+    with pytest.raises(BudgetError, match=rf"{tier} memory: [\d,]+ bytes wanted .*KV blocks"):
+        LLM(checkpoint, plan, **where)
+
+
+def test_types_and_devices_that_are_not_there_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"not torch\.float32"):
+        LLM(checkpoint, PLAN, ops=triton_ops, dtype=torch.float32)
+    if not ON_GPU:
+        with pytest.raises(OpError, match="no GPU that torch can use"):
+            LLM(checkpoint, PLAN, device="cuda")
