@@ -1,0 +1,144 @@
+"""QExperts: the matrices of all experts of a layer, one behind the other in memory.
+
+An expert's weights are one range of the layer's file: codes and scales of gate_up, then those of
+down. Its codes are therefore as far from the next expert's codes as its scales are from the next
+one's scales, and all experts together are two strided tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+
+from .qtensor import QTensor
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
+
+
+@dataclass(frozen=True, eq=False)
+class QExperts:
+    """E quantized matrices of one shape, bits, group size and packing, a fixed distance apart.
+
+    Each is contiguous, as `QTensor` has it; between two of them there may be anything. Raises
+    OpError when the parts do not fit each other.
+    """
+
+    codes: Tensor  # uint8 [E, ...], each as `packing` lays out one matrix
+    scale_min: Tensor  # float16 or float32 [E, ...], likewise
+    shape: tuple[int, int]  # (N, K) of one matrix
+    bits: int  # 4 or 8
+    group_size: int  # 32, 64 or 128
+    packing: str  # "half32" or "cpu16", see `packing`
+
+    def __post_init__(self) -> None:
+        if self.codes.dim() < 1 or not len(self.codes):
+            raise OpError("there are no experts")
+        self.expert(0)  # raises for parts that are not those of a matrix
+        if len(self.codes) != len(self.scale_min):
+            raise OpError(f"codes of {len(self.codes)} experts, scales of {len(self.scale_min)}")
+
+    @staticmethod
+    def of(matrices: Sequence[QTensor]) -> QExperts:
+        """All of `matrices` as one, nothing copied.
+
+        Raises OpError for none, for matrices of different forms, and for ones that are not a
+        constant distance apart in one piece of memory.
+        """
+        if not matrices:
+            raise OpError("there are no experts")
+        first = matrices[0]
+        form = _form(first)
+        for i, matrix in enumerate(matrices):
+            if _form(matrix) != form:
+                raise OpError(f"expert {i} is {_form(matrix)}, the first is {form}")
+        return QExperts(
+            _strided("codes", [m.codes for m in matrices]),
+            _strided("scales", [m.scale_min for m in matrices]),
+            first.shape,
+            first.bits,
+            first.group_size,
+            first.packing,
+        )
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return len(self.codes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and minima of one expert."""
+        return self.codes[0].nbytes + self.scale_min[0].nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Bytes from an expert's codes, and from its scales, to those of the next."""
+        scale_min = self.scale_min
+        return self.codes.stride(0), scale_min.stride(0) * scale_min.element_size()
+
+    def expert(self, number: int) -> QTensor:
+        """One expert's matrix; it shares this one's memory."""
+        return QTensor(
+            self.codes[number],
+            self.scale_min[number],
+            self.shape,
+            self.bits,
+            self.group_size,
+            self.packing,
+        )
+
+
+def check_mlp(gate_up: QExperts, down: QExperts, activation: str) -> None:
+    """Raise OpError unless [E] x [2I, H] and [E] x [H, I] on one device, and a known activation.
+
+    I is a multiple of 16 then, as groups divide it.
+    """
+    (rows, hidden), (out, inner) = gate_up.shape, down.shape
+    if rows != 2 * inner or out != hidden or gate_up.count != down.count:
+        raise OpError(
+            f"gate_up is {gate_up.count} x [2I, H] and down {down.count} x [H, I], "
+            f"not {[rows, hidden]} and {[out, inner]} of as many experts"
+        )
+    if gate_up.device != down.device:
+        raise OpError(f"gate_up is on {gate_up.device}, down on {down.device}")
+    if activation not in ACTIVATIONS:
+        raise OpError(f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+
+
+def _form(matrix: QTensor) -> tuple[object, ...]:
+    """What all experts have in common."""
+    scales, device = matrix.scale_min.dtype, matrix.device
+    return matrix.shape, matrix.bits, matrix.group_size, matrix.packing, scales, device
+
+
+def _strided(what: str, parts: list[Tensor]) -> Tensor:
+    """One view [E, ...] of tensors of one shape at a constant distance in one storage."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first[None]
+    start, size = first.data_ptr(), first.element_size()
+    distance = parts[1].data_ptr() - start
+    storage = first.untyped_storage().data_ptr()
+    for i, part in enumerate(parts):
+        if part.untyped_storage().data_ptr() != storage:
+            raise OpError(f"{what} of expert {i} are in other memory than those of the first")
+        if part.data_ptr() != start + i * distance:
+            raise OpError(
+                f"{what} of expert {i} are {part.data_ptr() - start} bytes from the first, not "
+                f"{i} times {distance}: experts must be a constant distance apart"
+            )
+    if distance < first.nbytes or distance % size:
+        raise OpError(
+            f"{what} of experts are {distance} bytes apart, which is less than their "
+            f"{first.nbytes} bytes, or no multiple of {size}"
+        )
+    return first.as_strided((len(parts), *first.shape), (distance // size, *first.stride()))
