@@ -25,6 +25,7 @@ OPS = (
     "quantize",
     "dequantize",
     "w4_linear",
+    "w4_experts",
     "rms_norm",
     "silu_mul",
     "gated_silu",

@@ -10,6 +10,7 @@ from torch import Tensor
 from qoff.errors import OpError
 
 from .heads import HeadShape
+from .qexperts import QExperts
 from .qtensor import QTensor
 from .ragged import Ragged
 
@@ -31,6 +32,22 @@ class Ops(Protocol):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         silu_mul: bool = False,
+        activation_bits: int = 16,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        share: Tensor,
+        gate_up: QExperts,
+        down: QExperts,
+        *,
+        activation: str,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        residual: Tensor | None = None,
         activation_bits: int = 16,
         out: Tensor | None = None,
     ) -> Tensor: ...

@@ -11,11 +11,14 @@ from .kv_format import BLOCK_TOKENS
 from .layer_cache import LayerCache
 from .qtensor import QTensor
 from .ragged import Ragged, Span
+from .reference_experts import experts
 from .reference_kv import unpack_blocks
 from .reference_select import select_blocks
 
 PACKING = "half32"
 CACHE, USES_OUT = "host", True
+
+__all__ = ["CACHE", "PACKING", "USES_OUT", "attention", "experts", "w4_linear"]
 
 
 def embedding(ids: Tensor, weight: QTensor) -> Tensor:

@@ -8,12 +8,14 @@ GPU, and nothing waits for it, but for attention to blocks in host memory. The c
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qoff.errors import OpError
 
+from . import w4_experts
 from . import w4_linear as linear
 from .decode_attention import decode_attention
 from .device_cache import DeviceLayerCache
@@ -21,7 +23,9 @@ from .far_attention import FarAttention
 from .gated_silu import gated_silu
 from .heads import HeadShape
 from .kv_append import kv_append
+from .library.experts import check_experts
 from .prefill_attention import prefill_attention
+from .qexperts import QExperts
 from .qtensor import QTensor
 from .ragged import Ragged
 from .rms_norm import rms_norm
@@ -69,6 +73,42 @@ def w4_linear(
         if residual is not None:
             return torch.add(y, residual, out=out)
         return y if out is None else out.copy_(y)
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    share: Tensor,
+    gate_up: QExperts,
+    down: QExperts,
+    *,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation_bits: int = 16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return residual + sum over t of share * (down @ f(gate_up @ x + bias) + bias) [M, H].
+
+    x: float16 or bfloat16 [M, H]; chosen: int64 [M, T], not checked; share: float32 [M, T];
+    weights: packing half32, see `library.experts`. Biases [E, 2I] and [E, H]: any float dtype.
+    residual, out: like x; they may be the same. Activations are rounded to the dtype of x and no
+    further, whatever activation_bits. Raises OpError.
+    """
+    biases = [None if b is None else b.to(x.dtype) for b in (gate_up_bias, down_bias)]
+    operands = (x, chosen, share, gate_up, down)
+    options: dict[str, Any] = {
+        "activation": activation,
+        "gate_up_bias": biases[0],
+        "down_bias": biases[1],
+        "residual": residual,
+    }
+    check_experts(*operands, **options)
+    if out is not None:
+        _check("out", out, x.dtype, tuple(x.shape), x.device)
+    with _on(x):
+        return w4_experts.experts(*operands, **options, out=out)
 
 
 def attention(

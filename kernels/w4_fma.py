@@ -33,34 +33,29 @@ class FmaConfig:
 
 
 @triton.jit
-def fma_kernel(
-    x,
+def fma_sums(
+    x,  # the token's row
     codes,
     scale_min,
-    bias,
-    out,
+    row,  # [BLOCK_N], those from N on are read as the last one
     N,
     row_bytes,
-    x_stride,
     GROUP_BYTES: tl.constexpr,
     BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
-    BIAS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Rows program_id(0) * BLOCK_N .. of W times token program_id(1), GROUPS groups at a time."""
+    """Rows of W times a token, GROUPS groups at a time: float32 [BLOCK_N]."""
+    BLOCK_N: tl.constexpr = row.shape[0]
     SPREAD: tl.constexpr = 8 // BITS
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe_row = tl.minimum(row, N - 1)
-    token = tl.program_id(1).to(tl.int64)
     group = tl.arange(0, GROUPS)
     byte = tl.arange(0, GROUP_BYTES)
     element = byte if BITS == 8 else (byte // 16) * 32 + byte % 16
     code_row = codes + safe_row[:, None, None].to(tl.int64) * row_bytes
     code_pointer = code_row + (group * GROUP_BYTES)[None, :, None] + byte[None, None, :]
     x_element = (group * GROUP_BYTES * SPREAD)[None, :, None] + element[None, None, :]
-    x_pointer = x + token * x_stride + x_element
+    x_pointer = x + x_element
     pair = group[None, :] * N + safe_row[:, None]
     total = tl.zeros((BLOCK_N, GROUPS, GROUP_BYTES), tl.float32)
     groups = row_bytes // GROUP_BYTES
@@ -83,9 +78,34 @@ def fma_kernel(
             part = byte_values(packed, tl.float16, ASM).to(tl.float32) * values
         total += part * scale[:, :, None]
         total += x_sum * minimum[:, :, None]
-    y = tl.sum(tl.reshape(total, (BLOCK_N, GROUPS * GROUP_BYTES)), axis=1)
+    return tl.sum(tl.reshape(total, (BLOCK_N, GROUPS * GROUP_BYTES)), axis=1)
+
+
+@triton.jit
+def fma_kernel(
+    x,
+    codes,
+    scale_min,
+    bias,
+    out,
+    N,
+    row_bytes,
+    x_stride,
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows program_id(0) * BLOCK_N .. of W times token program_id(1)."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1).to(tl.int64)
+    y = fma_sums(
+        x + token * x_stride, codes, scale_min, row, N, row_bytes, GROUP_BYTES, BITS, GROUPS, ASM
+    )
     if BIAS:
-        y += tl.load(bias + safe_row).to(tl.float32)
+        y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)
     tl.store(out + token * N + row, y.to(out.dtype.element_ty), mask=row < N)
 
 

@@ -95,40 +95,38 @@ def _group_sums(codes, first, second, BITS: tl.constexpr, ASM: tl.constexpr):
     return code_sum, x_sum
 
 
-@triton.jit(do_not_specialize=["M", "steps"])
-def gemv_kernel(
+@triton.jit
+def gemv_sums(
     x,
     codes,
     scale_min,
-    bias,
-    out,  # [M, N], or float32 [splits, M, N] of partial sums
+    row,  # [BLOCK_N], those from N on are read as the last one
     M,
     N,
     row_bytes,  # of the codes of a row
     x_stride,
-    steps,  # of a program along K
+    start,  # first piece of GROUPS groups along K
+    steps,
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_BYTES: tl.constexpr,
     BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     WARPS: tl.constexpr,
     COLS: tl.constexpr,
-    BIAS: tl.constexpr,
-    PARTIAL: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Rows program_id(0) * BLOCK_N .. of y; GROUPS groups for each of WARPS in a step.
+    """Rows of W times up to TOKENS rows of x: float32 [BLOCK_N, COLS // GROUPS].
 
-    Column c of a product is token c // GROUPS and group c % GROUPS of the step.
+    GROUPS groups for each of WARPS in a step. Column c of a product is token c // GROUPS and group
+    c % GROUPS of the step.
     """
+    BLOCK_N: tl.constexpr = row.shape[0]
     BYTES: tl.constexpr = GROUPS * GROUP_BYTES  # of a row, for a warp in a step
     SPREAD: tl.constexpr = 8 // BITS  # elements in a byte
     IN_FLOAT16: tl.constexpr = x.dtype.element_ty == tl.float16
     OFFSET: tl.constexpr = 0.0 if BITS == 8 else 1024.0 if IN_FLOAT16 else 128.0
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe_row = tl.minimum(row, N - 1)
     part = tl.arange(0, WARPS)
     byte = tl.arange(0, BYTES)
@@ -137,7 +135,6 @@ def gemv_kernel(
     group = column % GROUPS
     used = token < tl.minimum(TOKENS, M)
 
-    start = tl.program_id(1) * steps * WARPS
     element = byte if BITS == 8 else (byte // 16) * 32 + byte % 16
     mine = used[None, :] & ((byte // GROUP_BYTES)[:, None] == group[None, :])
     mine = mine[None, :, :] & (part >= 0)[:, None, None]
@@ -181,11 +178,61 @@ def gemv_kernel(
         total += x_sum * (minimum - OFFSET * scale)
 
     tokens = tl.reshape(tl.sum(total, axis=0), (BLOCK_N, COLS // GROUPS, GROUPS))
-    y = tl.sum(tokens, axis=2)  # [BLOCK_N, tokens]
+    return tl.sum(tokens, axis=2)  # [BLOCK_N, tokens]
+
+
+@triton.jit(do_not_specialize=["M", "steps"])
+def gemv_kernel(
+    x,
+    codes,
+    scale_min,
+    bias,
+    out,  # [M, N], or float32 [splits, M, N] of partial sums
+    M,
+    N,
+    row_bytes,  # of the codes of a row
+    x_stride,
+    steps,  # of a program along K
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WARPS: tl.constexpr,
+    COLS: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows program_id(0) * BLOCK_N .. of y, part program_id(1) of K; see `gemv_sums`."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    y = gemv_sums(
+        x,
+        codes,
+        scale_min,
+        row,
+        M,
+        N,
+        row_bytes,
+        x_stride,
+        tl.program_id(1) * steps * WARPS,
+        steps,
+        TOKENS,
+        GROUPS,
+        GROUP_BYTES,
+        BITS,
+        WARPS,
+        COLS,
+        EVEN,
+        STAGES,
+        ASM,
+    )
     which = tl.arange(0, COLS // GROUPS)
     keep = (row < N)[:, None] & (which < tl.minimum(TOKENS, M))[None, :]
     if BIAS:
-        y += tl.load(bias + safe_row).to(tl.float32)[:, None]
+        y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)[:, None]
     target = out + which[None, :].to(tl.int64) * N + row[:, None]
     if PARTIAL:
         target += tl.program_id(1).to(tl.int64) * M * N

@@ -70,6 +70,85 @@ def _weights(codes, OFFSET: tl.constexpr, factor, middle, ASM: tl.constexpr):
     return weights
 
 
+@triton.jit
+def skinny_sums(
+    x,
+    codes,
+    scale_min,
+    row,  # [BLOCK_N], those from N on are read as the last one
+    token,  # [BLOCK_M], rows of x
+    N,
+    row_bytes,  # of the codes of a row
+    x_stride,
+    start,  # first piece of BYTES along K
+    steps,
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,  # of a row in a step, a multiple of GROUP_BYTES or a part of it
+    PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows of W times rows of x: float32 [BLOCK_N, BLOCK_M]."""
+    BLOCK_N: tl.constexpr = row.shape[0]
+    BLOCK_M: tl.constexpr = token.shape[0]
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    GROUPS: tl.constexpr = max(1, BYTES // GROUP_BYTES)
+    SPREAD: tl.constexpr = 8 // BITS  # elements in a byte
+    CENTRE: tl.constexpr = 8.0 if BITS == 4 else 128.0
+    safe_row = tl.minimum(row, N - 1)
+    column = tl.arange(0, BLOCK_M) >= 0  # of x: all, as a mask
+    part = tl.arange(0, PARTS)
+    byte = tl.arange(0, BYTES)
+    group = tl.arange(0, GROUPS)
+    element = byte if BITS == 8 else (byte // 16) * 32 + byte % 16
+
+    first_byte = (start + part) * BYTES
+    code_row = codes + safe_row[None, :, None].to(tl.int64) * row_bytes
+    code_pointer = code_row + first_byte[:, None, None] + byte[None, None, :]
+    x_row = x + token[None, None, :].to(tl.int64) * x_stride
+    x_pointer = x_row + (first_byte * SPREAD)[:, None, None] + element[None, :, None]
+    every = (part >= 0)[:, None, None] & (row >= 0)[None, :, None]
+    total = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        done = step * (PARTS * BYTES)
+        if EVEN:
+            packed = tl.load(code_pointer + done)
+            first = tl.load(x_pointer + done * SPREAD)
+            second = first
+            if BITS == 4:
+                second = tl.load(x_pointer + done * SPREAD + 16)
+            live = every & (group >= 0)[None, None, :]
+        else:
+            left = row_bytes - done - first_byte
+            inside = every & (byte[None, None, :] < left[:, None, None])
+            packed = tl.load(code_pointer + done, mask=inside, other=0)
+            inside = (byte[None, :, None] < left[:, None, None]) & column[None, None, :]
+            first = tl.load(x_pointer + done * SPREAD, mask=inside, other=0.0)
+            second = first
+            if BITS == 4:
+                second = tl.load(x_pointer + done * SPREAD + 16, mask=inside, other=0.0)
+            live = every & ((group * GROUP_BYTES)[None, None, :] < left[:, None, None])
+        first_group = (first_byte + done) // GROUP_BYTES
+        pair = (first_group[:, None, None] + group[None, None, :]) * N + safe_row[None, :, None]
+        scale, minimum = load_scale_min(scale_min, pair, live)
+        factor = _spread(scale, DTYPE, BYTES // GROUPS)
+        middle = _spread(minimum + CENTRE * scale, DTYPE, BYTES // GROUPS)
+        if BITS == 4:
+            low, high = low_high(packed, DTYPE, ASM, True)
+            OFFSET: tl.constexpr = (1024.0 if tl.float16 == DTYPE else 128.0) + CENTRE
+            low = _weights(low, OFFSET, factor, middle, ASM)
+            high = _weights(high, OFFSET, factor, middle, ASM)
+            total = dot16(low, first, total, ASM)
+            total = dot16(high, second, total, ASM)
+        else:
+            values = byte_values(packed, DTYPE, ASM)
+            values = _weights(values, CENTRE, factor, middle, ASM)
+            total = dot16(values, first, total, ASM)
+    return tl.sum(total, axis=0)  # [BLOCK_N, BLOCK_M]
+
+
 @triton.jit(do_not_specialize=["M", "steps"])
 def skinny_kernel(
     x,
@@ -95,66 +174,29 @@ def skinny_kernel(
     ASM: tl.constexpr,
 ):
     """Rows program_id(0) * BLOCK_N .. of W times tokens program_id(1) * BLOCK_M .. ."""
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    GROUPS: tl.constexpr = max(1, BYTES // GROUP_BYTES)
-    SPREAD: tl.constexpr = 8 // BITS  # elements in a byte
-    CENTRE: tl.constexpr = 8.0 if BITS == 4 else 128.0
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe_row = tl.minimum(row, N - 1)
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    safe_token = tl.minimum(token, M - 1)
-    part = tl.arange(0, PARTS)
-    byte = tl.arange(0, BYTES)
-    group = tl.arange(0, GROUPS)
-    element = byte if BITS == 8 else (byte // 16) * 32 + byte % 16
-
-    start = tl.program_id(2) * steps * PARTS
-    first_byte = (start + part) * BYTES
-    code_row = codes + safe_row[None, :, None].to(tl.int64) * row_bytes
-    code_pointer = code_row + first_byte[:, None, None] + byte[None, None, :]
-    x_row = x + safe_token[None, None, :].to(tl.int64) * x_stride
-    x_pointer = x_row + (first_byte * SPREAD)[:, None, None] + element[None, :, None]
-    every = (part >= 0)[:, None, None] & (row >= 0)[None, :, None]
-    total = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
-    for step in tl.range(0, steps, num_stages=STAGES):
-        done = step * (PARTS * BYTES)
-        if EVEN:
-            packed = tl.load(code_pointer + done)
-            first = tl.load(x_pointer + done * SPREAD)
-            second = first
-            if BITS == 4:
-                second = tl.load(x_pointer + done * SPREAD + 16)
-            live = every & (group >= 0)[None, None, :]
-        else:
-            left = row_bytes - done - first_byte
-            inside = every & (byte[None, None, :] < left[:, None, None])
-            packed = tl.load(code_pointer + done, mask=inside, other=0)
-            inside = (byte[None, :, None] < left[:, None, None]) & (token >= 0)[None, None, :]
-            first = tl.load(x_pointer + done * SPREAD, mask=inside, other=0.0)
-            second = first
-            if BITS == 4:
-                second = tl.load(x_pointer + done * SPREAD + 16, mask=inside, other=0.0)
-            live = every & ((group * GROUP_BYTES)[None, None, :] < left[:, None, None])
-        first_group = (first_byte + done) // GROUP_BYTES
-        pair = (first_group[:, None, None] + group[None, None, :]) * N + safe_row[None, :, None]
-        scale, minimum = load_scale_min(scale_min, pair, live)
-        factor = _spread(scale, DTYPE, BYTES // GROUPS)
-        middle = _spread(minimum + CENTRE * scale, DTYPE, BYTES // GROUPS)
-        if BITS == 4:
-            low, high = low_high(packed, DTYPE, ASM, True)
-            OFFSET: tl.constexpr = (1024.0 if tl.float16 == DTYPE else 128.0) + CENTRE
-            low = _weights(low, OFFSET, factor, middle, ASM)
-            high = _weights(high, OFFSET, factor, middle, ASM)
-            total = dot16(low, first, total, ASM)
-            total = dot16(high, second, total, ASM)
-        else:
-            values = byte_values(packed, DTYPE, ASM)
-            values = _weights(values, CENTRE, factor, middle, ASM)
-            total = dot16(values, first, total, ASM)
-
-    y = tl.sum(total, axis=0)  # [BLOCK_N, BLOCK_M]
+    y = skinny_sums(
+        x,
+        codes,
+        scale_min,
+        row,
+        tl.minimum(token, M - 1),
+        N,
+        row_bytes,
+        x_stride,
+        tl.program_id(2) * steps * PARTS,
+        steps,
+        GROUP_BYTES,
+        BITS,
+        BYTES,
+        PARTS,
+        EVEN,
+        STAGES,
+        ASM,
+    )
     if BIAS:
-        y += tl.load(bias + safe_row).to(tl.float32)[:, None]
+        y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)[:, None]
     target = out + token[None, :].to(tl.int64) * N + row[:, None]
     if PARTIAL:
         target += tl.program_id(2).to(tl.int64) * M * N

@@ -49,6 +49,11 @@ def assert_close(
 # group's largest value, a few standard deviations.
 INT16_ACTIVATIONS = 1e-4
 
+# Two such products with an activation between them, which may steepen the first one's error; and
+# the same with 8-bit activations, 2^-8 of the largest value of a group.
+INT16_EXPERTS = 3e-4
+INT8_EXPERTS = 3e-2
+
 # Logits of a whole decoder on such matmuls, whose errors add up over its layers.
 DECODER_LOGITS = 5e-4
 

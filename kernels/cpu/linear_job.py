@@ -34,9 +34,9 @@ class LinearArguments(ctypes.Structure):
 )  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 _LARGEST = (127, 32512)  # of one int8 plane, and of two: 127 * 256, so that both stay in range
-_LONG = 2048  # inputs that are worth splitting between threads
+LONG = 2048  # inputs that are worth splitting between threads
 _TOKENS = 4  # tokens of the widest tile
-_CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
+CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
 
 
 @inner
@@ -57,7 +57,7 @@ def _input(x, norm, factor, offset):
 
 
 @inner
-def _quantize_group(x, norm, factor, start, stop, planes, high, low, scales):
+def quantize_group(x, norm, factor, start, stop, planes, high, low, scales):
     """Elements [start, stop) of one token as one or two int8 planes, scale and sum."""
     limit = np.float32(_LARGEST[planes - 1])
     largest = simd.splat_f32(np.float32(0.0))
@@ -101,7 +101,7 @@ def _quantize_token(args, token, first, last):
     planes = simd.peek_i64(args + PLANES)
     for g in range(first, last):
         start = g * group
-        _quantize_group(x, norm, factor, start, start + group, planes, high, low, scales + 8 * g)
+        quantize_group(x, norm, factor, start, start + group, planes, high, low, scales + 8 * g)
 
 
 @inner
@@ -109,7 +109,7 @@ def _quantize_all(pool, threads, args):
     """Phase 0: all activations; long tokens are split when there are few."""
     tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
     groups = k // simd.peek_i64(args + GROUP)
-    parts = min(threads, groups) if tokens < 2 * threads and k >= _LONG else 1
+    parts = min(threads, groups) if tokens < 2 * threads and k >= LONG else 1
     items = tokens * parts
     item = take(pool, 0)
     while item < items:
@@ -121,7 +121,7 @@ def _quantize_all(pool, threads, args):
 
 
 @inner
-def _silu(x):
+def silu(x):
     one = simd.splat_f32(np.float32(1.0))
     negative = simd.mul(x, simd.splat_f32(np.float32(-1.0)))
     return simd.div(x, simd.add(one, simd.exp(negative)))
@@ -173,7 +173,7 @@ def _epilogue(args, scratch, block, row_blocks, token, tokens):
             column = 4 * 8 * block
             if plus != 0:
                 plus += column
-            _write(simd.mul(_silu(gate), up), 16, plus, to + column, scratch)
+            _write(simd.mul(silu(gate), up), 16, plus, to + column, scratch)
         else:
             for r in range(row_blocks):
                 row = 16 * (block + r)
@@ -222,7 +222,7 @@ def _linear(pool, thread, threads, args):
     step = 2 * max(1, blocks // (16 * threads))
     part = ((blocks + step - 1) // step + threads - 1) // threads  # chunks a thread
     chunks = part * threads
-    together = max(_TOKENS, _CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
+    together = max(_TOKENS, CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
     runs = (tokens + together - 1) // together
     item = take(pool, 1)
     while item < runs * chunks:

@@ -9,12 +9,14 @@ derivative: these are ops for inference.
 from .attention import decode_attention, prefill_attention
 from .cache import kv_append, merge
 from .elementwise import add_rms_norm, rms_norm, rope, silu_mul
+from .experts import experts
 from .weights import dequantize, quantize, w4_linear
 
 __all__ = [
     "add_rms_norm",
     "decode_attention",
     "dequantize",
+    "experts",
     "kv_append",
     "merge",
     "prefill_attention",

@@ -24,16 +24,21 @@ from bench.static import OPS
 from qoff.kernels import w4_splits
 from qoff.kernels.decode_attention import decode_attention
 from qoff.kernels.dequantize import dequantize
+from qoff.kernels.experts_product import Product
 from qoff.kernels.gated_silu import gated_silu
 from qoff.kernels.kv_append import kv_append
 from qoff.kernels.kv_format import KVFormat
 from qoff.kernels.merge import merge
 from qoff.kernels.prefill_attention import prefill_attention
+from qoff.kernels.qexperts import QExperts
 from qoff.kernels.quantize import quantize
 from qoff.kernels.rms_norm import rms_norm
 from qoff.kernels.rope import rope
 from qoff.kernels.silu_mul import silu_mul
 from qoff.kernels.variant import Variant
+from qoff.kernels.w4_experts import add_up
+from qoff.kernels.w4_experts_pairs import gemv_pairs
+from qoff.kernels.w4_experts_tiles import config_for, tile_product, tiles
 from qoff.kernels.w4_linear import w4_linear
 from qoff.kernels.w4_splits import add_splits
 
@@ -126,6 +131,34 @@ def splits(variant: Variant) -> None:
     partial = empty(torch.float32, variant.constants["SPLITS"], 8, 1024)
     dtype = dtype_of(variant, "out")
     add_splits(partial, empty(dtype, 1024), empty(dtype, 8, 1024))
+
+
+def of_experts(variant: Variant) -> None:
+    c, dtype = variant.constants, dtype_of(variant, "x")
+    bits, group = c["BITS"], c["GROUP_BYTES"] * 8 // c["BITS"]
+    row_bytes = (1 << 12) + (0 if c["EVEN"] else max(16, c["GROUP_BYTES"]))
+    experts, n, k = 8, 1 << 10, row_bytes * 8 // bits
+    scale_min = empty(dtype_of(variant, "scale_min"), experts, k // group, n, 2)
+    codes = empty(torch.uint8, experts, n, row_bytes)
+    weight = QExperts(codes, scale_min, (n, k), bits, group, "half32")
+    bias = empty(dtype, experts, n) if c["BIAS"] else None
+    chosen, share = empty(torch.int64, 3, 2), empty(torch.float32, 3, 2)
+    if c["ACTIVATION"]:
+        x = empty(dtype, 3, k)
+        product = Product.gate_up(x, chosen, share, weight, bias, c["ACTIVATION"])
+    else:
+        product = Product.down(empty(dtype, 6, k), chosen, share, weight, bias)
+    if variant.kernel.fn.__name__ == "experts_gemv_kernel":
+        gemv_pairs(product)
+        return
+    config = config_for(c["BLOCK_M"], c["GROUP_BYTES"])
+    tile_product(product, tiles(chosen, experts, config.block_m), config)
+
+
+def added_up(variant: Variant) -> None:
+    per_token, out = variant.constants["PER_TOKEN"], empty(dtype_of(variant, "out"), 3, 4096)
+    residual = out if variant.constants["RESIDUAL"] else None
+    add_up(empty(torch.float32, 3 * per_token, 4096), residual, out)
 
 
 def dequantized(variant: Variant) -> None:
@@ -237,6 +270,9 @@ LAUNCHERS: dict[str, Callable[[Variant], None]] = {
     "gemv_kernel": linear,
     "skinny_kernel": linear,
     "add_splits_kernel": splits,
+    "experts_gemv_kernel": of_experts,
+    "experts_tile_kernel": of_experts,
+    "experts_sum_kernel": added_up,
     "dequantize_kernel": dequantized,
     "quantize_kernel": quantized,
     "rms_norm_kernel": normed,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from qoff.kernels.packing import pack_codes, pack_scale_min
+from qoff.kernels.qexperts import QExperts
 from qoff.kernels.qtensor import QTensor
 
 
@@ -29,3 +31,41 @@ def random_weight(
         group_size,
         packing,
     )
+
+
+def random_experts(
+    count: int,
+    hidden: int,
+    inner: int,
+    bits: int = 4,
+    group_size: int = 32,
+    *,
+    packing: str = "cpu16",
+    scale_dtype: torch.dtype = torch.float16,
+) -> tuple[QExperts, QExperts]:
+    """gate_up and down of `count` experts in one buffer, expert by expert as in a layer's file."""
+    form = {"packing": packing, "scale_dtype": scale_dtype}
+    matrices = [
+        (
+            random_weight(2 * inner, hidden, bits, group_size, **form),
+            random_weight(hidden, inner, bits, group_size, **form),
+        )
+        for _ in range(count)
+    ]
+    parts = [[x for q in pair for x in (q.codes, q.scale_min)] for pair in matrices]
+    buffer = torch.cat([_bytes(part) for expert in parts for part in expert])
+    placed: list[list[QTensor]] = [[], []]
+    start = 0
+    for pair in matrices:
+        for q, found in zip(pair, placed, strict=True):
+            views = []
+            for part in (q.codes, q.scale_min):
+                view = buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
+                views.append(view)
+                start += part.nbytes
+            found.append(QTensor(*views, q.shape, q.bits, q.group_size, q.packing))
+    return QExperts.of(placed[0]), QExperts.of(placed[1])
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8).flatten()

@@ -1,0 +1,243 @@
+"""The MLP of a mixture of experts on the CPU, beside reading the chosen experts' bytes and a loop.
+
+The loop is over the chosen experts, in torch, on weights dequantized beforehand to float32, as a
+model's own code has it. Every call takes other experts, so that weights come from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
+from bench.harness import Bar, Report, Samples, arguments, interleaved, timed
+from qoff.errors import QoffError
+from qoff.kernels.cpu import experts
+from qoff.kernels.packing import packed_shapes
+from qoff.kernels.qexperts import QExperts
+from qoff.kernels.qtensor import QTensor
+
+GROUP = 64
+TOKENS = (1, 16, 512)
+QUICK_TOKENS = (1, 16)
+DRAWS = 16  # different choices of experts that calls take in turn
+BAR = 0.70  # of the read bandwidth, at one token
+_TOLERANCE = 1e-3  # of the result's RMS
+
+QOFF, NARROW, LOOP = "qoff", "qoff, 8-bit activations", "torch loop, ready fp32"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer's experts: how many, how many of them a token takes, and the sizes of one."""
+
+    name: str
+    experts: int
+    per_token: int
+    hidden: int
+    inner: int
+
+
+SHAPES = (
+    Shape("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    Shape("gpt-oss-20b", 32, 4, 2880, 2880),
+)
+QUICK_SHAPES = (Shape("small", 16, 2, 256, 128),)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One number of tokens: bytes of the chosen experts, and seconds of the alternatives."""
+
+    shape: Shape
+    tokens: int
+    nbytes: float  # mean over the draws
+    seconds: dict[str, Samples]
+    limit: Samples  # bytes per second of reading memory, sampled in the same rounds
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.nbytes / self.seconds[QOFF].median
+
+    @property
+    def eta(self) -> float:
+        return self.bytes_per_s / self.limit.median
+
+    @property
+    def ops_per_s(self) -> float:
+        s = self.shape
+        pairs = self.tokens * s.per_token
+        return 6 * pairs * s.hidden * s.inner / self.seconds[QOFF].median
+
+    def ratio(self, peer: str) -> float:
+        """How many times faster than a peer qoff is."""
+        return self.seconds[peer].median / self.seconds[QOFF].median
+
+
+class Operands:
+    """One layer's experts, as in its file and as float32."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.gate_up, self.down = random_experts(shape)
+        self.nbytes = self.gate_up.nbytes + self.down.nbytes
+        self.ready = [
+            (self.gate_up.expert(e).dequantize().T, self.down.expert(e).dequantize().T)
+            for e in range(shape.experts)
+        ]
+
+    def draws(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Return experts and shares of the tokens, DRAWS times; one after the other all occur."""
+        shape, found = self.shape, []
+        generator = torch.Generator().manual_seed(tokens)
+        numbers = torch.empty(0, dtype=torch.int64)
+        for _ in range(DRAWS):
+            picked = []
+            for _ in range(tokens):
+                if len(numbers) < shape.per_token:
+                    numbers = torch.randperm(shape.experts, generator=generator)
+                picked.append(numbers[: shape.per_token])
+                numbers = numbers[shape.per_token :]
+            share = torch.rand(tokens, shape.per_token, generator=generator)
+            found.append((torch.stack(picked), share.softmax(1)))
+        return found
+
+    def calls(self, tokens: int) -> dict[str, Callable[[], Tensor]]:
+        """Return each alternative as a call that takes the next draw."""
+        x = torch.randn(tokens, self.shape.hidden, generator=torch.Generator().manual_seed(tokens))
+        draws = self.draws(tokens)
+        wide, narrow, loop = cycle(draws), cycle(draws), cycle(draws)
+
+        def qoff(draw: tuple[Tensor, Tensor], bits: int) -> Tensor:
+            return experts(
+                x, *draw, self.gate_up, self.down, activation="silu", activation_bits=bits
+            )
+
+        return {
+            QOFF: lambda: qoff(next(wide), 16),
+            NARROW: lambda: qoff(next(narrow), 8),
+            LOOP: lambda: self.loop(x, *next(loop)),
+        }
+
+    def loop(self, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+        """Expert by expert, over those that are chosen."""
+        out = torch.zeros_like(x)
+        for e in chosen.unique().tolist():
+            token, place = torch.where(chosen == e)
+            gate_up, down = self.ready[e]
+            gate, up = (x[token] @ gate_up).view(len(token), -1, 2, 16).unbind(2)
+            y = (F.silu(gate) * up).reshape(len(token), -1) @ down
+            out.index_add_(0, token, y * share[token, place, None])
+        return out
+
+
+def random_experts(shape: Shape) -> tuple[QExperts, QExperts]:
+    """gate_up and down in one buffer, expert by expert; elements are about 1 / sqrt(K)."""
+    sizes = ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
+    forms = [packed_shapes(size, 4, GROUP, "cpu16") for size in sizes]
+    generator = torch.Generator().manual_seed(0)
+    matrices: tuple[list[QTensor], list[QTensor]] = ([], [])
+    counts = [(torch.Size(c).numel(), 2 * torch.Size(s).numel()) for c, s in forms]
+    nbytes = sum(sum(pair) for pair in counts)
+    buffer = torch.randint(
+        256, (shape.experts, nbytes), dtype=torch.uint8, generator=generator
+    ).view(-1)
+    start = 0
+    for _ in range(shape.experts):
+        for size, form, count, found in zip(sizes, forms, counts, matrices, strict=True):
+            middle, stop = start + count[0], start + sum(count)
+            codes = buffer[start:middle].view(form[0])
+            scale_min = buffer[middle:stop].view(torch.float16).view(form[1])
+            scale = (0.5 + torch.rand(form[1], generator=generator)) / (4.6 * size[1] ** 0.5)
+            scale[:, :, 1] *= -7.5
+            scale_min.copy_(scale)
+            found.append(QTensor(codes, scale_min, size, 4, GROUP, "cpu16"))
+            start = stop
+    return QExperts.of(matrices[0]), QExperts.of(matrices[1])
+
+
+def check(operands: Operands) -> None:
+    """Raise QoffError unless qoff and the loop compute the same."""
+    calls = operands.calls(3)
+    found, truth = calls[QOFF](), calls[LOOP]()
+    error = ((found - truth).norm() / truth.norm()).item()
+    if not error < _TOLERANCE:
+        raise QoffError(f"qoff is off by {error:.2%} at {operands.shape}: nothing measured")
+
+
+def measure(
+    shapes: Sequence[Shape],
+    tokens: Sequence[int],
+    reading: ReadBandwidth,
+    rounds: int,
+    least_s: float,
+) -> list[Case]:
+    """Measure every shape at every number of tokens, each sample lasting `least_s` or more."""
+    cases, ways = [], reading.ways()
+    for shape in shapes:
+        operands = Operands(shape)
+        check(operands)
+        for m in tokens:
+            chosen = [len(draw[0].unique()) for draw in operands.draws(m)]
+            calls = {name: timed(call, least_s) for name, call in operands.calls(m).items()}
+            seconds = interleaved({**calls, **ways}, rounds)
+            nbytes = operands.nbytes * sum(chosen) / len(chosen)
+            cases.append(Case(shape, m, nbytes, seconds, reading.best(seconds)))
+    return cases
+
+
+def report(cases: Sequence[Case], settings: dict) -> Report:
+    """Return the table, ratios and bars."""
+    result = Report(
+        "experts",
+        settings,
+        f"MLP of a mixture of experts, 4 bits, group {GROUP}; eta: bytes of the chosen experts, of "
+        "the read bandwidth of the same minute; / peer: times as fast as it",
+        ("experts", "M", "ms", "spread", "MiB", "GB/s", "of", "eta", "GOP/s", "/ torch loop",
+         "8-bit ms"),
+    )  # fmt: skip
+    for case in cases:
+        qoff, shape = case.seconds[QOFF], case.shape
+        result.rows.append(
+            (f"{shape.name}, {shape.per_token} of {shape.experts}", str(case.tokens),
+             f"{qoff.median * 1e3:.3f}", f"{qoff.spread:.0%}", f"{case.nbytes / 2**20:.1f}",
+             f"{case.bytes_per_s / 1e9:.1f}", f"{case.limit.median / 1e9:.1f}", f"{case.eta:.2f}",
+             f"{case.ops_per_s / 1e9:.0f}", f"{case.ratio(LOOP):.2f}",
+             f"{case.seconds[NARROW].median * 1e3:.3f}")
+        )  # fmt: skip
+        key = f"{shape.name} M={case.tokens}"
+        result.measured[key] = {
+            "experts_bytes": case.nbytes,
+            "bytes_per_s": case.bytes_per_s,
+            "read_bytes_per_s": case.limit.summary(),
+            "eta": case.eta,
+            "ops_per_s": case.ops_per_s,
+            "seconds": {name: samples.summary() for name, samples in case.seconds.items()},
+        }
+        result.ratios[key] = {LOOP: case.ratio(LOOP)}
+    result.bars = [
+        Bar(f"eta at M=1, {case.shape.name}", BAR, case.eta) for case in cases if case.tokens == 1
+    ]
+    worst = min(case.ratio(LOOP) for case in cases)
+    result.bars.append(Bar("x torch loop on ready float32 weights, worst case", 1.0, worst))
+    return result
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the bench."""
+    args = arguments(__doc__, argv)
+    rounds, least_s, buffer = (3, 0.002, 64 << 20) if args.quick else (5, 0.03, BUFFER_BYTES)
+    shapes, tokens = (QUICK_SHAPES, QUICK_TOKENS) if args.quick else (SHAPES, TOKENS)
+    cases = measure(shapes, tokens, ReadBandwidth(buffer), rounds, least_s)
+    settings = {"rounds": rounds, "group": GROUP, "least_s": least_s, "quick": args.quick}
+    report(cases, settings).publish(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""The MLP of a mixture of experts: the CPU jobs against the reference, and `QExperts`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qoff.errors import OpError
+from qoff.kernels import reference_ops
+from qoff.kernels.cpu import experts, w4_linear
+from qoff.kernels.cpu.pool import Pool
+from qoff.kernels.qexperts import ACTIVATIONS, QExperts
+from qoff.kernels.qtensor import QTensor
+from tests.kernels.operands import random_experts, random_weight
+from tests.tolerances import INT8_EXPERTS, INT16_EXPERTS, assert_close, relative_rms
+
+
+def routed(tokens: int, count: int, per_token: int) -> tuple[Tensor, Tensor]:
+    """Different experts for each token, and shares that sum to one."""
+    chosen = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
+    return chosen, torch.rand(tokens, per_token).softmax(1)
+
+
+def expected(x: Tensor, *operands, **options) -> Tensor:
+    return reference_ops.experts(x.double(), *operands, **options)
+
+
+@given(
+    count=st.integers(1, 64),
+    per_token=st.integers(1, 8),
+    tokens=st.integers(1, 40),
+    groups=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    group_size=st.sampled_from([32, 64, 128]),
+    bits=st.sampled_from([4, 8]),
+    activation=st.sampled_from(ACTIVATIONS),
+    with_bias=st.booleans(),
+    with_residual=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_reference(
+    count: int,
+    per_token: int,
+    tokens: int,
+    groups: tuple[int, int],
+    group_size: int,
+    bits: int,
+    activation: str,
+    with_bias: bool,
+    with_residual: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    hidden, inner = (group_size * n for n in groups)
+    weights = random_experts(count, hidden, inner, bits, group_size)
+    x, routing = torch.randn(tokens, hidden), routed(tokens, count, min(per_token, count))
+    options = {"activation": activation}
+    if with_bias:
+        options["gate_up_bias"] = torch.randn(count, 2 * inner)
+        options["down_bias"] = torch.randn(count, hidden)
+    if with_residual:
+        options["residual"] = torch.randn(tokens, hidden)
+    truth = expected(x, *routing, *weights, **options)
+    assert relative_rms(experts(x, *routing, *weights, **options), truth) < INT16_EXPERTS
+
+
+@pytest.mark.parametrize("packing", ["half32", "cpu16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_reference_is_the_formula(activation: str, packing: str) -> None:
+    """Token by token, with gate and up apart, as a model's own code has it."""
+    gate_up, down = random_experts(3, 64, 32, packing=packing)
+    x, (chosen, share) = torch.randn(4, 64, dtype=torch.double), routed(4, 3, 2)
+    functions = {
+        "silu": lambda g, u: g * torch.sigmoid(g) * u,
+        "gelu": lambda g, u: g * (1 + torch.erf(g / 2**0.5)) / 2 * u,
+        "gelu_tanh": lambda g, u: torch.nn.functional.gelu(g, approximate="tanh") * u,
+        "clamped_swiglu": lambda g, u: (
+            (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7))
+        ),
+    }
+    found = reference_ops.experts(x, chosen, share, gate_up, down, activation=activation)
+    for m in range(4):
+        total = torch.zeros(64, dtype=torch.double)
+        for e, s in zip(chosen[m].tolist(), share[m].tolist(), strict=True):
+            z = gate_up.expert(e).dequantize().double() @ x[m]
+            gate, up = z.view(2, 2, 16).transpose(0, 1).reshape(2, 32)
+            value = functions[activation](gate, up)
+            total += s * (down.expert(e).dequantize().double() @ value)
+        assert_close(found[m], total)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_gates(activation: str) -> None:
+    weights = random_experts(2, 64, 32)
+    x, routing = 40 * torch.randn(3, 64), routed(3, 2, 1)
+    truth = expected(x, *routing, *weights, activation=activation)
+    found = experts(x, *routing, *weights, activation=activation)
+    assert relative_rms(found, truth) < INT16_EXPERTS
+
+
+def test_float32_scales_and_strided_rows() -> None:
+    weights = random_experts(3, 64, 96, scale_dtype=torch.float32)
+    x, routing = torch.randn(5, 100)[:, 20:84], routed(5, 3, 2)
+    out = torch.zeros(5, 200)[:, 8:72]
+    experts(x, *routing, *weights, activation="silu", out=out)
+    truth = expected(x, *routing, *weights, activation="silu")
+    assert relative_rms(out, truth) < INT16_EXPERTS
+
+
+def test_one_expert_is_a_plain_mlp() -> None:
+    gate_up, down = random_experts(1, 64, 96, 4, 32)
+    x, ones = torch.randn(6, 64), torch.ones(6, 1)
+    inner = w4_linear(x, gate_up.expert(0), silu_mul=True)
+    plain = w4_linear(inner, down.expert(0), residual=x)
+    found = experts(x, ones.long() - 1, ones, gate_up, down, activation="silu", residual=x)
+    assert torch.equal(found, plain)
+
+
+def test_many_tokens_of_one_expert() -> None:
+    """More than a run that stays in the cache while weights pass by."""
+    weights = random_experts(2, 4096, 32, 4, 32)
+    x, (chosen, share) = torch.randn(70, 4096), routed(70, 2, 1)
+    found = experts(x, chosen * 0, share, *weights, activation="gelu")
+    truth = expected(x, chosen * 0, share, *weights, activation="gelu")
+    assert relative_rms(found, truth) < INT16_EXPERTS
+
+
+def test_experts_that_nobody_chose_are_not_read() -> None:
+    gate_up, down = random_experts(5, 64, 64)
+    chosen, share = routed(7, 2, 2)
+    for q in (gate_up, down):
+        q.scale_min[2:] = torch.nan
+    found = experts(torch.randn(7, 64), chosen, share, gate_up, down, activation="silu")
+    assert torch.isfinite(found).all()
+
+
+def test_an_expert_chosen_twice_counts_twice() -> None:
+    weights = random_experts(3, 64, 64)
+    x, chosen, share = torch.randn(1, 64), torch.tensor([[1, 1]]), torch.tensor([[0.25, 0.5]])
+    truth = expected(x, chosen, share, *weights, activation="silu")
+    found = experts(x, chosen, share, *weights, activation="silu")
+    assert relative_rms(found, truth) < INT16_EXPERTS
+
+
+@given(tokens=st.integers(1, 40), threads=st.integers(1, 4), seed=st.integers(0, 2**31))
+def test_bits_do_not_depend_on_batch_or_threads(tokens: int, threads: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weights = random_experts(6, 64, 96)
+    x, (chosen, share) = torch.randn(tokens, 64), routed(tokens, 6, 3)
+    alone = torch.cat(
+        [
+            experts(x[i : i + 1], chosen[i : i + 1], share[i : i + 1], *weights, activation="silu")
+            for i in range(tokens)
+        ]
+    )
+    pool = Pool(threads)
+    try:
+        together = experts(x, chosen, share, *weights, activation="silu", pool=pool)
+    finally:
+        pool.close()
+    assert torch.equal(alone, together)
+
+
+def test_tokens_that_do_not_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_experts(4, 64, 64)
+    x, routing = torch.randn(11, 64), routed(11, 4, 2)
+    whole = experts(x, *routing, *weights, activation="silu", residual=x)
+    module = import_module("qoff.kernels.cpu.experts")  # the package has the function of that name
+    monkeypatch.setattr(module, "_WORKSPACE_BYTES", 10_000)
+    assert torch.equal(experts(x, *routing, *weights, activation="silu", residual=x), whole)
+
+
+def test_the_result_may_replace_x_or_the_residual() -> None:
+    weights = random_experts(4, 64, 64)
+    x, residual, routing = torch.randn(5, 64), torch.randn(5, 64), routed(5, 4, 2)
+    given_ = {"activation": "silu", "residual": residual}
+    found = experts(x, *routing, *weights, **given_)
+    replaced = residual.clone()
+    experts(x, *routing, *weights, activation="silu", residual=replaced, out=replaced)
+    assert torch.equal(replaced, found)
+    again = x.clone()
+    assert experts(again, *routing, *weights, **given_, out=again) is again
+    assert torch.equal(again, found)
+
+
+def test_activations_of_8_bits() -> None:
+    weights = random_experts(4, 128, 64)
+    x, routing = torch.randn(9, 128), routed(9, 4, 2)
+    truth = expected(x, *routing, *weights, activation="silu")
+    found = experts(x, *routing, *weights, activation="silu", activation_bits=8)
+    assert INT16_EXPERTS < relative_rms(found, truth) < INT8_EXPERTS
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_bad_activations_are_not_hidden(activation: str, bad: float) -> None:
+    weights = random_experts(2, 64, 32)
+    x, routing = torch.randn(2, 64), routed(2, 2, 1)
+    x[1, 40] = bad
+    y = experts(x, *routing, *weights, activation=activation)
+    assert torch.isfinite(y[0]).all()
+    assert not torch.isfinite(y[1]).any()
+
+
+def test_no_tokens() -> None:
+    weights = random_experts(2, 64, 32)
+    none = torch.empty(0, 2)
+    found = experts(torch.empty(0, 64), none.long(), none, *weights, activation="silu")
+    assert found.shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(3, 63)}, "x must be"),
+        ({"x": torch.ones(64)}, r"x must be \[M, H\]"),
+        ({"x": torch.ones(3, 64).half()}, "float16"),
+        ({"chosen": torch.zeros(2, 2).long()}, r"chosen must be \[M, T\]"),
+        ({"chosen": torch.zeros(3, 0).long()}, "T > 0"),
+        ({"chosen": torch.zeros(3, 2).int()}, "int32"),
+        ({"chosen": torch.tensor([[0, 1], [1, 2], [3, 4]])}, "experts 0 to 4 .* 0 to 3"),
+        ({"chosen": torch.tensor([[0, 1], [1, -1], [3, 3]])}, "experts -1 to 3"),
+        ({"share": torch.zeros(3, 1)}, "share must be"),
+        ({"residual": torch.zeros(3, 63)}, "residual must be"),
+        ({"out": torch.zeros(2, 64)}, "out must be"),
+        ({"gate_up_bias": torch.zeros(4, 32)}, "gate_up_bias must be"),
+        ({"down_bias": torch.zeros(64)}, "down_bias must be"),
+        ({"activation": "relu"}, "unknown activation 'relu'"),
+        ({"activation_bits": 4}, "8 or 16"),
+        ({"gate_up": random_experts(4, 64, 32, packing="half32")[0]}, "gate_up needs packing"),
+        ({"down": random_experts(3, 64, 32)[1]}, "of as many experts"),
+        ({"down": random_experts(4, 64, 64)[1]}, "2I, H"),
+    ],
+)
+def test_wrong_operands_are_refused(change: dict, message: str) -> None:
+    gate_up, down = random_experts(4, 64, 32)
+    chosen, share = routed(3, 4, 2)
+    operands = {
+        "x": torch.ones(3, 64),
+        "chosen": chosen,
+        "share": share,
+        "gate_up": gate_up,
+        "down": down,
+        "activation": "silu",
+        **change,
+    }
+    with pytest.raises(OpError, match=message):
+        experts(**operands)
+
+
+def test_experts_share_memory_with_their_matrices() -> None:
+    gate_up, down = random_experts(3, 64, 32)
+    for q in (gate_up, down):
+        assert q.codes.stride(0) > q.codes[0].numel()
+        again = QExperts.of([q.expert(e) for e in range(3)])
+        assert again.codes.data_ptr() == q.codes.data_ptr()
+        assert again.strides == q.strides
+        assert q.nbytes == q.expert(2).nbytes
+        assert torch.equal(again.expert(2).dequantize(), q.expert(2).dequantize())
+    assert gate_up.strides == (gate_up.nbytes + down.nbytes,) * 2
+
+
+def _apart(distances: list[int]) -> list[QTensor]:
+    """Matrices [16, 32] at these bytes of one buffer, scales in another."""
+    codes, scales = torch.zeros(8192, dtype=torch.uint8), torch.zeros(8, 1, 1, 2, 16).half()
+    views = [codes[at : at + 256].view(1, 4, 16, 4) for at in distances]
+    parts = zip(views, scales, strict=False)
+    return [QTensor(view, scale, (16, 32), 4, 32, "cpu16") for view, scale in parts]
+
+
+@pytest.mark.parametrize(
+    ("matrices", "message"),
+    [
+        ([], "no experts"),
+        (_apart([0, 512, 1000]), "expert 2 are 1000 bytes from the first, not 2 times 512"),
+        (_apart([512, 0]), "-512 bytes apart"),
+        (_apart([0, 128]), "128 bytes apart, which is less"),
+        ([random_weight(16, 32, 4, 32) for _ in range(2)], "in other memory"),
+        ([*_apart([0]), random_weight(32, 32, 4, 32)], "expert 1 is"),
+    ],
+)
+def test_matrices_that_are_no_constant_distance_apart(matrices: list, message: str) -> None:
+    with pytest.raises(OpError, match=message):
+        QExperts.of(matrices)
+
+
+def test_parts_that_do_not_fit() -> None:
+    gate_up, _ = random_experts(3, 64, 32)
+    with pytest.raises(OpError, match="codes of 2 experts, scales of 3"):
+        replace(gate_up, codes=gate_up.codes[:2])
+    with pytest.raises(OpError, match="codes of a"):
+        replace(gate_up, bits=8)

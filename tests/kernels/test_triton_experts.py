@@ -1,0 +1,221 @@
+"""The MLP of a mixture of experts in Triton, and as a registered op, against the reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+from qoff.kernels import library, reference_ops
+from qoff.kernels.qexperts import ACTIVATIONS, QExperts
+from tests.kernels.operands import random_experts
+from tests.kernels.test_experts import routed
+from tests.tolerances import RELATIVE_RMS, assert_close
+
+triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
+from qoff.kernels import w4_experts  # noqa: E402
+from qoff.kernels.experts_product import Product  # noqa: E402
+from qoff.kernels.w4_experts_pairs import fma_pairs  # noqa: E402
+from qoff.kernels.w4_experts_tiles import BLOCKS, block_for, tiles  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
+)
+
+# experts, tokens, experts of a token, hidden, inner, bits, group
+SHAPES = [
+    (1, 1, 1, 32, 32, 4, 32),
+    (5, 3, 2, 96, 64, 4, 32),
+    (6, 4, 2, 64, 128, 4, 64),
+    (3, 2, 2, 128, 128, 4, 128),
+    (4, 3, 3, 64, 64, 8, 64),
+]
+
+
+def case(
+    experts: int,
+    tokens: int,
+    per_token: int,
+    hidden: int,
+    inner: int,
+    bits: int = 4,
+    group: int = 32,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Operands and options of the op, everything in it."""
+    weights = random_experts(experts, hidden, inner, bits, group, packing="half32")
+    x = torch.randn(tokens, hidden).to(dtype)
+    options = {
+        "gate_up_bias": torch.randn(experts, 2 * inner).to(dtype),
+        "down_bias": torch.randn(experts, hidden).to(dtype),
+        "residual": torch.randn(tokens, hidden).to(dtype),
+    }
+    return (x, *routed(tokens, experts, per_token), *weights), options
+
+
+def check(found: Tensor, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
+    x = operands[0]
+    wide = {n: t.double() if isinstance(t, Tensor) else t for n, t in options.items()}
+    truth = reference_ops.experts(x.double(), *operands[1:], **wide)
+    assert found.dtype == x.dtype
+    # Two steps are rounded: the activations and the result.
+    assert_close(found.double(), truth, tolerance=2 * RELATIVE_RMS[x.dtype])
+
+
+@pytest.mark.parametrize("block", [0, 16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_reference(shape: tuple[int, ...], dtype: torch.dtype, block: int) -> None:
+    operands, options = case(*shape, dtype=dtype)
+    options["activation"] = "silu"
+    check(w4_experts.experts(*operands, **options, block=block), operands, options)
+
+
+@pytest.mark.parametrize("block", [0, 16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, block: int) -> None:
+    operands, options = case(3, 4, 2, 64, 32)
+    operands = (4 * operands[0], *operands[1:])
+    options["activation"] = activation
+    check(w4_experts.experts(*operands, **options, block=block), operands, options)
+
+
+@pytest.mark.parametrize("activation", ["silu", ""])
+def test_without_tensor_cores(activation: str) -> None:
+    (x, chosen, share, gate_up, down), options = case(3, 4, 2, 96, 64)
+    if activation:
+        bias = options["gate_up_bias"]
+        one = Product.gate_up(x, chosen, share, gate_up, bias, activation)
+        fma_pairs(one)
+        z = torch.stack([gate_up.expert(e).dequantize() for e in chosen.flatten().tolist()])
+        z = torch.einsum("prk,pk->pr", z, x.float().repeat_interleave(2, 0))
+        from qoff.kernels.reference_experts import activate
+
+        expected = activate(z + bias.float()[chosen.flatten()], activation)
+        assert_close(one.out, expected.half())
+    else:
+        inputs = torch.randn(8, 64).half()
+        two = Product.down(inputs, chosen, share, down, options["down_bias"])
+        fma_pairs(two)
+        z = torch.stack([down.expert(e).dequantize() for e in chosen.flatten().tolist()])
+        z = torch.einsum("prk,pk->pr", z, inputs.float())
+        z = (z + options["down_bias"].float()[chosen.flatten()]) * share.view(-1, 1)
+        assert_close(two.out, z, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_all_tokens_choose_one_expert(tokens: int) -> None:
+    (x, chosen, share, *weights), _ = case(6, tokens, 1, 32, 32)
+    operands = (x, torch.full_like(chosen, 4), share, *weights)
+    options = {"activation": "silu"}
+    check(triton_ops.experts(*operands, **options), operands, options)
+
+
+def test_tokens_one_part_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands, options = case(4, 5, 2, 32, 32)
+    options["activation"] = "silu"
+    monkeypatch.setattr(w4_experts, "PAIRS_MAX", 5)
+    check(triton_ops.experts(*operands, **options), operands, options)
+
+
+def test_the_result_goes_where_it_is_told() -> None:
+    operands, options = case(4, 3, 2, 32, 32)
+    options["activation"] = "silu"
+    found = triton_ops.experts(*operands, **options)
+    residual = options["residual"]
+    assert triton_ops.experts(*operands, **options, out=residual) is residual
+    assert torch.equal(residual, found)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (3, 64), (100, 7), (513, 9)])
+def test_tiles_hold_every_pair_once(tokens: int, experts: int, block: int) -> None:
+    chosen, _ = routed(tokens, experts, min(3, experts))
+    chosen = chosen.clamp(max=max(0, experts - 3))  # nobody chooses the last
+    order, table = tiles(chosen, experts, block)
+    assert order.dtype == table.dtype == torch.int32
+    counts, seen = Counter(chosen.flatten().tolist()), []
+    for expert, first, last in table.T.tolist():
+        assert last - first <= block
+        places = range(first, max(first, last))
+        seen += places
+        assert all(chosen.view(-1)[order[place]] == expert for place in places)
+    assert sorted(seen) == list(range(chosen.numel()))
+    live = sum(last > first for _, first, last in table.T.tolist())
+    assert live == sum(-(-count // block) for count in counts.values())
+
+
+def test_the_rule() -> None:
+    assert [w4_experts.rule(pairs, 128, 90) for pairs in (8, 128, 129)] == [0, 0, 16]
+    assert w4_experts.rule(4096, 128, 90) == 32
+    assert w4_experts.rule(4096, 128, 75) == 0
+    assert [w4_experts.rule(pairs, 8, 80) for pairs in (16, 17, 1 << 14)] == [0, 16, 64]
+    assert block_for(1, 1) == 16
+
+
+def flat(operands: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of `torch.ops.qoff.experts`."""
+    x, chosen, share, gate_up, down = operands
+    return (
+        x, chosen, share,
+        gate_up.codes, gate_up.scale_min, gate_up.bits, gate_up.group_size, options["gate_up_bias"],
+        down.codes, down.scale_min, down.bits, down.group_size, options["down_bias"],
+        options["residual"], "silu",
+    )  # fmt: skip
+
+
+def test_the_registered_op() -> None:
+    operands, options = case(4, 3, 2, 64, 32)
+    found = library.experts(*operands, **options, activation="silu")
+    check(found, operands, {**options, "activation": "silu"})
+    arguments = flat(operands, options)
+    torch.library.opcheck(torch.ops.qoff.experts.default, arguments)
+    meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
+    on_meta = torch.ops.qoff.experts(*meta)
+    assert (on_meta.shape, on_meta.dtype) == (found.shape, found.dtype)
+
+
+def moved(q: QExperts, by: int) -> QExperts:
+    """The same experts, `by` bytes further than a multiple of 16."""
+    codes = torch.zeros(q.codes.numel() + 16, dtype=torch.uint8)[by : by + q.codes.numel()]
+    return QExperts(
+        codes.view(q.codes.shape), q.scale_min, q.shape, q.bits, q.group_size, q.packing
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"x": torch.zeros(3, 64)}, "x is float16 or bfloat16"),
+        ({"x": torch.zeros(3, 96).half()}, r"x is .* \[M, 64\]"),
+        ({"x": torch.zeros(64, 3).half().T}, "contiguous"),
+        ({"chosen": torch.zeros(3, 2).int()}, "chosen is int64"),
+        ({"chosen": torch.zeros(2, 2).long()}, r"chosen is int64 \[3, T\]"),
+        ({"chosen": torch.zeros(3, 0).long()}, "at least one"),
+        ({"share": torch.zeros(3, 2).half()}, "share is float32"),
+        ({"residual": torch.zeros(3, 63).half()}, "residual is"),
+        ({"gate_up_bias": torch.zeros(4, 63).half()}, "gate_up_bias is"),
+        ({"down_bias": torch.zeros(64).half()}, "down_bias is"),
+        ({"activation": "tanh"}, "unknown activation"),
+        ({"gate_up": random_experts(4, 64, 32)[0]}, "packing (cpu16|half32)"),
+        ({"down": random_experts(4, 32, 32, packing="half32")[1]}, "2I, H"),
+        ({"down": moved(random_experts(4, 64, 32, packing="half32")[1], 8)}, "multiples of 16"),
+        ({"share": torch.zeros(3, 2, device="meta")}, "share is on meta"),
+    ],
+)
+@pytest.mark.parametrize("function", [triton_ops.experts, library.experts])
+def test_wrong_operands_are_refused(function: Any, change: dict, complaint: str) -> None:
+    (x, chosen, share, gate_up, down), options = case(4, 3, 2, 64, 32)
+    operands = {"x": x, "chosen": chosen, "share": share, "gate_up": gate_up, "down": down}
+    with pytest.raises(OpError, match=complaint):
+        function(**{**operands, **options, "activation": "silu", **change})
+
+
+def test_an_out_that_does_not_fit_is_refused() -> None:
+    operands, _ = case(4, 3, 2, 64, 32)
+    with pytest.raises(OpError, match="out"):
+        triton_ops.experts(*operands, activation="silu", out=torch.zeros(3, 63).half())
