@@ -30,7 +30,7 @@ def embedding(ids: Tensor, weight: QTensor) -> Tensor:
     codes = weight.codes[blocks, :, lanes]  # [T, K / 8 or K / 4, 4]
     if weight.bits == 4:
         codes = _nibbles(codes)
-    groups = codes.reshape(len(ids), -1, weight.group_size).float()
+    groups = codes.reshape(len(ids), k // weight.group_size, weight.group_size).float()
     scale, minimum = weight.scale_min[blocks, :, :, lanes].float()[..., None].unbind(2)
     return (groups * scale + minimum).view(len(ids), k)
 

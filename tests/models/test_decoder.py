@@ -84,7 +84,7 @@ def test_logits_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.PACKING)
-@pytest.mark.parametrize("first", [1, 6, 15, 16, 20])
+@pytest.mark.parametrize("first", [1, 16])
 def test_a_prompt_in_two_parts_gives_the_logits_of_the_whole(
     checkpoint: Path, first: int, ops: ModuleType
 ) -> None:

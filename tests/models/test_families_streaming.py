@@ -1,0 +1,43 @@
+"""Families other than Llama give the same bits resident and under budgets, with poisoned slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.kernels.ragged import Ragged
+from qoff.models.batch import Batch
+from qoff.models.runtime import Runtime
+from tests.tiny_models import budgets, tiny_checkpoint
+
+LENGTHS = [1, 19, 6]
+FAMILIES = ["gemma2", "glm4", "gpt-neox", "opt", "qwen3-moe", "qwen2-moe", "gpt-oss"]
+
+
+def logits(path: Path, memory: int | None) -> Tensor:
+    """Of a ragged prefill and of two decode steps."""
+    torch.manual_seed(5)
+    with Runtime(path, device_memory=memory, poison=True) as runtime:
+        cache, found = runtime.new_cache(len(LENGTHS)), []
+        for counts in (LENGTHS, [1, 1, 1], [1, 1, 1]):
+            ragged = Ragged.of(counts, cache.lengths)
+            tokens = torch.randint(3, 128, (ragged.tokens,))
+            rows = torch.arange(ragged.tokens)
+            found.append(runtime.forward(Batch(tokens, ragged, cache, rows)))
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("packing", ["half32", "cpu16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_budget_gives_the_same_bits(
+    family: str, packing: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family, packing)
+    least, everything = budgets(path)
+    wanted = logits(path, None)
+    assert least < everything
+    for memory in (least, (least + everything) // 2, everything - 1):
+        assert torch.equal(logits(path, memory), wanted)
