@@ -30,7 +30,7 @@ from qoff.memory import WeightStore
 from qoff.memory.activations import ParkedActivations
 from qoff.memory.link import Link
 from qoff.memory.spill import SpillFile
-from qoff.models.decoder import Decoder
+from qoff.models.layer import Layer
 from qoff.plan import Plan
 from tests.tiny_models import tiny_checkpoint
 
@@ -199,7 +199,7 @@ class Interrupt:
 
 
 PLACES = [
-    (Decoder, "_mlp"),
+    (Layer, "_mlp"),
     (PackedPass, "open"),
     (PackedPass, "close"),
     (PackedPass, "end"),
