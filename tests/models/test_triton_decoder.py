@@ -105,8 +105,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @interpreted
 def test_prefill_decoding_over_a_block_beams_and_a_retreat(tmp_path: Path) -> None:
     runs = Runs(checkpoint(tmp_path), 2)
-    runs.forward([21, 3])
-    for _ in range(70):
+    runs.forward([74, 3])
+    for _ in range(9):  # a block is packed when it has left the window of 16 tokens
         runs.forward([1, 1])
     assert runs.caches[0].packed == runs.caches[1].packed == [64, 0]
     runs.select([1, 0, 0])
@@ -162,7 +162,7 @@ def test_layers_that_are_replayed_compute_the_same(tmp_path: Path) -> None:
     plain = PlainRun(path, triton_ops, **options)
     replaying = PlainRun(path, triton_ops, **options, replays=Replays(record))
     caches = [run.decoder.new_cache(2, kv=KV8) for run in (plain, replaying)]
-    for counts in ([70, 2], *[[1, 1]] * 14):  # one of the steps packs a block
+    for counts in ([76, 2], *[[1, 1]] * 8):  # one of the steps packs a block
         tokens, ragged = torch.randint(3, 32, (sum(counts),)), Ragged.of(counts, caches[0].lengths)
         expected, found = (
             run.forward(Batch(tokens, ragged, cache, torch.arange(ragged.tokens)))
