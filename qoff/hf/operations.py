@@ -139,9 +139,7 @@ class Quantize(Operation):
         return {}
 
 
-def unfusing(
-    model: PreTrainedModel, folder: str, errors: list[QoffError]
-) -> list[WeightConverter]:
+def unfusing(model: PreTrainedModel, folder: str, errors: list[QoffError]) -> list[WeightConverter]:
     """A converter for each weight of the qoff checkpoint in a directory.
 
     Raises FormatError, or UnsupportedModelError for one that the model has no place for.

@@ -45,6 +45,9 @@ class PackedWeight(Tensor):
         """Return itself: it has no gradient."""
         return self
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _read_only()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         shape, bits = list(self.shape), self._packed.bits
         return f"PackedWeight({shape}, dtype={self.dtype}, device={self.device}, bits={bits})"

@@ -66,9 +66,7 @@ class QoffHfQuantizer(HfQuantizer):
             module.requires_grad_(False)
         return model
 
-    def param_needs_quantization(
-        self, model: PreTrainedModel, param_name: str, **_: Any
-    ) -> bool:
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         """Whether a parameter is quantized as it arrives."""
         return param_name in self._bits
 

@@ -17,7 +17,7 @@ from qoff.errors import FormatError, UnsupportedModelError
 from qoff.kernels.qtensor import QTensor
 from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
-from qoff.quant.rows import concat_rows, reordered
+from qoff.quant.rows import concat_rows, reordered, whole_blocks
 
 from .install import packed_modules
 
@@ -31,12 +31,12 @@ class Stored:
     targets: tuple[str, ...]
 
     def split(self, whole: QTensor | Tensor) -> dict[str, QTensor | Tensor]:
-        """Return the parameters: rows of a quantized matrix in half32, or of a float32 vector."""
-        if isinstance(whole, QTensor):
-            whole = whole.to_packing("half32")
+        """Return the parameters: rows of a quantized matrix, in its packing, or of a vector."""
         parts: dict[str, QTensor | Tensor] = {}
-        for i, (part, target) in enumerate(zip(self.weight.parts, self.targets, strict=True)):
-            order = self.weight.destination(i, 0, part.rows)
+        orders = [self.weight.destination(i, 0, p.rows) for i, p in enumerate(self.weight.parts)]
+        if isinstance(whole, QTensor) and any(whole_blocks(whole, o) is None for o in orders):
+            whole = whole.to_packing("half32")  # once for all parts
+        for part, target, order in zip(self.weight.parts, self.targets, orders, strict=True):
             if isinstance(whole, QTensor):
                 parts[target] = reordered(whole, order)
             else:
@@ -44,11 +44,11 @@ class Stored:
         return parts
 
     def join(self, parts: Mapping[str, QTensor | Tensor]) -> QTensor | Tensor:
-        """The other way round: the weight, a matrix in half32, a vector in float32."""
+        """The other way round: the weight; a vector in float32."""
         found = [parts[target] for target in self.targets]
         orders = [self.weight.destination(i, 0, p.rows) for i, p in enumerate(self.weight.parts)]
         order = torch.cat(orders).argsort()
-        matrices = [x.to_packing("half32") for x in found if isinstance(x, QTensor)]
+        matrices = [x for x in found if isinstance(x, QTensor)]
         if matrices:
             return reordered(concat_rows(matrices), order)
         plus = [part.plus for part in self.weight.parts]
