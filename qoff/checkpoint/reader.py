@@ -115,8 +115,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if quantization.get("layout", "layers") != "layers":
         raise FormatError(
-            f"{folder / CONFIG_FILE}: layout is {quantization['layout']!r}, codes under the names of "
-            "transformers' modules; load it with AutoModelForCausalLM, or convert the model"
+            f"{folder / CONFIG_FILE}: layout is {quantization['layout']!r}, not 'layers'; load it "
+            "with AutoModelForCausalLM of transformers, or convert the original model"
         )
     return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from .packed_module import PackedModule
 class QoffEmbedding(PackedModule, nn.Embedding):
     """nn.Embedding on packed codes; made by `packed_embedding`."""
 
-    weight = PackedModule.weight  # type: ignore[assignment]
+    weight = PackedModule.weight
 
     def forward(self, input: Tensor) -> Tensor:
         """Rows `input` (integers [...]) as [..., K]. Raises OpError for one that is not there."""
@@ -25,7 +26,7 @@ class QoffEmbedding(PackedModule, nn.Embedding):
 
 
 @cache
-def _packed_class(base: type[nn.Embedding]) -> type[nn.Embedding]:
+def _packed_class(base: Any) -> Any:
     """A class whose forward is that of `base`, but where that looks rows up they are packed."""
     if base is nn.Embedding:
         return QoffEmbedding
@@ -34,12 +35,13 @@ def _packed_class(base: type[nn.Embedding]) -> type[nn.Embedding]:
 
 def packed_embedding(module: nn.Embedding, packed: QTensor, dtype: torch.dtype) -> nn.Embedding:
     """Return a module like an nn.Embedding, or one of a class derived from it, with packed rows."""
-    kind = _packed_class(type(module))
-    made: nn.Embedding = kind.__new__(kind)
+    base: Any = type(module)
+    kind = _packed_class(base)
+    made: Any = kind.__new__(kind)
     made.__dict__.update(module.__dict__)
     made._parameters = {k: v for k, v in module._parameters.items() if k != "weight"}
     made._buffers = dict(module._buffers)
     made._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-    assert isinstance(made, PackedModule)
     made.hold(packed, dtype)
-    return made
+    result: nn.Embedding = made
+    return result

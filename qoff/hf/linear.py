@@ -34,7 +34,7 @@ def packed_linear(x: Tensor, packed: QTensor, bias: Tensor | None = None) -> Ten
     rows = x.reshape(-1, packed.shape[1])
     fused = None if apart else bias
     if learns and x.requires_grad:
-        y: Tensor = _PackedLinear.apply(rows, packed, fused)  # type: ignore[no-untyped-call]
+        y: Tensor = _PackedLinear.apply(rows, packed, fused)
     else:
         y = _forward(rows, packed, fused)
     if apart and bias is not None:
@@ -49,7 +49,7 @@ class _PackedLinear(torch.autograd.Function):
         return _forward(x, packed, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _backward(grad, ctx.packed), None, None
 
 
@@ -85,7 +85,7 @@ def _backward(grad: Tensor, packed: QTensor) -> Tensor:
 class QoffLinear(PackedModule, nn.Linear):
     """nn.Linear on packed codes. `weight` can be read, not written; its gradient is never made."""
 
-    weight = PackedModule.weight  # type: ignore[assignment]
+    weight = PackedModule.weight
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from .quantization_config import QoffConfig
 from .stored import Stored, check_stored, stored_weights
 
 
-class Operation(ConversionOps):  # type: ignore[misc]
+class Operation(ConversionOps):
     """A step of transformers' loading, which fills modules itself.
 
     transformers would report an error as one of many and without its text, so the first of ours is
@@ -45,21 +45,18 @@ class Operation(ConversionOps):  # type: ignore[misc]
         input_dict: dict[str, Any],
         source_patterns: list[str],
         target_patterns: list[str],
-        *,
-        model: PreTrainedModel,
-        full_layer_name: str,
-        missing_keys: set[str],
-        **_: Any,
+        **about: Any,
     ) -> dict[str, Any]:
         """Return what transformers shall store itself, by name; the rest is in its modules."""
         found = {key: x[0] if isinstance(x, list) else x for key, x in input_dict.items()}
         ordered = {key: found[key] for key in source_patterns if key in found} or found
         try:
             if not self._errors:
-                return self.load(ordered, model, full_layer_name, missing_keys)
+                name, missing = about["full_layer_name"], about["missing_keys"]
+                return self.load(ordered, about["model"], name, missing)
         except QoffError as error:
             self._errors.append(error)
-        missing_keys.clear()
+        about["missing_keys"].clear()
         return {}
 
     def load(
@@ -108,8 +105,8 @@ class Place(Operation):
                 f"{name}: a linear or an embedding has {CODES} and {SCALE_MIN}, but here is a "
                 f"{type(module).__name__} with {len(found)} of them; save the model again"
             )
-        n, k = module.weight.shape
-        self.put(model, name, qtensor_of(*found.values(), (n, k)), missing)
+        (n, k), (codes, scale_min) = module.weight.shape, found.values()
+        self.put(model, name, qtensor_of(codes, scale_min, (n, k)), missing)
         return {}
 
 

@@ -33,7 +33,7 @@ def qtensor_of(codes: Tensor, scale_min: Tensor, shape: tuple[int, int]) -> QTen
 
 
 class PackedModule(nn.Module):
-    """A module with the buffers `codes` and `scale_min`, or with those of another, which it is tied to.
+    """A module with the buffers `codes` and `scale_min`, or tied to another that has them.
 
     On a device whose kernels read another packing, they are repacked once, when they are needed.
     """

@@ -20,11 +20,11 @@ class PackedWeight(Tensor):
 
     _is_hf_initialized = True  # transformers' initializers leave it alone
     _packed: QTensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, packed: QTensor, dtype: torch.dtype) -> PackedWeight:
-        made: PackedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PackedWeight = Tensor._make_wrapper_subclass(
             cls, packed.shape, dtype=dtype, device=packed.device, requires_grad=False
         )
         made._packed = packed
@@ -34,7 +34,7 @@ class PackedWeight(Tensor):
         """packed: the codes. dtype: what the values are rounded to."""
 
     @property
-    def data(self) -> PackedWeight:  # type: ignore[override]
+    def data(self) -> PackedWeight:
         return self
 
     @data.setter
@@ -48,12 +48,12 @@ class PackedWeight(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _read_only()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         shape, bits = list(self.shape), self._packed.bits
         return f"PackedWeight({shape}, dtype={self.dtype}, device={self.device}, bits={bits})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:

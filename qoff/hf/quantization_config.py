@@ -49,7 +49,7 @@ class QoffConfig(QuantizationConfigMixin):
             )
         if unknown:
             raise QuantizationError(
-                f"quantization_config: {min(unknown)} is not known; leave it out, or use a newer qoff"
+                f"quantization_config: {min(unknown)} is unknown; leave it out, or use a newer qoff"
             )
         if layout not in (LAYERS, MODULES):
             raise QuantizationError(f"layout {layout!r} is not supported; use {LAYERS}, {MODULES}")

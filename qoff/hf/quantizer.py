@@ -1,4 +1,4 @@
-"""The quantizer that transformers' `from_pretrained` calls for qoff checkpoints and `QoffConfig`."""
+"""The quantizer that `from_pretrained` calls for qoff checkpoints and `QoffConfig`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # transformers imports this module on the way to its PreTrain
 
 
 class QoffHfQuantizer(HfQuantizer):
-    """Loads qoff checkpoints into transformers' own modules, or quantizes weights as they arrive."""
+    """Loads qoff checkpoints into modules of transformers, or quantizes weights as they arrive."""
 
     quantization_config: QoffConfig
 
@@ -29,7 +29,7 @@ class QoffHfQuantizer(HfQuantizer):
         self._errors: list[QoffError] = []
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Raise ArgumentError for weights on disk, QuantizationError for codes that are not there."""
+        """Raise ArgumentError for weights on disk, QuantizationError for a solver of none."""
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         if "disk" in {str(place) for place in places}:
             raise ArgumentError("device_map: 'disk' is not supported; use qoff.load, which streams")
@@ -60,8 +60,8 @@ class QoffHfQuantizer(HfQuantizer):
 
         if self._errors:
             raise self._errors[0]
-        model._weight_conversions = []  # what is saved needs none
-        model.save_pretrained = MethodType(save_pretrained, model)
+        model.__dict__["_weight_conversions"] = []  # what is saved needs none
+        model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
         for module in packed_modules(model).values():
             module.requires_grad_(False)
         return model

@@ -113,7 +113,7 @@ def _write(model: PreTrainedModel, units: list[list[Stored]], folder: Path) -> N
         last = (INDEX_FILE, CONFIG_FILE)
         names = sorted(p.name for p in made.iterdir() if p.name not in last)
         for name in (*names, *last):
-            os.replace(made / name, folder / name)
+            (made / name).replace(folder / name)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
 
