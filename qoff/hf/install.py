@@ -31,14 +31,11 @@ def install(model: PreTrainedModel, name: str, packed: QTensor) -> set[str]:
         model.config.tie_word_embeddings = False
     made = _packed(module, packed, name)
     model.set_submodule(name, made)
-    replaced = {parameter}
-    for target, source in list(model.all_tied_weights_keys.items()):
-        if source == parameter:
-            _tie(model, target.removesuffix(".weight"), cast(PackedModule, made))
-            replaced.add(target)
-    for target in replaced:
+    tied = {t for t, source in model.all_tied_weights_keys.items() if source == parameter}
+    for target in tied:
+        _tie(model, target.removesuffix(".weight"), cast(PackedModule, made))
         _forget_tie(model, target)
-    return replaced
+    return {parameter, *tied}
 
 
 def packed_modules(model: nn.Module) -> dict[str, PackedModule]:

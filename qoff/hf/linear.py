@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from qoff.errors import OpError
 from qoff.kernels.ops import ops_for
@@ -49,6 +50,7 @@ class _PackedLinear(torch.autograd.Function):
         return _forward(x, packed, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _backward(grad, ctx.packed), None, None
 
