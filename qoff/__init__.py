@@ -3,7 +3,10 @@
     model, tokenizer = qoff.load("path-or-hub-id", device_memory="4GiB")
     llm = qoff.LLM("path-or-hub-id", qoff.Plan(batch_size=32, batches=4))
 
-These names and what they need are imported on first use; `import qoff` alone is fast.
+These names and what they need are imported on first use; `import qoff` alone is fast. It also
+makes transformers know qoff checkpoints and `qoff.QoffConfig` (see `hf.register`):
+
+    model = AutoModelForCausalLM.from_pretrained("path-or-hub-id-of-a-qoff-checkpoint")
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qoff.hf.register import register_with_transformers
+
 if TYPE_CHECKING:
     from qoff.engine import LLM, SamplingParams
     from qoff.hf.cache import KVCache
     from qoff.hf.load import load
+    from qoff.hf.quantization_config import QoffConfig
     from qoff.kvcache import KVPlacement, KVQuant
     from qoff.plan import Plan
     from qoff.quant import QuantConfig
@@ -26,6 +32,7 @@ __all__ = [
     "KVPlacement",
     "KVQuant",
     "Plan",
+    "QoffConfig",
     "QuantConfig",
     "SamplingParams",
     "__version__",
@@ -38,6 +45,7 @@ _MODULES = {
     "KVQuant": "qoff.kvcache",
     "LLM": "qoff.engine",
     "Plan": "qoff.plan",
+    "QoffConfig": "qoff.hf.quantization_config",
     "QuantConfig": "qoff.quant",
     "SamplingParams": "qoff.engine",
     "load": "qoff.hf.load",
@@ -49,3 +57,6 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'qoff' has no attribute {name!r}")
     return getattr(import_module(module), name)
+
+
+register_with_transformers()

@@ -113,6 +113,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG_FILE}: checkpoint version {quantization.get('version')!r}; this "
             f"qoff reads version {FORMAT_VERSION}: use a newer qoff or convert the model again"
         )
+    if quantization.get("layout", "layers") != "layers":
+        raise FormatError(
+            f"{folder / CONFIG_FILE}: layout is {quantization['layout']!r}, not 'layers'; load it "
+            "with AutoModelForCausalLM of transformers, or convert the original model"
+        )
     return config
 
 

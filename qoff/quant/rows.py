@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import QuantizationError
+from qoff.kernels.packing import ROW_BLOCK
 from qoff.kernels.qtensor import QTensor
 
 Weight = TypeVar("Weight", QTensor, Tensor)
@@ -29,13 +30,14 @@ def concat_rows(parts: Sequence[QTensor]) -> QTensor:
                 "only rows of the same length, bits, group and device can be joined, "
                 f"not (K, bits, group, device) {_kind(first)} with {_kind(part)}"
             )
-    halves = [part.to_packing("half32") for part in parts]
+    blocks = all(part.packing == "cpu16" and part.shape[0] % ROW_BLOCK == 0 for part in parts)
+    halves = parts if blocks else [part.to_packing("half32") for part in parts]
     wide = any(part.scale_min.dtype == torch.float32 for part in parts)
     dtype = torch.float32 if wide else first.scale_min.dtype
     joined = replace(
         halves[0],
         codes=torch.cat([part.codes for part in halves]),
-        scale_min=torch.cat([part.scale_min.to(dtype) for part in halves], dim=1),
+        scale_min=torch.cat([part.scale_min.to(dtype) for part in halves], dim=0 if blocks else 1),
         shape=(sum(part.shape[0] for part in parts), first.shape[1]),
     )
     return joined.to_packing(first.packing)
@@ -60,10 +62,29 @@ def reordered(weight: Weight, order: Tensor) -> Weight:
     """Rows `order`, int64, of a QTensor or a dense tensor [N, ...], as the same kind."""
     if isinstance(weight, Tensor):
         return weight[order.to(weight.device)]
+    blocks = whole_blocks(weight, order)
+    if blocks is not None:
+        blocks, shape = blocks.to(weight.device), (len(order), weight.shape[1])
+        codes, scale_min = weight.codes[blocks], weight.scale_min[blocks]
+        return replace(weight, codes=codes, scale_min=scale_min, shape=shape)
     half, order = weight.to_packing("half32"), order.to(weight.device)
     codes, scale_min = half.codes[order], half.scale_min[:, order]
     moved = replace(half, codes=codes, scale_min=scale_min, shape=(len(order), half.shape[1]))
     return moved.to_packing(weight.packing)
+
+
+def whole_blocks(weight: QTensor, order: Tensor) -> Tensor | None:
+    """The blocks of 16 rows of packing cpu16 that make up the rows `order`, None if none do.
+
+    A last block of fewer rows must be the last one of the matrix, whose padding it keeps.
+    """
+    if weight.packing != "cpu16":
+        return None
+    starts, n = order[::ROW_BLOCK], len(order)
+    rows = (starts[:, None] + torch.arange(ROW_BLOCK, device=order.device)).flatten()[:n]
+    ends = n % ROW_BLOCK == 0 or int(order[-1]) == weight.shape[0] - 1
+    whole = ends and bool((starts % ROW_BLOCK == 0).all()) and torch.equal(rows, order)
+    return starts // ROW_BLOCK if whole else None
 
 
 def _kind(q: QTensor) -> tuple[int, int, int, torch.device]:

@@ -1,0 +1,113 @@
+"""Putting packed modules into a transformers model in place of its own, and taking them out."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from qoff.errors import UnsupportedModelError
+from qoff.kernels.qtensor import QTensor
+
+from .embedding import QoffEmbedding, packed_embedding
+from .linear import QoffLinear
+from .packed_module import PackedModule
+
+
+def install(model: PreTrainedModel, name: str, packed: QTensor) -> set[str]:
+    """Give the linear or embedding `name` packed weights; return the parameters that it replaces.
+
+    What is tied to it shares them. Where another matrix of its own was loaded for that, the two
+    differ, and are tied no longer, as transformers does. Raises UnsupportedModelError for a module
+    of another kind.
+    """
+    parameter = f"{name}.weight"
+    module = model.get_submodule(name)
+    if isinstance(module, PackedModule) and module.owner is not module:  # its owner came first
+        if _same(module.qtensor, packed):
+            return {parameter}
+        model.config.tie_word_embeddings = False
+    made = _packed(module, packed, name)
+    model.set_submodule(name, made)
+    tied = {t for t, source in model.all_tied_weights_keys.items() if source == parameter}
+    for target in tied:
+        _tie(model, target.removesuffix(".weight"), cast(PackedModule, made))
+        _forget_tie(model, target)
+    return {parameter, *tied}
+
+
+def packed_modules(model: nn.Module) -> dict[str, PackedModule]:
+    """The packed modules of a model by their names, tied ones, too."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
+
+
+def restore(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Put modules of torch with dequantized weights in place of the packed ones."""
+    weights: dict[PackedModule, nn.Parameter] = {}
+    for name, module in packed_modules(model).items():
+        owner = module.owner
+        if owner not in weights:
+            weights[owner] = nn.Parameter(owner.qtensor.dequantize(dtype), requires_grad=False)
+        model.set_submodule(name, _dense(module, weights[owner]))
+    for submodel in model.modules():
+        submodel.__dict__.pop("_tied_weights_keys", None)
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _packed(module: nn.Module, packed: QTensor, name: str) -> nn.Module:
+    made: nn.Module
+    if isinstance(module, nn.Embedding):
+        made = packed_embedding(module, packed, module.weight.dtype)
+    elif isinstance(module, nn.Linear):
+        made = QoffLinear(packed, module.bias, module.weight.dtype)
+    else:
+        raise UnsupportedModelError(
+            f"{name}: is a {type(module).__name__}; only linears and embeddings can be packed"
+        )
+    return made.train(module.training)
+
+
+def _dense(module: PackedModule, weight: nn.Parameter) -> nn.Module:
+    made: nn.Module
+    if isinstance(module, QoffEmbedding):
+        bases = type(module).__mro__
+        kind = nn.Embedding if bases[0] is QoffEmbedding else cast(type[nn.Embedding], bases[1])
+        made = kind.__new__(kind)
+        made.__dict__.update(module.__dict__)
+        packed = ("codes", "scale_min", "dtype_like")
+        made._buffers = {k: v for k, v in module._buffers.items() if k not in packed}
+        made._parameters = {**module._parameters, "weight": weight}
+    else:
+        with torch.device("meta"):
+            made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        made.register_parameter("weight", weight)
+        made.register_parameter("bias", cast("nn.Parameter | None", module.bias))
+    return made.train(module.training)
+
+
+def _tie(model: PreTrainedModel, name: str, owner: PackedModule) -> None:
+    module = model.get_submodule(name)
+    if isinstance(module, PackedModule) and not _same(module.qtensor, owner.qtensor):
+        model.config.tie_word_embeddings = False
+        return
+    if not isinstance(module, nn.Linear):
+        raise UnsupportedModelError(f"{name}: a tied {type(module).__name__} cannot be packed")
+    model.set_submodule(name, QoffLinear(owner, module.bias).train(module.training))
+
+
+def _forget_tie(model: PreTrainedModel, target: str) -> None:
+    """transformers shall not tie what shares packed weights already."""
+    model.all_tied_weights_keys.pop(target, None)
+    for prefix, submodel in model.named_modules():
+        ties = getattr(submodel, "_tied_weights_keys", None)
+        if isinstance(submodel, PreTrainedModel) and isinstance(ties, dict):
+            local = target.removeprefix(f"{prefix}." if prefix else "")
+            if local in ties:
+                submodel._tied_weights_keys = {k: v for k, v in ties.items() if k != local}
+
+
+def _same(a: QTensor, b: QTensor) -> bool:
+    alike = (a.shape, a.bits, a.group_size, a.packing) == (b.shape, b.bits, b.group_size, b.packing)
+    return alike and torch.equal(a.codes, b.codes) and torch.equal(a.scale_min, b.scale_min)

@@ -1,0 +1,79 @@
+"""`QoffConfig`: how transformers is told to quantize with qoff, and what config.json says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qoff.checkpoint.layout import FORMAT_VERSION, QUANT_METHOD
+from qoff.errors import FormatError, QuantizationError
+from qoff.quant import QuantConfig
+
+LAYERS, MODULES = "layers", "modules"  # a qoff checkpoint; what save_pretrained writes otherwise
+IMPORTED = "imported"  # the "solver" of codes that come from a GGUF file
+
+
+class QoffConfig(QuantizationConfigMixin):
+    """`quantization_config` of `from_pretrained`, and that of a checkpoint.
+
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=qoff.QoffConfig(bits=4))
+
+    bits, group_size, solver: as in `qoff.QuantConfig`; head_bits: of embeddings and the head.
+    modules_to_not_convert: names of modules, or ends of them, that stay as they are.
+    layout: where the codes of a checkpoint are, "layers" (a file a layer, rows fused; what
+    `qoff convert` writes) or "modules" (under the names of transformers' modules).
+    Raises QuantizationError naming the key of a value that is not supported, FormatError for a
+    checkpoint of another version.
+    """
+
+    def __init__(
+        self,
+        bits: int = 4,
+        group_size: int = 64,
+        solver: str = "hqq",
+        head_bits: int = 8,
+        modules_to_not_convert: list[str] | None = None,
+        *,
+        packing: str = "half32",
+        version: int = FORMAT_VERSION,
+        layout: str = LAYERS,
+        quant_method: str = QUANT_METHOD,
+        **unknown: Any,
+    ) -> None:
+        if version != FORMAT_VERSION:
+            raise FormatError(
+                f"quantization_config: version is {version!r}; this qoff reads version "
+                f"{FORMAT_VERSION}: use a newer qoff or convert the model again"
+            )
+        if unknown:
+            raise QuantizationError(
+                f"quantization_config: {min(unknown)} is unknown; leave it out, or use a newer qoff"
+            )
+        if layout not in (LAYERS, MODULES):
+            raise QuantizationError(f"layout {layout!r} is not supported; use {LAYERS}, {MODULES}")
+        found = modules_to_not_convert
+        if found is not None and not (
+            isinstance(found, list | tuple) and all(isinstance(x, str) for x in found)
+        ):
+            raise QuantizationError(f"modules_to_not_convert {found!r} is not a list of names")
+        named = "hqq" if solver == IMPORTED else solver
+        QuantConfig(bits, group_size, named, head_bits, packing)
+        self.quant_method: Any = quant_method
+        self.version, self.layout = version, layout
+        self.bits, self.group_size, self.head_bits = bits, group_size, head_bits
+        self.solver, self.packing = solver, packing
+        self.modules_to_not_convert = None if found is None else list(found)
+
+    def quant(self) -> QuantConfig:
+        """How weights are quantized. Raises QuantizationError where only imported codes are."""
+        if self.solver == IMPORTED:
+            raise QuantizationError(f"solver {IMPORTED!r} describes codes that are there; use hqq")
+        return replace(
+            QuantConfig(),
+            bits=self.bits,
+            group_size=self.group_size,
+            solver=self.solver,
+            head_bits=self.head_bits,
+        )
