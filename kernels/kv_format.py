@@ -44,7 +44,10 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
-            raise OpError(f"head size {self.head_dim} has no packed cache; there are {HEAD_DIMS}")
+            raise OpError(
+                f"heads of {self.head_dim} channels (head_dim) have no packed KV cache; those of "
+                f"{', '.join(map(str, HEAD_DIMS))} do. A cache that is not packed takes any"
+            )
         if self.k_bits not in (4, 8) or self.v_bits not in (4, 8):
             raise OpError(f"K and V have 4 or 8 bits, not {self.k_bits} and {self.v_bits}")
         if self.k_form not in ("channel", "token"):

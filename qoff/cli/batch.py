@@ -25,12 +25,18 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Prompts of a file ("-": standard input): a JSON string or {"prompt": ...} a line, or a text.
+    """Prompts of a file ("-": standard input), one a line: text, a JSON string or {"prompt": ...}.
 
-    Raises QoffError, naming the line, for JSON that is neither.
+    Empty lines are no prompts. Raises QoffError for a file that is not UTF-8, and, naming the line,
+    for an object without a prompt.
     """
-    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    return [_prompt(line, number) for number, line in enumerate(text.splitlines(), 1) if line]
+    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise QoffError(f"{path}: is not UTF-8 text: {error}") from error
+    lines = (line.removesuffix("\r") for line in text.split("\n"))
+    return [_prompt(line, number) for number, line in enumerate(lines, 1) if line]
 
 
 def float_type(name: str) -> torch.dtype:
@@ -97,8 +103,8 @@ def _prompt(line: str, number: int) -> str:
         return line
     try:
         value: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise QoffError(f"line {number} of the prompts is no JSON: {error}") from error
+    except json.JSONDecodeError:
+        return line  # text that begins like JSON
     if isinstance(value, dict):
         value = value.get("prompt")
     if not isinstance(value, str):

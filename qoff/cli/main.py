@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import QoffError
 from qoff.units import format_size
 
 from .output import errors_in_one_line, print_json, print_table, progress_bar
@@ -20,7 +20,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_COLDEST = 0.01  # logits divided by less may overflow
 Model = Annotated[str, typer.Argument(help="A qoff checkpoint, other model or hub id.")]
 Device = Annotated[str, typer.Option(help="cpu, or a GPU like cuda.")]
 Slots = Annotated[int, typer.Option(min=2, help="Buffers for streamed layers.")]
@@ -125,14 +124,16 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer a prompt, printing text as it comes and then a table of what it cost."""
+    from qoff.engine import SamplingParams
     from qoff.hf.load import load
-    from qoff.memory.timeline import Timeline
+    from qoff.memory.timeline import Timeline, checked_path
 
     from .generate import answer
 
+    if trace is not None:
+        checked_path(trace)
     timeline = None if trace is None else Timeline()
-    if 0 < temperature < _COLDEST:
-        raise ArgumentError(f"--temperature is 0 or at least {_COLDEST}, not {temperature}")
+    SamplingParams(temperature=temperature)  # refuses what would overflow
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}

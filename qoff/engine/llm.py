@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -21,7 +20,7 @@ from qoff.kernels.ops import Ops, ops_for
 from qoff.kvcache.device_blocks import DeviceBlocks
 from qoff.kvcache.tiered import TieredBlocks
 from qoff.memory.arena import Arena
-from qoff.memory.timeline import Timeline
+from qoff.memory.timeline import Timeline, checked_path
 from qoff.models.batch import Activations, Batch, Kept
 from qoff.models.runtime import Runtime, device_of
 from qoff.plan import Memory, Plan
@@ -76,7 +75,7 @@ class LLM:
         ops: Ops | None = None,
     ) -> None:
         self.plan = plan = plan or Plan()
-        self._trace = None if trace is None else Path(trace)
+        self._trace = None if trace is None else checked_path(trace)
         self.timeline = None if trace is None else Timeline()
         where = device_of(device)
         ops = ops or ops_for(where)
@@ -212,6 +211,7 @@ class LLM:
                 f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than "
                 f"the plan's context of {self.plan.context}"
             )
+        self.runtime.spec.check_positions(total)
         if params.n > self.plan.batch_size:
             raise ArgumentError(
                 f"{params.n} answers of a prompt are more than a batch of {self.plan.batch_size}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from qoff.errors import ArgumentError
 
+COLDEST = 0.01  # logits divided by less may overflow
 FinishReason = Literal["stop", "length", "error"]
 
 
@@ -34,12 +36,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stops = self.stops
         for name, good, wanted in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 or more"),
+            ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "at least 1"),
+            (
+                "temperature",
+                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
+                f"0, or a number from {COLDEST} on",
+            ),
             ("top_k", self.top_k >= 0, "0 or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", 0 <= self.min_p < 1, "0 or more, below 1"),
-            ("n", self.n >= 1, "at least 1"),
+            ("n", _whole(self.n) and self.n >= 1, "at least 1"),
             ("stop", self.stop == () or (bool(stops) and all(stops)), "texts that are not empty"),
         ):
             if not good:
@@ -49,6 +55,10 @@ class SamplingParams:
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _whole(number: object) -> bool:
+    return isinstance(number, int)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
+
+from qoff.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,14 @@ class Interval:
     start: float
     stop: float
     nbytes: int = 0
+
+
+def checked_path(path: str | PathLike[str]) -> Path:
+    """The path of a trace to be. Raises ArgumentError for one that cannot be written."""
+    where = Path(path)
+    if where.is_dir() or not os.access(where.parent, os.W_OK):
+        raise ArgumentError(f"no trace can be written to {where}; name a file in a folder of yours")
+    return where
 
 
 class Timeline:

@@ -27,6 +27,7 @@ from .names import ROW_BLOCK, Part, Weight, layer_prefix, layer_weights, outer_w
 from .sources import Source, open_source
 from .spec import DecoderSpec
 from .tensor_names import TensorNames
+from .uniform import with_uniform_experts
 
 Progress = Callable[[int, int], None]  # units done, units in all: the layers and the outer file
 _PIECE = 1 << 21  # weights read at a time
@@ -64,7 +65,7 @@ def convert(
     files = source.files()
     with CheckpointWriter(out, overwrite=overwrite, expected_bytes=expected) as writer:
         for i, (prefix, weights) in enumerate(units):
-            built = {f"{prefix}{w.name}": job.build(w) for w in weights}
+            built = with_uniform_experts({f"{prefix}{w.name}": job.build(w) for w in weights})
             if prefix:
                 writer.write_layer(i, built)
             else:

@@ -138,6 +138,7 @@ class Decoder:
         returns the logits, float32 [R, vocab_size]; the new tokens are then in the cache.
         """
         cache, ragged, activations = batch.cache, batch.ragged, batch.activations
+        self.spec.check_positions(ragged.longest + 1)
         cache.begin(ragged)
         rotary = {rope: t.upto(ragged.longest + 1) for rope, t in self._rotary.items()}
         activations.store(self._embedded(batch.tokens))

@@ -18,7 +18,7 @@ def inverse_frequencies(spec: DecoderSpec, rope: RopeSpec | None = None) -> tupl
 
     rope: of the spec's (default: the one of most layers). Cosines and sines are multiplied by the
     factor. The formulas of scaled kinds are transformers' `ROPE_INIT_FUNCTIONS`; "dynamic" and
-    "longrope" are taken as they are up to `position_limit`.
+    "longrope" are taken as they are up to the spec's `position_limit`.
     """
     rope = rope or spec.rope
     if rope is None:
@@ -40,15 +40,6 @@ def inverse_frequencies(spec: DecoderSpec, rope: RopeSpec | None = None) -> tupl
     return inv_freq.float(), float(factor)
 
 
-def position_limit(spec: DecoderSpec, rope: RopeSpec) -> int | None:
-    """The number of positions beyond which the frequencies of a kind would change; None: never."""
-    if rope.kind == "dynamic":
-        return spec.max_position_embeddings
-    if rope.kind == "longrope":
-        return int(dict(rope.scaling)["original_max_position_embeddings"])
-    return None
-
-
 class RotaryTable:
     """Cosines and sines of the positions 0, 1, ..., as many as were asked for so far.
 
@@ -62,25 +53,18 @@ class RotaryTable:
         rope = rope or spec.rope
         self._inv_freq, self._factor = inverse_frequencies(spec, rope)
         assert rope is not None
-        self._kind, self._limit = rope.kind, position_limit(spec, rope)
         self._cos = self._sin = torch.empty(0, rope.dim // 2, device=device)
 
     def upto(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, float32 [positions, rope.dim / 2], views of the table.
 
-        The table doubles when it is too short; views given out before stay valid. Raises
-        UnsupportedModelError beyond `position_limit`.
+        The table doubles when it is too short; views given out before stay valid.
         """
         if positions > len(self._cos):
             self._grow(positions)
         return self._cos[:positions], self._sin[:positions]
 
     def _grow(self, positions: int) -> None:
-        if self._limit is not None and positions > self._limit:
-            raise UnsupportedModelError(
-                f"rope_type {self._kind!r} is supported up to {self._limit} positions, "
-                f"not {positions}; use a shorter context"
-            )
         have = len(self._cos)
         most = max(positions, 2 * have, _FIRST_ROWS)
         rows = torch.arange(have, most, dtype=torch.float32)

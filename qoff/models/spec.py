@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from qoff.errors import UnsupportedModelError
+from qoff.errors import ArgumentError, UnsupportedModelError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
@@ -170,6 +170,29 @@ class DecoderSpec:
             return None
         local = self.sliding_window[layer] is not None and self.local_rope is not None
         return self.local_rope if local else self.rope
+
+    @property
+    def position_limit(self) -> int | None:
+        """Tokens that a sequence may have; None: as many as there is memory for.
+
+        Beyond it a learned table ends, or the frequencies of a kind of RoPE would change.
+        """
+        limits = [self.learned_positions - self.position_offset] if self.learned_positions else []
+        for rope in (self.rope, self.local_rope):
+            if rope is not None and rope.kind == "dynamic":
+                limits.append(self.max_position_embeddings)
+            elif rope is not None and rope.kind == "longrope":
+                limits.append(int(dict(rope.scaling)["original_max_position_embeddings"]))
+        return min(limits, default=None)
+
+    def check_positions(self, tokens: int) -> None:
+        """Raise ArgumentError for a sequence of more tokens than `position_limit`."""
+        limit = self.position_limit
+        if limit is not None and tokens > limit:
+            raise ArgumentError(
+                f"this {self.model_type} model is run up to {limit} tokens a sequence, prompt and "
+                f"answer, not {tokens}; use a shorter one"
+            )
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of its MLP."""

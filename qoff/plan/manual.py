@@ -55,8 +55,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "batches", "context", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"{name} is {getattr(self, name)}; use at least 1")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; use a whole number from 1")
+        for name in ("device_memory", "host_memory"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ArgumentError(f"{name} is {value!r}; use bytes, a whole number, or None")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ArgumentError(
@@ -128,7 +132,9 @@ class Memory:
             for shape in shapes
         )
         passes = 2 * plan.batches  # each batch may decode and read prompts in a round
-        work = Scratch.nbytes(spec, tokens) + 4 * prefill + 4 * plan.batch_size * spec.vocab_size
+        # Logits of all passes of a round, and a copy of those that are scaled.
+        logits = 4 * (plan.batches + 1) * plan.batch_size * spec.vocab_size
+        work = Scratch.nbytes(spec, tokens) + 4 * prefill + logits
         if tiled:  # each pass has its own between the tiles of a layer
             for most in (plan.prefill_tokens, plan.batch_size):
                 work += plan.batches * Scratch.nbytes(spec, most, tiled=True)

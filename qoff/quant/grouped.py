@@ -101,6 +101,8 @@ def widened(q: QTensor, bits: int, group_size: int) -> QTensor:
             f"a matrix of {q.bits} bits and group {q.group_size} cannot be had with {bits} bits "
             f"and group {group_size} without quantizing it anew"
         )
+    if (bits, group_size) == (q.bits, q.group_size):
+        return q
     half = q.to_packing("half32")
     codes, scale_min = half.codes, half.scale_min
     if bits != q.bits:

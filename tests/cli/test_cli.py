@@ -17,7 +17,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from qoff.checkpoint import Checkpoint
+from qoff.cli.batch import read_prompts
 from qoff.cli.main import app
+from qoff.errors import QoffError
 from tests.tiny_models import EOS, QUANT, budgets, tiny_checkpoint, tiny_model
 
 FAST = ["--solver", "rtn", "--group-size", "32"]
@@ -223,6 +225,19 @@ def test_batch_ends_cleanly_when_told_to(packable: Path, tmp_path: Path) -> None
         finally:
             process.kill()
     assert all("index" in json.loads(line) for line in log.read_text().splitlines())
+
+
+def test_batch_takes_any_line_for_a_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    lines = ['"quoted", she said', '{"prompt": "json\u2028line"}', "", "plain\x85text", '"text"']
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert read_prompts(path) == [lines[0], "json\u2028line", "plain\x85text", "text"]
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(QoffError, match="is not UTF-8"):
+        read_prompts(path)
+    path.write_text('{"text": "no prompt"}')
+    with pytest.raises(QoffError, match="line 1 of the prompts"):
+        read_prompts(path)
 
 
 def test_sampling_follows_the_seed(checkpoint: Path) -> None:

@@ -21,8 +21,10 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.placement import KVPlacement
 from qoff.memory import plan_residency
 from qoff.models import runtime
+from qoff.models.convert import convert
 from qoff.plan import Plan
-from tests.tiny_models import EOS, budgets, tiny_checkpoint
+from tests.tiny_models import EOS, budgets, save_model, tiny_checkpoint
+from tests.tiny_models import QUANT as TINY_QUANT
 
 LETTERS = random.Random(3)
 PROMPTS = [
@@ -295,6 +297,23 @@ def test_too_much_is_refused_before_anything_is_loaded(checkpoint: Path, tier: s
         LLM(checkpoint, plan)
 
 
+def test_a_prompt_beyond_the_positions_of_a_model_fails_alone(
+    tmp_path: Path,
+) -> None:
+    save_model(tmp_path / "model", "opt", hidden_size=128, num_attention_heads=2)
+    convert(tmp_path / "model", tmp_path / "out", quant=TINY_QUANT)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with LLM(tmp_path / "out", Plan(batch_size=2, kv=QUANT)) as llm:
+        results = list(llm.generate([[5, 6, 7], [9] * 253, [8]], params))
+    assert {r.index: r.reason for r in results} == {0: "length", 1: "error", 2: "length"}
+    assert "up to 256 tokens" in next(r.error for r in results if r.index == 1)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_first(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match="no trace can be written"):
+        LLM(checkpoint, trace="/nonexistent/trace.json")
+
+
 def test_the_memory_of_a_plan_is_what_the_arenas_have(checkpoint: Path) -> None:
     plan = Plan(
         batch_size=3,
@@ -315,7 +334,9 @@ def test_the_memory_of_a_plan_is_what_the_arenas_have(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0; use at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; use a whole number from 1"),
+        ({"batch_size": 1.5}, "batch_size is 1.5"),
+        ({"device_memory": "2GiB"}, "device_memory is '2GiB'; use bytes"),
         ({"order": "diagonal"}, "order is 'diagonal'; use one of column, row"),
         ({"activations": "cloud"}, "activations is 'cloud'"),
     ],
@@ -327,7 +348,16 @@ def test_plans_out_of_range_are_refused(wrong: dict[str, object], message: str) 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"min_p": 1}, {"n": 0}, {"stop": ""}],
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 2.5},
+        {"temperature": -1},
+        {"temperature": 1e-40},
+        {"top_p": 0},
+        {"min_p": 1},
+        {"n": 0},
+        {"stop": ""},
+    ],
 )
 def test_parameters_out_of_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} is"):

@@ -67,5 +67,5 @@ def test_every_layer_has_its_form() -> None:
         kv.forms([64] * 4)
     forms = KVQuant.of("4/1:8,4").forms([64, 128, 64])
     assert forms == [KVFormat(64), KVFormat(128, 8, 4), KVFormat(64)]
-    with pytest.raises(OpError, match="head size 16 has no packed cache"):
+    with pytest.raises(OpError, match="heads of 16 channels"):
         KVQuant().forms([16])

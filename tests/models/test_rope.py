@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from qoff.errors import UnsupportedModelError
+from qoff.errors import ArgumentError
 from qoff.models.rope import RotaryTable
 from qoff.models.spec import DecoderSpec
 
@@ -86,8 +86,12 @@ def test_growing_leaves_older_views_valid() -> None:
     assert torch.equal(grown[:10], before[0])
 
 
-def test_dynamic_stops_where_its_frequencies_would_change() -> None:
-    table = RotaryTable(DecoderSpec.from_config(_config("dynamic", 16)))
-    table.upto(1024)
-    with pytest.raises(UnsupportedModelError, match=r"up to 1024 positions, not 1025"):
-        table.upto(1025)
+@pytest.mark.parametrize("kind", ["dynamic", "default"])
+def test_only_dynamic_frequencies_would_change(kind: str) -> None:
+    spec = DecoderSpec.from_config(_config(kind, 16))
+    spec.check_positions(1024)
+    if kind == "default":
+        spec.check_positions(1025)
+    else:
+        with pytest.raises(ArgumentError, match=r"up to 1024 tokens a sequence.* not 1025"):
+            spec.check_positions(1025)

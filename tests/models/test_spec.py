@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qoff.errors import UnsupportedModelError
+from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.models.families import converted
 from qoff.models.names import layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
@@ -179,6 +179,37 @@ def test_layers_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         DecoderSpec.from_config({**CONFIGS[name], **change})
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+        ("gemma3", {"model_type": "gemma3"}, "text_config is None"),
+    ],
+)
+def test_numbers_of_other_families_are_refused(
+    family: str, change: dict[str, Any], message: str
+) -> None:
+    config = {**TINY, **FAMILIES[family], **change}
+    with pytest.raises(UnsupportedModelError, match=message):
+        DecoderSpec.from_config(converted(config, lambda name: False)[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"), [("opt", 128), ("phi3-longrope", 64), ("llama", None), ("gemma3", None)]
+)
+def test_position_limits(family: str, limit: int | None) -> None:
+    config = {**TINY, **FAMILIES[family], "head_dim": 16}
+    spec = DecoderSpec.from_config(config)
+    assert spec.position_limit == limit
+    spec.check_positions(limit or 1 << 20)
+    if limit is not None:
+        with pytest.raises(ArgumentError, match=f"up to {limit} tokens .* not {limit + 1}"):
+            spec.check_positions(limit + 1)
 
 
 @pytest.mark.parametrize("change", [{"head_dim": 24}, {"intermediate_size": 100}])

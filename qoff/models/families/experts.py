@@ -7,7 +7,7 @@ from typing import Any
 from qoff.models.spec import ExpertsSpec, unsupported
 from qoff.models.tensor_names import TensorNames
 
-from .family import Family, Fields, activation, one_window, windows
+from .family import Family, Fields, activation, one_window, positive, windows
 
 
 def _mixtral(config: Any) -> Fields:
@@ -48,7 +48,8 @@ def _qwen2_moe(config: Any) -> Fields:
 
 def _qwen_experts(config: Any, **more: Any) -> ExpertsSpec:
     layers = range(config.num_hidden_layers)
-    step, plain = config.decoder_sparse_step, config.mlp_only_layers or ()
+    step = int(positive(config, "decoder_sparse_step"))
+    plain = config.mlp_only_layers or ()
     return ExpertsSpec(
         count=config.num_experts,
         chosen=config.num_experts_per_tok,

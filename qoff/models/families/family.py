@@ -94,14 +94,24 @@ def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSp
     original = getattr(config, "original_max_position_embeddings", None)
     if kind == "longrope" and original is not None:
         rope.setdefault("original_max_position_embeddings", original)
-    theta = float(rope.pop("rope_theta"))
+    theta = rope.pop("rope_theta")
+    if not isinstance(theta, int | float):
+        raise unsupported("rope_parameters.rope_theta", theta, "a number above 0")
     rope.pop("type", None)
-    return RopeSpec(str(kind), theta, dim, tuple(sorted(rope.items())))
+    return RopeSpec(str(kind), float(theta), dim, tuple(sorted(rope.items())))
 
 
 def activation(name: str) -> str:
     """transformers' name of an activation as a spec has it."""
     return _ACTIVATIONS.get(name, name)
+
+
+def positive(config: Any, key: str) -> float:
+    """A number of a config that is divided by. Raises UnsupportedModelError."""
+    value = getattr(config, key)
+    if not value > 0:
+        raise unsupported(key, value, "a number above 0")
+    return float(value)
 
 
 def windows(config: Any) -> tuple[int | None, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from qoff.models.spec import unsupported
 from qoff.models.tensor_names import TensorNames
 
-from .family import Config, Family, Fields, Has, activation, rope_of, windows
+from .family import Config, Family, Fields, Has, activation, positive, rope_of, windows
 
 
 def _gemma(config: Any) -> Fields:
@@ -29,7 +29,7 @@ def _gemma2(config: Any) -> Fields:
     return {
         **_gemma(config),
         "post_norm": True,
-        "attention_scale": float(config.query_pre_attn_scalar) ** -0.5,
+        "attention_scale": positive(config, "query_pre_attn_scalar") ** -0.5,
         "attention_soft_cap": config.attn_logit_softcapping or 0.0,
         "logit_soft_cap": config.final_logit_softcapping or 0.0,
         "sliding_window": windows(config),
@@ -55,6 +55,8 @@ def _gemma3(config: Any) -> Fields:
 
 def _text_alone(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
     """The language model of one that sees, as transformers 4 or 5 calls its tensors."""
+    if not isinstance(config.get("text_config"), dict):
+        raise unsupported("text_config", config.get("text_config"), "an object")
     text = {
         **config["text_config"],
         "model_type": "gemma3_text",

@@ -22,6 +22,7 @@ def _opt(config: Any) -> Fields:
     first = config.do_layer_norm_before
     return {
         "intermediate_size": config.ffn_dim,
+        "num_kv_heads": config.num_attention_heads,
         "norm": "layer",
         "norm_eps": _OPT_EPS,
         "activation": activation(config.activation_function),
@@ -40,6 +41,7 @@ def _opt(config: Any) -> Fields:
 def _gpt_neox(config: Any) -> Fields:
     """Attention and MLP side by side; a part of each head rotates."""
     return {
+        "num_kv_heads": config.num_attention_heads,
         "norm": "layer",
         "norm_eps": config.layer_norm_eps,
         "gated": False,

@@ -6,7 +6,7 @@ from typing import Any
 
 from qoff.models.tensor_names import TensorNames
 
-from .family import Family, Fields, one_window, windows
+from .family import Family, Fields, one_window, positive, windows
 
 
 def _llama(config: Any) -> Fields:
@@ -55,7 +55,7 @@ def _granite(config: Any) -> Fields:
         "embedding_scale": float(config.embedding_multiplier),
         "attention_scale": float(config.attention_multiplier),
         "residual_scale": float(config.residual_multiplier),
-        "logit_scale": 1.0 / config.logits_scaling,
+        "logit_scale": 1.0 / positive(config, "logits_scaling"),
     }
 
 
