@@ -153,6 +153,19 @@ class SafetensorsSource:
     def item(self, name: str, index: int) -> Tensor:
         return self._rows(name, index, 1)[0]
 
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._tensors)
+
+    def whole(self, name: str) -> Tensor:
+        """Read a tensor of floats."""
+        stored = self._tensors[name]
+        count = math.prod(stored.shape)
+        data = torch.empty(count * stored.dtype.itemsize, dtype=torch.uint8)
+        with stored.path.open("rb", buffering=0) as file:
+            _read_at(file.fileno(), stored.offset, data, stored.path)
+        return data.view(stored.dtype).view(stored.shape)
+
     def _rows(self, name: str, start: int, rows: int) -> Tensor:
         """Up to `rows` of the first dimension of a tensor."""
         stored = self._tensors[name]

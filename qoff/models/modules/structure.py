@@ -1,0 +1,221 @@
+"""transformers' model of a `config.json`, without weights, and what is where in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qoff.errors import UnsupportedModelError
+from qoff.models.families import FAMILIES, SOURCES
+from qoff.models.families.family import full_config
+from qoff.models.tensor_names import EMBEDDING, HEAD
+
+DTYPE = torch.float32  # of activations and of weights that are not quantized, while they are used
+LAYOUT = "modules"  # of a checkpoint, in its quantization_config
+REMOTE_CODE = "auto_map"  # of a config: names code that comes with the model
+
+
+def is_native(config: Mapping[str, Any]) -> bool:
+    """Whether qoff's own decoder runs models of this `config.json`."""
+    return str(config.get("model_type")) in {*FAMILIES, *SOURCES}
+
+
+def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> None:
+    """Raise UnsupportedModelError unless transformers has a causal language model for a config.
+
+    For code that comes with the model, `trust_remote_code` is enough.
+    """
+    from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    kind = config.get("model_type")
+    if config.get("is_encoder_decoder") or kind in _ENCODER_DECODERS:
+        raise UnsupportedModelError(
+            f"config.json: model_type {kind!r} is an encoder-decoder model; qoff runs decoders "
+            "only. Use a model that continues text, like Llama or Qwen"
+        )
+    if kind in CONFIG_MAPPING and kind in KNOWN:
+        return
+    if REMOTE_CODE in config:
+        if trust_remote_code:
+            return
+        raise UnsupportedModelError(
+            f"config.json: model_type {kind!r} is not in transformers {__version__}; the model "
+            f"comes with code of its own ({REMOTE_CODE}), which qoff does not run unless told to: "
+            "read it, then pass trust_remote_code=True"
+        )
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"config.json: model_type {kind!r} is known neither to qoff nor to transformers "
+            f"{__version__}; check the file, or use a newer transformers"
+        )
+    raise UnsupportedModelError(
+        f"config.json: transformers {__version__} has no causal language model of model_type "
+        f"{kind!r}; qoff runs models that continue text"
+    )
+
+
+def read_config(
+    config: Mapping[str, Any], folder: Path, trust_remote_code: bool = False
+) -> Any:
+    """transformers' config object of a `config.json`; that of `folder` where its code is.
+
+    Raises UnsupportedModelError as `check_config` does, and for values that are refused.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    check_config(config, trust_remote_code)
+    if config["model_type"] in CONFIG_MAPPING:
+        full = full_config(config)
+    else:
+        full = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        full.__dict__.pop("quantization_config", None)
+        full.tie_word_embeddings = config.get("tie_word_embeddings", full.tie_word_embeddings)
+    if full.is_encoder_decoder:
+        check_config({**config, "is_encoder_decoder": True})
+    return full
+
+
+def build(config: Any, trust_remote_code: bool = False) -> Any:
+    """transformers' model of a config object, in float32 on the meta device, for inference."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPE, trust_remote_code=trust_remote_code
+        )
+    return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter or buffer: its name in the model's state dict, its module, its attribute."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model in units: its decoder layers, and what is outside of them."""
+
+    model: Any
+    path: str  # of the decoder's list of layers
+    layers: nn.ModuleList
+    embedding: Place
+    head: Place | None  # None: tied to the embedding
+
+    @classmethod
+    def of(cls, model: Any) -> Structure:
+        """Find the layers: the longest list of modules in the decoder that is in no other list.
+
+        Raises UnsupportedModelError where there is none, where weights outside of one layer are
+        tied to others than the embedding, and without an embedding and a linear head.
+        """
+        path, layers = _layers(model)
+        names = {id(module): name for name, module in model.named_modules()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no embedding and linear head that qoff knows how to "
+                f"run, but {type(embedding).__name__} and {type(head).__name__}"
+            )
+        table = Place(f"{names[id(embedding)]}.weight", embedding, "weight")
+        tied = head.weight is embedding.weight
+        own = None if tied else Place(f"{names[id(head)]}.weight", head, "weight")
+        others = [k for k in model.all_tied_weights_keys if k != f"{names[id(head)]}.weight"]
+        if others:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} shares weights among modules ({others[0]}); supported: a "
+                "head tied to the embedding"
+            )
+        return cls(model, path, layers, table, own)
+
+    @property
+    def outputs(self) -> Any:
+        """The head's module, tied or not."""
+        return self.model.get_output_embeddings()
+
+    def layer(self, index: int) -> list[Place]:
+        """What a layer holds, as its file has it."""
+        return list(_places(self.layers[index], f"{self.path}.{index}."))
+
+    def outer(self) -> list[Place]:
+        """What is outside of layers, embedding and head: norms, positions, the head's bias."""
+        inside = {id(x) for layer in self.layers for x in _tensors(layer)}
+        inside |= {id(self.embedding.module.weight), id(self.outputs.weight)}
+        found = _places(self.model, "")
+        return [p for p in found if id(getattr(p.module, p.attribute)) not in inside]
+
+    def unit_of(self, name: str) -> int | None:
+        """The layer that a name of the state dict belongs to; None: outside of them."""
+        if not name.startswith(f"{self.path}."):
+            return None
+        index = name.removeprefix(f"{self.path}.").partition(".")[0]
+        return int(index) if index.isdigit() else None
+
+    def stored_as(self, place: Place) -> str:
+        """The name in the checkpoint."""
+        if place is self.embedding:
+            return EMBEDDING
+        return HEAD if place is self.head else place.name
+
+
+def buffers_from_config(model: Any) -> None:
+    """Give the buffers that no checkpoint has (of rotary embeddings, say) their values, in place.
+
+    transformers computes them where it initializes weights; those that are meta stay so.
+    """
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path)._buffers[attribute] = torch.empty_like(buffer, device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:
+            tensor._is_hf_initialized = True
+    model.initialize_weights()
+
+
+def _layers(model: Any) -> tuple[str, nn.ModuleList]:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    within = decoder if isinstance(decoder, nn.Module) else model
+    inner = {id(m) for m in within.modules()}
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and id(module) in inner
+    }
+    outermost = {
+        name: module
+        for name, module in lists.items()
+        if not any(name.startswith(f"{other}.") for other in lists if other != name)
+    }
+    if not outermost:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers")
+    path = max(outermost, key=lambda name: len(outermost[name]))
+    return path, outermost[path]
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _places(module: nn.Module, prefix: str) -> Iterator[Place]:
+    """Parameters and persistent buffers of a module, in the order of its state dict."""
+    for path, part in module.named_modules(prefix=prefix.removesuffix(".")):
+        before = f"{path}." if path else ""
+        for attribute, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and attribute not in part._non_persistent_buffers_set:
+                yield Place(f"{before}{attribute}", part, attribute)
+
+
+# Known to be of that kind by their name alone: their config files need not say so.
+_ENCODER_DECODERS = frozenset(
+    {"t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "led", "t5gemma"}
+)
