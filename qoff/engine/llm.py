@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError, QoffError, UnsupportedModelError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.heads import HeadShape
@@ -36,6 +36,7 @@ from qoff.memory.spill import SpillFile
 from qoff.memory.timeline import Timeline
 from qoff.models.batch import Activations, Batch, Kept, Scratch
 from qoff.models.decoder import head_shapes
+from qoff.models.modules.decoder import is_modules
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
@@ -111,10 +112,16 @@ class LLM:
 
     def _open(self, checkpoint: Path, links: Links, poison: bool) -> None:
         plan, own = self.plan, self._resources
-        spec = DecoderSpec.from_config(Checkpoint.open(checkpoint).config)
+        opened = Checkpoint.open(checkpoint)
+        if is_modules(opened):
+            raise UnsupportedModelError(
+                f"{checkpoint}: runs through transformers' modules; qoff.LLM runs what qoff has a "
+                "decoder for. Use qoff.load"
+            )
+        spec = DecoderSpec.from_config(opened.config)
         shapes = head_shapes(spec)
         transfers = own.add(ThreadTransfers(links.reader(), links.host))
-        self.memory = memory = self._plan_memory(Checkpoint.open(checkpoint), shapes)
+        self.memory = memory = self._plan_memory(opened, shapes)
         host = memory.left(HOST, plan.host_memory)
         self.runtime = own.add(
             Runtime(

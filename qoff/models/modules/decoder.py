@@ -23,9 +23,15 @@ from .lending import Lender, lend_embedding
 from .linear import Head, Multiply
 from .passes import ModulePass, current
 from .quantizable import matrices_of
-from .structure import DTYPE, LAYOUT, Structure, buffers_from_config, build, read_config
-
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+from .structure import (
+    CACHE_ARGUMENTS,
+    DTYPE,
+    LAYOUT,
+    Structure,
+    buffers_from_config,
+    build,
+    read_config,
+)
 
 
 def is_modules(checkpoint: Checkpoint) -> bool:
@@ -135,7 +141,7 @@ class ModuleDecoder:
             matrices = {p.name: matrices_of(p, 1) for p in structure.layer(i)}
             lender = Lender(structure, i, quantized, matrices, multiply)
             _wait_for_weights(structure.layers[i], lender)
-        head = Head(structure.outputs.bias, Multiply(ops))
+        head = Head(structure.outputs, Multiply(ops))
         self.model.set_output_embeddings(head)
 
 

@@ -84,9 +84,10 @@ class Head(nn.Module):
     Whatever the shape of its input [B, T, K], it returns [1, R, N].
     """
 
-    def __init__(self, bias: Tensor | None, multiply: Multiply) -> None:
+    def __init__(self, replaced: nn.Linear, multiply: Multiply) -> None:
         super().__init__()
-        self.bias = bias
+        self.bias: Tensor | None = replaced.bias
+        self.weight = torch.empty_like(replaced.weight, device="meta")  # some ask for its dtype
         self._multiply = multiply
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,4 +96,3 @@ class Head(nn.Module):
         rows = x[sequences, columns]
         matrix = current().fetch(HEAD)[LM_HEAD]
         return self._multiply(rows, matrix, self.bias)[None]
-

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .structure import Place
 
+_LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts: as the head
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' experts modules
 
@@ -31,6 +32,11 @@ class Matrix:
         return (part.T if self.transposed else part).contiguous()
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer and nothing more; a router may look like one."""
+    return isinstance(module, nn.Linear) and type(module).__name__ in _LINEAR
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is the transposed linear layer of GPT-2 and its kin."""
     from transformers.pytorch_utils import Conv1D
@@ -50,8 +56,8 @@ def matrices_of(place: Place, group: int) -> list[Matrix]:
     group: of the quantization, which must divide the columns of all of them.
     """
     module, weight = place.module, getattr(place.module, place.attribute)
-    if place.attribute == "weight" and (type(module) is nn.Linear or is_conv1d(module)):
-        turned = type(module) is not nn.Linear
+    if place.attribute == "weight" and (is_linear(module) or is_conv1d(module)):
+        turned = is_conv1d(module)
         rows, columns = weight.shape[::-1] if turned else weight.shape
         leaf = place.name.split(".")[-2]
         whole = Matrix(place.name, (rows, columns), None, turned, leaf in _ROUTERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from qoff.models.families.family import full_config
 from qoff.models.tensor_names import EMBEDDING, HEAD
 
 DTYPE = torch.float32  # of activations and of weights that are not quantized, while they are used
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 LAYOUT = "modules"  # of a checkpoint, in its quantization_config
 REMOTE_CODE = "auto_map"  # of a config: names code that comes with the model
 
@@ -60,9 +62,7 @@ def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> 
     )
 
 
-def read_config(
-    config: Mapping[str, Any], folder: Path, trust_remote_code: bool = False
-) -> Any:
+def read_config(config: Mapping[str, Any], folder: Path, trust_remote_code: bool = False) -> Any:
     """transformers' config object of a `config.json`; that of `folder` where its code is.
 
     Raises UnsupportedModelError as `check_config` does, and for values that are refused.
@@ -116,8 +116,15 @@ class Structure:
         """Find the layers: the longest list of modules in the decoder that is in no other list.
 
         Raises UnsupportedModelError where there is none, where weights outside of one layer are
-        tied to others than the embedding, and without an embedding and a linear head.
+        tied to others than the embedding, without an embedding and a linear head, and for a model
+        that remembers what it read within its modules.
         """
+        known = set(signature(model.forward).parameters)
+        if not known & {*CACHE_ARGUMENTS} or not model._supports_default_dynamic_cache():
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not keep what it remembers in transformers' "
+                "DynamicCache, and several sequences would get mixed up; it is not supported"
+            )
         path, layers = _layers(model)
         names = {id(module): name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
