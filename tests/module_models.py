@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from qoff.checkpoint import Checkpoint, WeightFile, read_weight
+from qoff.checkpoint import Checkpoint, TensorEntry, WeightFile, read_weight
 from qoff.kernels.qtensor import QTensor
 from qoff.models.convert import convert
 from qoff.models.modules.quantizable import matrices_of
 from qoff.models.modules.structure import CACHE_ARGUMENTS, Place, Structure
+from qoff.models.tensor_names import EMBEDDING, HEAD
 from tests.tiny_models import BOS, EOS, PAD, QUANT, TINY, save_tokenizer
 
 HYBRID_JAMBA: dict[str, Any] = {
@@ -59,6 +60,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 4,
         "mamba_d_head": 16,
         "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
         "head_dim": 16,
     },
     "mamba2": {
@@ -67,6 +69,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "n_groups": 1,
         "state_size": 8,
+        "chunk_size": 8,
     },
 }
 
@@ -120,14 +123,13 @@ def module_reference(base: Path, name: str) -> Any:
 def _put(file: WeightFile, place: Place, structure: Structure) -> None:
     weight = getattr(place.module, place.attribute)
     name = structure.stored_as(place)
-    if name in file.weights:
-        value = dense(file, name)
-        weight.copy_(value if value.shape == weight.shape else value.T)
+    if isinstance(file.weights.get(name), TensorEntry) or name in (EMBEDDING, HEAD):
+        weight.copy_(dense(file, name))
         return
     for matrix in matrices_of(place, 1):
-        assert matrix.expert is not None
         value = dense(file, matrix.name)
-        weight[matrix.expert].copy_(value.T if matrix.transposed else value)
+        part = weight if matrix.expert is None else weight[matrix.expert]
+        part.copy_(value.T if matrix.transposed else value)
 
 
 def dense(file: WeightFile, name: str) -> Tensor:

@@ -60,6 +60,13 @@ def reference(base: Path, name: str) -> Any:
     return module_reference(base, name)
 
 
+@pytest.fixture(scope="module")
+def resident(base: Path, name: str) -> Tensor:
+    """Logits of all steps with all weights in memory."""
+    with Runtime(module_checkpoint(base, name)) as runtime:
+        return torch.cat(logits_of(runtime, *tokens(LENGTHS)))
+
+
 def tokens(lengths: Sequence[int], seed: int = 0) -> tuple[list[Tensor], Tensor]:
     """Prompts, and tokens int64 [sequences, DECODE_STEPS] that follow."""
     torch.manual_seed(seed)
@@ -98,47 +105,32 @@ def test_logits_are_those_of_transformers(
         assert_close(one, other, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_streaming_changes_no_bit(base: Path, name: str, share: float) -> None:
+def test_streaming_changes_no_bit(base: Path, name: str, resident: Tensor) -> None:
     path = module_checkpoint(base, name)
-    prompts, decoded = tokens(LENGTHS)
-    least, everything = budgets(path)
-    memory = int(least + share * (everything - least))
-    with Runtime(path) as runtime:
-        wanted = torch.cat(logits_of(runtime, prompts, decoded))
-    with Runtime(path, device_memory=memory, poison=True) as runtime:
-        found = torch.cat(logits_of(runtime, prompts, decoded))
+    least, _ = budgets(path)
+    with Runtime(path, device_memory=least, poison=True) as runtime:
+        assert torch.equal(torch.cat(logits_of(runtime, *tokens(LENGTHS))), resident)
+        check_interleaved(runtime)
         stats = runtime.stats()
-    assert torch.equal(found, wanted)
-    assert stats.arena_peak <= memory
+    assert stats.arena_peak <= least
     assert stats.slot_bytes > 0
 
 
 def test_matrices_in_tiles_change_no_bit(
-    base: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    base: Path, name: str, resident: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = module_checkpoint(base, name)
-    prompts, decoded = tokens(LENGTHS)
     plan = residency_of(Checkpoint.open(path), [], tile_bytes=1)
     assert plan.tiled
-    with Runtime(path) as runtime:
-        wanted = torch.cat(logits_of(runtime, prompts, decoded))
     monkeypatch.setattr("qoff.models.runtime.plan_residency", lambda *_, **__: plan)
     with Runtime(path, poison=True) as runtime:
-        assert torch.equal(torch.cat(logits_of(runtime, prompts, decoded)), wanted)
-        check_interleaved(runtime)
-
-
-def test_interleaved_passes_give_what_they_give_alone(base: Path, name: str) -> None:
-    path = module_checkpoint(base, name)
-    least, everything = budgets(path)
-    with Runtime(path, device_memory=(least + everything) // 2, poison=True) as runtime:
+        assert torch.equal(torch.cat(logits_of(runtime, *tokens(LENGTHS))), resident)
         check_interleaved(runtime)
 
 
 def check_interleaved(runtime: Runtime) -> None:
     """Four passes that take turns at every unit have the logits that each has alone."""
-    inputs = [tokens([5, 3], seed)[0] for seed in range(4)]
+    inputs = [tokens([2 + seed, 3], seed)[0] for seed in range(4)]
     alone = []
     for prompts in inputs:
         cache: Any = runtime.new_cache(2)
@@ -173,9 +165,9 @@ def test_linear_layers_are_quantized_and_the_rest_is_as_it_was(
         for key, entry in file.weights.items():
             if isinstance(entry, TensorEntry):
                 assert torch.equal(dense(file, key).to(state[key].dtype), state[key])
-    floats = [e for f in checkpoint.layers for e in f.weights.values() if len(e.shape) == 2]
-    large = [e.name for e in floats if isinstance(e, TensorEntry) and min(e.shape) >= 32]
-    assert not [n for n in large if "conv1d" not in n and "A_log" not in n]
+    entries = [e for f in checkpoint.layers for e in f.weights.values()]
+    floats = [e for e in entries if isinstance(e, TensorEntry) and len(e.shape) == 2]
+    assert not [e.name for e in floats if all(n % QUANT.group_size == 0 for n in e.shape)]
 
 
 def test_conversion_keeps_sixteen_bits_where_they_are_exact(tmp_path: Path) -> None:
