@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from os import PathLike
@@ -204,7 +203,7 @@ def load_tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
 
 def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:
     if isinstance(runtime.decoder, ModuleDecoder):
-        config = deepcopy(runtime.decoder.config)
+        config = runtime.decoder.config
     else:
         keys = runtime.checkpoint.config.items()
         config = AutoConfig.for_model(**{k: v for k, v in keys if k != "quantization_config"})

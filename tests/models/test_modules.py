@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from qoff.errors import (
     QuantizationError,
     UnsupportedModelError,
 )
+from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels import reference_ops
 from qoff.kernels.ragged import Ragged
 from qoff.kvcache import KVQuant
@@ -65,6 +66,13 @@ def resident(base: Path, name: str) -> Tensor:
     """Logits of all steps with all weights in memory."""
     with Runtime(module_checkpoint(base, name)) as runtime:
         return torch.cat(logits_of(runtime, *tokens(LENGTHS)))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch's threads spin after each of its ops, on cores that other tests may need."""
+    with one_torch_thread():
+        yield
 
 
 def tokens(lengths: Sequence[int], seed: int = 0) -> tuple[list[Tensor], Tensor]:

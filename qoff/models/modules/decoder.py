@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -73,12 +74,12 @@ class ModuleDecoder:
             )
         config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
         self.config = read_config(config, checkpoint.path, trust_remote_code)
-        self.model = build(self.config, trust_remote_code)
+        self.model = build(deepcopy(self.config), trust_remote_code)
         structure = Structure.of(self.model)
         _check_layers(checkpoint, structure)
         buffers_from_config(self.model)
         self.outer_bytes = _read_outer(checkpoint, structure)
-        text = self.config.get_text_config(decoder=True)
+        text = self.model.config.get_text_config(decoder=True)
         self._text_config = text
         described = ModuleLayer(str(config["model_type"]), text.to_json_string())
         self.head_shapes = (described,) * len(structure.layers)
