@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qoff.checkpoint import Checkpoint, QuantEntry, TensorEntry
 from qoff.errors import (
@@ -38,7 +40,7 @@ from tests.module_models import (
     module_source,
     save_module_model,
 )
-from tests.tiny_models import QUANT, VOCAB, budgets
+from tests.tiny_models import QUANT, TINY, VOCAB, budgets
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 
 DECODE_STEPS = 4
@@ -237,6 +239,47 @@ def test_a_packed_cache_is_refused(base: Path) -> None:
         Runtime(module_checkpoint(base, "stablelm"), kv=KVQuant(4, 4))
 
 
+def test_a_model_that_remembers_within_its_modules_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("recurrent_gemma", **{**TINY, "lru_width": 64})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match="does not keep what it remembers"):
+        convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
+
+
+REMOTE = """
+from transformers import StableLmConfig, StableLmForCausalLM
+
+class HalConfig(StableLmConfig):
+    model_type = "hal9000"
+
+class HalForCausalLM(StableLmForCausalLM):
+    config_class = HalConfig
+"""
+
+
+def test_code_of_a_model_runs_only_when_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    save_module_model(tmp_path / "model", "stablelm")
+    (tmp_path / "model" / "hal.py").write_text(REMOTE)
+    names = {"AutoConfig": "hal.HalConfig", "AutoModelForCausalLM": "hal.HalForCausalLM"}
+    source = changed(tmp_path / "model", model_type="hal9000", auto_map=names)
+    convert(source, tmp_path / "out", quant=QUANT, for_cpu=True, trust_remote_code=True)
+    prompts, decoded = tokens(LENGTHS)
+    with Runtime(tmp_path / "out", trust_remote_code=True) as runtime:
+        assert type(runtime.decoder.model).__name__ == "HalForCausalLM"
+        found = logits_of(runtime, prompts, decoded)
+    with pytest.raises(UnsupportedModelError, match="pass trust_remote_code=True"):
+        Runtime(tmp_path / "out")
+    changed(source, model_type="stablelm", auto_map=None)
+    convert(source, tmp_path / "known", quant=QUANT, for_cpu=True)
+    with Runtime(tmp_path / "known") as runtime:
+        wanted = logits_of(runtime, prompts, decoded)
+    assert torch.equal(torch.cat(found), torch.cat(wanted))
+
+
 def changed(path: Path, **values: Any) -> Path:
     """A source's config.json with other values, in place."""
     config = json.loads((path / "config.json").read_text())
@@ -247,11 +290,12 @@ def changed(path: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "t5"}, "'t5' is an encoder-decoder"),
-        ({"model_type": "bart"}, "'bart' is an encoder-decoder"),
-        ({"is_encoder_decoder": True}, "is an encoder-decoder"),
-        ({"model_type": "hal9000"}, "'hal9000' is known neither to qoff nor to transformers"),
-        ({"model_type": "vit"}, "no causal language model of model_type 'vit'"),
+        ({"model_type": "t5"}, "model_type is 't5', an encoder-decoder"),
+        ({"model_type": "bart"}, "model_type is 'bart', an encoder-decoder"),
+        ({"is_encoder_decoder": True}, "'stablelm', an encoder-decoder"),
+        ({"model_type": "hal9000"}, "model_type is 'hal9000', which neither qoff nor transformers"),
+        ({"model_type": "vit"}, "model_type is 'vit', of which transformers .* has no decoder"),
+        ({"model_type": "bert"}, "model_type is 'bert', of which transformers .* has no decoder"),
         (
             {"model_type": "hal9000", "auto_map": {"AutoModelForCausalLM": "hal.Hal"}},
             "pass trust_remote_code=True",

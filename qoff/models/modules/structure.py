@@ -19,6 +19,7 @@ from qoff.models.tensor_names import EMBEDDING, HEAD
 DTYPE = torch.float32  # of activations and of weights that are not quantized, while they are used
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 LAYOUT = "modules"  # of a checkpoint, in its quantization_config
+_WANTED = "qoff runs models that continue text, like Llama and Qwen"
 REMOTE_CODE = "auto_map"  # of a config: names code that comes with the model
 
 
@@ -33,33 +34,35 @@ def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> 
     For code that comes with the model, `trust_remote_code` is enough.
     """
     from transformers import CONFIG_MAPPING, __version__
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
-
-    kind = config.get("model_type")
-    if config.get("is_encoder_decoder") or kind in _ENCODER_DECODERS:
-        raise UnsupportedModelError(
-            f"config.json: model_type {kind!r} is an encoder-decoder model; qoff runs decoders "
-            "only. Use a model that continues text, like Llama or Qwen"
-        )
-    if kind in CONFIG_MAPPING and kind in KNOWN:
-        return
-    if REMOTE_CODE in config:
-        if trust_remote_code:
-            return
-        raise UnsupportedModelError(
-            f"config.json: model_type {kind!r} is not in transformers {__version__}; the model "
-            f"comes with code of its own ({REMOTE_CODE}), which qoff does not run unless told to: "
-            "read it, then pass trust_remote_code=True"
-        )
-    if kind not in CONFIG_MAPPING:
-        raise UnsupportedModelError(
-            f"config.json: model_type {kind!r} is known neither to qoff nor to transformers "
-            f"{__version__}; check the file, or use a newer transformers"
-        )
-    raise UnsupportedModelError(
-        f"config.json: transformers {__version__} has no causal language model of model_type "
-        f"{kind!r}; qoff runs models that continue text"
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
+
+    kind = str(config.get("model_type"))
+    known = None
+    if kind in CONFIG_MAPPING:  # it is lazy: `get` finds nothing
+        known = CONFIG_MAPPING[kind]
+    if known is None and trust_remote_code and REMOTE_CODE in config:
+        return
+    if _says(config, known, "is_encoder_decoder"):
+        raise _refusal(kind, f"an encoder-decoder model; {_WANTED}")
+    if known is None and REMOTE_CODE in config:
+        raise _refusal(
+            kind,
+            f"which transformers {__version__} does not have; the model comes with code of its "
+            f"own ({REMOTE_CODE}), which is not run unless you say so: read it, then pass "
+            "trust_remote_code=True",
+        )
+    if known is None:
+        raise _refusal(
+            kind,
+            f"which neither qoff nor transformers {__version__} knows; check the file, or use a "
+            "newer transformers",
+        )
+    encodes = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not _says(config, known, "is_decoder")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (encodes and hasattr(known, "is_decoder")):
+        raise _refusal(kind, f"of which transformers {__version__} has no decoder; {_WANTED}")
 
 
 def read_config(config: Mapping[str, Any], folder: Path, trust_remote_code: bool = False) -> Any:
@@ -71,13 +74,14 @@ def read_config(config: Mapping[str, Any], folder: Path, trust_remote_code: bool
 
     check_config(config, trust_remote_code)
     if config["model_type"] in CONFIG_MAPPING:
-        full = full_config(config)
+        # transformers' own code goes before that of the model.
+        full = full_config({k: v for k, v in config.items() if k != REMOTE_CODE})
     else:
         full = AutoConfig.from_pretrained(folder, trust_remote_code=True)
         full.__dict__.pop("quantization_config", None)
         full.tie_word_embeddings = config.get("tie_word_embeddings", full.tie_word_embeddings)
     if full.is_encoder_decoder:
-        check_config({**config, "is_encoder_decoder": True})
+        raise _refusal(config["model_type"], f"an encoder-decoder model; {_WANTED}")
     return full
 
 
@@ -90,6 +94,15 @@ def build(config: Any, trust_remote_code: bool = False) -> Any:
             config, dtype=DTYPE, trust_remote_code=trust_remote_code
         )
     return model.eval().requires_grad_(False)
+
+
+def _says(config: Mapping[str, Any], known: type | None, switch: str) -> bool:
+    """What a `config.json` says of a switch; by default what its class in transformers does."""
+    return bool(config.get(switch, getattr(known, switch, False)))
+
+
+def _refusal(kind: object, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"config.json: model_type is {kind!r}, {reason}")
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,12 @@ class Structure:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no embedding and linear head that qoff knows how to "
                 f"run, but {type(embedding).__name__} and {type(head).__name__}"
+            )
+        wanted = model.config.get_text_config(decoder=True).num_hidden_layers
+        if len(layers) != wanted:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {len(layers)} decoder layers at {path}, but "
+                f"num_hidden_layers is {wanted}; qoff does not know which they are"
             )
         table = Place(f"{names[id(embedding)]}.weight", embedding, "weight")
         tied = head.weight is embedding.weight
@@ -220,9 +239,3 @@ def _places(module: nn.Module, prefix: str) -> Iterator[Place]:
         for attribute, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None and attribute not in part._non_persistent_buffers_set:
                 yield Place(f"{before}{attribute}", part, attribute)
-
-
-# Known to be of that kind by their name alone: their config files need not say so.
-_ENCODER_DECODERS = frozenset(
-    {"t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "led", "t5gemma"}
-)
