@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from qoff.errors import QoffError
-from qoff.models.modules.structure import check_config, is_native
+from qoff.models.modules.configs import check_config, is_native
 from qoff.models.spec import DecoderSpec
 
 _FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]

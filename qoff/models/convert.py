@@ -23,8 +23,8 @@ from qoff.quant import QTensor, QuantConfig, quantize
 from qoff.quant.rows import reordered
 
 from .families import converted
+from .modules.configs import is_native
 from .modules.conversion import convert_modules
-from .modules.structure import is_native
 from .names import ROW_BLOCK, Part, Weight, layer_prefix, layer_weights, outer_weights
 from .sources import SafetensorsSource, Source, TensorInfo, open_source
 from .spec import DecoderSpec

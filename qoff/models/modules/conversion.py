@@ -22,8 +22,9 @@ from qoff.errors import ConversionError, FormatError, QuantizationError
 from qoff.models.sources import SafetensorsSource
 from qoff.quant import QTensor, QuantConfig, quantize
 
+from .configs import DTYPE, LAYOUT, build, read_config
 from .quantizable import Matrix, matrices_of
-from .structure import DTYPE, LAYOUT, Place, Structure, build, read_config
+from .structure import Place, Structure
 
 _NARROW = (torch.bfloat16, torch.float16)
 

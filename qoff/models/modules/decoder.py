@@ -20,19 +20,12 @@ from qoff.models.linear import Steps
 from qoff.models.tensor_names import EMBEDDING, HEAD
 
 from .cache import ModuleCache, new_columns
+from .configs import DTYPE, LAYOUT, build, read_config
 from .lending import Lender, lend_embedding
 from .linear import Head, Multiply
 from .passes import ModulePass, current
 from .quantizable import matrices_of
-from .structure import (
-    CACHE_ARGUMENTS,
-    DTYPE,
-    LAYOUT,
-    Structure,
-    buffers_from_config,
-    build,
-    read_config,
-)
+from .structure import CACHE_ARGUMENTS, Structure, buffers_from_config
 
 
 def is_modules(checkpoint: Checkpoint) -> bool:

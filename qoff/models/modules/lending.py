@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from qoff.memory import Weights
 from qoff.memory.units import local_names
 
+from .configs import DTYPE
 from .experts import QuantizedExperts
 from .linear import Multiply, QuantizedLinear
 from .quantizable import Matrix, is_conv1d
-from .structure import DTYPE, Place, Structure
+from .structure import Place, Structure
 
 
 class Lender:

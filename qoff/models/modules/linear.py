@@ -13,8 +13,8 @@ from qoff.kernels.qtensor import QTensor
 from qoff.memory import HEAD, TiledMatrix
 from qoff.models.tensor_names import HEAD as LM_HEAD
 
+from .configs import DTYPE
 from .passes import by_tiles, current
-from .structure import DTYPE
 
 Lent: TypeAlias = QTensor | Tensor | TiledMatrix
 

@@ -1,108 +1,19 @@
-"""transformers' model of a `config.json`, without weights, and what is where in it."""
+"""What is where in a model of transformers, without weights: layers, embedding, head, the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from qoff.errors import UnsupportedModelError
-from qoff.models.families import FAMILIES, SOURCES
-from qoff.models.families.family import full_config
 from qoff.models.tensor_names import EMBEDDING, HEAD
 
-DTYPE = torch.float32  # of activations and of weights that are not quantized, while they are used
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
-LAYOUT = "modules"  # of a checkpoint, in its quantization_config
-_WANTED = "qoff runs models that continue text, like Llama and Qwen"
-REMOTE_CODE = "auto_map"  # of a config: names code that comes with the model
-
-
-def is_native(config: Mapping[str, Any]) -> bool:
-    """Whether qoff's own decoder runs models of this `config.json`."""
-    return str(config.get("model_type")) in {*FAMILIES, *SOURCES}
-
-
-def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> None:
-    """Raise UnsupportedModelError unless transformers has a causal language model for a config.
-
-    For code that comes with the model, `trust_remote_code` is enough.
-    """
-    from transformers import CONFIG_MAPPING, __version__
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
-
-    kind = str(config.get("model_type"))
-    known = None
-    if kind in CONFIG_MAPPING:  # it is lazy: `get` finds nothing
-        known = CONFIG_MAPPING[kind]
-    if known is None and trust_remote_code and REMOTE_CODE in config:
-        return
-    if _says(config, known, "is_encoder_decoder"):
-        raise _refusal(kind, f"an encoder-decoder model; {_WANTED}")
-    if known is None and REMOTE_CODE in config:
-        raise _refusal(
-            kind,
-            f"which transformers {__version__} does not have; the model comes with code of its "
-            f"own ({REMOTE_CODE}), which is not run unless you say so: read it, then pass "
-            "trust_remote_code=True",
-        )
-    if known is None:
-        raise _refusal(
-            kind,
-            f"which neither qoff nor transformers {__version__} knows; check the file, or use a "
-            "newer transformers",
-        )
-    encodes = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not _says(config, known, "is_decoder")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (encodes and hasattr(known, "is_decoder")):
-        raise _refusal(kind, f"of which transformers {__version__} has no decoder; {_WANTED}")
-
-
-def read_config(config: Mapping[str, Any], folder: Path, trust_remote_code: bool = False) -> Any:
-    """transformers' config object of a `config.json`; that of `folder` where its code is.
-
-    Raises UnsupportedModelError as `check_config` does, and for values that are refused.
-    """
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    check_config(config, trust_remote_code)
-    if config["model_type"] in CONFIG_MAPPING:
-        # transformers' own code goes before that of the model.
-        full = full_config({k: v for k, v in config.items() if k != REMOTE_CODE})
-    else:
-        full = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-        full.__dict__.pop("quantization_config", None)
-        full.tie_word_embeddings = config.get("tie_word_embeddings", full.tie_word_embeddings)
-    if full.is_encoder_decoder:
-        raise _refusal(config["model_type"], f"an encoder-decoder model; {_WANTED}")
-    return full
-
-
-def build(config: Any, trust_remote_code: bool = False) -> Any:
-    """transformers' model of a config object, in float32 on the meta device, for inference."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPE, trust_remote_code=trust_remote_code
-        )
-    return model.eval().requires_grad_(False)
-
-
-def _says(config: Mapping[str, Any], known: type | None, switch: str) -> bool:
-    """What a `config.json` says of a switch; by default what its class in transformers does."""
-    return bool(config.get(switch, getattr(known, switch, False)))
-
-
-def _refusal(kind: object, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"config.json: model_type is {kind!r}, {reason}")
 
 
 @dataclass(frozen=True)
@@ -133,7 +44,8 @@ class Structure:
         that remembers what it read within its modules.
         """
         known = set(signature(model.forward).parameters)
-        if not known & {*CACHE_ARGUMENTS} or not model._supports_default_dynamic_cache():
+        inside = any(hasattr(module, "_setup_cache") for module in model.modules())
+        if inside or not known & {*CACHE_ARGUMENTS} or not model._supports_default_dynamic_cache():
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not keep what it remembers in transformers' "
                 "DynamicCache, and several sequences would get mixed up; it is not supported"
