@@ -81,13 +81,22 @@ def read_config(config: Mapping[str, Any], folder: Path, trust_remote_code: bool
 
 
 def build(config: Any, trust_remote_code: bool = False) -> Any:
-    """transformers' model of a config object, in float32 on the meta device, for inference."""
+    """transformers' model of a config object, in float32 on the meta device, for inference.
+
+    Raises UnsupportedModelError with the reason why transformers cannot build it.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPE, trust_remote_code=trust_remote_code
-        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=DTYPE, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # the code of any model
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise _refusal(
+            config.model_type, f"but transformers cannot build it ({reason}); check the file"
+        ) from error
     return model.eval().requires_grad_(False)
 
 
