@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -189,6 +190,21 @@ def test_conversion_keeps_sixteen_bits_where_they_are_exact(tmp_path: Path) -> N
     assert entry.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, same: bool) -> None:
+    save_module_model(tmp_path / "model", "stablelm")
+    file = tmp_path / "model" / "model.safetensors"
+    state = load_file(file)
+    if same:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+        save_file(state, file, {"format": "pt"})
+    convert(changed(tmp_path / "model", tie_word_embeddings=True), tmp_path / "out", quant=QUANT)
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    assert checkpoint.config["tie_word_embeddings"] is same
+    assert ("lm_head" in checkpoint.outer.weights) is not same
+    Runtime(tmp_path / "out").close()
+
+
 def test_a_cache_forgets_and_selects(base: Path) -> None:
     prompts, decoded = tokens([4, 6])
     with Runtime(module_checkpoint(base, "stablelm")) as runtime:
@@ -321,8 +337,6 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_nan_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     save_module_model(tmp_path / "model", "stablelm")
     file = tmp_path / "model" / "model.safetensors"
     state = load_file(file)
