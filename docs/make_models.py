@@ -42,8 +42,9 @@ weights. What differs from the families above:
   with its layer: convolutions, state matrices, norms, routers that are no linear layers, experts of
   classes outside of transformers' interface for them. Weights outside of layers, embedding and
   head (learned positions, final norms) stay in memory.
-- After the first pass, models with recurrent states read one token of each sequence at a time, so
-  a prompt cannot be gone on with, nor a cache cropped.
+- Padding is at the beginning: after the first pass every sequence gets as many tokens. Models with
+  recurrent states then read one token of each at a time, so a prompt cannot be gone on with, and
+  their cache cannot be cropped.
 - `qoff.LLM` and `qoff batch` refuse them, and so do GGUF files.
 
 Tested with tiny random models (`tests/models/test_modules.py`, `tests/hf/test_modules.py`): logits

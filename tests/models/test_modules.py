@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -190,18 +190,22 @@ def test_conversion_keeps_sixteen_bits_where_they_are_exact(tmp_path: Path) -> N
     assert entry.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_a_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, same: bool) -> None:
+@pytest.mark.parametrize("head", ["same", "alone", "another"])
+def test_a_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, head: str) -> None:
     save_module_model(tmp_path / "model", "stablelm")
     file = tmp_path / "model" / "model.safetensors"
     state = load_file(file)
-    if same:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-        save_file(state, file, {"format": "pt"})
+    table = state["model.embed_tokens.weight"].clone()
+    if head != "another":
+        state["lm_head.weight"] = table
+    if head == "alone":
+        del state["model.embed_tokens.weight"]
+    save_file(state, file, {"format": "pt"})
     convert(changed(tmp_path / "model", tie_word_embeddings=True), tmp_path / "out", quant=QUANT)
     checkpoint = Checkpoint.open(tmp_path / "out")
-    assert checkpoint.config["tie_word_embeddings"] is same
-    assert ("lm_head" in checkpoint.outer.weights) is not same
+    assert checkpoint.config["tie_word_embeddings"] is (head != "another")
+    assert ("lm_head" in checkpoint.outer.weights) is (head == "another")
+    assert_close(dense(checkpoint.outer, "model.embed_tokens"), table, tolerance=0.01)
     Runtime(tmp_path / "out").close()
 
 
@@ -222,6 +226,20 @@ def test_a_cache_forgets_and_selects(base: Path) -> None:
         assert_close(found, first[[1, 0, 1]], tolerance=DECODER_LOGITS)
         cache.forget(100)
         assert cache.lengths == [0, 0, 0]
+
+
+def test_a_cache_is_gone_on_with_by_as_many_tokens_of_each_sequence(base: Path) -> None:
+    prompts, decoded = tokens([4, 9])
+    with Runtime(module_checkpoint(base, "cohere2")) as runtime:
+        cache: Any = runtime.new_cache(2)
+        runtime.forward(next_batch(cache, prompts))
+        with pytest.raises(OpError, match="as many tokens"):
+            runtime.forward(next_batch(cache, [decoded[0], decoded[1, :1]]))
+        found = runtime.forward(next_batch(cache, list(decoded)))
+        whole = [torch.cat(both) for both in zip(prompts, decoded, strict=True)]
+        wanted = runtime.forward(next_batch(cast(Any, runtime.new_cache(2)), whole))
+    rows = [*range(4, 4 + DECODE_STEPS), *range(17, 17 + DECODE_STEPS)]
+    assert_close(found, wanted[rows], tolerance=DECODER_LOGITS)
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -16,8 +16,9 @@ from qoff.kvcache import KVCache
 class ModuleCache(KVCache):
     """transformers' cache of a padded batch, whatever its layers hold: K and V, or states.
 
-    config: of the model, which says what the layers hold. Every pass adds columns, as many as its
-    longest sequence has new tokens; the others have padding before theirs.
+    config: of the model, which says what the layers hold. The first pass adds as many columns as
+    its longest sequence has tokens; the others have padding before theirs. There is none later:
+    masks of sliding windows, say, count columns.
     """
 
     def __init__(self, config: Any, sequences: int) -> None:
@@ -46,8 +47,9 @@ class ModuleCache(KVCache):
     def begin(self, ragged: Ragged) -> None:
         """Check that a pass can be read.
 
-        Raises OpError for one without some of the sequences, one after a pass that failed, and in
-        models with recurrent states one of several tokens after others.
+        Raises OpError for one without some of the sequences, one after a pass that failed, one
+        after others of a different number of tokens for each sequence, and in models with recurrent
+        states of several tokens.
         """
         if self._begun:
             raise OpError("a pass on this cache was not finished; make a new cache")
@@ -55,6 +57,12 @@ class ModuleCache(KVCache):
             raise OpError(
                 f"a pass through transformers' modules has all {self.sequences} sequences of its "
                 f"cache, in their order, not {[span.slot for span in ragged.spans]}"
+            )
+        counts = {span.count for span in ragged.spans}
+        if self.columns and len(counts) > 1:
+            raise OpError(
+                "transformers' modules take padding at the beginning only: after the first pass, "
+                f"give every sequence as many tokens, not {sorted(counts)}; or use a cache for each"
             )
         if self.columns and self.recurrent and not ragged.is_decode:
             raise OpError(
@@ -82,8 +90,8 @@ class ModuleCache(KVCache):
     def forget(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens of each sequence, or all it has.
 
-        Raises ArgumentError where states cannot go back: recurrent ones, sliding windows that have
-        moved on, and padding among the tokens.
+        Raises ArgumentError where states cannot go back: recurrent ones, and sliding windows that
+        have moved on.
         """
         left = [max(0, length - tokens) for length in self.lengths]
         if not any(left):
@@ -91,19 +99,14 @@ class ModuleCache(KVCache):
             self.real = self.real[:, :0]
             self.states = self._empty()
         elif tokens:
-            self._crop(tokens, left)
+            if not self.states.is_croppable:
+                raise ArgumentError(
+                    "this model has recurrent states or windows, which cannot go back to an "
+                    "earlier token; start with an empty cache"
+                )
+            self.states.crop(-tokens)
             self.real = self.real[:, :-tokens]
             self.lengths = left
-
-    def _crop(self, tokens: int, left: Sequence[int]) -> None:
-        if self.real[:, :-tokens].sum(1).tolist() != left:
-            raise ArgumentError("passes of different lengths cannot be forgotten one by one")
-        if not self.states.is_croppable:
-            raise ArgumentError(
-                "this model has recurrent states or windows, which cannot go back to an earlier "
-                "token; start with an empty cache"
-            )
-        self.states.crop(-tokens)
 
     def _empty(self) -> Any:
         from transformers import DynamicCache
