@@ -29,6 +29,7 @@ from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.ragged import Ragged
 from qoff.kvcache.packed import PackedCache
+from qoff.models.decoder import head_shapes
 from qoff.models.runtime import Batch, Runtime
 
 KV_HEADS = 8
@@ -127,7 +128,7 @@ def prose(checkpoint: Path, tokens: int, count: int) -> Tensor:
 
 def _prompt_cache(runtime: Runtime, sinks: int, ids: Tensor) -> PackedCache:
     """A cache that has read the prompts, int64 [texts, tokens]."""
-    shapes = runtime.decoder.head_shapes
+    shapes = head_shapes(runtime.spec)
     forms = [KVFormat(shape.head_dim) for shape in shapes]
     cache = PackedCache(shapes, forms, len(ids), window=64, sinks=sinks)
     ragged = Ragged.of([ids.shape[1]] * len(ids), [0] * len(ids))

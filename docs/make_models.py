@@ -1,4 +1,4 @@
-"""Write docs/models.md: the families that run natively, from their specs and tests.
+"""Write docs/models.md: the families that run natively, from their specs and tests, and the rest.
 
 `python -m docs.make_models` writes it; tests/test_docs.py checks that it is what would be written.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from qoff.models.convert import open_source
 from qoff.models.families import FAMILIES, SOURCES, converted
 from qoff.models.spec import DecoderSpec
+from tests.module_models import MODULES
 from tests.tiny_models import FAMILIES as TESTED
 from tests.tiny_models import save_model
 
@@ -22,9 +23,51 @@ _HEAD = """# Models
 Each family below is run by qoff's own decoder. It is tested with tiny random models: logits at
 prefill and at ten decode steps equal to transformers' on the dequantized weights, within float32
 rounding, for ragged batches and paddings (`tests/models/test_decoder.py`), one configuration for
-each entry of the last column. Weights of other architectures are refused with the list of these.
+each entry of the last column. Other architectures: see below.
 
 """
+_REST = """
+## Other architectures
+
+Safetensors models of any other architecture that transformers has a causal language model for are
+converted and run through transformers' own modules, with `qoff.load` and `qoff generate`: weights
+resident or streamed within the same budgets, logits those of transformers on the dequantized
+weights. What differs from the families above:
+
+- They run on the CPU only. The KV cache, or whatever states the model keeps, is transformers' own:
+  in float32, padded like the batch, not packed (`kv_bits` is refused), outside of the budget.
+- Quantized are the linear layers of decoder layers (also the transposed ones of GPT-2, and
+  Falcon's), experts in transformers' three-dimensional form, embedding and head; but not what the
+  group size does not divide. All else is stored as floats, computed with in float32, and streams
+  with its layer: convolutions, state matrices, norms, routers that are no linear layers, experts of
+  classes outside of transformers' interface for them. Weights outside of layers, embedding and
+  head (learned positions, final norms) stay in memory.
+- Padding is at the beginning: after the first pass every sequence gets as many tokens. Models with
+  recurrent states then read one token of each at a time, so a prompt cannot be gone on with, and
+  their cache cannot be cropped.
+- `qoff.LLM` and `qoff batch` refuse them, and so do GGUF files.
+
+Tested with tiny random models (`tests/models/test_modules.py`, `tests/hf/test_modules.py`): logits
+at prefill with left padding and at four decode steps, resident, within the least budget and with
+all matrices in tiles, and passes that take turns at every layer:
+
+"""
+_REFUSED = """
+Refused, each with a message: encoder-decoder models and encoders; models that keep what they
+remember within their modules (RecurrentGemma) or in a cache of their own (RWKV, xLSTM, MiniMax 01);
+models whose layers share weights (Zamba 2); a `model_type` that transformers does not know, unless
+the model's own code is trusted with `trust_remote_code=True`.
+"""
+_TRAITS = {
+    "stablelm": "StableLM: LayerNorm, part of each head rotated",
+    "bloom": "BLOOM: ALiBi, a norm after the embedding, tied embeddings",
+    "deepseek_v3": "DeepSeek V3: latent attention, groups of experts, a shared expert",
+    "jamba": "Jamba: Mamba and attention in turn, experts",
+    "gpt2": "GPT-2: transposed linear layers, learned positions",
+    "cohere2": "Command R7B: attention and MLP side by side, sliding windows, scaled logits",
+    "falcon_h1": "Falcon H1: Mamba 2 and attention side by side",
+    "mamba2": "Mamba 2: no attention",
+}
 
 
 def table() -> str:
@@ -39,7 +82,9 @@ def table() -> str:
         if name in SOURCES:
             traits = {"those of `gemma3_text`, which it becomes": None}
         rows.append((f"`{name}`", family.models, "; ".join(traits), ", ".join(tested)))
-    return _HEAD + "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    native = "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    others = "".join(f"- `{name}`: {_TRAITS[name]}\n" for name in MODULES)
+    return _HEAD + native + _REST + others + _REFUSED
 
 
 def _spec(family: str) -> DecoderSpec:

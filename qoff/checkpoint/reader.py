@@ -113,10 +113,10 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG_FILE}: checkpoint version {quantization.get('version')!r}; this "
             f"qoff reads version {FORMAT_VERSION}: use a newer qoff or convert the model again"
         )
-    if quantization.get("layout", "layers") != "layers":
+    if quantization.get("layout") == "state_dict":
         raise FormatError(
-            f"{folder / CONFIG_FILE}: layout is {quantization['layout']!r}, not 'layers'; load it "
-            "with AutoModelForCausalLM of transformers, or convert the original model"
+            f"{folder / CONFIG_FILE}: layout is 'state_dict'; load it with AutoModelForCausalLM of "
+            "transformers, or convert the original model"
         )
     return config
 

@@ -24,7 +24,7 @@ from qoff.memory.copies import Copies
 from qoff.memory.spill import SpillFile
 from qoff.memory.tiers import TierArenas
 from qoff.memory.timeline import Timeline
-from qoff.models.decoder import head_shapes
+from qoff.models.decoder import Decoder, head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
@@ -103,7 +103,9 @@ class Machine(ABC):
                 blocks[DISK],
                 dtype,
             )
-        self.scratch = self.runtime.decoder.new_scratch(tokens)
+        decoder = self.runtime.decoder
+        assert isinstance(decoder, Decoder)  # others are refused before
+        self.scratch = decoder.new_scratch(tokens)
 
     @abstractmethod
     def new_cache(self) -> SlotCache:

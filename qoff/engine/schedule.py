@@ -14,7 +14,7 @@ from qoff.memory.activations import ParkedActivations
 from qoff.memory.timeline import Timeline
 from qoff.memory.units import unit_label
 from qoff.models.batch import Batch
-from qoff.models.decoder import Decoder
+from qoff.models.runtime import AnyDecoder
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Schedule:
     """
 
     def __init__(
-        self, decoder: Decoder, store: WeightStore, order: str, timeline: Timeline | None = None
+        self, decoder: AnyDecoder, store: WeightStore, order: str, timeline: Timeline | None = None
     ) -> None:
         self._decoder = decoder
         self._store = store

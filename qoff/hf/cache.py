@@ -49,7 +49,7 @@ class KVCache(Cache):
             raise OpError(f"qoff.KVCache is for a model of qoff.load, not a {type(model).__name__}")
         if batch_size < 1:
             raise OpError(f"a cache is for at least one sequence, not {batch_size}")
-        self.shapes = runtime.decoder.head_shapes
+        self.shapes: tuple[object, ...] = runtime.decoder.head_shapes
         if kv_bits is ...:
             self.tokens = runtime.new_cache(batch_size)
         else:
@@ -104,7 +104,7 @@ class KVCache(Cache):
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         raise OpError("a qoff cache is filled by qoff models only, not by transformers' modules")
 
-    def prepare(self, shapes: Sequence[HeadShape], batch_size: int) -> None:
+    def prepare(self, shapes: Sequence[object], batch_size: int) -> None:
         """Raise OpError unless this batch of a model can be read into the cache."""
         if tuple(shapes) != self.shapes:
             raise OpError(
@@ -161,8 +161,10 @@ class KVCache(Cache):
         self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
 
-def _described(shapes: Sequence[HeadShape]) -> str:
+def _described(shapes: Sequence[object]) -> str:
     first = shapes[0]
+    if not isinstance(first, HeadShape):
+        return f"{len(shapes)} layers of {first}"
     return (
         f"{len(shapes)} layers with {first.heads} heads and {first.kv_heads} KV heads of size "
         f"{first.head_dim}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qoff.errors import QoffError
 from qoff.models.families import converted
+from qoff.models.modules.configs import check_config, is_native
 from qoff.models.spec import DecoderSpec
 from qoff.quant import read_scheme
 
@@ -14,7 +15,7 @@ _FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _NOT_FILES = ["*/*", "consolidated*"]  # the same weights once more, in other formats
 
 
-def download_config(hub_id: str, revision: str | None) -> Path:
+def download_config(hub_id: str, revision: str | None, trust_remote_code: bool = False) -> Path:
     """Return the path of a model's config.json, downloaded if it is not in the hub's cache.
 
     Raises UnsupportedModelError for a model that could not be converted, before its weights are
@@ -27,7 +28,10 @@ def download_config(hub_id: str, revision: str | None) -> Path:
         raise QoffError(
             f"{hub_id}: has no readable config.json; is it a language model?"
         ) from error
-    DecoderSpec.from_config(converted(config, lambda name: False)[0])
+    if is_native(config):
+        DecoderSpec.from_config(converted(config, lambda name: False)[0])
+    else:
+        check_config(config, trust_remote_code)
     quantization = config.get("quantization_config")
     if quantization and not is_own(quantization):
         read_scheme(quantization, f"{hub_id}: config.json: quantization_config.")
@@ -39,12 +43,14 @@ def is_own(quantization: object) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == "qoff"
 
 
-def download(hub_id: str, revision: str | None) -> Path:
+def download(hub_id: str, revision: str | None, trust_remote_code: bool = False) -> Path:
     """Return the directory of a model's files, downloaded if they are not in the hub's cache.
+
+    Its code is among them only with `trust_remote_code`.
 
     Raises QoffError saying what to do: no such model, a gated one, no network, no space.
     """
-    return _fetch(hub_id, revision, _FILES)
+    return _fetch(hub_id, revision, [*_FILES, *(["*.py"] if trust_remote_code else [])])
 
 
 def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:

@@ -17,6 +17,7 @@ from qoff.errors import ArgumentError, ConversionError, FormatError
 from qoff.kvcache.quant import KVBits, KVQuant
 from qoff.memory.timeline import Timeline
 from qoff.models.convert import convert
+from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 from qoff.settings import cache_directory
@@ -44,6 +45,7 @@ def load(
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     timeline: Timeline | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[QoffForCausalLM, PreTrainedTokenizerBase]:
     """Load a model that generates like a transformers model, and its tokenizer.
 
@@ -58,7 +60,9 @@ def load(
     3; the newest `kv_window` tokens stay in float32. None: all stay so. A KVQuant says all that.
     attention_top: the part of a sequence's packed blocks that each new token attends to, chosen by
     their bounds on its scores; below 1 it is faster in long contexts, at some loss. timeline: notes
-    every move and computation.
+    every move and computation. Architectures that qoff has no decoder for run through transformers'
+    modules, on the CPU, with a cache that is not packed; trust_remote_code lets code run that comes
+    with a model transformers does not have.
     Raises ArgumentError, BudgetError, FormatError, ChecksumError, UnsupportedModelError,
     ConversionError, or OpError for a head size whose cache cannot be packed.
     """
@@ -75,6 +79,7 @@ def load(
         revision=revision,
         progress=progress,
         for_cpu=device == "cpu",
+        trust_remote_code=trust_remote_code,
     )
     runtime = Runtime(
         checkpoint,
@@ -85,6 +90,7 @@ def load(
         activation_bits=activation_bits,
         kv=kv,
         timeline=timeline,
+        trust_remote_code=trust_remote_code,
     )
     try:
         return _model(runtime, checkpoint), load_tokenizer(checkpoint)
@@ -101,6 +107,7 @@ def find_checkpoint(
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     for_cpu: bool = True,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Return the qoff checkpoint for a path or hub id, converting into the cache if there is none.
 
@@ -120,30 +127,37 @@ def find_checkpoint(
         source = partial(Path, path)
     else:
         hub_id = str(path_or_hub_id)
-        config = download_config(hub_id, revision)
+        config = download_config(hub_id, revision, trust_remote_code)
         if is_checkpoint(config.parent):
-            return download(hub_id, revision)
+            return download(hub_id, revision, trust_remote_code)
         commit = config.parent.name  # of the hub's own cache
         target = folder / f"{hub_id.replace('/', '--')}-{_digest([commit], quant)}{suffix}"
-        source = partial(download, hub_id, revision)
+        source = partial(download, hub_id, revision, trust_remote_code)
     if not is_checkpoint(target):
         try:
-            convert(source(), target, quant=quant, for_cpu=for_cpu, progress=progress)
+            convert(
+                source(),
+                target,
+                quant=quant,
+                for_cpu=for_cpu,
+                progress=progress,
+                trust_remote_code=trust_remote_code,
+            )
         except ConversionError:
             if not is_checkpoint(target):  # it is one when another process was faster
                 raise
     return target
 
 
-def local_source(path_or_hub_id: str | PathLike[str]) -> Path:
+def local_source(path_or_hub_id: str | PathLike[str], trust_remote_code: bool = False) -> Path:
     """Return the path itself where it exists, else the files of that model on the hub, downloaded.
 
     Raises QoffError when there is neither, UnsupportedModelError before weights are downloaded.
     """
     if exists(path_or_hub_id):
         return Path(path_or_hub_id)
-    download_config(str(path_or_hub_id), None)
-    return download(str(path_or_hub_id), None)
+    download_config(str(path_or_hub_id), None, trust_remote_code)
+    return download(str(path_or_hub_id), None, trust_remote_code)
 
 
 def exists(path: str | PathLike[str]) -> bool:
@@ -187,8 +201,11 @@ def load_tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
 
 
 def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:
-    values = {k: v for k, v in runtime.checkpoint.config.items() if k != "quantization_config"}
-    config = AutoConfig.for_model(**values)
+    if isinstance(runtime.decoder, ModuleDecoder):
+        config = runtime.decoder.config
+    else:
+        keys = runtime.checkpoint.config.items()
+        config = AutoConfig.for_model(**{k: v for k, v in keys if k != "quantization_config"})
     generation = None
     if (checkpoint / "generation_config.json").exists():
         generation = GenerationConfig.from_pretrained(checkpoint)

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qoff.errors import OpError, QoffError
+from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Batch, Runtime, RuntimeStats
 
 from .cache import KVCache
@@ -185,6 +186,8 @@ _HARMLESS = {"cache_position", "num_items_in_batch", "tokenizer"}
 def build(runtime: Runtime, config: PretrainedConfig, generation: GenerationConfig | None) -> Any:
     """Return the model for an opened checkpoint; `generation` replaces the config's defaults."""
     model = QoffForCausalLM(config, runtime)
+    if isinstance(runtime.decoder, ModuleDecoder):
+        model._is_stateful = runtime.decoder.model._is_stateful  # states that cannot go back
     if generation is not None:
         model.generation_config = generation
     return model.eval()

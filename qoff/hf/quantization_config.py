@@ -11,7 +11,8 @@ from qoff.checkpoint.layout import FORMAT_VERSION, QUANT_METHOD
 from qoff.errors import FormatError, QuantizationError
 from qoff.quant import QuantConfig
 
-LAYERS, MODULES = "layers", "modules"  # a qoff checkpoint; what save_pretrained writes otherwise
+# A qoff checkpoint; what save_pretrained writes otherwise.
+LAYERS, STATE_DICT = "layers", "state_dict"
 IMPORTED = "imported"  # the "solver" of codes that come from a GGUF file
 
 
@@ -23,7 +24,7 @@ class QoffConfig(QuantizationConfigMixin):
     bits, group_size, solver: as in `qoff.QuantConfig`; head_bits: of embeddings and the head.
     modules_to_not_convert: names of modules, or ends of them, that stay as they are.
     layout: where the codes of a checkpoint are, "layers" (a file a layer, rows fused; what
-    `qoff convert` writes) or "modules" (under the names of transformers' modules).
+    `qoff convert` writes) or "state_dict" (under the names of transformers' modules).
     Raises QuantizationError naming the key of a value that is not supported, FormatError for a
     checkpoint of another version.
     """
@@ -51,8 +52,11 @@ class QoffConfig(QuantizationConfigMixin):
             raise QuantizationError(
                 f"quantization_config: {min(unknown)} is unknown; leave it out, or use a newer qoff"
             )
-        if layout not in (LAYERS, MODULES):
-            raise QuantizationError(f"layout {layout!r} is not supported; use {LAYERS}, {MODULES}")
+        if layout not in (LAYERS, STATE_DICT):
+            raise QuantizationError(
+                f"layout {layout!r} is none that from_pretrained reads ({LAYERS}, {STATE_DICT}); "
+                "load it with qoff.load"
+            )
         found = modules_to_not_convert
         if found is not None and not (
             isinstance(found, list | tuple) and all(isinstance(x, str) for x in found)

@@ -20,7 +20,7 @@ from qoff.kernels.qtensor import QTensor
 from qoff.models.spec import DecoderSpec
 
 from .install import packed_modules
-from .quantization_config import LAYERS, MODULES, QoffConfig
+from .quantization_config import LAYERS, STATE_DICT, QoffConfig
 from .stored import Stored, stored_weights
 
 _OTHER_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -48,7 +48,7 @@ def save_pretrained(
     if adapters:
         type(self).save_pretrained(self, save_directory, is_main_process=is_main_process, **options)
     elif units is None:
-        config.layout = MODULES
+        config.layout = STATE_DICT
         type(self).save_pretrained(self, save_directory, is_main_process=is_main_process, **options)
     elif is_main_process:
         config.layout = LAYERS

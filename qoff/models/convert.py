@@ -23,8 +23,10 @@ from qoff.quant import QTensor, QuantConfig, TensorInfo, quantize, widened
 from qoff.quant.rows import reordered
 
 from .families import converted
+from .modules.configs import is_native
+from .modules.conversion import convert_modules
 from .names import ROW_BLOCK, Part, Weight, layer_prefix, layer_weights, outer_weights
-from .sources import Source, open_source
+from .sources import SafetensorsSource, Source, open_source
 from .spec import DecoderSpec
 from .tensor_names import TensorNames
 from .uniform import with_uniform_experts
@@ -42,6 +44,7 @@ def convert(
     requantize: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Convert a model directory with safetensors, or a GGUF file, to a checkpoint directory `out`.
 
@@ -50,12 +53,28 @@ def convert(
     this needs `requantize`, which quantizes their values anew. Besides a constant, memory holds one
     layer, or the outer weights, as written.
 
+    A directory of an architecture without a spec is converted for transformers' own modules
+    (`modules.conversion`); memory then holds one layer, or the outer weights, in float32. Code that
+    comes with a model is run, and kept with the checkpoint, only with `trust_remote_code`.
+
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
     ConversionError when writing fails; then nothing is left at `out`.
     """
     source = open_source(source_path)
-    job = _Job(source, _resolved(quant or QuantConfig(), for_cpu), requantize)
-    config, names = converted(source.config(), lambda name: source.info(name) is not None)
+    resolved = _resolved(quant or QuantConfig(), for_cpu)
+    config = source.config()
+    if isinstance(source, SafetensorsSource) and not is_native(config):
+        return convert_modules(
+            source,
+            config,
+            out,
+            resolved,
+            overwrite=overwrite,
+            progress=progress,
+            trust_remote_code=trust_remote_code,
+        )
+    job = _Job(source, resolved, requantize)
+    config, names = converted(config, lambda name: source.info(name) is not None)
     spec = DecoderSpec.from_config(config)
     if spec.tie_word_embeddings and _has_other_head(source, spec, names):
         spec = replace(spec, tie_word_embeddings=False)

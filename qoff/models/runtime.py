@@ -8,13 +8,13 @@ import weakref
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.kernels.ops import Ops, ops_for
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
@@ -25,7 +25,10 @@ from . import names
 from .batch import Batch
 from .decoder import HEAD, UNPACKED_ON_GPU, Decoder
 from .graphs import Replays
+from .modules.decoder import ModuleDecoder, is_modules
 from .spec import DecoderSpec
+
+AnyDecoder: TypeAlias = Decoder | ModuleDecoder
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ class Runtime:
     outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
     and V are of `dtype`, float16 or bfloat16, and the checkpoint is of packing half32. cuda_graphs:
     layers at decode are replayed as CUDA graphs (experimental). ops: others than the device's, for
-    tests. One forward pass runs at a time; others wait their turn. Raises BudgetError when the
-    budget is too small, OpError for a device that is not there, and the errors of
-    `Checkpoint.open`.
+    tests. trust_remote_code: run code that came with a model transformers does not have. One
+    forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is too
+    small, OpError for a device that is not there, and the errors of `Checkpoint.open`.
     """
 
     def __init__(
@@ -73,26 +76,38 @@ class Runtime:
         dtype: torch.dtype = torch.float16,
         cuda_graphs: bool = False,
         ops: Ops | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if activation_bits not in (8, 16):
             raise ArgumentError(f"activation_bits is 8 or 16, not {activation_bits}")
         self.checkpoint = Checkpoint.open(path)
-        self.spec = DecoderSpec.from_config(self.checkpoint.config)
-        if kv is not None:
-            # Refuses what could not be packed later.
-            kv.forms([self.spec.head_dim] * self.spec.num_layers)
         where = device_of(device)
         ops = ops or ops_for(where)
-        if ops.CACHE == "device":
-            _check_gpu(kv, dtype)
-        else:
+        if ops.CACHE != "device":
             dtype = torch.float32
+        self.decoder: AnyDecoder
+        workspace = 0
+        if is_modules(self.checkpoint):
+            self.decoder = ModuleDecoder(self.checkpoint, ops, activation_bits, trust_remote_code)
+            self.decoder.new_cache(1, kv=kv)  # refuses `kv`
+            self.decoder.embed_with(self._embed)
+            workspace = self.decoder.outer_bytes
+        else:
+            spec = DecoderSpec.from_config(self.checkpoint.config)
+            if kv is not None:
+                # Refuses what could not be packed later.
+                kv.forms([spec.head_dim] * spec.num_layers)
+            if ops.CACHE == "device":
+                _check_gpu(kv, dtype)
+            replays = Replays() if cuda_graphs and where.type == "cuda" else None
+            self.decoder = Decoder(spec, ops, self._embed, activation_bits, where, dtype, replays)
         transfers = transfers or _transfers_to(where)
         try:
             residency = plan_residency(
                 self.checkpoint,
                 device_memory,
                 slots,
+                workspace,
                 packing=ops.PACKING,
                 host_memory=host_memory,
                 host_staging=0 if transfers is None else transfers.host_staging,
@@ -110,8 +125,6 @@ class Runtime:
             poison=poison,
             timeline=timeline,
         )
-        replays = Replays() if cuda_graphs and where.type == "cuda" else None
-        self.decoder = Decoder(self.spec, ops, self._embed, activation_bits, where, dtype, replays)
         self._kv = kv
         self._timeline = timeline
         self._turn = threading.Lock()
@@ -139,6 +152,16 @@ class Runtime:
     def new_cache(self, sequences: int, capacity: int = 0) -> KVCache:
         """Return an empty KV cache for this model."""
         return self.decoder.new_cache(sequences, capacity, self._kv)
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """What the native decoder runs. Raises UnsupportedModelError for another one."""
+        if not isinstance(self.decoder, Decoder):
+            raise UnsupportedModelError(
+                f"{self.checkpoint.path}: runs through transformers' modules, not qoff's own "
+                "decoder, which this needs"
+            )
+        return self.decoder.spec
 
     def stats(self) -> RuntimeStats:
         """Return the counters as they are now."""
@@ -198,4 +221,4 @@ def _check_gpu(kv: KVQuant | None, dtype: torch.dtype) -> None:
         raise ArgumentError("this GPU cannot multiply bfloat16; use dtype=torch.float16")
 
 
-__all__ = ["HEAD", "Batch", "Runtime", "RuntimeStats"]
+__all__ = ["HEAD", "AnyDecoder", "Batch", "Runtime", "RuntimeStats"]

@@ -150,6 +150,18 @@ class SafetensorsSource:
     def item(self, name: str, index: int) -> Tensor:
         return self.read(name, index, index + 1)[0]
 
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._tensors)
+
+    def whole(self, name: str) -> Tensor:
+        """Read a tensor of floats, of any number of dimensions."""
+        stored = self._tensors[name]
+        data = torch.empty(math.prod(stored.shape) * stored.dtype.itemsize, dtype=torch.uint8)
+        with stored.path.open("rb", buffering=0) as file:
+            _read_at(file.fileno(), stored.offset, data, stored.path)
+        return data.view(stored.dtype).view(stored.shape)
+
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Return dtype and shape of a tensor, None if there is none of this name."""
         stored = self._tensors.get(name)

@@ -153,7 +153,7 @@ def test_modules_that_stay_as_they_are(base: Path, tmp_path: Path, kept: list[st
     again = load(tmp_path)
     assert torch.equal(logits(again), logits(model))
     assert again.config.quantization_config.modules_to_not_convert == kept
-    with pytest.raises(FormatError, match=r"layout is 'modules'.*AutoModelForCausalLM"):
+    with pytest.raises(FormatError, match=r"layout is 'state_dict'.*AutoModelForCausalLM"):
         qoff.load(tmp_path)
 
 
@@ -287,7 +287,7 @@ def test_experts_are_refused(base: Path, family: str) -> None:
         ({"group_size": 48}, "group_size 48 is not"),
         ({"solver": "magic"}, "solver 'magic' is not"),
         ({"packing": "loose"}, "packing 'loose' is not"),
-        ({"layout": "heap"}, "layout 'heap' is not"),
+        ({"layout": "heap"}, "layout 'heap' is none"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert 'lm_head' is not"),
         ({"colour": 1}, "colour is unknown"),
         ({"version": 2}, "version is 2; this qoff reads version 1"),

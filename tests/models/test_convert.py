@@ -268,7 +268,7 @@ def _edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model_type": "mamba"}, UnsupportedModelError, r"model_type is 'mamba'"),
+        ({"model_type": "t5"}, UnsupportedModelError, r"model_type is 't5'"),
         ({"hidden_act": "relu6"}, UnsupportedModelError, r"hidden_act is 'relu6'"),
         (
             {"quantization_config": {"quant_method": "fp8"}},

@@ -45,9 +45,10 @@ def full_config(config: Mapping[str, Any]) -> Any:
     Raises UnsupportedModelError for values that it refuses.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     keys = {k: deepcopy(v) for k, v in config.items() if k != "quantization_config"}
+    keys = PreTrainedConfig._decode_special_floats(keys)  # infinity is not JSON
     if not keys.get("num_attention_heads", 1):  # transformers divides by it before checking it
         raise unsupported("num_attention_heads", 0, "a whole number above 0")
     try:

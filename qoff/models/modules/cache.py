@@ -1,0 +1,129 @@
+"""What a model of transformers' modules remembers: its own cache, and which columns are tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from qoff.errors import ArgumentError, OpError
+from qoff.kernels.ragged import Ragged
+from qoff.kvcache import KVCache
+
+
+class ModuleCache(KVCache):
+    """transformers' cache of a padded batch, whatever its layers hold: K and V, or states.
+
+    config: of the model, which says what the layers hold. The first pass adds as many columns as
+    its longest sequence has tokens; the others have padding before theirs. There is none later:
+    masks of sliding windows, say, count columns.
+    """
+
+    def __init__(self, config: Any, sequences: int) -> None:
+        self._config = config
+        self.lengths = [0] * sequences
+        self._begun = False
+        self.real = torch.zeros(sequences, 0, dtype=torch.bool)  # [sequences, columns]
+        self.states = self._empty()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for layer in self.states.layers for x in _tensors(vars(layer)))
+
+    @property
+    def columns(self) -> int:
+        """Columns that have been read, padding included."""
+        return self.real.shape[1]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any layer holds states that sum up the tokens, and not each of them."""
+        from transformers.cache_utils import LinearAttentionCacheLayerMixin as States
+
+        return any(isinstance(layer, States) for layer in self.states.layers)
+
+    def begin(self, ragged: Ragged) -> None:
+        """Check that a pass can be read.
+
+        Raises OpError for one without some of the sequences, one after a pass that failed, one
+        after others of a different number of tokens for each sequence, and in models with recurrent
+        states of several tokens.
+        """
+        if self._begun:
+            raise OpError("a pass on this cache was not finished; make a new cache")
+        if [span.slot for span in ragged.spans] != list(range(self.sequences)):
+            raise OpError(
+                f"a pass through transformers' modules has all {self.sequences} sequences of its "
+                f"cache, in their order, not {[span.slot for span in ragged.spans]}"
+            )
+        counts = {span.count for span in ragged.spans}
+        if self.columns and len(counts) > 1:
+            raise OpError(
+                "transformers' modules take padding at the beginning only: after the first pass, "
+                f"give every sequence as many tokens, not {sorted(counts)}; or use a cache for each"
+            )
+        if self.columns and self.recurrent and not ragged.is_decode:
+            raise OpError(
+                "this model has recurrent states: after the first pass it reads one token of each "
+                "sequence at a time; give the whole prompt at once, to an empty cache"
+            )
+        self._begun = True
+
+    def end(self, ragged: Ragged) -> None:
+        super().end(ragged)
+        self.real = torch.cat([self.real, new_columns(ragged)], 1)
+        self._begun = False
+
+    def open(self, layer: int) -> NoReturn:
+        """Refuse: only transformers' modules read this cache. Raises OpError."""
+        raise OpError("a cache of transformers' modules has no layers that qoff's ops could read")
+
+    def select(self, sequences: Sequence[int]) -> None:
+        rows = list(sequences)
+        if self.columns:
+            self.states.reorder_cache(torch.tensor(rows))
+        self.real = self.real[rows]
+        self.lengths = [self.lengths[i] for i in rows]
+
+    def forget(self, tokens: int) -> None:
+        """Forget the newest `tokens` tokens of each sequence, or all it has.
+
+        Raises ArgumentError where states cannot go back: recurrent ones, and sliding windows that
+        have moved on.
+        """
+        left = [max(0, length - tokens) for length in self.lengths]
+        if not any(left):
+            self.lengths = left
+            self.real = self.real[:, :0]
+            self.states = self._empty()
+        elif tokens:
+            if not self.states.is_croppable:
+                raise ArgumentError(
+                    "this model has recurrent states or windows, which cannot go back to an "
+                    "earlier token; start with an empty cache"
+                )
+            self.states.crop(-tokens)
+            self.real = self.real[:, :-tokens]
+            self.lengths = left
+
+    def _empty(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._config)
+
+
+def new_columns(ragged: Ragged) -> Tensor:
+    """The columns of a pass, bool [sequences, longest count]: true where there is a token."""
+    counts = torch.tensor([span.count for span in ragged.spans])[:, None]
+    width = int(counts.max())
+    return torch.arange(width) >= width - counts
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)

@@ -1,0 +1,109 @@
+"""Which models run through transformers' modules, and transformers' model of a `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qoff.errors import UnsupportedModelError
+from qoff.models.families import FAMILIES, SOURCES
+from qoff.models.families.family import full_config
+
+DTYPE = torch.float32  # of activations and of weights that are not quantized, while they are used
+LAYOUT = "modules"  # of a checkpoint, in its quantization_config
+_WANTED = "qoff runs models that continue text, like Llama and Qwen"
+REMOTE_CODE = "auto_map"  # of a config: names code that comes with the model
+
+
+def is_native(config: Mapping[str, Any]) -> bool:
+    """Whether qoff's own decoder runs models of this `config.json`."""
+    return str(config.get("model_type")) in {*FAMILIES, *SOURCES}
+
+
+def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> None:
+    """Raise UnsupportedModelError unless transformers has a causal language model for a config.
+
+    For code that comes with the model, `trust_remote_code` is enough.
+    """
+    from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    kind = str(config.get("model_type"))
+    known = None
+    if kind in CONFIG_MAPPING:  # it is lazy: `get` finds nothing
+        known = CONFIG_MAPPING[kind]
+    if known is None and trust_remote_code and REMOTE_CODE in config:
+        return
+    if _says(config, known, "is_encoder_decoder"):
+        raise _refusal(kind, f"an encoder-decoder model; {_WANTED}")
+    if known is None and REMOTE_CODE in config:
+        raise _refusal(
+            kind,
+            f"which transformers {__version__} does not have; the model comes with code of its "
+            f"own ({REMOTE_CODE}), which is not run unless you say so: read it, then pass "
+            "trust_remote_code=True",
+        )
+    if known is None:
+        raise _refusal(
+            kind,
+            f"which neither qoff nor transformers {__version__} knows; check the file, or use a "
+            "newer transformers",
+        )
+    encodes = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not _says(config, known, "is_decoder")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (encodes and hasattr(known, "is_decoder")):
+        raise _refusal(kind, f"of which transformers {__version__} has no decoder; {_WANTED}")
+
+
+def read_config(config: Mapping[str, Any], folder: Path, trust_remote_code: bool = False) -> Any:
+    """transformers' config object of a `config.json`; that of `folder` where its code is.
+
+    Raises UnsupportedModelError as `check_config` does, and for values that are refused.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    check_config(config, trust_remote_code)
+    if config["model_type"] in CONFIG_MAPPING:
+        # transformers' own code goes before that of the model.
+        full = full_config({k: v for k, v in config.items() if k != REMOTE_CODE})
+    else:
+        full = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        full.__dict__.pop("quantization_config", None)
+        full.tie_word_embeddings = config.get("tie_word_embeddings", full.tie_word_embeddings)
+    if full.is_encoder_decoder:
+        raise _refusal(config["model_type"], f"an encoder-decoder model; {_WANTED}")
+    return full
+
+
+def build(config: Any, trust_remote_code: bool = False) -> Any:
+    """transformers' model of a config object, in float32 on the meta device, for inference.
+
+    Raises UnsupportedModelError with the reason why transformers cannot build it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=DTYPE, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # the code of any model
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise _refusal(
+            config.model_type, f"but transformers cannot build it ({reason}); check the file"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def _says(config: Mapping[str, Any], known: type | None, switch: str) -> bool:
+    """What a `config.json` says of a switch; by default what its class in transformers does."""
+    return bool(config.get(switch, getattr(known, switch, False)))
+
+
+def _refusal(kind: object, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"config.json: model_type is {kind!r}, {reason}")

@@ -1,0 +1,198 @@
+"""A model of transformers' modules, with the interface of the native decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
+from qoff.errors import ArgumentError, FormatError, OpError
+from qoff.kernels.ops import Ops
+from qoff.kvcache import KVQuant
+from qoff.models.batch import Batch
+from qoff.models.linear import Steps
+from qoff.models.tensor_names import EMBEDDING, HEAD
+
+from .cache import ModuleCache, new_columns
+from .configs import DTYPE, LAYOUT, build, read_config
+from .lending import Lender, lend_embedding
+from .linear import Head, Multiply
+from .passes import ModulePass, current
+from .quantizable import matrices_of
+from .structure import CACHE_ARGUMENTS, Structure, buffers_from_config
+
+
+def is_modules(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is for transformers' modules. Raises FormatError for another layout."""
+    layout = checkpoint.config["quantization_config"].get("layout")
+    if layout not in (None, "layers", LAYOUT):
+        raise FormatError(
+            f"{checkpoint.path}: this qoff reads no layout {layout!r}; use a newer qoff"
+        )
+    return bool(layout == LAYOUT)
+
+
+@dataclass(frozen=True)
+class ModuleLayer:
+    """A layer as caches know it: those of equal models are interchangeable."""
+
+    model_type: str
+    config: str  # as JSON
+
+    def __str__(self) -> str:
+        return f"transformers' {self.model_type}"
+
+
+class ModuleDecoder:
+    """Runs a checkpoint of layout "modules" on weights that it is handed step by step.
+
+    Layers hold weights only while they are computed; what lies outside of layers, embedding and
+    head is read at once, `outer_bytes` of it, and stays. Raises UnsupportedModelError for a config
+    that transformers has no model for, FormatError where the checkpoint is another model's.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, ops: Ops, activation_bits: int, trust_remote_code: bool
+    ) -> None:
+        if ops.CACHE != "host":
+            raise ArgumentError(
+                "models without a spec run through transformers' modules, and those on the CPU "
+                "only; use device='cpu'"
+            )
+        config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+        self.config = read_config(config, checkpoint.path, trust_remote_code)
+        self.model = build(deepcopy(self.config), trust_remote_code)
+        structure = Structure.of(self.model)
+        _check_layers(checkpoint, structure)
+        buffers_from_config(self.model)
+        self.outer_bytes = _read_outer(checkpoint, structure)
+        text = self.model.config.get_text_config(decoder=True)
+        self._text_config = text
+        described = ModuleLayer(str(config["model_type"]), text.to_json_string())
+        self.head_shapes = (described,) * len(structure.layers)
+        self._parameters = set(signature(self.model.forward).parameters)
+        self._install(checkpoint, structure, ops, activation_bits)
+
+    def embed_with(self, embed: Callable[[Tensor], Tensor]) -> None:
+        """Look up rows of the embedding by `embed`, from ids int64 [U] to float [U, K]."""
+        lend_embedding(self.model.get_input_embeddings(), embed)
+
+    def new_cache(
+        self, sequences: int, capacity: int = 0, kv: KVQuant | None = None
+    ) -> ModuleCache:
+        """An empty cache of transformers' own; it grows. Raises ArgumentError for a packed one."""
+        if kv is not None:
+            raise ArgumentError(
+                f"the KV cache of {self.head_shapes[0].model_type} is transformers' own, which is "
+                "not packed; leave kv_bits out"
+            )
+        return ModuleCache(self._text_config, sequences)
+
+    def steps(self, batch: Batch) -> Steps:
+        """One forward pass, as a generator over its units, like `Decoder.steps`.
+
+        Hidden states stay where they are between its steps. Raises OpError for another cache than
+        `new_cache` makes, and as `ModuleCache.begin` does.
+        """
+        cache = batch.cache
+        if not isinstance(cache, ModuleCache):
+            raise OpError(f"this model needs a cache of its own, not a {type(cache).__name__}")
+        cache.begin(batch.ragged)
+        new = new_columns(batch.ragged)
+        places = new.nonzero()[batch.logit_rows].T
+        work = ModulePass(lambda: self._forward(batch.tokens, new, cache), places)
+        logits = yield from work.steps()
+        cache.end(batch.ragged)
+        return logits
+
+    def _forward(self, tokens: Tensor, new: Tensor, cache: ModuleCache) -> Tensor:
+        """Logits float32 [R, vocab_size] of a batch padded as `new`, bool [B, T], says."""
+        ids = torch.zeros(new.shape, dtype=torch.int64)
+        ids[new] = tokens
+        real = torch.cat([cache.real, new], 1).long()
+        positions = (real.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+        offered: dict[str, Any] = {"attention_mask": real, "position_ids": positions}
+        offered |= dict.fromkeys(CACHE_ARGUMENTS, cache.states)
+        known = {name: value for name, value in offered.items() if name in self._parameters}
+        output = self.model(input_ids=ids, use_cache=True, return_dict=True, **known)
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+    def _install(
+        self, checkpoint: Checkpoint, structure: Structure, ops: Ops, activation_bits: int
+    ) -> None:
+        """Replace what computes with quantized weights, and let layers wait for theirs."""
+        multiply = Multiply(ops, activation_bits)
+        for i, file in enumerate(checkpoint.layers):
+            quantized = {n for n, entry in file.weights.items() if isinstance(entry, QuantEntry)}
+            # Whether a group divides the columns is in the file; any does here.
+            matrices = {p.name: matrices_of(p, 1) for p in structure.layer(i)}
+            lender = Lender(structure, i, quantized, matrices, multiply)
+            _wait_for_weights(structure.layers[i], lender)
+        head = Head(structure.outputs, Multiply(ops))
+        self.model.set_output_embeddings(head)
+
+
+def _wait_for_weights(layer: nn.Module, lender: Lender) -> None:
+    """Let a layer ask for its weights before it runs, and give them back after it."""
+    own = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        run = current()
+        weights = run.fetch(lender.index)
+        lender.lend(weights)
+        run.resumed = lambda: lender.lend(weights)  # another pass may have given them back
+        try:
+            return own(*args, **kwargs)
+        finally:
+            run.resumed = None
+            lender.take_back()
+
+    layer.forward = forward
+
+
+def _check_layers(checkpoint: Checkpoint, structure: Structure) -> None:
+    """Raise FormatError unless the files hold what the model's layers have."""
+    if len(checkpoint.layers) != len(structure.layers):
+        raise FormatError(
+            f"{checkpoint.path}: has files of {len(checkpoint.layers)} layers, but its config.json "
+            f"asks for {len(structure.layers)}; convert the model again"
+        )
+    for i, file in enumerate(checkpoint.layers):
+        for place in structure.layer(i):
+            stored = {place.name, *(m.name for m in matrices_of(place, 1))}
+            if not stored & set(file.weights):
+                raise FormatError(
+                    f"{file.path}: has no {place.name}, which config.json asks for; convert the "
+                    "model again"
+                )
+    missing = {EMBEDDING} if structure.head is None else {EMBEDDING, HEAD}
+    missing |= {place.name for place in structure.outer()}
+    missing -= set(checkpoint.outer.weights)
+    if missing:
+        raise FormatError(
+            f"{checkpoint.outer.path}: has no {min(missing)}, which config.json asks for; convert "
+            "the model again"
+        )
+
+
+def _read_outer(checkpoint: Checkpoint, structure: Structure) -> int:
+    """Read norms, positions and the like into their modules; returns their bytes."""
+    total = 0
+    for place in structure.outer():
+        value = read_weight(checkpoint.outer, checkpoint.outer.weights[place.name])
+        assert isinstance(value, Tensor)
+        value = value.to(DTYPE) if value.is_floating_point() else value
+        total += value.nbytes
+        if place.attribute in place.module._buffers:
+            place.module._buffers[place.attribute] = value
+        else:
+            parameter = nn.Parameter(value, requires_grad=False)
+            place.module._parameters[place.attribute] = parameter
+    return total

@@ -1,0 +1,153 @@
+"""What is where in a model of transformers, without weights: layers, embedding, head, the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from qoff.errors import UnsupportedModelError
+from qoff.models.tensor_names import EMBEDDING, HEAD
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter or buffer: its name in the model's state dict, its module, its attribute."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model in units: its decoder layers, and what is outside of them."""
+
+    model: Any
+    path: str  # of the decoder's list of layers
+    layers: nn.ModuleList
+    embedding: Place
+    head: Place | None  # None: tied to the embedding
+
+    @classmethod
+    def of(cls, model: Any) -> Structure:
+        """Find the layers: the longest list of modules in the decoder that is in no other list.
+
+        Raises UnsupportedModelError where there is none, where weights outside of one layer are
+        tied to others than the embedding, without an embedding and a linear head, and for a model
+        that remembers what it read within its modules.
+        """
+        known = set(signature(model.forward).parameters)
+        inside = any(hasattr(module, "_setup_cache") for module in model.modules())
+        if inside or not known & {*CACHE_ARGUMENTS} or not model._supports_default_dynamic_cache():
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not keep what it remembers in transformers' "
+                "DynamicCache, and several sequences would get mixed up; it is not supported"
+            )
+        path, layers = _layers(model)
+        names = {id(module): name for name, module in model.named_modules()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no embedding and linear head that qoff knows how to "
+                f"run, but {type(embedding).__name__} and {type(head).__name__}"
+            )
+        wanted = model.config.get_text_config(decoder=True).num_hidden_layers
+        if len(layers) != wanted:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {len(layers)} decoder layers at {path}, but "
+                f"num_hidden_layers is {wanted}; qoff does not know which they are"
+            )
+        table = Place(f"{names[id(embedding)]}.weight", embedding, "weight")
+        tied = head.weight is embedding.weight
+        own = None if tied else Place(f"{names[id(head)]}.weight", head, "weight")
+        others = [k for k in model.all_tied_weights_keys if k != f"{names[id(head)]}.weight"]
+        if others:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} shares weights among modules ({others[0]}); supported: a "
+                "head tied to the embedding"
+            )
+        return cls(model, path, layers, table, own)
+
+    @property
+    def outputs(self) -> Any:
+        """The head's module, tied or not."""
+        return self.model.get_output_embeddings()
+
+    def layer(self, index: int) -> list[Place]:
+        """What a layer holds, as its file has it."""
+        return list(_places(self.layers[index], f"{self.path}.{index}."))
+
+    def outer(self) -> list[Place]:
+        """What is outside of layers, embedding and head: norms, positions, the head's bias."""
+        inside = {id(x) for layer in self.layers for x in _tensors(layer)}
+        inside |= {id(self.embedding.module.weight), id(self.outputs.weight)}
+        found = _places(self.model, "")
+        return [p for p in found if id(getattr(p.module, p.attribute)) not in inside]
+
+    def unit_of(self, name: str) -> int | None:
+        """The layer that a name of the state dict belongs to; None: outside of them."""
+        if not name.startswith(f"{self.path}."):
+            return None
+        index = name.removeprefix(f"{self.path}.").partition(".")[0]
+        return int(index) if index.isdigit() else None
+
+    def stored_as(self, place: Place) -> str:
+        """The name in the checkpoint."""
+        if place is self.embedding:
+            return EMBEDDING
+        return HEAD if place is self.head else place.name
+
+
+def buffers_from_config(model: Any) -> None:
+    """Give the buffers that no checkpoint has (of rotary embeddings, say) their values, in place.
+
+    transformers computes them where it initializes weights; those that are meta stay so.
+    """
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path)._buffers[attribute] = torch.empty_like(buffer, device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:
+            tensor._is_hf_initialized = True
+    model.initialize_weights()
+
+
+def _layers(model: Any) -> tuple[str, nn.ModuleList]:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    within = decoder if isinstance(decoder, nn.Module) else model
+    inner = {id(m) for m in within.modules()}
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and id(module) in inner
+    }
+    outermost = {
+        name: module
+        for name, module in lists.items()
+        if not any(name.startswith(f"{other}.") for other in lists if other != name)
+    }
+    if not outermost:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers")
+    path = max(outermost, key=lambda name: len(outermost[name]))
+    return path, outermost[path]
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _places(module: nn.Module, prefix: str) -> Iterator[Place]:
+    """Parameters and persistent buffers of a module, in the order of its state dict."""
+    for path, part in module.named_modules(prefix=prefix.removesuffix(".")):
+        before = f"{path}." if path else ""
+        for attribute, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and attribute not in part._non_persistent_buffers_set:
+                yield Place(f"{before}{attribute}", part, attribute)

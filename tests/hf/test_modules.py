@@ -1,0 +1,77 @@
+"""`qoff.load` of architectures without a spec: generate, caches, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qoff
+from qoff.errors import ArgumentError, OpError, UnsupportedModelError
+from tests.module_models import module_checkpoint, module_reference, module_source
+from tests.tiny_models import QUANT, budgets
+
+PROMPTS = ["hello world", "hi"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.mark.parametrize("name", ["stablelm", "jamba", "bloom"])
+def test_generate_gives_what_transformers_gives(base: Path, name: str) -> None:
+    path = module_checkpoint(base, name)
+    reference = module_reference(base, name)
+    least, _ = budgets(path)
+    model, tokenizer = qoff.load(path, device_memory=least)
+    with model:
+        inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+        inputs.pop("token_type_ids", None)
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+        for beams in (1, 2):
+            wanted = reference.generate(**inputs, num_beams=beams, **options)
+            found = model.generate(**inputs, num_beams=beams, **options)
+            assert torch.equal(found, wanted)
+
+
+def test_a_source_is_converted_once(base: Path, tmp_path: Path) -> None:
+    source = module_source(base, "stablelm")
+    for _ in range(2):
+        model, _ = qoff.load(source, quant=QUANT, cache_dir=tmp_path)
+        with model:
+            assert model.config.model_type == "stablelm"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_cache_goes_back_to_a_prompt_that_was_read(base: Path) -> None:
+    model, _ = qoff.load(module_checkpoint(base, "stablelm"))
+    with model:
+        ids = torch.randint(3, 99, (1, 9))
+        cache = qoff.KVCache(model)
+        first = model(ids, past_key_values=cache).logits
+        assert cache.get_seq_length() == 9
+        cache.crop(-4)
+        again = model(ids[:, 5:], past_key_values=cache).logits
+        torch.testing.assert_close(again, first[:, 5:], atol=1e-3, rtol=1e-3)
+        assert "transformers' stablelm" in _refusal(base, cache)
+
+
+def _refusal(base: Path, cache: Any) -> str:
+    other, _ = qoff.load(module_checkpoint(base, "bloom"))
+    with other, pytest.raises(OpError, match="made for another model") as refusal:
+        other(torch.tensor([[3]]), past_key_values=cache)
+    return str(refusal.value)
+
+
+def test_a_packed_cache_is_refused(base: Path) -> None:
+    with pytest.raises(ArgumentError, match="leave kv_bits out"):
+        qoff.load(module_checkpoint(base, "stablelm"), kv_bits=4)
+
+
+def test_the_engine_refuses_it(base: Path) -> None:
+    plan = qoff.Plan(batch_size=1, batches=1, context=64, device_memory=1 << 30)
+    with pytest.raises(UnsupportedModelError, match=r"Use qoff\.load"):
+        qoff.LLM(module_checkpoint(base, "stablelm"), plan)

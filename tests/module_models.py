@@ -1,0 +1,166 @@
+"""Tiny random models of architectures without a spec, and transformers' logits for them."""
+
+from __future__ import annotations
+
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from qoff.checkpoint import Checkpoint, TensorEntry, WeightFile, read_weight
+from qoff.kernels.qtensor import QTensor
+from qoff.models.convert import convert
+from qoff.models.modules.quantizable import matrices_of
+from qoff.models.modules.structure import CACHE_ARGUMENTS, Place, Structure
+from qoff.models.tensor_names import EMBEDDING, HEAD
+from tests.tiny_models import BOS, EOS, PAD, QUANT, TINY, save_tokenizer
+
+HYBRID_JAMBA: dict[str, Any] = {
+    "model_type": "jamba",
+    "num_experts": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 32,
+}
+MODULES: dict[str, dict[str, Any]] = {
+    "stablelm": {"model_type": "stablelm", "num_key_value_heads": 2},
+    "bloom": {"model_type": "bloom", "n_layer": 3, "n_head": 4, "tie_word_embeddings": True},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    "jamba": HYBRID_JAMBA,
+    "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": 80},
+    "cohere2": {
+        "model_type": "cohere2",
+        "tie_word_embeddings": True,
+        "logit_scale": 0.3,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "head_dim": 16,
+    },
+    "mamba2": {
+        "model_type": "mamba2",
+        "num_heads": 4,
+        "head_dim": 32,
+        "n_groups": 1,
+        "state_size": 8,
+        "chunk_size": 8,
+    },
+}
+
+
+def save_module_model(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
+    """Save a random model of an architecture without a spec."""
+    torch.manual_seed(len(name))
+    config = AutoConfig.for_model(**{**TINY, "num_hidden_layers": 3, **MODULES[name]})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.1)
+    model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+    model.to(dtype).save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def module_source(base: Path, name: str) -> Path:
+    """The saved model, under `base`; made once."""
+    path = base / "module-models" / name
+    if not path.exists():
+        save_module_model(path, name)
+    return path
+
+
+def module_checkpoint(base: Path, name: str, packing: str = "cpu16") -> Path:
+    """The checkpoint of `module_source`, under `base`; made once."""
+    path = base / "module-checkpoints" / f"{name}-{packing}"
+    if not path.exists():
+        convert(module_source(base, name), path, quant=QUANT, for_cpu=packing == "cpu16")
+    return path
+
+
+def module_reference(base: Path, name: str) -> Any:
+    """transformers' model, in float32, with the dequantized weights of the checkpoint."""
+    checkpoint = Checkpoint.open(module_checkpoint(base, name))
+    source = module_source(base, name)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    structure = Structure.of(model)
+    with torch.no_grad():
+        for i, file in enumerate(checkpoint.layers):
+            for place in structure.layer(i):
+                _put(file, place, structure)
+        for place in (structure.embedding, structure.head, *structure.outer()):
+            if place is not None:
+                _put(checkpoint.outer, place, structure)
+    return model
+
+
+def _put(file: WeightFile, place: Place, structure: Structure) -> None:
+    weight = getattr(place.module, place.attribute)
+    name = structure.stored_as(place)
+    if isinstance(file.weights.get(name), TensorEntry) or name in (EMBEDDING, HEAD):
+        weight.copy_(dense(file, name))
+        return
+    for matrix in matrices_of(place, 1):
+        value = dense(file, matrix.name)
+        part = weight if matrix.expert is None else weight[matrix.expert]
+        part.copy_(value.T if matrix.transposed else value)
+
+
+def dense(file: WeightFile, name: str) -> Tensor:
+    """A weight of a checkpoint as floats."""
+    value = read_weight(file, file.weights[name])
+    return value.dequantize() if isinstance(value, QTensor) else value
+
+
+def padded(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids and mask of a batch padded on the left."""
+    width = max(len(t) for t in tokens)
+    ids, mask = torch.zeros(2, len(tokens), width, dtype=torch.int64)
+    for row, t in enumerate(tokens):
+        ids[row, width - len(t) :] = t
+        mask[row, width - len(t) :] = 1
+    return ids, mask
+
+
+@torch.no_grad()
+def expected_logits(model: Any, prompts: list[Tensor], decoded: Tensor) -> list[Tensor]:
+    """transformers' logits of the real tokens of a prefill, and of every decode step."""
+    known = signature(model.forward).parameters
+    cache = next(name for name in CACHE_ARGUMENTS if name in known)
+    ids, mask = padded(prompts)
+    past, found = None, []
+    for step, new in enumerate((ids, *decoded.T[:, :, None])):
+        if step:
+            mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=torch.int64)], 1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+        options = {"position_ids": positions} if "position_ids" in known else {}
+        out = model(new, attention_mask=mask, use_cache=True, **{cache: past}, **options)
+        past = getattr(out, cache)
+        found.append(out.logits[:, 0] if step else out.logits[mask.bool()])
+    return found
