@@ -40,6 +40,13 @@ def inverse_frequencies(spec: DecoderSpec, rope: RopeSpec | None = None) -> tupl
     return inv_freq.float(), float(factor)
 
 
+def table_bytes(spec: DecoderSpec, positions: int) -> int:
+    """The most bytes that the tables of a model take for so many positions, while they grow."""
+    ropes = {spec.rope_of(layer) for layer in range(spec.num_layers)} - {None}
+    rows = max(2 * positions, _FIRST_ROWS)  # a table doubles, and is copied then
+    return sum(4 * rope.dim * (rows + positions) for rope in ropes if rope is not None)
+
+
 class RotaryTable:
     """Cosines and sines of the positions 0, 1, ..., as many as were asked for so far.
 

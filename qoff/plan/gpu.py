@@ -17,6 +17,7 @@ from qoff.kvcache.placement import DEVICE, DISK, HOST
 from qoff.kvcache.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
 from qoff.models.batch import Scratch
+from qoff.models.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 
 from .manual import Memory, Plan
@@ -153,7 +154,7 @@ def _device_work(
     matrix = max(ScratchConfig().nbytes, 2 * 128 * longest)
     rows = plan.batches * size
     logits = 4 * rows * spec.vocab_size + item * size * (spec.vocab_size + spec.hidden_size)
-    rotary = 4 * (plan.context + 1) * spec.head_dim
+    rotary = table_bytes(spec, plan.context + 1)
     columns = 16 * (blocks // 16 + 2)
     tables = 8 * plan.batches * (4 * size * columns + 7 * (size + 4) + 6 * tokens)
     work = max(attention, mlp, embedded) + matrix + logits + rotary + tables

@@ -18,6 +18,7 @@ from qoff.kvcache.recent import Scratch as KVScratch
 from qoff.kvcache.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
 from qoff.models.batch import Scratch
+from qoff.models.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 from qoff.units import format_size
 
@@ -135,6 +136,7 @@ class Memory:
         # Logits of all passes of a round, and a copy of those that are scaled.
         logits = 4 * (plan.batches + 1) * plan.batch_size * spec.vocab_size
         work = Scratch.nbytes(spec, tokens) + 4 * prefill + logits
+        work += table_bytes(spec, plan.context + 1)
         if tiled:  # each pass has its own between the tiles of a layer
             for most in (plan.prefill_tokens, plan.batch_size):
                 work += plan.batches * Scratch.nbytes(spec, most, tiled=True)

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from qoff.errors import ArgumentError
-from qoff.models.rope import RotaryTable
+from qoff.models.rope import RotaryTable, table_bytes
 from qoff.models.spec import DecoderSpec
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
@@ -84,6 +84,16 @@ def test_growing_leaves_older_views_valid() -> None:
     assert torch.equal(cos, before[0])
     assert torch.equal(sin, before[1])
     assert torch.equal(grown[:10], before[0])
+
+
+@pytest.mark.parametrize("upto", [(1,), (256,), (257,), (100, 300, 301, 700)])
+def test_tables_take_no_more_than_is_said(upto: tuple[int, ...]) -> None:
+    spec = DecoderSpec.from_config(_config("default", 16))
+    table = RotaryTable(spec)
+    for positions in upto:
+        table.upto(positions)
+    held = table._cos.nbytes + table._sin.nbytes
+    assert 0 < held <= table_bytes(spec, max(upto))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "default"])
