@@ -142,7 +142,7 @@ def test_rotation_keeps_scores():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((72,), "head size 72"),
+        ((72,), "heads of 72 channels"),
         ((64, 3), "4 or 8 bits, not 3 and 4"),
         ((64, 4, 16), "4 or 8 bits, not 4 and 16"),
         ((64, 4, 4, "head"), "not 'head'"),

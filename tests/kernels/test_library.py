@@ -172,7 +172,7 @@ REFUSED = [
     ("kv_append", 9, lambda x: x[:1], r"block_table is int32 \[2, max_blocks\]"),
     ("kv_append", 12, lambda x: -1, "max_rows is 0 or more, not -1"),
     ("kv_append", 13, lambda x: 3, "2 columns of block_table, not 3"),
-    ("kv_append", 14, lambda x: 72, "head size 72"),
+    ("kv_append", 14, lambda x: 72, "heads of 72 channels"),
     ("kv_append", 18, lambda x: True, "rotation"),
     ("decode_attention", 0, lambda x: x[:, :3].contiguous(), "3 query heads are no multiple of 2"),
     ("decode_attention", 0, lambda x: x[:1], r"q is float16 \[2, Hq, 64\], not float16 \[1, 4"),
