@@ -12,7 +12,7 @@ TORCH := torch==2.13.0
 TORCH_TRITON := 3.7.1
 PYTHON ?=
 # Two workers or more: most tests keep one core busy. PYTEST_ARGS="-n 0 -k name" runs few in one.
-PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 # The stamp's name holds what was installed, so an edit of either file installs again.
 INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)
