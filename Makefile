@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 TORCH_TRITON := 3.7.1
 PYTHON ?=
-# Two workers or more: most tests keep one core busy. PYTEST_ARGS="-n 0 -k name" runs few in one.
+# A worker for each processor: most tests keep one busy. PYTEST_ARGS="-n 0 -k name" runs few in one.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 # The stamp's name holds what was installed, so an edit of either file installs again.
