@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from qoff.kernels.device_cache import DeviceLayerCache
 from qoff.kernels.ragged import Ragged
 from qoff.kvcache import KVCache
 
-from .spec import DecoderSpec, RopeSpec
+from .spec import DecoderSpec
 
 MLP_TOKENS = 512  # tokens that go through the MLP together: bounds working space at prefill
 
@@ -97,7 +98,7 @@ class Pass:
 
     batch: Batch
     scratch: Scratch
-    rotary: dict[RopeSpec, tuple[Tensor, Tensor]]  # cos and sin
+    rotary: Sequence[tuple[Tensor, Tensor] | None]  # cos and sin of each layer, if it rotates
     hidden: Tensor | None = None  # [M, hidden_size] of the layer at work
     opened: DeviceLayerCache | None = None  # the cache of that layer, where it is open already
 

@@ -70,8 +70,10 @@ class Decoder:
         self._ops = ops
         self._replays = replays
         self._embed = embed
-        ropes = {spec.rope_of(layer) for layer in range(spec.num_layers)}
-        self._rotary = {rope: RotaryTable(spec, rope, device) for rope in ropes if rope is not None}
+        ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+        kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
+        self._kinds = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.head_shapes = head_shapes(spec)
         self._layer = Layer(spec, ops, self.head_shapes, activation_bits)
         self._linear = Linear(ops, spec.norm_eps, activation_bits)
@@ -140,7 +142,8 @@ class Decoder:
         cache, ragged, activations = batch.cache, batch.ragged, batch.activations
         self.spec.check_positions(ragged.longest + 1)
         cache.begin(ragged)
-        rotary = {rope: t.upto(ragged.longest + 1) for rope, t in self._rotary.items()}
+        tables = [table.upto(ragged.longest + 1) for table in self._rotary]
+        rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         activations.store(self._embedded(batch.tokens))
         scratch = (batch.scratch or self.new_scratch(ragged.tokens)).upto(ragged.tokens)
         run = Pass(batch, scratch, rotary)
@@ -191,7 +194,7 @@ class Decoder:
             run.opened = None
 
         hidden = run.input
-        tables = tuple(t.data_ptr() for both in run.rotary.values() for t in both)
+        tables = tuple(table.data_ptr() for table in run.rotary[layer] or ())
         whole = (layer, id(weights), tables, key)
         self._replays.run(whole, weights, hidden, work)
         run.hidden = hidden

@@ -80,13 +80,12 @@ class Layer:
                 heads = qkv[:, first:stop]
                 heads.copy_(rms_normalized(heads, cast(Tensor, which), spec.norm_eps))
             q_norm = k_norm = None
-        rope = spec.rope_of(layer)
         attended = self._ops.attention(
             qkv,
             self._shapes[layer],
             run.opened or batch.cache.open(layer),
             batch.ragged,
-            rotary=None if rope is None else run.rotary[rope],
+            rotary=run.rotary[layer],
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=vector(weights, "self_attn.sinks"),
