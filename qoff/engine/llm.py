@@ -13,8 +13,7 @@ from typing import Self
 
 import torch
 
-from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, QoffError, UnsupportedModelError
+from qoff.errors import ArgumentError, QoffError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.ops import Ops, ops_for
@@ -23,7 +22,6 @@ from qoff.kvcache.tiered import TieredBlocks
 from qoff.memory.arena import Arena
 from qoff.memory.timeline import Timeline, checked_path
 from qoff.models.batch import Activations, Batch, Kept
-from qoff.models.modules.decoder import is_modules
 from qoff.models.runtime import Runtime, device_of
 from qoff.plan import Memory, Plan
 
@@ -85,11 +83,6 @@ class LLM:
         checkpoint = find_checkpoint(path, for_cpu=not on_gpu)
         self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
         self.rounds: list[RoundStats] = []
-        if is_modules(Checkpoint.open(checkpoint)):
-            raise UnsupportedModelError(
-                f"{checkpoint}: runs through transformers' modules; qoff.LLM runs what qoff has a "
-                "decoder for. Use qoff.load"
-            )
         self._resources = Resources()
         weakref.finalize(self, self._resources.close)
         try:

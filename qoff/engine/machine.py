@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from qoff.checkpoint import Checkpoint
+from qoff.errors import UnsupportedModelError
 from qoff.kernels.ops import Ops
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device_blocks import DeviceBlocks
@@ -25,6 +26,7 @@ from qoff.memory.spill import SpillFile
 from qoff.memory.tiers import TierArenas
 from qoff.memory.timeline import Timeline
 from qoff.models.decoder import Decoder, head_shapes
+from qoff.models.modules.decoder import is_modules
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
@@ -58,6 +60,11 @@ class Machine(ABC):
         self.plan, self.device, self.dtype, self.poison = plan, device, dtype, poison
         self.links = links
         checkpoint = Checkpoint.open(path)
+        if is_modules(checkpoint):
+            raise UnsupportedModelError(
+                f"{path}: runs through transformers' modules; qoff.LLM runs what qoff has a "
+                "decoder for. Use qoff.load"
+            )
         self.spec = spec = DecoderSpec.from_config(checkpoint.config)
         self.shapes = head_shapes(spec)
         self.forms = plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
@@ -104,7 +111,7 @@ class Machine(ABC):
                 dtype,
             )
         decoder = self.runtime.decoder
-        assert isinstance(decoder, Decoder)  # others are refused before
+        assert isinstance(decoder, Decoder)  # others are refused above
         self.scratch = decoder.new_scratch(tokens)
 
     @abstractmethod

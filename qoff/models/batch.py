@@ -62,7 +62,7 @@ class Scratch:
         return cls(
             torch.empty(tokens, spec.q_rows + 2 * spec.kv_rows),
             torch.empty(tokens, spec.q_rows),
-            torch.empty(_mlp_tokens(tokens, tiled), _mlp_width(spec)),
+            torch.empty(_mlp_tokens(tokens, tiled), spec.intermediate_size),
             tiled,
         )
 
@@ -71,7 +71,7 @@ class Scratch:
         """Bytes of `of(spec, tokens, tiled)`, and of what a layer allocates besides."""
         attention = tokens * (2 * spec.q_rows + 2 * spec.kv_rows)
         together = _mlp_tokens(tokens, tiled)
-        mlp = together * _mlp_width(spec)
+        mlp = together * spec.intermediate_size
         return 4 * (attention + mlp + tokens * _extra_width(spec) + _experts_floats(spec, together))
 
     def upto(self, tokens: int) -> Scratch:
@@ -116,11 +116,6 @@ def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:
 def _mlp_tokens(tokens: int, tiled: bool) -> int:
     """Tokens of which the MLP's intermediate values are kept at a time."""
     return tokens if tiled else min(tokens, MLP_TOKENS)
-
-
-def _mlp_width(spec: DecoderSpec) -> int:
-    """Columns of the scratch of an MLP: only a gated SiLU leaves nothing else behind."""
-    return spec.intermediate_size
 
 
 def _extra_width(spec: DecoderSpec) -> int:
