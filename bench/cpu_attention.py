@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             result.bars.append(Bar(f"eta, {shape.name}", 0.7, eta))
     add_instructions(result, shapes)
     if args.model:
-        add_model(result, 256 if args.quick else _DEPTH, 2 if args.quick else 3)
+        add_model(result, 256 if args.quick else _DEPTH, 2 if args.quick else 5)
     result.publish(args.out)
 
 

@@ -92,11 +92,13 @@ class LlamaCpp:
         parameters.verbosity = 0
         return parameters
 
-    def measure(self, prompt: int, generate: int) -> Rates:
-        """Prefill `prompt` pseudo-random tokens from nothing, then decode `generate` >= 2 greedily.
+    def measure(self, prompt: int, generate: int, *, keep: bool = False) -> Rates:
+        """Prefill `prompt` pseudo-random tokens, then decode `generate` >= 2 greedily.
 
         Decode is therefore measured at depths `prompt` to `prompt + generate`. llama.cpp counts the
         token that prefill yields among the generated; it took no decode step and is left out here.
+        Prefill begins from nothing; with `keep`, from what the KV cache holds of the same prompt,
+        and its rate then says nothing.
         Raises ValueError if that is over the context, RuntimeError if llama.cpp did otherwise.
         """
         if prompt < 1 or generate < 2 or prompt + generate > self.context:
@@ -107,14 +109,18 @@ class LlamaCpp:
                 "n_predict": generate,
                 "temperature": 0.0,
                 "ignore_eos": True,
-                "cache_prompt": False,
+                "cache_prompt": keep,
             }
         )
         timings = answer.get("timings") if isinstance(answer, dict) else None
-        if not timings or (timings["prompt_n"], timings["predicted_n"]) != (prompt, generate):
+        if (
+            not timings
+            or timings["predicted_n"] != generate
+            or not (timings["prompt_n"] == prompt or keep)
+        ):
             raise RuntimeError(f"llama.cpp did not time {prompt} + {generate} tokens: {answer}")
         return Rates(
-            prefill_tokens=prompt,
+            prefill_tokens=timings["prompt_n"],
             prefill_seconds=timings["prompt_ms"] / 1e3,
             decode_tokens=generate - 1,
             decode_seconds=timings["predicted_ms"] / 1e3,
@@ -125,8 +131,8 @@ class LlamaCpp:
         return self.measure(tokens, 2).prefill
 
     def decode(self, tokens: int = 64, depth: int = 16) -> float:
-        """Tokens per second of greedy decoding after a prompt of `depth` tokens."""
-        return self.measure(depth, tokens).decode
+        """Tokens per second of greedy decoding after a prompt of `depth` tokens, read once."""
+        return self.measure(depth, tokens, keep=True).decode
 
     def close(self) -> None:
         """Free the model; the object cannot measure any more."""

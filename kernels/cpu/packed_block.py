@@ -257,6 +257,11 @@ def attend_block(
     k_scale = record + TOKENS * dim * k_bits // 8
     v_codes = k_scale + 4 * dim
     v_scale = v_codes + TOKENS * dim * v_bits // 8
+    # The codes of what is read next are asked for as those of this block are read.
+    for i in range(0, 4 * dim, 64):
+        simd.prefetch(k_scale + ahead + i)
+    for i in range(0, 4 * TOKENS * parts, 64):
+        simd.prefetch(v_scale + ahead + i)
     for row in range(rows):
         step, offset = _fold_query(
             queries + row // heads * stride + 4 * dim * (row % heads), k_scale, k_scale + 2 * dim,

@@ -73,20 +73,47 @@ def _partial(args, token, run, head):
 
 
 @inner
-def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, scratch):
-    """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most."""
-    first_row, slot = simd.peek_i64(item), simd.peek_i64(item + 16)
-    position, packed = simd.peek_i64(item + 24) + token, simd.peek_i64(item + 32)
-    window, half = simd.peek_i64(args + WINDOW), simd.peek_i64(args + HALF)
-    blocks = simd.peek_i64(args + RUN_BLOCKS)
-    rows, floats = heads * tokens, 64 * chunk_count(half)
-    oldest = max(0, position + 1 - window) if window > 0 else 0
-    begin, end = max(run * blocks, oldest // TOKENS), min((run + 1) * blocks, packed // TOKENS)
+def _range(args, item, kv_head, run, token):
+    """What a run attends to: [begin, end) of the list of blocks at an address, 0 for all blocks."""
+    blocks, window = simd.peek_i64(args + RUN_BLOCKS), simd.peek_i64(args + WINDOW)
+    first, last = run * blocks, (run + 1) * blocks
     chosen, counts = simd.peek_i64(args + CHOSEN), simd.peek_i64(args + COUNTS)
     if counts != 0:
-        index = first_row * simd.peek_i64(args + KV_HEADS) + kv_head
+        index = simd.peek_i64(item) * simd.peek_i64(args + KV_HEADS) + kv_head
         chosen += 4 * index * simd.peek_i64(args + WIDTH)
-        begin, end = run * blocks, min((run + 1) * blocks, simd.peek_i32(counts + 4 * index))
+        return first, min(last, simd.peek_i32(counts + 4 * index)), chosen
+    position, packed = simd.peek_i64(item + 24) + token, simd.peek_i64(item + 32)
+    oldest = max(0, position + 1 - window) if window > 0 else 0
+    return max(first, oldest // TOKENS), min(last, packed // TOKENS), chosen
+
+
+@inner
+def _first_record(args, number, otherwise):
+    """The record that an item of the work begins with; `otherwise` where it has none."""
+    item, kv_head, run = _item(args, number)
+    begin, end, chosen = _range(args, item, kv_head, run, 0)
+    if begin >= end:
+        return otherwise
+    return _record(args, simd.peek_i64(item + 16), kv_head, _block(chosen, begin))
+
+
+@inner
+def _item(args, number):
+    """Address, KV head and run of an item of the work."""
+    runs = simd.peek_i64(args + RUNS)
+    each = simd.peek_i64(args + KV_HEADS) * runs
+    item = simd.peek_i64(args + ITEMS) + _ITEM_BYTES * (number // each)
+    return item, number // runs % simd.peek_i64(args + KV_HEADS), number % runs
+
+
+@inner
+def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, after, scratch):
+    """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most."""
+    first_row, slot = simd.peek_i64(item), simd.peek_i64(item + 16)
+    position = simd.peek_i64(item + 24) + token
+    window, half = simd.peek_i64(args + WINDOW), simd.peek_i64(args + HALF)
+    rows, floats = heads * tokens, 64 * chunk_count(half)
+    begin, end, chosen = _range(args, item, kv_head, run, token)
     maxima, sums = scratch + _MAXIMA, scratch + _SUMS
     simd.store_f32(maxima, simd.splat_f32(np.float32(-np.inf)))
     simd.store_f32(sums, simd.splat_f32(np.float32(0.0)))
@@ -99,7 +126,9 @@ def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, scratch):
     for place in range(begin, end):
         block = _block(chosen, place)
         record = _record(args, slot, kv_head, block)
-        following = _record(args, slot, kv_head, _block(chosen, min(place + 1, end - 1)))
+        following = after
+        if place + 1 < end:
+            following = _record(args, slot, kv_head, _block(chosen, place + 1))
         for row in range(rows):
             seen = position + row // heads + 1 - window if window > 0 else 0
             simd.poke_i64(scratch + _FIRSTS + 8 * row, seen - block * TOKENS)
@@ -120,7 +149,7 @@ def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, scratch):
 
 
 @inner
-def _attend_item(args, item, kv_head, run, scratch):
+def _attend_item(args, item, kv_head, run, after, scratch):
     """One run of blocks for all query heads of one KV head and some tokens of a sequence."""
     group = simd.peek_i64(args + HEADS) // simd.peek_i64(args + KV_HEADS)
     tokens = simd.peek_i64(item + 8)
@@ -130,7 +159,7 @@ def _attend_item(args, item, kv_head, run, scratch):
         for head in range(0, group, heads):
             _attend_rows(
                 args, item, kv_head, run, kv_head * group + head, min(heads, group - head), token,
-                min(together, tokens - token), scratch,
+                min(together, tokens - token), after, scratch,
             )  # fmt: skip
 
 
@@ -196,10 +225,14 @@ def packed_job(pool, thread, threads, args):
     work = simd.peek_i64(args + ITEM_COUNT) * kv_heads * runs
     item = take(pool, 0)
     while item < work:
-        at = simd.peek_i64(args + ITEMS) + _ITEM_BYTES * (item // (kv_heads * runs))
-        _attend_item(args, at, item // runs % kv_heads, item % runs, scratch)
+        following = take(pool, 0)
+        after = simd.peek_i64(args + POOL)
+        if following < work:
+            after = _first_record(args, following, after)
+        at, kv_head, run = _item(args, item)
+        _attend_item(args, at, kv_head, run, after, scratch)
         finish(pool, 0)
-        item = take(pool, 0)
+        item = following
     wait(pool, 0, work)
     queries = simd.peek_i64(args + M) * simd.peek_i64(args + HEADS)
     heads = simd.peek_i64(args + HEADS)

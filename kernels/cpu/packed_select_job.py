@@ -81,11 +81,6 @@ def _poke_i32(b, address, value):
     b.store(b.trunc(value, emit.I32), emit.at(b, address, 0, emit.I32), align=1)
 
 
-@vector_intrinsic(types.void, types.int64)
-def _prefetch(b, address):
-    emit.prefetch(b, address, 0)
-
-
 @vector_intrinsic(i32x16, i32x16, types.int64, types.int64)
 def _count_from(b, counts, address, least):
     """Add 1 to the lanes whose integer at the address is at least `least`."""
@@ -143,7 +138,7 @@ def _score_part(args, part, row, kv_head, begin, end, folded, keys):
     for block in range(begin, end):
         following = simd.peek_i32(entries + 4 * min(block + _AHEAD, end - 1))
         for i in range(0, 4 * dim, 64):
-            _prefetch(base + following * block_bytes + i)
+            simd.prefetch(base + following * block_bytes + i)
         scale = base + simd.peek_i32(entries + 4 * block) * block_bytes
         key = keys + 4 * (block - begin)
         simd.poke_f32(key, _bound(folded, scale, dim, levels) + np.float32(0.0))

@@ -33,6 +33,7 @@ from .emit import (
     load,
     splat,
 )
+from .emit import prefetch as emit_prefetch
 
 
 class _Vector(types.Type):
@@ -100,6 +101,12 @@ def load_f32(b, address):
 def load_f16(b, address):
     """16 float16 numbers, widened."""
     return b.fpext(load(b, address, 0, V_F16), V_F32)
+
+
+@vector_intrinsic(types.void, _i64)
+def prefetch(b, address):
+    """Ask for the cache line at an address to be brought into the second-level cache."""
+    emit_prefetch(b, address, 0)
 
 
 @vector_intrinsic(types.void, _i64, f32x16)
