@@ -25,6 +25,8 @@ RANK = {
             {"plan"},
             {"hf"},
             {"engine"},
+            {"measure"},
+            {"eval"},
             {"cli", "serve"},
             {"bench"},
         ]
