@@ -1,0 +1,1 @@
+"""Accuracy against compression: perplexity, divergence from a reference, sweeps, retrieval."""

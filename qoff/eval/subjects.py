@@ -1,0 +1,134 @@
+"""What is evaluated: something that reads windows of tokens and gives logits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from qoff.kernels.ragged import Ragged
+from qoff.models.batch import Kept
+from qoff.models.runtime import Batch, Runtime
+
+PIECE = 256  # tokens read at a time
+_LOGITS = 1 << 26  # at a time, at most (256 MiB), where rows can be chosen
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Logits of some neighbouring tokens of a window."""
+
+    window: int  # its number among those that are read together
+    place: int  # of the first token they predict
+    logits: Tensor  # float32 [r, vocab_size]
+
+
+class Subject(ABC):
+    """A model that can be evaluated."""
+
+    name: str
+    vocab_size: int
+
+    @abstractmethod
+    def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
+        """Predictions of the tokens from `place` >= 1 on, of windows int64 [B, T], in order."""
+
+    @abstractmethod
+    def hidden_states(self, window: Tensor) -> Iterator[Tensor]:
+        """Hidden states [T, hidden_size] after each layer but the last, of one window int64 [T]."""
+
+
+class QoffSubject(Subject):
+    """A qoff checkpoint. A window is read in pieces, each of which attends to those before it
+    through the KV cache, in the form that the runtime has for it.
+
+    piece: tokens of a piece; None reads a window whole, so that a packed cache takes no part.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, piece: int | None = PIECE) -> None:
+        self.name, self._runtime, self._piece = name, runtime, piece
+        self.vocab_size = runtime.spec.vocab_size
+
+    @torch.inference_mode()
+    def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
+        count, length = windows.shape
+        piece = self._piece or length
+        cache = self._runtime.new_cache(count, length)
+        for past in range(0, length - 1, piece):
+            tokens = windows[:, past : min(past + piece, length - 1)]
+            width = tokens.shape[1]
+            ragged = Ragged.of([width] * count, [past] * count)
+            first = min(max(place - 1 - past, 0), width - 1)  # the first row that is wanted
+            rows = torch.arange(count * width).view(count, width)[:, first:].flatten()
+            batch = Batch(tokens.flatten(), ragged, cache, rows)
+            logits = self._runtime.forward(batch).view(count, width - first, -1)
+            if past + width < place:
+                continue
+            for number, found in enumerate(logits):
+                yield Predictions(number, past + first + 1, found)
+
+    @torch.inference_mode()
+    def hidden_states(self, window: Tensor) -> Iterator[Tensor]:
+        seen = _Recorded()
+        ragged = Ragged.of([len(window)], [0])
+        cache = self._runtime.new_cache(1, len(window))
+        self._runtime.forward(Batch(window, ragged, cache, ragged.last_rows, seen))
+        yield from seen.states[1:-1]  # the embedding is no layer's
+
+
+class _Recorded(Kept):
+    """Hidden states that stay, and those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[Tensor] = []
+
+    def store(self, hidden: Tensor) -> None:
+        super().store(hidden)
+        self.states.append(hidden.float().clone())
+
+
+class TransformersSubject(Subject):
+    """A causal model of transformers, read in pieces through its own cache."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.name, self._model = name, model.eval()
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+
+    @torch.inference_mode()
+    def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
+        windows = windows.to(self._model.device)
+        count, length = windows.shape
+        cache = DynamicCache(config=self._model.config)
+        piece = max(1, min(length, _LOGITS // (count * self.vocab_size)))
+        for past in range(0, length - 1, piece):
+            tokens = windows[:, past : min(past + piece, length - 1)]
+            end = past + tokens.shape[1]
+            kept = max(1, min(end - place + 1, end - past))
+            out = self._model(
+                tokens, past_key_values=cache, use_cache=True, logits_to_keep=kept
+            ).logits
+            if end < place:
+                continue
+            for number, found in enumerate(out.float().cpu()):
+                yield Predictions(number, end - kept + 1, found)
+
+    @torch.inference_mode()
+    def hidden_states(self, window: Tensor) -> Iterator[Tensor]:
+        ids = window[None].to(self._model.device)
+        out = self._model(ids, output_hidden_states=True, logits_to_keep=1)
+        for state in out.hidden_states[1:-1]:
+            yield state[0].float().cpu()
+
+
+def layer_errors(states: Sequence[Tensor], subject: Subject, window: Tensor) -> list[float]:
+    """|hidden - reference| / |reference| after each layer, given the reference's."""
+    return [
+        float((found - wanted.float()).norm() / wanted.float().norm())
+        for found, wanted in zip(subject.hidden_states(window), states, strict=True)
+    ]

@@ -1,0 +1,80 @@
+"""The texts that models are judged by."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qoff.errors import ArgumentError, QoffError
+
+_DATA = Path(__file__).resolve().parent / "data"
+DEFAULT_TEXT = _DATA / "state-of-the-union.txt"
+CALIBRATION_TEXT = _DATA / "calibration.txt"
+_DATASETS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text")}
+INSTALL = "pip install 'qoff[eval]'"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and what it is called."""
+
+    name: str
+    text: str
+
+
+def read_text(path: str | Path | None = None) -> Text:
+    """A UTF-8 file; by default the text that comes with qoff.
+
+    Raises ArgumentError for a file that is not there, empty, or not UTF-8.
+    """
+    where = DEFAULT_TEXT if path is None else Path(path)
+    try:
+        text = where.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{where}: not a text in UTF-8 ({error})") from error
+    if not text.strip():
+        raise ArgumentError(f"{where}: is empty; there is nothing to predict")
+    return Text(where.name, text)
+
+
+def dataset_text(name: str) -> Text:
+    """A dataset's test split, joined by empty lines as is usual; fetched by `datasets`.
+
+    Raises ArgumentError for another name than "wikitext2", QoffError where the package is not
+    installed or the dataset cannot be had.
+    """
+    if name not in _DATASETS:
+        raise ArgumentError(f"no dataset {name!r} is known; use {', '.join(_DATASETS)}, or --text")
+    path, config, split, column = _DATASETS[name]
+    try:
+        datasets: Any = import_module("datasets")
+    except ImportError as error:
+        raise QoffError(f"--dataset needs the package datasets: {INSTALL}") from error
+    try:
+        rows = datasets.load_dataset(path, config, split=split)
+    except Exception as error:  # whatever hub, network or file system raise
+        reason = " ".join(str(error).split())
+        raise QoffError(f"dataset {path} cannot be had ({reason}); use --text FILE") from error
+    return Text(name, "\n\n".join(rows[column]))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: Text) -> Tensor:
+    """Token ids, int64 [n], without special tokens."""
+    ids: Any = tokenizer.encode(text.text, add_special_tokens=False, verbose=False)
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def digest(*parts: object) -> str:
+    """16 hex digits that change with the parts; tensors count by their values."""
+    sha = hashlib.sha256()
+    for part in parts:
+        data = part.numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode()
+        sha.update(len(data).to_bytes(8, "little") + data)
+    return sha.hexdigest()[:16]
