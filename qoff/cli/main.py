@@ -1,4 +1,4 @@
-"""`qoff convert | generate | batch | verify | env`."""
+"""`qoff convert | generate | batch | eval | verify | env`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from qoff.errors import QoffError
 from qoff.units import format_size
 
+from .eval import evaluate
 from .output import errors_in_one_line, print_json, print_table, progress_bar
 
 app = typer.Typer(
@@ -303,6 +304,8 @@ def env(
     else:
         print_table("", [(name, str(value)) for name, value in found.items()])
 
+
+app.command("eval")(evaluate)
 
 if __name__ == "__main__":
     app()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,17 +16,16 @@ from transformers.utils import logging as transformers_logging
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry
 from qoff.errors import ArgumentError, FormatError
-from qoff.hf.load import exists, is_checkpoint
+from qoff.hf.load import exists, is_checkpoint, load_tokenizer
 from qoff.kernels.ops import ops_for
 from qoff.models.runtime import Runtime
+from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from qoff.units import parse_size
 
 from .every_token import EveryTokenOps
 from .kv_setting import KVSetting
 from .subjects import QoffSubject, Subject, TransformersSubject
-
-_PROBE = "The quick brown fox, 1234.56 — naïve café\n\n\tdef f(x): return x  # ünïcödé"
 
 
 @contextmanager
@@ -98,15 +98,15 @@ def open_reference_model(path: str | Path, name: str) -> Iterator[Subject]:
     yield TransformersSubject(open_float(path), name)
 
 
-def check_same_tokenizer(
-    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, name: str
-) -> None:
-    """Raise ArgumentError where two tokenizers read a text of all sorts differently."""
-    a, b = (t.encode(_PROBE, add_special_tokens=False) for t in (ours, theirs))
-    if a != b:
-        raise ArgumentError(
-            f"the reference {name} has another tokenizer; compare a model with its own original"
-        )
+def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or a GGUF file. Raises FormatError where there is none."""
+    if source.is_dir():
+        return load_tokenizer(source)
+    with TemporaryDirectory() as folder:
+        for name, content in open_source(source).files().items():
+            if isinstance(content, bytes):
+                Path(folder, name).write_bytes(content)
+        return load_tokenizer(Path(folder))
 
 
 def bits_per_weight(checkpoint: Path) -> float:

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from qoff.errors import ArgumentError
-from qoff.hf.load import is_checkpoint
+from qoff.hf.load import is_checkpoint, source_stamps
+from qoff.kvcache import KVQuant
 from qoff.models.convert import convert
-from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 
 from .cells import CellResult, CellStore
 from .grid import Cell
-from .kv_setting import KVSetting
 from .metrics import Scores, by_place, summarize
 from .models import bits_per_weight, open_runtime, subject_of
 from .reference import Reference
@@ -28,7 +27,7 @@ from .subjects import layer_errors
 from .texts import digest
 
 PLACES = 32  # bins of the place in the window
-Rate = Callable[[Runtime], float]  # tokens per second
+Rate = Callable[[Path, KVQuant | None], float]  # tokens per second of a checkpoint
 # cells done, cells in all, the cell, "kept", "damaged" or "computed"
 Watch = Callable[[int, int, Cell, str], None]
 
@@ -82,13 +81,11 @@ class Sweep:
                 yield cell, known, state
 
     def _key(self, cell: Cell) -> str:
-        files = sorted(self._source.iterdir()) if self._source.is_dir() else [self._source]
-        stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
         reference = None if self._reference is None else self._reference.meta
         rated = self._rate is not None
         kv = (repr(cell.kv.quant), cell.kv.every_token, cell.kv.before_rope)
-        where = self._source.resolve()
-        return digest(where, stamps, self._sample.digest, reference, rated, repr(cell.weights), kv)
+        stamps = source_stamps(self._source)
+        return digest(stamps, self._sample.digest, reference, rated, repr(cell.weights), kv)
 
     def _compute(self, cell: Cell, checkpoint: Path) -> CellResult:
         kv, reference, sample = cell.kv, self._reference, self._sample
@@ -101,9 +98,7 @@ class Sweep:
             size = kv.bytes_per_token(runtime.spec)
         rate = None
         if self._rate is not None and not kv.before_rope:
-            real = KVSetting(kv.quant)  # a cache as it would be used
-            with open_runtime(checkpoint, real) as runtime:
-                rate = self._rate(runtime)
+            rate = self._rate(checkpoint, kv.quant)  # with a real cache
         return _result(cell, scores, bits_per_weight(checkpoint), size, errors, rate)
 
 

@@ -123,7 +123,7 @@ def find_checkpoint(
         if is_checkpoint(path):
             return path
         name = path.stem if path.is_file() else path.resolve().name
-        target = folder / f"{name}-{_digest(_stamps(path), quant)}{suffix}"
+        target = folder / f"{name}-{_digest(source_stamps(path), quant)}{suffix}"
         source = partial(Path, path)
     else:
         hub_id = str(path_or_hub_id)
@@ -212,7 +212,7 @@ def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:
     return build(runtime, config, generation)
 
 
-def _stamps(path: Path) -> list[Any]:
+def source_stamps(path: Path) -> list[Any]:
     """Path, names, sizes and times of a source's files: what tells that it has changed."""
     resolved = path.resolve()
     files = sorted(resolved.iterdir()) if resolved.is_dir() else [resolved]

@@ -1,0 +1,224 @@
+"""`qoff eval`: what compression costs, on a text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qoff.checkpoint.layout import CONFIG_FILE
+from qoff.errors import ArgumentError, FormatError
+from qoff.eval.grid import FORMS, Cell, Grid
+from qoff.eval.kv_setting import KVSetting
+from qoff.eval.metrics import Summary, summarize
+from qoff.eval.models import (
+    bits_per_weight,
+    open_runtime,
+    subject_of,
+)
+from qoff.eval.plots import draw
+from qoff.eval.reference import Reference
+from qoff.eval.reference_cache import cached_reference
+from qoff.eval.scoring import Sample, evaluate
+from qoff.eval.sweep import Sweep
+from qoff.eval.tables import as_csv, as_json, markdown
+from qoff.eval.texts import dataset_text, encode, read_text
+from qoff.eval.windows import cut
+from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, local_source
+from qoff.kvcache import KVQuant
+from qoff.models.sources import read_json
+from qoff.quant import QuantConfig
+from qoff.units import format_size
+
+from .output import print_json, print_table, progress_bar
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which text, and how it is cut."""
+
+    text: Path | None
+    dataset: str | None
+    window: int
+    stride: int | None
+    definition: str
+    limit: int | None
+
+    def sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
+        """The text's tokens and windows. Raises ArgumentError for both a text and a dataset."""
+        if self.text is not None and self.dataset is not None:
+            raise ArgumentError("give --text or --dataset, not both")
+        text = read_text(self.text) if self.dataset is None else dataset_text(self.dataset)
+        ids = encode(tokenizer, text)
+        windows = cut(
+            len(ids),
+            self.window,
+            stride=self.stride,
+            definition=self.definition,
+            limit=self.limit,
+        )
+        return Sample(ids, windows, tokenizer.eos_token_id)
+
+
+def kv_setting(
+    bits: str | None, form: str, window: int, top: float, every_token: bool, before_rope: bool
+) -> KVSetting:
+    """The cache that the options describe. Raises ArgumentError for what does not fit together."""
+    if form not in FORMS:
+        raise ArgumentError(f"--kv-form is {', '.join(FORMS)}, not {form!r}")
+    if bits is None:
+        if every_token or before_rope or top < 1:
+            raise ArgumentError("--every-token, --before-rope, --attention-top need --kv-bits")
+        return KVSetting()
+    plain = KVQuant.of(bits, window, top)
+    quant = KVQuant(
+        plain.k_bits, plain.v_bits, window, plain.layers, attention_top=top, **FORMS[form]
+    )
+    return KVSetting(quant, every_token, before_rope)
+
+
+@contextmanager
+def _reference(
+    path: str | None, sample: Sample, tokenizer: PreTrainedTokenizerBase, quiet: bool
+) -> Iterator[Reference | None]:
+    """The reference's predictions, computed if they have not been yet; None without a path."""
+    if path is None:
+        yield None
+        return
+    with progress_bar("reference", quiet) as progress:
+        found = cached_reference(local_source(path), sample, tokenizer, progress=progress)
+    with closing(found):
+        yield found
+
+
+def evaluate_one(
+    model: str,
+    options: TextOptions,
+    kv: KVSetting,
+    *,
+    reference: str | None,
+    quant: QuantConfig,
+    device: str,
+    device_memory: str | None,
+    activation_bits: int,
+    batch: int,
+    as_json: bool,
+) -> None:
+    """Evaluate one model and print a table."""
+    with progress_bar("converting", quiet=as_json) as progress:
+        checkpoint = find_checkpoint(model, quant=quant, for_cpu=device == "cpu", progress=progress)
+    tokenizer = load_tokenizer(checkpoint)
+    sample = options.sample(tokenizer)
+    with (
+        _reference(reference, sample, tokenizer, as_json) as truth,
+        open_runtime(
+            checkpoint,
+            kv,
+            device=device,
+            device_memory=device_memory,
+            activation_bits=activation_bits,
+        ) as runtime,
+        progress_bar("evaluating", quiet=as_json) as progress,
+    ):
+        start = time.perf_counter()
+        subject = subject_of(runtime, model, kv)
+        summary = summarize(evaluate(subject, sample, truth, batch=batch, progress=progress))
+        read = sum(window.stop - window.start for window in sample.windows)
+        found = {
+            "model": model,
+            "windows": len(sample.windows),
+            "kv": kv.name,
+            "bits_per_weight": bits_per_weight(checkpoint),
+            "kv_bytes_per_token": kv.bytes_per_token(runtime.spec),
+            "tokens_per_s": read / (time.perf_counter() - start),
+            **summary.as_dict(),
+        }
+    if as_json:
+        print_json(found)
+    else:
+        print_table("", _rows(found, summary))
+
+
+def _rows(found: dict[str, Any], summary: Summary) -> list[tuple[str, str]]:
+    rows = [
+        ("tokens scored", f"{summary.tokens} in {found['windows']} windows"),
+        ("perplexity", str(summary.perplexity)),
+    ]
+    far = summary.divergence
+    if far is not None:
+        rows += [
+            ("perplexity of the reference", str(far.reference_perplexity)),
+            ("ratio of the two", str(far.perplexity_ratio)),
+            ("mean KL, nats", str(far.mean_kl)),
+            ("median, 99 %, largest", f"{far.median_kl:.5f}, {far.kl_99:.4f}, {far.max_kl:.3f}"),
+            ("same likeliest token", f"{far.same_top.value:.2%} ± {far.same_top.error:.2%}"),
+        ]
+    return [
+        *rows,
+        ("bits per weight", f"{found['bits_per_weight']:.2f}"),
+        ("KV cache", f"{found['kv']}, {format_size(round(found['kv_bytes_per_token']))} a token"),
+        ("read", f"{found['tokens_per_s']:.0f} tok/s"),
+    ]
+
+
+def run_sweep(
+    model: str,
+    options: TextOptions,
+    *,
+    grid: str,
+    out: Path,
+    reference: str | None,
+    as_json_: bool,
+) -> None:
+    """Evaluate a grid, and write table.md, table.csv, results.json and plots to `out`."""
+    source = local_source(model)
+    convertible = not is_checkpoint(source)
+    if convertible:
+        _check_floats(source)
+    cells = Grid.parse(grid).cells(convertible)
+    tokenizer = load_tokenizer(source)
+    sample = options.sample(tokenizer)
+    if reference is None and convertible:
+        reference = model
+    out.mkdir(parents=True, exist_ok=True)
+    with _reference(reference, sample, tokenizer, as_json_) as truth:
+        sweep = Sweep(source, sample, out, reference=truth, rate=None)
+        with progress_bar(f"{len(cells)} cells", quiet=as_json_) as progress:
+            progress(0, len(cells))
+
+            def watch(done: int, total: int, cell: Cell, state: str) -> None:
+                progress(done, total)
+                if state == "damaged" and not as_json_:
+                    print(f"{cell.name}: its file was damaged; computed anew", flush=True)
+
+            results = sweep.run(cells, watch)
+    for name, text in (
+        ("table.md", markdown(results)),
+        ("table.csv", as_csv(results)),
+        ("results.json", as_json(results)),
+    ):
+        (out / name).write_text(text)
+    pictures = draw(results, out)
+    if as_json_:
+        print(as_json(results), end="")
+    else:
+        print(markdown(results), end="")
+        print(f"wrote table.md, table.csv, results.json and {len(pictures)} pictures to {out}")
+
+
+def _check_floats(source: Path) -> None:
+    """Raise ArgumentError for a model whose weights are quantized already."""
+    try:
+        quantized = read_json(source / CONFIG_FILE).get("quantization_config") is not None
+    except FormatError:
+        quantized = True
+    if quantized:
+        raise ArgumentError(
+            f"{source}: a sweep quantizes a model in floats, a directory with safetensors, or "
+            "takes a qoff checkpoint as it is; convert this one first: qoff convert"
+        )
