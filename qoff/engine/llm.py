@@ -202,6 +202,10 @@ class LLM:
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:
             raise ArgumentError("the prompt has no tokens")
+        if params.stops and self.tokenizer is None:
+            raise ArgumentError(
+                "the checkpoint has no tokenizer, so no text can end an answer; use stop_token_ids"
+            )
         vocab = self.runtime.spec.vocab_size
         if not 0 <= min(tokens) <= max(tokens) < vocab:
             raise ArgumentError(f"the prompt has token {max(tokens)}; there are 0 to {vocab - 1}")

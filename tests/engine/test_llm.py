@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import shutil
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -362,3 +363,14 @@ def test_plans_out_of_range_are_refused(wrong: dict[str, object], message: str) 
 def test_parameters_out_of_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} is"):
         SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_texts_that_end_answers_need_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    with LLM(bare, Plan(context=CONTEXT)) as llm:
+        (found,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=2, stop="x"))
+        assert found.reason == "error"
+        assert "no tokenizer" in str(found.error)
+        (found,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=2))
+        assert found.reason == "length"

@@ -1,0 +1,123 @@
+"""`qoff eval`: what it prints and writes, and one line for each thing that can go wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import fail, succeed
+from tests.tiny_models import tiny_checkpoint, tiny_model
+
+FAMILY = "llama-head64"
+WORDS = "the quick brown fox jumps over the lazy dog while nine judges watch. "
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), FAMILY)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.getbasetemp(), FAMILY)
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Options for a short text; references are kept in a folder of their own."""
+    monkeypatch.setenv("QOFF_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text(WORDS * 5)
+    return ["--text", path, "--window", 100]
+
+
+def test_a_table_says_what_was_measured(checkpoint: Path, text: list[object]) -> None:
+    printed = succeed("eval", checkpoint, *text)
+    assert "perplexity" in printed
+    assert "float32" in printed
+    assert "mean KL" not in printed
+
+
+def test_json_has_the_same_numbers_for_any_budget(checkpoint: Path, text: list[object]) -> None:
+    plain = json.loads(succeed("eval", checkpoint, *text, "--json"))
+    assert plain["tokens"] == 99 * 3 + 44
+    assert 1 < plain["perplexity"] < 1e6
+    streamed = succeed("eval", checkpoint, *text, "--json", "--device-memory", "150KiB")
+    assert json.loads(streamed)["perplexity"] == pytest.approx(plain["perplexity"], rel=1e-6)
+
+
+def test_a_reference_is_computed_once(
+    checkpoint: Path, source: Path, text: list[object], tmp_path: Path
+) -> None:
+    options = ["eval", checkpoint, *text, "--reference", source, "--json"]
+    found = json.loads(succeed(*options))
+    (made,) = (tmp_path / "cache" / "references").iterdir()
+    stamp = (made / "rows.bin").stat().st_mtime_ns
+    assert found["mean_kl"] > 0
+    assert found["perplexity_ratio"] == pytest.approx(
+        found["perplexity"] / found["reference_perplexity"]
+    )
+    assert json.loads(succeed(*options, "--kv-bits", "4", "--every-token"))["mean_kl"] > 0
+    assert (made / "rows.bin").stat().st_mtime_ns == stamp
+
+
+def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "sweep"
+    grid = "bits=4,8 group=32 solver=rtn kv=float,8:8 form=channel"
+    printed = succeed("eval", source, *text, "--sweep", "--grid", grid, "--out", out)
+    assert printed.count("\n| ") == 4 + 1
+    assert {p.name for p in out.iterdir() if p.is_file()} >= {
+        "table.md", "table.csv", "results.json", "kl.png", "kl.svg", "perplexity.png"
+    }  # fmt: skip
+    results = json.loads((out / "results.json").read_text())
+    assert all(math.isfinite(r["mean_kl"]) for r in results)
+    assert all(r["tokens_per_s"] > 0 for r in results)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--window", 1000], "less than one window of 1000"),
+        (["--stride", 101], "stride of 101"),
+        (["--definition", "mine"], "no windows are called 'mine'"),
+        (["--dataset", "wikitext2"], "not both"),
+        (["--every-token"], "need --kv-bits"),
+        (["--kv-bits", "4", "--before-rope"], "every token packed"),
+        (["--kv-bits", "4", "--kv-form", "odd"], "not 'odd'"),
+        (["--kv-bits", "5"], "4 or 8 bits"),
+        (["--sweep", "--grid", "bits=5"], "no cells|KV|bits 5"),
+        (["--reference", "/nowhere/at/all"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    checkpoint: Path, text: list[object], options: list[object], said: str
+) -> None:
+    import re
+
+    assert re.search(said, fail("eval", checkpoint, *text, *options))
+
+
+def test_a_text_that_is_none_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    assert "not a text" in fail("eval", checkpoint, "--text", tmp_path / "missing")
+    (tmp_path / "empty").write_text(" \n")
+    assert "is empty" in fail("eval", checkpoint, "--text", tmp_path / "empty")
+    assert "no dataset 'imagenet'" in fail("eval", checkpoint, "--dataset", "imagenet")
+
+
+def test_another_model_as_reference_is_one_line(
+    checkpoint: Path, text: list[object], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tiny_model(tmp_path_factory.getbasetemp(), "llama-gqa-tied")
+    found = fail("eval", checkpoint, *text, "--reference", other)
+    assert "another tokenizer" in found or "not the same model" in found
+
+
+def test_a_quantized_model_is_not_swept(text: list[object], tmp_path: Path) -> None:
+    from tests.tiny_models import save_gguf
+
+    save_gguf(tmp_path / "x.gguf")
+    assert "floats" in fail("eval", tmp_path / "x.gguf", *text, "--sweep")
