@@ -7,8 +7,10 @@ and what is left over is a block of its own. Also a form that no real cache has:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import gguf
 import torch
 from torch import Tensor
 
@@ -22,16 +24,23 @@ from qoff.kernels.reference_elementwise import rms_norm, rope
 from qoff.kernels.reference_kv import quantize_blocks, unpack_blocks
 from qoff.kvcache import KVQuant
 
+GGML_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+
+# K and V [tokens, kv_heads, D] of a sequence in a layer, to what is left of them.
+RoundTrip = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
 
 class EveryTokenOps:
     """The ops of a CPU, with attention as the module says.
 
-    quant: of which `window` and `sinks` are not looked at. before_rope: K is packed before it is
-    rotated. Windows have to be read whole, and layers in their order.
+    before_rope: K is packed before it is rotated. Windows have to be read whole, and all `layers`
+    of them in their order.
     """
 
-    def __init__(self, ops: Ops, quant: KVQuant, layers: int, before_rope: bool = False) -> None:
-        self._ops, self._quant, self._layers = ops, quant, layers
+    def __init__(
+        self, ops: Ops, round_trip: RoundTrip, layers: int, before_rope: bool = False
+    ) -> None:
+        self._ops, self._round_trip, self._layers = ops, round_trip, layers
         self._before_rope = before_rope
         self._calls = 0
 
@@ -54,7 +63,7 @@ class EveryTokenOps:
         """As `Ops.attention`. Raises ArgumentError where a sequence was begun before."""
         if any(span.past for span in ragged.spans):
             raise ArgumentError("where every token is packed, a window has to be read at once")
-        form = self._quant.form(shape.head_dim, self._calls % self._layers)
+        layer = self._calls % self._layers
         self._calls += 1
         heads = qkv.unflatten(1, (-1, shape.head_dim))
         q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
@@ -62,36 +71,60 @@ class EveryTokenOps:
             x if norm is None else rms_norm(x, norm, shape.norm_eps)
             for x, norm in ((q, q_norm), (k, k_norm))
         )
-        k_first, v = _round_trip(k, v, ragged, form)
-        k = k_first if self._before_rope else k
         if rotary is not None:
-            q, k = (rope(x, ragged.positions, *rotary) for x in (q, k))
-        if not self._before_rope:
-            k, _ = _round_trip(k, v, ragged, form)
+            q = rope(q, ragged.positions, *rotary)
+        if rotary is not None and not self._before_rope:
+            k = rope(k, ragged.positions, *rotary)
+        pairs = [
+            self._round_trip(k[s.start : s.start + s.count], v[s.start : s.start + s.count], layer)
+            for s in ragged.spans
+        ]
+        k, v = (torch.cat([pair[i] for pair in pairs]) for i in range(2))
+        if rotary is not None and self._before_rope:
+            k = rope(k, ragged.positions, *rotary)
         changed = torch.cat((q, k, v), dim=1).flatten(1)
         return self._ops.attention(changed, shape, cache, ragged, sinks=sinks, out=out)
 
 
-def _round_trip(
-    k: Tensor, v: Tensor, ragged: Ragged, form: KVFormat | None
-) -> tuple[Tensor, Tensor]:
-    """K and V [M, kv_heads, D] packed and unpacked, each sequence by itself."""
-    if form is None:
-        return k, v
-    pairs = [
-        _sequence(k[s.start : s.start + s.count], v[s.start : s.start + s.count], form)
-        for s in ragged.spans
-    ]
-    return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
+def packed(quant: KVQuant) -> RoundTrip:
+    """As qoff's blocks of 64 tokens; `window` and `sinks` are not looked at."""
+
+    def round_trip(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        form = quant.form(k.shape[-1], layer)
+        return (k, v) if form is None else _in_blocks(k, v, form)
+
+    return round_trip
 
 
-def _sequence(k: Tensor, v: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+def _in_blocks(k: Tensor, v: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
     missing = -len(k) % BLOCK_TOKENS
     # The last token again does not widen the range of anything.
     blocks = [
         torch.cat((x, x[-1:].expand(missing, -1, -1))).unflatten(0, (-1, BLOCK_TOKENS))
         for x in (k, v)
     ]
-    packed = quantize_blocks(blocks[0].transpose(1, 2), blocks[1].transpose(1, 2), form)
-    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in unpack_blocks(packed, form))
+    records = quantize_blocks(blocks[0].transpose(1, 2), blocks[1].transpose(1, 2), form)
+    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in unpack_blocks(records, form))
     return keys[: len(k)], values[: len(v)]
+
+
+def ggml(name: str) -> RoundTrip:
+    """As a cache of llama.cpp with `--cache-type-k` and `-v` of this type, by the package gguf.
+
+    Raises ArgumentError for another type than those of GGML_TYPES.
+    """
+    if name not in GGML_TYPES:
+        raise ArgumentError(f"no KV cache type of llama.cpp is {name!r}; {', '.join(GGML_TYPES)}")
+    kind = gguf.GGMLQuantizationType[name.upper()]
+
+    def back(x: Tensor) -> Tensor:
+        rows = x.float().contiguous().numpy()
+        return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind))
+
+    return lambda k, v, layer: (back(k), back(v))
+
+
+def ggml_bits(name: str) -> float:
+    """Bits per value of a type of llama.cpp."""
+    values, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
+    return 8 * nbytes / values

@@ -11,6 +11,7 @@ from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
 from qoff.quant import QuantConfig
 
+from .every_token import GGML_TYPES
 from .kv_setting import KVSetting
 
 FORMS: Mapping[str, dict[str, Any]] = {
@@ -44,12 +45,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """The values of each axis. A KV cache in float32 is one cell, whatever its other axes say."""
+    """The values of each axis.
+
+    A KV cache in float32, or of a type of llama.cpp, is one cell, whatever its other axes say.
+    """
 
     bits: tuple[int, ...] = (4, 8)
     group: tuple[int, ...] = (64,)
     solver: tuple[str, ...] = ("hqq",)
-    kv: tuple[str, ...] = (FLOAT, "4:4", "8:4", "8:8")  # bits of K and V
+    kv: tuple[str, ...] = (FLOAT, "4:4", "8:4", "8:8", "q4_0")  # bits of K and V
     form: tuple[str, ...] = ("channel", "token", "rotated")  # what shares a scale of K
     rope: tuple[str, ...] = ("after",)  # K is packed after or before it is rotated
     window: tuple[str, ...] = (EVERY,)  # newest tokens unpacked; "every": none, not even its own
@@ -102,6 +106,9 @@ class Grid:
                 raise ArgumentError(f"K is packed after or before RoPE, not {rope!r}")
             if bits == FLOAT:
                 yield KVSetting()
+                continue
+            if bits in GGML_TYPES:
+                yield KVSetting(every_token=True, ggml=bits)
                 continue
             k, _, v = bits.partition(":")
             every = window == EVERY

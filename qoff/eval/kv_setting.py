@@ -9,26 +9,43 @@ from qoff.kernels.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
 from qoff.models.spec import DecoderSpec
 
+from .every_token import RoundTrip, ggml, ggml_bits, packed
+
 
 @dataclass(frozen=True)
 class KVSetting:
     """How K and V are packed: `quant`, or None for float32.
 
     every_token: see the module of that name; otherwise a real cache, whose newest tokens are not
-    packed. before_rope: K is packed before it is rotated, which goes with every_token only.
+    packed. before_rope: K is packed before it is rotated, which goes with every_token only. ggml: a
+    cache type of llama.cpp in place of `quant`, with every_token only.
     """
 
     quant: KVQuant | None = None
     every_token: bool = False
     before_rope: bool = False
+    ggml: str | None = None
 
     def __post_init__(self) -> None:
-        if self.before_rope and not self.every_token:
-            raise ArgumentError("K before RoPE can be evaluated with every token packed only")
+        if (self.before_rope or self.ggml) and not self.every_token:
+            raise ArgumentError(
+                "K before RoPE and types of llama.cpp can be evaluated with every token packed only"
+            )
+
+    @property
+    def round_trip(self) -> RoundTrip | None:
+        """What every token goes through; None for a real cache."""
+        if not self.every_token:
+            return None
+        if self.ggml is not None:
+            return ggml(self.ggml)
+        return None if self.quant is None else packed(self.quant)
 
     @property
     def name(self) -> str:
         """Like "4,4 channel, every token"."""
+        if self.ggml is not None:
+            return f"llama.cpp {self.ggml}, every token"
         if self.quant is None:
             return "float32"
         quant = self.quant
@@ -43,6 +60,9 @@ class KVSetting:
 
     def bytes_per_token(self, spec: DecoderSpec) -> float:
         """Of an old token, in all layers; those in the window take what float32 takes."""
+        if self.ggml is not None:
+            values = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+            return values * ggml_bits(self.ggml) / 8
         total = 0.0
         for layer in range(spec.num_layers):
             form = None if self.quant is None else self.quant.form(spec.head_dim, layer)

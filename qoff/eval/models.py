@@ -42,11 +42,12 @@ def open_runtime(
     """
     kv = kv or KVSetting()
     options: dict[str, Any] = {"kv": kv.quant}
-    if kv.every_token and kv.quant is not None:
+    round_trip = kv.round_trip
+    if round_trip is not None:
         if device != "cpu":
             raise ArgumentError("every token can be packed in an evaluation on the CPU only")
         layers = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).num_layers
-        ops = EveryTokenOps(ops_for(torch.device("cpu")), kv.quant, layers, kv.before_rope)
+        ops = EveryTokenOps(ops_for(torch.device("cpu")), round_trip, layers, kv.before_rope)
         options = {"ops": ops}
     runtime = Runtime(
         checkpoint,

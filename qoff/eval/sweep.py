@@ -83,9 +83,8 @@ class Sweep:
     def _key(self, cell: Cell) -> str:
         reference = None if self._reference is None else self._reference.meta
         rated = self._rate is not None
-        kv = (repr(cell.kv.quant), cell.kv.every_token, cell.kv.before_rope)
         stamps = source_stamps(self._source)
-        return digest(stamps, self._sample.digest, reference, rated, repr(cell.weights), kv)
+        return digest(stamps, self._sample.digest, reference, rated, repr(cell))
 
     def _compute(self, cell: Cell, checkpoint: Path) -> CellResult:
         kv, reference, sample = cell.kv, self._reference, self._sample
@@ -97,7 +96,7 @@ class Sweep:
                 errors = layer_errors(reference.hidden, subject, sample.first)
             size = kv.bytes_per_token(runtime.spec)
         rate = None
-        if self._rate is not None and not kv.before_rope:
+        if self._rate is not None and not (kv.before_rope or kv.ggml):
             rate = self._rate(checkpoint, kv.quant)  # with a real cache
         return _result(cell, scores, bits_per_weight(checkpoint), size, errors, rate)
 

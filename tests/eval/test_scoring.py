@@ -216,6 +216,23 @@ def test_every_form_of_k_can_be_evaluated(
     assert all(0 < x < 1e-3 for x in found)
 
 
+def test_types_of_llama_cpp_can_be_evaluated(
+    checkpoint: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    text = sample(128, 128)
+    reference = make_reference(QoffSubject(runtime, "x"), text, tmp_path / "r")
+    found = {
+        kind: kl(checkpoint, KVSetting(every_token=True, ggml=kind), text, reference)
+        for kind in ("q4_0", "q5_1", "q8_0")
+    }
+    assert found["q4_0"] > 2 * found["q5_1"] > 10 * found["q8_0"] > 0
+    spec = runtime.spec
+    per_value = KVSetting(every_token=True, ggml="q4_0").bytes_per_token(spec) * 8
+    assert per_value / (2 * spec.num_layers * spec.num_kv_heads * spec.head_dim) == 4.5
+    with pytest.raises(ArgumentError, match="'q9'"):
+        kl(checkpoint, KVSetting(every_token=True, ggml="q9"), text, reference)
+
+
 def test_k_before_rope_goes_with_every_token() -> None:
     with pytest.raises(ArgumentError, match="every token"):
         KVSetting(KVQuant(), before_rope=True)
