@@ -75,6 +75,23 @@ def fetch_checkpoint(folder: Path = FOLDER) -> Path:
     return target
 
 
+def fetch_float(folder: Path = FOLDER) -> Path:
+    """Return the demo model in float32, as a directory with safetensors (the GGUF dequantized)."""
+    from qoff.eval.models import open_float
+
+    target = folder / "SmolLM2-135M-Instruct-float"
+    if not (target / "config.json").exists():
+        gguf, checkpoint = fetch_gguf(folder), fetch_checkpoint(folder)
+        partial = target.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        open_float(gguf).save_pretrained(partial)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (checkpoint / name).exists():
+                shutil.copy(checkpoint / name, partial)
+        partial.rename(target)
+    return target
+
+
 def _answer(checkpoint: str, budget: str | None, tokens: int, out: Path) -> None:
     """Answer the prompt in this process, so that its peak RSS is that of one run."""
     from qoff.cli.generate import answer

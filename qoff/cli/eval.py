@@ -67,6 +67,9 @@ def evaluate(
     out: Annotated[
         Path, typer.Option(help="Of --sweep: folder for tables, plots and finished cells.")
     ] = Path("qoff-sweep"),
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Compare the installed packages that quantize weights.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Measure what compression costs: perplexity, and divergence from the original."""
@@ -75,6 +78,9 @@ def evaluate(
     from . import evaluate as work
 
     options = work.TextOptions(text, dataset, window, stride, definition, limit)
+    if peers:
+        work.run_peers(model, options, as_json)
+        return
     if sweep:
         work.run_sweep(model, options, grid=grid, out=out, reference=reference, as_json_=as_json)
         return

@@ -20,7 +20,9 @@ from qoff.eval.models import (
     bits_per_weight,
     open_runtime,
     subject_of,
+    tokenizer_of,
 )
+from qoff.eval.peers import Peer, available, changed
 from qoff.eval.plots import draw
 from qoff.eval.reference import Reference
 from qoff.eval.reference_cache import cached_reference
@@ -209,6 +211,45 @@ def run_sweep(
     else:
         print(markdown(results), end="")
         print(f"wrote table.md, table.csv, results.json and {len(pictures)} pictures to {out}")
+
+
+def run_peers(model: str, options: TextOptions, as_json_: bool) -> None:
+    """Quantize the matrices of a float model by every package there is, and compare."""
+    source = local_source(model)
+    tokenizer = tokenizer_of(source)
+    sample = options.sample(tokenizer)
+    peers, missing = available()
+    found: list[dict[str, Any]] = []
+    rows = []
+    with (
+        _reference(model, sample, tokenizer, as_json_) as truth,
+        progress_bar(f"{len(peers)} ways", quiet=as_json_) as progress,
+    ):
+        for done, peer in enumerate(peers):
+            progress(done, len(peers))
+            with changed(source, peer) as subject:
+                summary = summarize(evaluate(subject, sample, truth))
+            found.append({"name": peer.name, "bits_per_weight": peer.bits, **summary.as_dict()})
+            rows.append(_peer_row(peer, summary))
+    if as_json_:
+        print_json({"peers": found, "not_installed": missing})
+        return
+    print_table("", rows, ("weights", "bits", "ratio", "mean KL", "99 % KL", "same top"))
+    if missing:
+        print("not installed:", ", ".join(dict.fromkeys(missing)))
+
+
+def _peer_row(peer: Peer, summary: Summary) -> tuple[str, ...]:
+    far = summary.divergence
+    assert far is not None  # there is a reference
+    return (
+        peer.name,
+        f"{peer.bits:.2f}",
+        str(far.perplexity_ratio),
+        str(far.mean_kl),
+        f"{far.kl_99:.4f}",
+        f"{far.same_top.value:.2%}",
+    )
 
 
 def _check_floats(source: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -82,7 +83,8 @@ def open_float(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
     if exists(path) and Path(path).is_file():
         where, options = str(Path(path).parent), {"gguf_file": Path(path).name}
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+        with redirect_stderr(StringIO()):  # a progress bar for GGUF that cannot be turned off
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
     except Exception as error:  # transformers raises many kinds
         reason = " ".join(str(error).split())
         raise FormatError(f"{path}: not a model that transformers loads ({reason})") from error
