@@ -11,10 +11,10 @@ import numba
 import numpy as np
 import torch
 
-from bench.harness import Samples, timed
 from qoff.kernels.cpu import default_pool, simd
 from qoff.kernels.cpu.compiled import JOB
 from qoff.kernels.cpu.pool import take
+from qoff.measure.samples import Samples, timed
 
 BUFFER_BYTES = 256 << 20
 _BLOCK = 1 << 20  # bytes a thread takes at a time; the buffer is a multiple of it

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import native
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
 from bench.block_instructions import block_instructions
 from bench.cpu_decode import Work, prompts, sample_llama
 from bench.demo import fetch_checkpoint, fetch_gguf
-from bench.harness import Bar, Report, Samples, arguments, interleaved, timed, torch_threads
+from bench.harness import Bar, Report, arguments
 from bench.peers import llama_cpp
 from qoff.errors import QoffError
 from qoff.kernels.cpu.packed_attention import packed_attention
@@ -32,6 +31,8 @@ from qoff.kernels.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.ragged import Ragged
 from qoff.kernels.reference_kv import dequantize_blocks
 from qoff.kvcache import KVQuant
+from qoff.measure import greedy
+from qoff.measure.samples import Samples, interleaved, timed, torch_threads
 from qoff.models.runtime import Runtime
 
 KV_HEADS = 8
@@ -185,7 +186,7 @@ def deep_decode(depth: int, rounds: int) -> dict[str, Samples]:
     def sample(runtime: Runtime) -> Callable[[], float]:
         def measure() -> float:
             with torch_threads(1):
-                return native.generate(runtime, prompts(work, vocab), work.new)[1].decode_rate
+                return greedy.generate(runtime, prompts(work, vocab), work.new)[1].decode_rate
 
         return measure
 
@@ -237,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cache, over this time; / torch: times as fast as it uncompressed",
         ("batch x context", "ms", "spread", "GB/s", "of", "eta", "one block",
          "/ torch fp32", "/ torch bf16"),
+        unit="tokens/s",  # of the model; the cases have theirs in their names
     )  # fmt: skip
     for shape in shapes:
         eta = add_case(result, shape, reading, args.quick)

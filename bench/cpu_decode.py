@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import native
 from bench.demo import PROMPT, fetch_checkpoint, fetch_gguf
-from bench.harness import Bar, Report, Samples, arguments, interleaved, torch_threads
-from bench.native import Timing
+from bench.harness import Bar, Report, arguments
 from bench.peers import llama_cpp, transformers_model
 from qoff.hf.load import load
+from qoff.measure import greedy
+from qoff.measure.greedy import Timing
+from qoff.measure.samples import Samples, interleaved, torch_threads
 
 GENERATE, NATIVE, EIGHT_BIT, TRANSFORMERS, LLAMA = (
     "qoff generate",
@@ -165,7 +166,7 @@ class Contestants:
     @staticmethod
     def _native(runtime: Any, ids: Tensor, new: int) -> tuple[Tensor, Timing]:
         with torch_threads(1):  # as `generate` of qoff does
-            return native.generate(runtime, ids, new)
+            return greedy.generate(runtime, ids, new)
 
 
 def bars(ratios: dict[str, dict[str, float]], work: Sequence[Work]) -> list[Bar]:
@@ -190,6 +191,7 @@ def report(found: dict[str, Measured], work: Sequence[Work], settings: dict[str,
         settings,
         f"SmolLM2-135M, Q4_1, {settings['threads']} threads: tokens/s, median (spread)",
         ("", *names, "/ tf", "8-bit / tf", "/ llama", "runtime / llama"),
+        unit="tokens/s",
     )
     missing = "-" if settings["llama_cpp"] else "not installed"
     for one in work:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
-from bench.harness import Bar, Report, Samples, arguments, interleaved, timed
+from bench.harness import Bar, Report, arguments
 from bench.peers.int4 import DequantizeGemm, TorchInt4
 from qoff.errors import QoffError
 from qoff.kernels.cpu import w4_linear
 from qoff.kernels.packing import packed_shapes
 from qoff.kernels.qtensor import QTensor
+from qoff.measure.samples import Samples, interleaved, timed
 
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (576, 1536))
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

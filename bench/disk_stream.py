@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from bench.harness import Bar, Report, Samples, arguments, interleaved, torch_threads
-from bench.native import Greedy
+from bench.harness import Bar, Report, arguments
 from bench.peers.accelerate_offload import Offloaded, storage_bytes
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
+from qoff.measure.greedy import Greedy
+from qoff.measure.samples import Samples, interleaved, torch_threads
 from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
 from qoff.models.runtime import Runtime
@@ -167,6 +168,7 @@ def report(
         f"random model, {format_size(settings['model_bytes'])} in 4 bits, streaming within "
         f"{format_size(settings['arena_bytes'])}",
         ("", "tokens/s", "spread", "disk GB/s", "disk MB a token", "disk busy", "x streaming"),
+        unit="per second",
     )
     stream, read = found[STREAM].median, found[READ]
     disk = series["disk_bytes_per_s"]

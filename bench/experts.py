@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
-from bench.harness import Bar, Report, Samples, arguments, interleaved, timed
+from bench.harness import Bar, Report, arguments
 from qoff.errors import QoffError
 from qoff.kernels.cpu import experts
 from qoff.kernels.packing import packed_shapes
 from qoff.kernels.qexperts import QExperts
 from qoff.kernels.qtensor import QTensor
+from qoff.measure.samples import Samples, interleaved, timed
 
 GROUP = 64
 TOKENS = (1, 16, 512)

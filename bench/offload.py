@@ -22,13 +22,14 @@ import torch
 
 from bench.demo import fetch_checkpoint
 from bench.disk_stream import RawRead
-from bench.harness import Report, Samples, arguments
+from bench.harness import Report, arguments
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.llm import RoundStats
 from qoff.errors import BudgetError
 from qoff.kvcache.placement import KVPlacement
+from qoff.measure.samples import Samples
 from qoff.plan import Plan
 from qoff.units import format_size
 

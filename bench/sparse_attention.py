@@ -22,13 +22,14 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from bench.demo import fetch_checkpoint
-from bench.harness import Report, arguments, interleaved, timed, torch_threads
+from bench.harness import Report, arguments
 from qoff.kernels.cpu.packed_attention import packed_attention
 from qoff.kernels.cpu.packed_select import select_blocks
 from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.ragged import Ragged
 from qoff.kvcache.packed import PackedCache
+from qoff.measure.samples import interleaved, timed, torch_threads
 from qoff.models.decoder import head_shapes
 from qoff.models.runtime import Batch, Runtime
 
@@ -181,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "decode attention over 4-bit blocks, 8 KV heads, one sequence; / dense: times as fast",
         ("context", *(f"{name}, ms" for name in names), *(f"{top} / dense" for top in TOPS),
          "choice / dense", "spread"),
+        unit="s",
     )  # fmt: skip
     for shape in QUICK_SHAPES if args.quick else SHAPES:
         add_case(result, shape, args.quick)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils.logging import disable_progress_bar
 
-from bench.native import Timing
+from qoff.measure.greedy import Timing
 
 
 def load_fp32(gguf: Path) -> Any:

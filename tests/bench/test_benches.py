@@ -13,15 +13,17 @@ import torch
 
 from bench import cpu_decode, cpu_matmul, disk_stream
 from bench.bandwidth import ReadBandwidth, read_all
-from bench.harness import Bar, Report, Samples, interleaved, machine, timed, torch_threads, versions
-from bench.native import Timing
-from bench.native import generate as native_generate
+from bench.harness import Bar, Report
 from bench.peers import accelerate_offload, llama_cpp, transformers_model
 from bench.peers.int4 import DequantizeGemm, TorchInt4
 from bench.random_model import TINYLLAMA, random_matrix, write_random_checkpoint
 from qoff.checkpoint import Checkpoint, verify
 from qoff.errors import QoffError
 from qoff.hf.load import load
+from qoff.measure.greedy import Timing
+from qoff.measure.greedy import generate as native_generate
+from qoff.measure.machine import machine, versions
+from qoff.measure.samples import Samples
 from qoff.models.runtime import Runtime
 from tests.tiny_models import VOCAB, reference_model, tiny_checkpoint
 
@@ -37,72 +39,6 @@ TINY_SHAPE = TINYLLAMA | {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
-
-
-def test_alternatives_are_sampled_in_turn_and_each_goes_first() -> None:
-    calls: list[str] = []
-
-    def alternative(name: str) -> Callable[[], float]:
-        def call() -> float:
-            calls.append(name)
-            return float(len(calls))
-
-        return call
-
-    found = interleaved({n: alternative(n) for n in "ab"}, rounds=4, pause=0, foreign=lambda: 0.0)
-    assert "".join(calls) == "abbaabba"
-    assert found["a"].values == (1.0, 4.0, 5.0, 8.0)
-
-
-def test_rounds_that_others_disturb_are_repeated() -> None:
-    numbers = iter([50.0, 1.0, 51.0, 2.0, 3.0])
-    taken = iter([0, 9e9, 9e9, 9e9, 9e9, 18e9, 18e9, 18e9, 18e9, 18e9])
-    found = interleaved({"a": lambda: next(numbers)}, 3, pause=0, foreign=lambda: next(taken))
-    assert sorted(found["a"].values) == [1.0, 2.0, 3.0]
-
-
-def test_rounds_end_where_others_never_rest() -> None:
-    numbers, taken = iter(range(100)), iter(range(10**9, 10**12, 10**9))
-    found = interleaved(
-        {"a": lambda: float(next(numbers))}, 3, pause=0, foreign=lambda: float(next(taken))
-    )
-    assert len(found["a"].values) == 3
-    assert next(numbers) == 6
-
-
-@pytest.mark.parametrize(
-    ("values", "median", "spread"),
-    [((2.0,), 2.0, 0.0), ((1.0, 2.0, 5.0), 2.0, 2.0), ((1.0, 2.0, 3.0, 4.0, 99.0), 3.0, 2 / 3)],
-)
-def test_an_outlier_moves_neither_median_nor_spread(
-    values: tuple[float, ...], median: float, spread: float
-) -> None:
-    samples = Samples(values)
-    assert samples.median == median
-    assert math.isclose(samples.spread, spread)
-
-
-def test_a_timed_call_is_repeated_until_it_lasts() -> None:
-    calls: list[int] = []
-    measure = timed(lambda: calls.append(1), least_s=0.001)
-    before = len(calls)
-    assert measure() > 0
-    assert len(calls) - before > 2
-
-
-def test_torch_gets_its_threads_back() -> None:
-    before = torch.get_num_threads()
-    inside = []
-
-    def fail() -> None:
-        with torch_threads(before + 1):
-            inside.append(torch.get_num_threads())
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert inside == [before + 1]
-    assert torch.get_num_threads() == before
 
 
 def test_a_report_is_printed_and_written(

@@ -39,25 +39,41 @@ class Timing:
         return self.batch * len(self.stamps) / self.wall_s
 
 
+class Sequences:
+    """Sequences of equal length in one cache, with room for `capacity` tokens each at once."""
+
+    def __init__(self, runtime: Runtime, count: int, capacity: int) -> None:
+        self._runtime = runtime
+        self.cache = runtime.new_cache(count, capacity)
+        self.length = 0
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Read int64 [B, T], in one pass: the likeliest token after each sequence, int64 [B]."""
+        batch, count = tokens.shape
+        ragged = Ragged.of([count] * batch, [self.length] * batch)
+        logits = self._runtime.forward(
+            Batch(tokens.flatten(), ragged, self.cache, ragged.last_rows)
+        )
+        self.length += count
+        return logits.argmax(dim=-1).cpu()  # which waits for a GPU
+
+    def forget(self, tokens: int) -> None:
+        """Go back by so many tokens."""
+        self.cache.forget(tokens)
+        self.length -= tokens
+
+
 class Greedy:
     """One generation: prompts int64 [B, T] of equal length are read when it is made."""
 
     def __init__(self, runtime: Runtime, prompts: Tensor, new: int) -> None:
-        self._runtime = runtime
         batch, length = prompts.shape
-        self._cache = runtime.new_cache(batch, length + new)
-        self._lengths = [length] * batch
-        self.tokens = [self._forward(prompts.flatten(), Ragged.of(self._lengths, [0] * batch))]
+        self._sequences = Sequences(runtime, batch, length + new)
+        self.tokens = [self._sequences.read(prompts)]
 
     def step(self) -> None:
         """Generate one token more of each sequence; `tokens` has them, int64 [B] each."""
-        ragged = Ragged.of([1] * len(self._lengths), self._lengths)
-        self.tokens.append(self._forward(self.tokens[-1], ragged))
-        self._lengths = [n + 1 for n in self._lengths]
-
-    def _forward(self, tokens: Tensor, ragged: Ragged) -> Tensor:
-        batch = Batch(tokens, ragged, self._cache, ragged.last_rows)
-        return self._runtime.forward(batch).argmax(dim=-1)
+        self.tokens.append(self._sequences.read(self.tokens[-1][:, None]))
 
 
 @torch.inference_mode()
