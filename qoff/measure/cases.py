@@ -1,0 +1,130 @@
+"""What a model is timed at: which tokens, how deep, and with its weights and cache where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from qoff.errors import ArgumentError
+from qoff.kvcache import KVQuant
+from qoff.kvcache.quant import UNPACKED
+from qoff.units import parse_size
+
+RESIDENT, FLOAT = "all", "none"  # no bound of device memory; a cache that is not packed
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens of each of `batch` sequences, read in one pass ("pp") or generated ("tg").
+
+    depth: tokens that each sequence has before. As text: "tg128@d4096 x16". Raises ArgumentError
+    for numbers that make no sense.
+    """
+
+    kind: Literal["pp", "tg"]
+    tokens: int
+    depth: int = 0
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.depth < 0 or self.batch < 1:
+            raise ArgumentError(
+                f"{self.tokens} tokens at depth {self.depth} of {self.batch} sequences; use at "
+                "least 1 token, a depth from 0 up and at least 1 sequence"
+            )
+
+    @property
+    def positions(self) -> int:
+        """Tokens of a sequence in the end."""
+        return self.depth + self.tokens
+
+    def __str__(self) -> str:
+        depth = f"@d{self.depth}" if self.depth else ""
+        return f"{self.kind}{self.tokens}{depth}" + (f" x{self.batch}" if self.batch > 1 else "")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where a model's weights and KV cache are, and in how many bits.
+
+    device_memory: "all", or a bound like "48MiB". kv_bits: "none", or as `KVQuant.of` reads it.
+    As text: "48MiB, KV 4-bit". Raises QoffError for text that is neither.
+    """
+
+    device_memory: str = RESIDENT
+    kv_bits: str = FLOAT
+    activation_bits: int = 16
+
+    def __post_init__(self) -> None:
+        _ = self.budget, self.kv
+        if self.activation_bits not in (8, 16):
+            raise ArgumentError(f"activations have 8 or 16 bits, not {self.activation_bits}")
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes for weights; None: all are resident."""
+        return None if self.device_memory == RESIDENT else parse_size(self.device_memory)
+
+    @property
+    def kv(self) -> KVQuant | None:
+        """How the cache is packed; None: float32."""
+        return None if self.kv_bits == FLOAT else KVQuant.of(self.kv_bits)
+
+    def __str__(self) -> str:
+        kv = self.kv
+        packed = kv is not None and (kv.k_bits != UNPACKED or bool(kv.layers))
+        parts = [
+            "resident" if self.budget is None else self.device_memory,
+            f"KV {self.kv_bits}-bit" if packed else "KV f32",
+        ]
+        return ", ".join(parts + ["8-bit activations"] * (self.activation_bits == 8))
+
+
+def numbers(option: str, text: str, least: int, may_be_none: bool = False) -> list[int]:
+    """The whole numbers of an option's text, with commas between them, each once.
+
+    "none", where it may be, stands for no number. Raises ArgumentError naming the option.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if may_be_none and words == ["none"]:
+        return []
+    for word in words:
+        if not (word.isascii() and word.isdigit() and len(word) < 10 and int(word) >= least):
+            raise ArgumentError(
+                f"{option} {text}: {word!r} is not what it takes, whole numbers from {least} up "
+                f"with commas between them{', or none' if may_be_none else ''}"
+            )
+    return list(dict.fromkeys(map(int, words)))
+
+
+def grid_of_cases(
+    prompts: Sequence[int], new: Sequence[int], depths: Sequence[int], batches: Sequence[int]
+) -> list[Case]:
+    """All combinations; those of one depth and number of sequences follow each other.
+
+    Raises ArgumentError where there is none.
+    """
+    found = [
+        case
+        for batch in batches
+        for depth in depths
+        for case in (
+            *(Case("pp", tokens, depth, batch) for tokens in prompts),
+            *(Case("tg", tokens, depth, batch) for tokens in new),
+        )
+    ]
+    if not found:
+        raise ArgumentError("neither a prompt nor tokens to generate; leave -p or -n to something")
+    return found
+
+
+def grid_of_setups(
+    memory: Sequence[str], kv_bits: Sequence[str], activation_bits: Sequence[int]
+) -> list[Setup]:
+    """All combinations of the three, each once."""
+    return list(
+        dict.fromkeys(
+            Setup(size, kv, bits) for size in memory for kv in kv_bits for bits in activation_bits
+        )
+    )

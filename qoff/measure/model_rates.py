@@ -1,0 +1,187 @@
+"""Tokens per second of a model: prompts read and tokens generated, at any depth.
+
+What is timed is the runtime alone: no tokenizer, no sampling but the likeliest token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.torch_threads import one_torch_thread
+from qoff.kernels.ops import ops_for
+from qoff.memory import plan_residency
+from qoff.models.modules.decoder import ModuleDecoder, is_modules
+from qoff.models.runtime import Runtime, device_of
+from qoff.models.spec import DecoderSpec
+
+from .cases import Case, Setup
+from .greedy import Sequences
+from .samples import Samples
+
+_PIECE = 2048  # tokens of a pass that only fills the cache
+
+
+@dataclass(frozen=True)
+class ModelRate:
+    """One case in one setup: tokens per second of all sequences together.
+
+    disk_bytes_per_token: read while it was timed. kv_bytes: of the cache, after it.
+    """
+
+    setup: Setup
+    case: Case
+    tokens_per_s: Samples
+    disk_bytes_per_token: float
+    kv_bytes: int
+
+
+def backend_of(device: str) -> str:
+    """Return "cpu" or the GPU's name.
+
+    Raises ArgumentError for what is no device, OpError for one that is not there.
+    """
+    where = device_of(device)
+    ops_for(where)
+    return "cpu" if where.type == "cpu" else torch.cuda.get_device_name(where)
+
+
+def check(path: Path, setups: Sequence[Setup], cases: Sequence[Case], device: str = "cpu") -> None:
+    """Raise, before anything is measured, the error that a setup or a case would end in.
+
+    ArgumentError for more tokens than the model takes, or bits of a layer there is not; BudgetError
+    for too little memory; OpError for a head size that cannot be packed.
+    """
+    checkpoint = Checkpoint.open(path)
+    if is_modules(checkpoint):
+        return  # which is known to its own decoder alone
+    spec = DecoderSpec.from_config(checkpoint.config)
+    longest = max(cases, key=lambda case: case.positions)
+    limit = spec.position_limit
+    if limit is not None and longest.positions > limit:
+        raise ArgumentError(
+            f"{longest} has sequences of {longest.positions} tokens; this {spec.model_type} model "
+            f"is run up to {limit}: give less depth or fewer tokens"
+        )
+    for setup in setups:
+        plan_residency(checkpoint, setup.budget, packing=ops_for(device_of(device)).PACKING)
+        if setup.kv is not None:
+            setup.kv.forms([spec.head_dim] * spec.num_layers)
+
+
+def rates(
+    path: Path,
+    setup: Setup,
+    cases: Sequence[Case],
+    repetitions: int,
+    device: str = "cpu",
+    done: Callable[[], object] = lambda: None,
+) -> list[ModelRate]:
+    """Measure a checkpoint in one setup: each case once to warm up, then `repetitions` times.
+
+    Cases that follow each other with the same depth and number of sequences share one cache, which
+    is filled once and goes back after each repetition. A packed cache packs no token twice, so it
+    goes back to blocks of some tokens that would still be in its window. Models that run through
+    transformers' modules, whose states may not go back, fill a new one each time. done: called
+    after each repetition, warm-ups too. Raises what `Runtime` does, and BudgetError where there is
+    no memory for the cache.
+    """
+    found = []
+    with (
+        Runtime(path, device_memory=setup.budget, activation_bits=setup.activation_bits,
+                kv=setup.kv, device=device) as runtime,
+        one_torch_thread(),
+        torch.inference_mode(),
+    ):  # fmt: skip
+        for _, group in groupby(cases, key=lambda case: (case.batch, case.depth)):
+            together = list(group)
+            start = _Start(runtime, max(together, key=lambda case: case.tokens))
+            for case in together:
+                found.append(_measure(runtime, setup, case, start, repetitions, done))
+    return found
+
+
+class _Start:
+    """Sequences of some depth, and the way back to it. longest: the case with the most tokens."""
+
+    def __init__(self, runtime: Runtime, longest: Case) -> None:
+        self._runtime, self._longest = runtime, longest
+        self._anew = isinstance(runtime.decoder, ModuleDecoder)
+        self._sequences: Sequences | None = None
+
+    def sequences(self) -> Sequences:
+        """The sequences, as deep as at the start, with nothing under way."""
+        depth = self._longest.depth
+        if self._sequences is not None and not self._anew:
+            self._sequences.forget(self._sequences.length - depth)
+            return self._sequences
+        self._sequences = None  # before there is another one
+        self._sequences = self._empty()
+        if depth:
+            ids = tokens(self._runtime, self._longest.batch, depth)
+            piece = depth if self._anew else max(1, _PIECE // self._longest.batch)
+            for part in ids.split(piece, dim=1):
+                self._sequences.read(part)
+        return self._sequences
+
+    def _empty(self) -> Sequences:
+        case = self._longest
+        try:
+            return Sequences(self._runtime, case.batch, case.positions)
+        except (MemoryError, RuntimeError) as error:  # RuntimeError: of torch, on a CPU
+            raise BudgetError(
+                f"{case}: no memory for a KV cache of {case.batch} sequences of {case.positions} "
+                "tokens; give less depth, fewer sequences or fewer --kv-bits"
+            ) from error
+
+
+def tokens(runtime: Runtime, batch: int, count: int) -> Tensor:
+    """Pseudo-random token ids of the model, int64 [batch, count]."""
+    decoder = runtime.decoder
+    if isinstance(decoder, ModuleDecoder):
+        vocab = int(decoder.config.get_text_config(decoder=True).vocab_size)
+    else:
+        vocab = decoder.spec.vocab_size
+    return (1000 + torch.arange(batch * count) * 7919).remainder(vocab).view(batch, count)
+
+
+def _measure(
+    runtime: Runtime,
+    setup: Setup,
+    case: Case,
+    start: _Start,
+    repetitions: int,
+    done: Callable[[], object],
+) -> ModelRate:
+    ids = tokens(runtime, case.batch, case.tokens if case.kind == "pp" else 1)
+    all_tokens = case.batch * case.tokens
+    found, disk_bytes, kv_bytes = [], 0, 0
+    for repetition in range(1 + repetitions):
+        sequences = start.sequences()
+        before, began = runtime.stats().disk_bytes, perf_counter()
+        _work(sequences, case, ids)
+        seconds = perf_counter() - began
+        if repetition:
+            found.append(all_tokens / seconds)
+            disk_bytes += runtime.stats().disk_bytes - before
+        kv_bytes = sequences.cache.nbytes
+        done()
+    per_token = disk_bytes / (repetitions * all_tokens)
+    return ModelRate(setup, case, Samples(tuple(found)), per_token, kv_bytes)
+
+
+def _work(sequences: Sequences, case: Case, ids: Tensor) -> None:
+    """What is timed. ids: the prompts, or the first token of each sequence."""
+    if case.kind == "pp":
+        sequences.read(ids)
+        return
+    for _ in range(case.tokens):
+        ids = sequences.read(ids)[:, None]
