@@ -1,4 +1,4 @@
-"""`qoff convert | generate | batch | eval | verify | env`."""
+"""`qoff convert | generate | batch | bench | eval | verify | env`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from qoff.errors import QoffError
 from qoff.units import format_size
 
+from .bench import bench
 from .eval import evaluate
 from .output import errors_in_one_line, print_json, print_table, progress_bar
 
@@ -269,6 +270,9 @@ def batch(
             work.print_stats(llm)
     if ended.get("error"):
         raise typer.Exit(1)
+
+
+app.command()(bench)
 
 
 @app.command()

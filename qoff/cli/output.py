@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.table import Table
 from qoff.errors import QoffError
 
 P = ParamSpec("P")
+Format = Literal["md", "csv", "json"]  # of tables that other programs may read
 
 
 def errors_in_one_line(command: Callable[P, None]) -> Callable[P, None]:

@@ -1,0 +1,178 @@
+"""`qoff bench`: rates of a model, the benches of the source tree, and comparing results."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qoff.errors import ArgumentError
+
+from .output import Format, errors_in_one_line, print_json, progress_bar
+
+if TYPE_CHECKING:
+    from qoff.measure.model_report import ModelReport
+
+_THRESHOLD = 3.0  # percent, of `--compare`
+_SEVERAL = "Several with commas between."
+
+
+@errors_in_one_line
+def bench(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A qoff checkpoint, other model or hub id; or --suite's own."
+        ),
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option("-p", "--prompt", help=f"Tokens read at once, or none. {_SEVERAL}")
+    ] = "512",
+    new: Annotated[
+        str, typer.Option("-n", "--new", help=f"Tokens generated, or none. {_SEVERAL}")
+    ] = "128",
+    depth: Annotated[
+        str, typer.Option("-d", "--depth", help=f"Tokens in the cache before. {_SEVERAL}")
+    ] = "0",
+    batch_size: Annotated[
+        str, typer.Option("-b", "--batch-size", help=f"Sequences at a time. {_SEVERAL}")
+    ] = "1",
+    kv_bits: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Bits of the KV cache: none (float32), 4, 8, or 8,4 for K and V; give it again "
+            "for others. Default: none, on a GPU 8."
+        ),
+    ] = None,
+    device_memory: Annotated[
+        str, typer.Option(help=f"Bound of the weights, like 48MiB, or all. {_SEVERAL}")
+    ] = "all",
+    activation_bits: Annotated[str, typer.Option(help=f"16 or 8. {_SEVERAL}")] = "16",
+    device: Annotated[str, typer.Option(help="cpu, or a GPU like cuda.")] = "cpu",
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", min=1, max=100, help="Of each, after a warm-up.")
+    ] = 5,
+    output: Annotated[
+        Format, typer.Option("-o", "--output", help="Markdown, CSV, or a result as JSON.")
+    ] = "md",
+    save: Annotated[
+        bool, typer.Option("--save", help="Keep the result in a new file of --results.")
+    ] = False,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Folder of results; default bench/results of the source tree."),
+    ] = None,
+    history: Annotated[bool, typer.Option("--history", help="List the results there.")] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A.json B.json", help="Say what has changed from A to B."),
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(min=0, help="Percent; smaller changes are noise (--compare).")
+    ] = _THRESHOLD,
+    fail_on_slower: Annotated[
+        bool, typer.Option("--fail-on-slower", help="Status 1 if anything is (--compare).")
+    ] = False,
+    suite: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Run a bench of the source tree; list: which there are."),
+    ] = None,
+) -> None:
+    """Measure tokens per second of a model, run other benches, keep and compare results.
+
+    qoff bench MODEL -p 512 -n 128 -d 0,4096 --kv-bits none --kv-bits 4
+
+    qoff bench --suite cpu_matmul -- --quick
+    """
+    given = arguments or []
+    if sum([compare is not None, history, suite is not None, bool(given) and suite is None]) != 1:
+        raise ArgumentError("give one of MODEL, --suite, --compare and --history; see --help")
+    if suite is not None:
+        from .suite import run_suite
+
+        run_suite(suite, given)
+        return
+    if compare is not None or history:
+        from .results import print_comparison, print_history, results_folder
+
+        if compare is None:
+            print_history(results_folder(results), output)
+        elif print_comparison(*compare, threshold / 100, output) and fail_on_slower:
+            raise typer.Exit(1)
+        return
+    if len(given) > 1:
+        raise ArgumentError(f"{len(given)} models; one is measured at a time")
+    asked = _Asked(
+        prompt, new, depth, batch_size, kv_bits or [], device_memory, activation_bits, repetitions
+    )
+    from .results import results_folder
+
+    folder = results_folder(results) if save else None  # one that is missing is known before
+    _measure(given[0], asked, device, output, folder)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The options that say what to measure, as they were given."""
+
+    prompt: str
+    new: str
+    depth: str
+    batch_size: str
+    kv_bits: list[str]
+    device_memory: str
+    activation_bits: str
+    repetitions: int
+
+
+def _measure(model: str, asked: _Asked, device: str, output: Format, folder: Path | None) -> None:
+    """Measure a model, print its rates, and keep them if there is a folder."""
+    report = _report(model, asked, device)
+    if output == "json":
+        print_json(report.result().content())
+    else:
+        print(report.markdown() if output == "md" else report.csv())
+    if folder is not None:
+        print(f"kept {report.result().add_to(folder)}", file=sys.stderr)
+
+
+def _report(model: str, asked: _Asked, device: str) -> ModelReport:
+    """Measure all combinations; what cannot be is refused before anything is measured."""
+    from qoff.checkpoint import Checkpoint
+    from qoff.hf.load import exists, find_checkpoint
+    from qoff.kernels.processor import usable_threads
+    from qoff.measure.cases import FLOAT, grid_of_cases, grid_of_setups, numbers
+    from qoff.measure.model_rates import backend_of, check, rates
+    from qoff.measure.model_report import ModelReport
+
+    cases = grid_of_cases(
+        numbers("-p", asked.prompt, 1, may_be_none=True),
+        numbers("-n", asked.new, 1, may_be_none=True),
+        numbers("-d", asked.depth, 0),
+        numbers("-b", asked.batch_size, 1),
+    )
+    backend = backend_of(device)
+    setups = grid_of_setups(
+        [size.strip() for size in asked.device_memory.split(",")],
+        asked.kv_bits or [FLOAT if backend == "cpu" else "8"],
+        numbers("--activation-bits", asked.activation_bits, 1),
+    )
+    with progress_bar("converting") as progress:
+        path = find_checkpoint(model, progress=progress, for_cpu=backend == "cpu")
+    check(path, setups, cases, device)
+    found = []
+    with progress_bar("measuring") as progress:
+        total = len(setups) * len(cases) * (1 + asked.repetitions)
+        steps = count(1)
+        for setup in setups:
+            found += rates(
+                path, setup, cases, asked.repetitions, device, lambda: progress(next(steps), total)
+            )
+    nbytes = sum(file.nbytes for file in Checkpoint.open(path).files)
+    name = Path(model).resolve().name if exists(model) else model
+    settings = {**asdict(asked), "threads": usable_threads()}
+    return ModelReport(name, nbytes, backend, settings, found)
