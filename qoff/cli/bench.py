@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,9 +16,9 @@ from qoff.errors import ArgumentError
 from .output import Format, errors_in_one_line, print_json, progress_bar
 
 if TYPE_CHECKING:
+    from qoff.measure.cases import Case, Setup
     from qoff.measure.model_report import ModelReport
 
-_THRESHOLD = 3.0  # percent, of `--compare`
 _SEVERAL = "Several with commas between."
 
 
@@ -72,8 +73,9 @@ def bench(
         typer.Option(metavar="A.json B.json", help="Say what has changed from A to B."),
     ] = None,
     threshold: Annotated[
-        float, typer.Option(min=0, help="Percent; smaller changes are noise (--compare).")
-    ] = _THRESHOLD,
+        float | None,
+        typer.Option(min=0, help="Percent; less is noise (--compare). Default: 10."),
+    ] = None,
     fail_on_slower: Annotated[
         bool, typer.Option("--fail-on-slower", help="Status 1 if anything is (--compare).")
     ] = False,
@@ -101,7 +103,7 @@ def bench(
 
         if compare is None:
             print_history(results_folder(results), output)
-        elif print_comparison(*compare, threshold / 100, output) and fail_on_slower:
+        elif print_comparison(*compare, threshold, output) and fail_on_slower:
             raise typer.Exit(1)
         return
     if len(given) > 1:
@@ -136,6 +138,8 @@ def _measure(model: str, asked: _Asked, device: str, output: Format, folder: Pat
         print_json(report.result().content())
     else:
         print(report.markdown() if output == "md" else report.csv())
+    for note in report.notes:
+        print(note, file=sys.stderr)
     if folder is not None:
         print(f"kept {report.result().add_to(folder)}", file=sys.stderr)
 
@@ -145,9 +149,35 @@ def _report(model: str, asked: _Asked, device: str) -> ModelReport:
     from qoff.checkpoint import Checkpoint
     from qoff.hf.load import exists, find_checkpoint
     from qoff.kernels.processor import usable_threads
-    from qoff.measure.cases import FLOAT, grid_of_cases, grid_of_setups, numbers
     from qoff.measure.model_rates import backend_of, check, rates
     from qoff.measure.model_report import ModelReport
+    from qoff.measure.samples import foreign_cpu_s
+
+    backend = backend_of(device)
+    setups, cases = _combinations(asked, backend)
+    with progress_bar("converting") as progress:
+        path = find_checkpoint(model, progress=progress, for_cpu=backend == "cpu")
+    check(path, setups, cases, device)
+    before, start = foreign_cpu_s(), perf_counter()
+    with progress_bar("measuring") as progress:
+        total = len(setups) * len(cases) * (1 + asked.repetitions)
+        steps = count(1)
+        found = [
+            rate
+            for setup in setups
+            for rate in rates(
+                path, setup, cases, asked.repetitions, device, lambda: progress(next(steps), total)
+            )
+        ]
+    others = (foreign_cpu_s() - before) / (perf_counter() - start)
+    nbytes = sum(file.nbytes for file in Checkpoint.open(path).files)
+    name = Path(model).resolve().name if exists(model) else model
+    settings = {**asdict(asked), "threads": usable_threads()}
+    return ModelReport(name, nbytes, backend, settings, found, others)
+
+
+def _combinations(asked: _Asked, backend: str) -> tuple[list[Setup], list[Case]]:
+    from qoff.measure.cases import FLOAT, grid_of_cases, grid_of_setups, numbers
 
     cases = grid_of_cases(
         numbers("-p", asked.prompt, 1, may_be_none=True),
@@ -155,24 +185,9 @@ def _report(model: str, asked: _Asked, device: str) -> ModelReport:
         numbers("-d", asked.depth, 0),
         numbers("-b", asked.batch_size, 1),
     )
-    backend = backend_of(device)
     setups = grid_of_setups(
         [size.strip() for size in asked.device_memory.split(",")],
         asked.kv_bits or [FLOAT if backend == "cpu" else "8"],
         numbers("--activation-bits", asked.activation_bits, 1),
     )
-    with progress_bar("converting") as progress:
-        path = find_checkpoint(model, progress=progress, for_cpu=backend == "cpu")
-    check(path, setups, cases, device)
-    found = []
-    with progress_bar("measuring") as progress:
-        total = len(setups) * len(cases) * (1 + asked.repetitions)
-        steps = count(1)
-        for setup in setups:
-            found += rates(
-                path, setup, cases, asked.repetitions, device, lambda: progress(next(steps), total)
-            )
-    nbytes = sum(file.nbytes for file in Checkpoint.open(path).files)
-    name = Path(model).resolve().name if exists(model) else model
-    settings = {**asdict(asked), "threads": usable_threads()}
-    return ModelReport(name, nbytes, backend, settings, found)
+    return setups, cases

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qoff.errors import QoffError
-from qoff.measure.compare import TEST, Change, compare, differences, samples_of
+from qoff.measure.compare import TEST, THRESHOLD, Change, compare, differences, samples_of
 from qoff.measure.results import processor_of, read_result
 from qoff.measure.tables import comma_separated, markdown
 
@@ -30,13 +30,15 @@ def results_folder(given: Path | None) -> Path:
     return root / "bench" / "results"
 
 
-def print_comparison(a: Path, b: Path, threshold: float, output: Format) -> bool:
+def print_comparison(a: Path, b: Path, percent: float | None, output: Format) -> bool:
     """Print a row for each figure that both files have; whether any became slower.
 
-    What else differs goes to standard error. Raises FormatError for files that are no results,
-    QoffError where nothing is common.
+    percent: medians closer than that have not changed; None: `THRESHOLD`. What else
+    differs goes to standard error. Raises FormatError for files that are no results, QoffError
+    where nothing is common.
     """
     before, after = read_result(a), read_result(b)
+    threshold = THRESHOLD if percent is None else percent / 100
     changes = compare(before, after, threshold)
     differing = differences(before, after)
     for line in differing:

@@ -3,7 +3,9 @@
 A change is beyond noise if both hold: a rank-sum test of the samples finds it less likely than
 `ALPHA` that they come from one distribution, and the medians differ by `THRESHOLD` at least.
 Samples of one run share what moves from run to run (where memory lies, clocks, neighbours), which
-no test of theirs can see; that is what the threshold is for.
+no test of theirs can see; that is what the threshold is for. Between two kept runs of
+`bench.cpu_decode` on one virtual machine, short decode of llama.cpp and of transformers, whose
+versions were the same, fell by 9 %, each with the least p that five samples can have.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .results import Result
 from .samples import Samples
 
 ALPHA = 0.01
-THRESHOLD = 0.03
+THRESHOLD = 0.1
 TEST = f"exact rank-sum test, p < {ALPHA:g}"
 Verdict = Literal["faster", "slower", "within noise", "too few samples"]
 

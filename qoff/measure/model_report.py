@@ -11,6 +11,7 @@ from qoff.units import format_size
 from .machine import machine
 from .model_rates import ModelRate
 from .results import Result
+from .samples import QUIET
 from .tables import comma_separated, markdown
 
 NAME = "model_rates"
@@ -35,13 +36,28 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class ModelReport:
-    """The rates of one model. nbytes: of its files. settings: what was asked for."""
+    """The rates of one model.
+
+    nbytes: of its files. settings: what was asked for. others: cores that other processes took,
+    on average.
+    """
 
     model: str
     nbytes: int
     backend: str
     settings: Mapping[str, Any]
     rates: Sequence[ModelRate]
+    others: float = 0.0
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the figures has to know."""
+        if self.others < QUIET:
+            return []
+        return [
+            f"other processes took {self.others:.1f} cores meanwhile: these figures are too low; "
+            "measure again on a quiet machine"
+        ]
 
     def markdown(self) -> str:
         """A table with mean and standard deviation of tokens per second."""
@@ -109,4 +125,4 @@ class ModelReport:
             **self.settings,
         }
         gpu = "" if self.backend == "cpu" else self.backend
-        return Result(NAME, settings, measured, machine=machine(gpu))
+        return Result(NAME, settings, measured, notes=self.notes, machine=machine(gpu))

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-_QUIET = 0.1  # of a core, used by others
+QUIET = 0.1  # of a core, used by others
 _PAUSE_S = 0.02  # idle threads of the alternative before have stopped spinning by then
 
 
@@ -72,7 +72,7 @@ def interleaved(
             time.sleep(pause)
             values[name] = alternatives[name]()
         others = (foreign() - before) / (time.perf_counter() - start)
-        quiet += others < _QUIET
+        quiet += others < QUIET
         found.append((others, values))
     kept = sorted(found, key=lambda entry: entry[0])[:rounds]
     return {name: Samples(tuple(values[name] for _, values in kept)) for name in names}

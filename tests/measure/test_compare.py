@@ -32,7 +32,7 @@ def verdict(before: Samples, after: Samples, more_is_faster: bool = True) -> str
     return Change.of("", before, after, more_is_faster).verdict
 
 
-@pytest.mark.parametrize("grown", [0.8, 0.95, 1.06, 2.0])
+@pytest.mark.parametrize("grown", [0.5, 0.88, 1.12, 2.0])
 def test_a_change_beyond_noise_has_a_direction(grown: float) -> None:
     before, after = drawn(100, 0.003), drawn(100 * grown, 0.003, seed=1)
     directions = {True: ("slower", "faster"), False: ("faster", "slower")}
@@ -47,8 +47,8 @@ def test_noise_is_no_change_however_large() -> None:
 
 
 def test_a_small_shift_between_runs_is_no_change() -> None:
-    assert verdict(drawn(100, 0.001), drawn(102, 0.001, seed=1)) == "within noise"
-    found = Change.of("", drawn(100, 0.001), drawn(102, 0.001, seed=1), True, threshold=0.01)
+    assert verdict(drawn(100, 0.001), drawn(108, 0.001, seed=1)) == "within noise"
+    found = Change.of("", drawn(100, 0.001), drawn(108, 0.001, seed=1), True, threshold=0.01)
     assert found.verdict == "faster"
 
 
