@@ -34,7 +34,7 @@ def test_the_bench_runs(
         def __init__(self, *_: Any, **__: Any) -> None:
             self._server = None
 
-        def measure(self, prompt: int, generate: int) -> llama_cpp.Rates:
+        def measure(self, prompt: int, generate: int, *, keep: bool = False) -> llama_cpp.Rates:
             return llama_cpp.Rates(prompt, 1.0, generate, 1.0)
 
     checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
