@@ -75,7 +75,7 @@ def print_history(folder: Path, output: Format) -> None:
             print(f"not listed: {error}", file=sys.stderr)
     if not rows:
         raise QoffError(f"{folder}: no results there; make one: qoff bench MODEL --save")
-    rows.sort(key=lambda row: (row[0], row[-1]))
+    rows.sort(key=lambda row: (row[0], row[1], len(row[-1]), row[-1]))  # -2 before -10
     if output == "json":
         print_json([dict(zip(_HISTORY, row, strict=True)) for row in rows])
     else:

@@ -116,6 +116,7 @@ def test_results_are_kept_and_listed(checkpoint: Path, tmp_path: Path) -> None:
     listed = json.loads(succeed("--history", "--results", folder, "-o", "json"))
     assert [row["model"] for row in listed] == [checkpoint.name] * 2
     assert {row["file"] for row in listed} < {path.name for path in folder.iterdir()}
+    assert [row["file"].endswith("-2.json") for row in listed] == [False, True]
 
 
 def test_the_history_of_the_source_tree_is_the_default() -> None:
