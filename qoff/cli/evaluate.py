@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from qoff.eval.models import (
 )
 from qoff.eval.peers import Peer, available, changed
 from qoff.eval.plots import draw
+from qoff.eval.rate import decode_rate
 from qoff.eval.reference import Reference
 from qoff.eval.reference_cache import cached_reference
 from qoff.eval.scoring import Sample, evaluate
@@ -189,7 +191,8 @@ def run_sweep(
         reference = model
     out.mkdir(parents=True, exist_ok=True)
     with _reference(reference, sample, tokenizer, as_json_) as truth:
-        sweep = Sweep(source, sample, out, reference=truth, rate=None)
+        rate = partial(decode_rate, prompt=sample.first)
+        sweep = Sweep(source, sample, out, reference=truth, rate=rate)
         with progress_bar(f"{len(cells)} cells", quiet=as_json_) as progress:
             progress(0, len(cells))
 
