@@ -84,7 +84,11 @@ def fetch_float(folder: Path = FOLDER) -> Path:
         gguf, checkpoint = fetch_gguf(folder), fetch_checkpoint(folder)
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        open_float(gguf).save_pretrained(partial)
+        model = open_float(gguf)
+        # To transformers it is quantized still, in a form that cannot be saved.
+        model.hf_quantizer, model.is_quantized = None, False
+        del model.config.quantization_config
+        model.save_pretrained(partial)
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             if (checkpoint / name).exists():
                 shutil.copy(checkpoint / name, partial)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.quant import quantize
@@ -66,15 +66,19 @@ def _hqq(w: Tensor, group: int) -> Tensor:
 
 
 def _torchao(w: Tensor, group: int) -> Tensor:
-    torchao: Any = import_module("torchao.quantization")
-    linear = nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=torch.bfloat16)
-    linear.weight.data.copy_(w)
-    model = nn.Sequential(linear)
-    packing = {"int4_packing_format": "opaque"}  # what its CPU kernel reads
-    torchao.quantize_(model, torchao.Int4WeightOnlyConfig(group_size=group, **packing))
-    columns = torch.eye(w.shape[1], dtype=torch.bfloat16)
-    with torch.inference_mode():
-        return model(columns).float().T.contiguous()
+    """What its int4 weight-only config does, whose packings need a GPU: bfloat16 scales and zeros,
+    the zero point in floats, as torch's int4 matmul takes them.
+    """
+    ao: Any = import_module("torchao.quantization.quant_primitives")
+    block, bounds = (1, group), {"quant_min": 0, "quant_max": 15}
+    half = w.bfloat16()
+    scale, zero = ao._choose_qparams_affine_tinygemm(
+        half, ao.MappingType.ASYMMETRIC, block, torch.int32, eps=1e-6,
+        scale_dtype=torch.bfloat16, zero_point_dtype=torch.bfloat16, **bounds,
+    )  # fmt: skip
+    codes = ao._quantize_affine_tinygemm(half, block, scale, zero, torch.int32, **bounds)
+    found = ao._dequantize_affine_tinygemm(codes, block, scale, zero, torch.int32, **bounds)
+    return found.float()
 
 
 def _quanto(w: Tensor, group: int) -> Tensor:
