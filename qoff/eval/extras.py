@@ -13,6 +13,7 @@ def extra(module: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
+        missing = (error.name or module).partition(".")[0]
         raise QoffError(
-            f"this evaluation needs {module.partition('.')[0]} ({error}); pip install 'qoff[eval]'"
+            f"this evaluation needs {missing}, which is not installed; pip install 'qoff[eval]'"
         ) from error

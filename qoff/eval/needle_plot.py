@@ -10,7 +10,7 @@ from .extras import extra
 from .needle_result import NeedleResult
 
 _KINDS = ("png", "svg")
-_CELL = (0.75, 0.45)  # inches
+_CELL = (0.75, 0.6)  # inches
 _MARGIN = (1.4, 1.3)
 
 
@@ -32,8 +32,8 @@ def plot(result: NeedleResult, path: str | PathLike[str]) -> list[Path]:
         _heat(axes[0][column], result, result.retrieved(cache), (0.0, 1.0), "{:.0%}")
         _heat(axes[1][column], result, scores[column], (lowest, 0.0), "{:.1f}")
         axes[0][column].set_title(cache)
-    axes[0][0].set_ylabel("keys retrieved\ntokens")
-    axes[1][0].set_ylabel("log-probability of the key, nats\ntokens")
+    axes[0][0].set_ylabel("tokens (keys retrieved)")
+    axes[1][0].set_ylabel("tokens (log-probability)")
     base = Path(path)
     base = base.with_suffix("") if base.suffix[1:] in _KINDS else base
     base.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def _heat(
 ) -> None:
     """One table [length][depth] as colours with numbers."""
     low, high = limits
-    axes.imshow(table, aspect="auto", cmap="RdYlGn", vmin=low, vmax=high)
+    axes.imshow(table, aspect="auto", cmap="RdYlGn", alpha=0.75, vmin=low, vmax=high)
     axes.set_xticks(range(len(result.depths)), [f"{depth:.0%}" for depth in result.depths])
     axes.set_yticks(range(len(result.lengths)), [str(length) for length in result.lengths])
     axes.set_xlabel("depth")

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, QoffError
 
 from .extras import extra
 
@@ -44,8 +44,12 @@ def run_tasks(
 
     Returns "results", {task: {metric: value}}, errors as "metric_stderr"; "samples", documents by
     task; "versions" of the tasks; "higher_is_better"; and what was asked. Raises QoffError where
-    lm-eval is not installed, ArgumentError for an unknown task, and the errors of `qoff.load`.
+    lm-eval is not installed or a task's data cannot be read, ArgumentError for an unknown task and
+    numbers out of range, and the errors of `qoff.load`.
     """
+    for name, value, least in (("limit", limit, 1), ("num_fewshot", num_fewshot, 0)):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ArgumentError(f"{name} is {value!r}; use a whole number from {least}, or None")
     specs = find_tasks(tasks, [] if include_path is None else [include_path])
     harness = extra("qoff.eval.harness")
     lm = harness.QoffLM(
@@ -79,22 +83,32 @@ def evaluate(
     chat: bool = False,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Run tasks on a model of the harness, whatever its kind; specs: as `find_tasks` returns."""
+    """Run tasks on a model of the harness, whatever its kind; specs: as `find_tasks` returns.
+
+    Arguments, errors and what it returns are those of `run_tasks`.
+    """
     manager, wanted = specs
-    found = extra("lm_eval").simple_evaluate(
-        lm,
-        tasks=wanted,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        apply_chat_template=chat,
-        task_manager=manager,
-        bootstrap_iters=_RESAMPLES,
-        log_samples=False,
-        random_seed=seed,
-        numpy_random_seed=seed,
-        torch_random_seed=seed,
-        fewshot_random_seed=seed,
-    )
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    try:
+        found = extra("lm_eval").simple_evaluate(
+            lm,
+            tasks=wanted,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            apply_chat_template=chat,
+            task_manager=manager,
+            bootstrap_iters=_RESAMPLES,
+            log_samples=False,
+            **dict.fromkeys(seeds, seed),
+        )
+    except OSError as error:  # among them what the hub's client and `datasets` raise
+        if isinstance(error, QoffError):
+            raise
+        reason = " ".join(str(error).split())
+        raise QoffError(
+            f"the data of a task cannot be read ({reason}); check the network and the task's name "
+            "for its data"
+        ) from error
     return {
         "results": {task: _metrics(values) for task, values in found["results"].items()},
         "samples": {task: counts["effective"] for task, counts in found["n-samples"].items()},
