@@ -29,6 +29,7 @@ class Machine:
     """What a needle test may use. Bytes; None: as much as it takes.
 
     prefill_tokens: of a prompt that are read in one pass; what comes later attends to packed ones.
+    With a float32 cache a prompt is read in one, whatever its length.
     prompts_at_once: that are in memory together, where the cache is packed.
     """
 
