@@ -33,6 +33,8 @@ class Answers:
         if not answer:
             return None
         reason: FinishReason | None = None
+        if sequence.given:
+            return self._given(sequence) if len(answer) == len(sequence.given) else None
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
         kept = answer
         text = None
@@ -57,6 +59,18 @@ class Answers:
             tuple(kept),
             reason,
             len(sequence.prompt),
+        )
+
+    def _given(self, sequence: Sequence) -> Result:
+        found = tuple(sequence.log_probabilities)
+        return Result(
+            sequence.index,
+            sequence.sample,
+            self._text(sequence.answer),
+            sequence.given,
+            "given",
+            len(sequence.prompt),
+            log_probabilities=found,
         )
 
     def _text(self, tokens: list[int]) -> str:

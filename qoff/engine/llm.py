@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
 from typing import Self
@@ -31,7 +31,7 @@ from .machine import CpuMachine, Machine
 from .prefixes import PrefixIndex, common_blocks
 from .request import Result, SamplingParams, Sequence
 from .resources import Links, Resources
-from .sampling import Sampler
+from .sampling import Sampler, sampler_of
 from .schedule import Pass, Schedule
 
 
@@ -128,16 +128,20 @@ class LLM:
         self,
         prompts: Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] = SamplingParams(),  # noqa: B008
+        continuations: Iterable[list[int]] | None = None,
     ) -> Iterator[Result]:
         """Answer prompts, texts or token ids; results come as they are done.
 
         params: for all prompts, or one for each. A prompt that cannot be answered (no tokens, too
         long for the plan's context) gives a result with an error; the others go on. At round
-        boundaries the places of sequences that are done go to prompts that wait. Raises
-        DiskReadError, ChecksumError and DiskWriteError; what was done before has been yielded.
+        boundaries the places of sequences that are done go to prompts that wait. continuations:
+        token ids, a list for each prompt, which are decoded like an answer beside its answers; a
+        result of the reason "given" has their log-probabilities, its `sample` being n. It takes a
+        place in the batch. Raises DiskReadError, ChecksumError and DiskWriteError; what was done
+        before has been yielded.
         """
         waiting: deque[Sequence] = deque()
-        for sequences in self._requests(list(prompts), params):
+        for sequences in self._requests(list(prompts), params, continuations):
             if isinstance(sequences, Result):
                 yield sequences
             else:
@@ -180,16 +184,26 @@ class LLM:
         self.close()
 
     def _requests(
-        self, prompts: list[Prompt], params: SamplingParams | Iterable[SamplingParams]
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Iterable[SamplingParams],
+        continuations: Iterable[list[int]] | None,
     ) -> Iterator[list[Sequence] | Result]:
         """The sequences of each prompt, or what is wrong with it."""
+        given = [None] * len(prompts) if continuations is None else list(continuations)
+        if len(given) != len(prompts):
+            raise ArgumentError(f"{len(prompts)} prompts, but continuations for {len(given)}")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ArgumentError(f"{len(prompts)} prompts, but parameters for {len(each)}")
-        for index, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
+        for index, (prompt, wanted, after) in enumerate(zip(prompts, each, given, strict=True)):
+            if after is not None:
+                wanted = replace(wanted, n=wanted.n + 1)
             try:
                 tokens = self._answers.tokens(prompt)
                 self._check(tokens, wanted)
+                if after is not None:
+                    self._check(after, wanted, len(tokens))
             except QoffError as error:
                 yield Result(index, 0, "", (), "error", 0, str(error))
                 continue
@@ -197,22 +211,29 @@ class LLM:
             others = [
                 Sequence(index, i, tokens, wanted, waits_for=first) for i in range(1, wanted.n)
             ]
+            if after is not None:
+                last = others[-1]
+                last.given, last.params = tuple(after), replace(wanted, max_tokens=len(after))
             yield [first, *others]
 
-    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+    def _check(self, tokens: list[int], params: SamplingParams, before: int = 0) -> None:
+        """Refuse a prompt, or a continuation of one of `before` tokens."""
+        what = "continuation" if before else "prompt"
         if not tokens:
-            raise ArgumentError("the prompt has no tokens")
+            raise ArgumentError(f"the {what} has no tokens")
         if params.stops and self.tokenizer is None:
             raise ArgumentError(
                 "the checkpoint has no tokenizer, so no text can end an answer; use stop_token_ids"
             )
         vocab = self.runtime.spec.vocab_size
         if not 0 <= min(tokens) <= max(tokens) < vocab:
-            raise ArgumentError(f"the prompt has token {max(tokens)}; there are 0 to {vocab - 1}")
-        total = len(tokens) + params.max_tokens
+            raise ArgumentError(f"the {what} has token {max(tokens)}; there are 0 to {vocab - 1}")
+        new = len(tokens) if before else params.max_tokens
+        read = before or len(tokens)
+        total = read + new
         if total > self.plan.context:
             raise ArgumentError(
-                f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than "
+                f"a prompt of {read} tokens and {new} new ones are more than "
                 f"the plan's context of {self.plan.context}"
             )
         self.runtime.spec.check_positions(total)
@@ -232,7 +253,7 @@ class LLM:
                     if self.plan.share_prefixes and sequence.waits_for is None:
                         sequence.begins_like = _alike(sequence, batches)
                     batch.add(sequence)
-                    samplers[sequence] = Sampler(sequence.params, sequence.index, sequence.sample)
+                    samplers[sequence] = sampler_of(sequence)
 
     def _round(self, batches: list[BatchSlots], samplers: dict[Sequence, Sampler]) -> list[Result]:
         """One pass of every batch: a token more of each sequence, or more of its prompt."""

@@ -9,7 +9,7 @@ from typing import Literal
 from qoff.errors import ArgumentError
 
 COLDEST = 0.01  # logits divided by less may overflow
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "given", "error"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,10 @@ def _whole(number: object) -> bool:
 
 @dataclass(frozen=True)
 class Result:
-    """One answer. `error` says what went wrong, if its reason is "error"."""
+    """One answer. `error` says what went wrong, if its reason is "error".
+
+    log_probabilities: in nats, of the tokens of a continuation that was given.
+    """
 
     index: int  # of the prompt
     sample: int  # of the prompt's n answers
@@ -72,6 +75,7 @@ class Result:
     reason: FinishReason
     prompt_tokens: int
     error: str = ""
+    log_probabilities: tuple[float, ...] = ()
 
 
 @dataclass(eq=False)
@@ -87,6 +91,8 @@ class Sequence:
     waits_for: Sequence | None = None  # reads the same prompt; forked when it has
     begins_like: Sequence | None = None  # reads blocks that this one begins with, too
     ended: bool = False
+    given: tuple[int, ...] = ()  # the answer, where it is known
+    log_probabilities: list[float] = field(default_factory=list)  # of its tokens so far
 
     @property
     def decoding(self) -> bool:

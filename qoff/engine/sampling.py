@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .request import SamplingParams
+from .request import SamplingParams, Sequence
 
 
 class Sampler:
@@ -44,3 +44,24 @@ class Sampler:
         no_tokens = torch.empty(1, 0, dtype=torch.int64)  # these warpers look at scores alone
         probabilities = self._warpers(no_tokens, logits[None]).softmax(-1)
         return int(torch.multinomial(probabilities[0], 1, generator=self._generator))
+
+
+class Given(Sampler):
+    """Takes the tokens that a sequence is given, and notes there how likely each was."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+
+    def draw(self, logits: Tensor) -> int:
+        """The next token for float32 logits [vocab_size]."""
+        found = self._sequence.log_probabilities
+        token = self._sequence.given[len(found)]
+        found.append(float(logits.log_softmax(-1)[token]))
+        return token
+
+
+def sampler_of(sequence: Sequence) -> Sampler:
+    """What chooses the tokens of a sequence."""
+    if sequence.given:
+        return Given(sequence)
+    return Sampler(sequence.params, sequence.index, sequence.sample)

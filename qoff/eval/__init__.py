@@ -1,1 +1,1 @@
-"""Accuracy against compression: perplexity, divergence from a reference, sweeps, retrieval."""
+"""Accuracy against compression: perplexity, divergence, sweeps, retrieval, tasks."""

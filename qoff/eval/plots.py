@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qoff.errors import QoffError
-
 from .cells import CellResult
-from .texts import INSTALL
+from .extras import extra
 
 _SIZE = (8.0, 5.0)  # inches
 _KINDS = ("png", "svg")
@@ -32,10 +30,7 @@ def draw(results: Sequence[CellResult], folder: Path) -> list[Path]:
 
     Raises QoffError without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise QoffError(f"plots need the package matplotlib: {INSTALL}") from error
+    figures = extra("matplotlib.figure")
     folder.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, Callable[[Any], bool]] = {
         "perplexity": lambda axes: _sizes(axes, results, "perplexity", "perplexity"),
@@ -45,7 +40,7 @@ def draw(results: Sequence[CellResult], folder: Path) -> list[Path]:
     }
     paths = []
     for name, paint in pictures.items():
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        figure = figures.Figure(figsize=_SIZE, layout="constrained")
         axes = figure.add_subplot()
         if not paint(axes):
             continue

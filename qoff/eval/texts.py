@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff.errors import ArgumentError, QoffError
 
+from .extras import extra
+
 _DATA = Path(__file__).resolve().parent / "data"
 DEFAULT_TEXT = _DATA / "state-of-the-union.txt"
 CALIBRATION_TEXT = _DATA / "calibration.txt"
 _DATASETS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text")}
-INSTALL = "pip install 'qoff[eval]'"
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,7 @@ def dataset_text(name: str) -> Text:
     if name not in _DATASETS:
         raise ArgumentError(f"no dataset {name!r} is known; use {', '.join(_DATASETS)}, or --text")
     path, config, split, column = _DATASETS[name]
-    try:
-        datasets: Any = import_module("datasets")
-    except ImportError as error:
-        raise QoffError(f"--dataset needs the package datasets: {INSTALL}") from error
+    datasets = extra("datasets")
     try:
         rows = datasets.load_dataset(path, config, split=split)
     except Exception as error:  # whatever hub, network or file system raise
