@@ -80,7 +80,7 @@ def test_the_wheel_holds_every_source_and_no_top_level_kernels(wheel: Path) -> N
     expected |= {
         f"qoff/kernels/{p.relative_to(ROOT / 'kernels')}" for p in ROOT.glob("kernels/**/*.py")
     }
-    expected |= {f"qoff/{p.relative_to(package)}" for p in package.glob("eval/task_data/*")}
+    expected |= {f"qoff/{p.relative_to(package)}" for p in package.glob("eval/*data/*")}
     assert found == expected | {"qoff/py.typed"}
 
 

@@ -28,7 +28,9 @@ def evaluate(
     definition: Annotated[
         str, typer.Option(help="Which tokens of a window count: strided, llama.cpp or lm_eval.")
     ] = "strided",
-    limit: Annotated[int | None, typer.Option(min=1, help="Windows, at most.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Windows, at most; of --tasks: documents.")
+    ] = None,
     reference: Annotated[
         str | None,
         typer.Option(help="The original model: divergence from it. Computed once, kept on disk."),
@@ -65,16 +67,70 @@ def evaluate(
         str, typer.Option(help=f"Of --sweep, like '{_GRID}'; axes left out have a default.")
     ] = "",
     out: Annotated[
-        Path, typer.Option(help="Of --sweep: folder for tables, plots and finished cells.")
-    ] = Path("qoff-sweep"),
+        Path, typer.Option(help="Folder for tables, plots and the finished cells of a sweep.")
+    ] = Path("qoff-eval"),
     peers: Annotated[
         bool, typer.Option("--peers", help="Compare the installed packages that quantize weights.")
     ] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Tasks of lm-evaluation-harness; qoff_knowledge needs no network."),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Of --tasks: examples before each question.")
+    ] = None,
+    needle: Annotated[
+        bool, typer.Option("--needle", help="Hide keys in long texts and ask for them.")
+    ] = False,
+    lengths: Annotated[
+        str, typer.Option(help="Of --needle: tokens, with commas.")
+    ] = "512,1024,2048",
+    caches: Annotated[
+        str, typer.Option(help="Of --needle: KV caches, like 'float; 4; 8,4 disk=0.5; 4 top=0.25'.")
+    ] = "float; 8,4; 4",
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Of --needle: keys for each length and depth.")
+    ] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of --needle and --tasks.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Measure what compression costs: perplexity, and divergence from the original."""
+    from qoff.errors import ArgumentError
     from qoff.quant import QuantConfig
 
+    if sum((sweep, peers, needle, tasks is not None)) > 1:
+        raise ArgumentError("--sweep, --peers, --needle and --tasks are different evaluations")
+    if tasks is not None:
+        from .retrieval import run_named_tasks
+
+        chosen = {
+            "limit": limit,
+            "num_fewshot": shots,
+            "seed": seed,
+            "device": device,
+            "device_memory": device_memory,
+            "activation_bits": activation_bits,
+            "kv_bits": kv_bits,
+            "kv_window": kv_window,
+            "attention_top": attention_top,
+        }
+        run_named_tasks(model, tasks.split(","), chosen, as_json)
+        return
+    if needle:
+        from .retrieval import run_needle
+
+        run_needle(
+            model,
+            lengths=lengths,
+            repetitions=repetitions,
+            seed=seed,
+            cache_texts=caches,
+            device=device,
+            device_memory=device_memory,
+            out=out,
+            as_json=as_json,
+        )
+        return
     from . import evaluate as work
 
     options = work.TextOptions(text, dataset, window, stride, definition, limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -96,8 +97,6 @@ def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_p
 def test_what_cannot_be_is_one_line(
     checkpoint: Path, text: list[object], options: list[object], said: str
 ) -> None:
-    import re
-
     assert re.search(said, fail("eval", checkpoint, *text, *options))
 
 
@@ -121,3 +120,36 @@ def test_a_quantized_model_is_not_swept(text: list[object], tmp_path: Path) -> N
 
     save_gguf(tmp_path / "x.gguf")
     assert "floats" in fail("eval", tmp_path / "x.gguf", *text, "--sweep")
+
+
+def test_keys_are_asked_for_and_drawn(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--needle", "--lengths", "256", "--repetitions", 1, "--out", tmp_path / "out"]
+    printed = succeed("eval", checkpoint, *options, "--caches", "float; 8,4 disk=0.5 top=0.5")
+    assert "8,4 disk=0.5 top=0.5" in printed
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"needle.png", "needle.svg"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--needle", "--lengths", "x"], "'x' is no number"),
+        (["--needle", "--lengths", "9999"], "9999 tokens"),
+        (["--needle", "--caches", "4 size=3"], "a cache is written as"),
+        (["--needle", "--lengths", "256", "--caches", " ; "], "no cache setting"),
+        (["--needle", "--sweep"], "different evaluations"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(
+    checkpoint: Path, options: list[object], said: str
+) -> None:
+    assert said in fail("eval", checkpoint, *options)
+
+
+def test_a_task_with_its_data_in_the_package_runs_within_a_budget(checkpoint: Path) -> None:
+    pytest.importorskip("lm_eval")
+    options = ["--tasks", "qoff_knowledge", "--limit", 2, "--json"]
+    found = json.loads(succeed("eval", checkpoint, *options))
+    assert found["samples"]["qoff_knowledge"] == 2
+    streamed = json.loads(succeed("eval", checkpoint, *options, "--device-memory", "150KiB"))
+    assert streamed["results"] == found["results"]
