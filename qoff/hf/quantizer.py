@@ -55,6 +55,7 @@ class QoffHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **_: Any
     ) -> PreTrainedModel:
+        from .adapters import check_shapes
         from .install import packed_modules
         from .save import save_pretrained
 
@@ -62,6 +63,7 @@ class QoffHfQuantizer(HfQuantizer):
             raise self._errors[0]
         model.__dict__["_weight_conversions"] = []  # what is saved needs none
         model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
+        model.register_load_state_dict_pre_hook(check_shapes)
         for module in packed_modules(model).values():
             module.requires_grad_(False)
         return model
