@@ -56,7 +56,7 @@ _REFUSED = """
 Refused, each with a message: encoder-decoder models and encoders; models that keep what they
 remember within their modules (RecurrentGemma) or in a cache of their own (RWKV, xLSTM, MiniMax 01);
 models whose layers share weights (Zamba 2); a `model_type` that transformers does not know, unless
-the model's own code is trusted with `trust_remote_code=True`.
+the model's own code is trusted with `trust_remote_code=True` (`--trust-remote-code`).
 """
 _TRAITS = {
     "stablelm": "StableLM: LayerNorm, part of each head rotated",

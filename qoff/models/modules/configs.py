@@ -47,7 +47,7 @@ def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> 
             kind,
             f"which transformers {__version__} does not have; the model comes with code of its "
             f"own ({REMOTE_CODE}), which is not run unless you say so: read it, then pass "
-            "trust_remote_code=True",
+            "trust_remote_code=True (--trust-remote-code)",
         )
     if known is None:
         raise _refusal(
