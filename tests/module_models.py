@@ -75,6 +75,21 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 
 
+HEADS_OF_64: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+# With heads whose KV cache can be packed.
+PACKABLE: dict[str, dict[str, Any]] = {
+    "stablelm-head64": {"model_type": "stablelm", **HEADS_OF_64},
+    "gpt2-head64": {"model_type": "gpt2", **HEADS_OF_64, "n_inner": 80},
+    "cohere2-head64": {**MODULES["cohere2"], **HEADS_OF_64, "sliding_window": 90},
+    "jamba-head64": {**HYBRID_JAMBA, **HEADS_OF_64},
+}
+
+
 REMOTE = """
 from transformers import StableLmConfig, StableLmForCausalLM
 
@@ -89,7 +104,8 @@ class HalForCausalLM(StableLmForCausalLM):
 def save_module_model(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Save a random model of an architecture without a spec."""
     torch.manual_seed(len(name))
-    config = AutoConfig.for_model(**{**TINY, "num_hidden_layers": 3, **MODULES[name]})
+    own = {**MODULES, **PACKABLE}[name]
+    config = AutoConfig.for_model(**{**TINY, "num_hidden_layers": 3, **own})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

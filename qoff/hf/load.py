@@ -62,8 +62,9 @@ def load(
     attention_top: the part of a sequence's packed blocks that each new token attends to, chosen by
     their bounds on its scores; below 1 it is faster in long contexts, at some loss. timeline: notes
     every move and computation. Architectures that qoff has no decoder for run through transformers'
-    modules, on the CPU, with a cache that is not packed; trust_remote_code lets code run that comes
-    with a model, or a tokenizer, that transformers does not have.
+    modules, on the CPU, with a packed cache where transformers' interface for attention allows;
+    trust_remote_code lets code run that comes with a model, or a tokenizer, that transformers does
+    not have.
     Raises ArgumentError, BudgetError, FormatError, ChecksumError, UnsupportedModelError,
     ConversionError, or OpError for a head size whose cache cannot be packed.
     """
