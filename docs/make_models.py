@@ -37,9 +37,9 @@ weights. What differs from the families above:
 - They run on the CPU only. The KV cache, or whatever states the model keeps, is transformers' own,
   in float32 and padded like the batch, outside of the budget. With `kv_bits`, qoff's attention and
   its packed cache take the place of transformers', without padding, in models whose attention goes
-  through transformers' attention interface, causal or in a sliding window, with heads of 64, 80, 96,
-  128 or 256 channels, keys and values alike; recurrent states beside it stay transformers'. Others
-  are refused, with the reason: a trial without weights finds it out as the model is loaded.
+  through transformers' attention interface, causal or in a sliding window, with heads of 64, 80,
+  96, 128 or 256 channels, keys and values alike; recurrent states beside it stay transformers'.
+  Others are refused, with the reason: a trial without weights finds it out as the model is loaded.
 - Quantized are the linear layers of decoder layers (also the transposed ones of GPT-2, and
   Falcon's), experts in transformers' three-dimensional form, embedding and head; but not what the
   group size does not divide. All else is stored as floats, computed with in float32, and streams
