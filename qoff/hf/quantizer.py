@@ -58,7 +58,7 @@ class QoffHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **_: Any
     ) -> PreTrainedModel:
-        from .adapters import check_shapes
+        from .adapters import check_shapes, load_adapter
         from .experts import QoffExperts
         from .install import packed_modules
         from .save import save_pretrained
@@ -67,6 +67,7 @@ class QoffHfQuantizer(HfQuantizer):
             raise self._errors[0]
         model.__dict__["_weight_conversions"] = []  # what is saved needs none
         model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
+        model.__dict__["load_adapter"] = MethodType(load_adapter, model)
         model.register_load_state_dict_pre_hook(check_shapes)
         experts = [module for module in model.modules() if isinstance(module, QoffExperts)]
         for module in (*packed_modules(model).values(), *experts):
@@ -103,7 +104,8 @@ class QoffHfQuantizer(HfQuantizer):
         from .install import restore
 
         restore(model, dtype or torch.float32)
-        model.__dict__.pop("save_pretrained", None)
+        for name in ("save_pretrained", "load_adapter"):
+            model.__dict__.pop(name, None)
         return model
 
     def is_serializable(self) -> bool:

@@ -180,6 +180,29 @@ def test_an_adapter_for_other_shapes_names_the_weight(
     assert "\n" not in str(refusal.value)
 
 
+def test_transformers_own_way_to_load_an_adapter_names_the_weight_too(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tmp_path: Path
+) -> None:
+    trained = lora(AutoModelForCausalLM.from_pretrained(checkpoint))
+    trained.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.load_adapter(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, trained(IDS).logits)
+    other = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    model = AutoModelForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        before = model(IDS).logits
+    key = r"^model\.layers\.0\.self_attn\.[kqv]_proj\.lora_B\.default\.weight: has shape"
+    with pytest.raises(ArgumentError, match=key) as refusal:
+        model.load_adapter(tmp_path)
+    assert "\n" not in str(refusal.value)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, before)
+    model.load_adapter(tmp_path, ignore_mismatched_sizes=True)
+    assert model.active_adapters() == ["default"]
+
+
 def test_lm_eval_takes_the_model(checkpoint: Path) -> None:
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     from transformers import AutoTokenizer
