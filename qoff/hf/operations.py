@@ -101,10 +101,10 @@ class Unfuse(Operation):
 class PlaceExperts(Operation):
     """Codes and scales of all experts of a layer to their module."""
 
-    def __init__(self, activation: str, apart: bool, errors: list[QoffError]) -> None:
+    def __init__(self, apart: bool, errors: list[QoffError]) -> None:
         """apart: those of each expert come alone, in their order; else stacked."""
         super().__init__(errors)
-        self._activation, self._apart = activation, apart
+        self._apart = apart
 
     def given(self, tensors: Any) -> Any:
         return tensors if self._apart else super().given(tensors)
@@ -113,7 +113,7 @@ class PlaceExperts(Operation):
         self, found: dict[str, Any], model: PreTrainedModel, name: str, missing: set[str]
     ) -> dict[str, Tensor]:
         path, _, parameter = name.rpartition(".")
-        module = experts_module(model, path, self._activation)
+        module = experts_module(model, path, activation_of(model))
         shape = module.dense_shape(parameter)
         parts = [list(x) for x in found.values()]
         if len(parts) != 2 or len(parts[0]) != shape[0] or len(parts[1]) != shape[0]:
@@ -198,17 +198,15 @@ def unfusing(model: PreTrainedModel, folder: str, errors: list[QoffError]) -> li
     found = [
         _unfusing(stored, errors) for unit in units for stored in unit if stored.expert is None
     ]
-    if spec.experts is not None:
-        firsts = [stored for unit in units for stored in unit if stored.expert == 0]
-        found += [_placing_experts(x, spec.experts.activation, errors) for x in firsts]
-    return found
+    firsts = [stored for unit in units for stored in unit if stored.expert == 0]
+    return [*found, *(_placing_experts(stored, errors) for stored in firsts)]
 
 
 def placing(model: PreTrainedModel, errors: list[QoffError]) -> list[WeightConverter]:
     """The converters for what `save_pretrained` wrote module by module."""
     found = [WeightConverter([_end(CODES), _end(SCALE_MIN)], ".weight", [Place(errors)])]
     for path in {name.rpartition(".")[2] for name in experts_of(model)}:
-        places: list[ConversionOps] = [PlaceExperts(activation_of(model), False, errors)]
+        places: list[ConversionOps] = [PlaceExperts(False, errors)]
         for name in (GATE_UP, DOWN):  # the first converter that fits is taken
             target = f".{path}.{name}"
             sources = [_end(f"{target}{part}") for part in (CODES, SCALE_MIN)]
@@ -222,11 +220,11 @@ def _unfusing(stored: Stored, errors: list[QoffError]) -> WeightConverter:
     return WeightConverter(sources, list(stored.targets), [Unfuse(stored, errors)])
 
 
-def _placing_experts(first: Stored, activation: str, errors: list[QoffError]) -> WeightConverter:
+def _placing_experts(first: Stored, errors: list[QoffError]) -> WeightConverter:
     """For the matrices of a layer that are like this one of the first expert."""
     before, after = (re.escape(x) for x in first.name.split(".experts.0."))
     sources = [rf"^{before}\.experts\.\d+\.{after}{_end(part)}" for part in (CODES, SCALE_MIN)]
-    return WeightConverter(sources, list(first.targets), [PlaceExperts(activation, True, errors)])
+    return WeightConverter(sources, list(first.targets), [PlaceExperts(True, errors)])
 
 
 def _end(name: str) -> str:

@@ -51,7 +51,9 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> Wanted:
             found[f"{name}.weight"] = config.bits
         elif name in experts:
             found.update({f"{name}.{matrices}": config.bits for matrices in (GATE_UP, DOWN)})
+    activation = ""
     if experts:
+        activation = activation_of(model)
         found.update(dict.fromkeys(routers, config.head_bits))
     for target, source in model.all_tied_weights_keys.items():
         if (target in found) != (source in found):  # one of two that share a weight stays as it is
@@ -66,7 +68,7 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> Wanted:
                 f"{name}: group_size {config.group_size} does not divide its {columns} columns; "
                 "choose another, or name it in modules_to_not_convert"
             )
-    return Wanted(found, activation_of(model) if experts else "")
+    return Wanted(found, activation)
 
 
 def experts_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def experts_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def activation_of(model: PreTrainedModel) -> str:
-    """That of a model's experts."""
+    """That of a model's experts. Raises UnsupportedModelError for a family without a decoder."""
     config = json.loads(model.config.to_json_string())
     try:
         experts = DecoderSpec.from_config(config).experts
