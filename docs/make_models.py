@@ -34,8 +34,12 @@ converted and run through transformers' own modules, with `qoff.load` and `qoff 
 resident or streamed within the same budgets, logits those of transformers on the dequantized
 weights. What differs from the families above:
 
-- They run on the CPU only. The KV cache, or whatever states the model keeps, is transformers' own:
-  in float32, padded like the batch, not packed (`kv_bits` is refused), outside of the budget.
+- They run on the CPU only. The KV cache, or whatever states the model keeps, is transformers' own,
+  in float32 and padded like the batch, outside of the budget. With `kv_bits`, qoff's attention and
+  its packed cache take the place of transformers', without padding, in models whose attention goes
+  through transformers' attention interface, causal or in a sliding window, with heads of 64, 80,
+  96, 128 or 256 channels, keys and values alike; recurrent states beside it stay transformers'.
+  Others are refused, with the reason: a trial without weights finds it out as the model is loaded.
 - Quantized are the linear layers of decoder layers (also the transposed ones of GPT-2, and
   Falcon's), experts in transformers' three-dimensional form, embedding and head; but not what the
   group size does not divide. All else is stored as floats, computed with in float32, and streams
@@ -49,14 +53,15 @@ weights. What differs from the families above:
 
 Tested with tiny random models (`tests/models/test_modules.py`, `tests/hf/test_modules.py`): logits
 at prefill with left padding and at four decode steps, resident, within the least budget and with
-all matrices in tiles, and passes that take turns at every layer:
+all matrices in tiles, and passes that take turns at every layer; over qoff's cache those of
+`tests/models/test_modules_packed.py`:
 
 """
 _REFUSED = """
 Refused, each with a message: encoder-decoder models and encoders; models that keep what they
 remember within their modules (RecurrentGemma) or in a cache of their own (RWKV, xLSTM, MiniMax 01);
 models whose layers share weights (Zamba 2); a `model_type` that transformers does not know, unless
-the model's own code is trusted with `trust_remote_code=True`.
+the model's own code is trusted with `trust_remote_code=True` (`--trust-remote-code`).
 """
 _TRAITS = {
     "stablelm": "StableLM: LayerNorm, part of each head rotated",

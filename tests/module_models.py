@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,37 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 
 
+HEADS_OF_64: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+# With heads whose KV cache can be packed.
+PACKABLE: dict[str, dict[str, Any]] = {
+    "stablelm-head64": {"model_type": "stablelm", **HEADS_OF_64},
+    "gpt2-head64": {"model_type": "gpt2", **HEADS_OF_64, "n_inner": 80},
+    "cohere2-head64": {**MODULES["cohere2"], **HEADS_OF_64, "sliding_window": 90},
+    "jamba-head64": {**HYBRID_JAMBA, **HEADS_OF_64},
+}
+
+
+REMOTE = """
+from transformers import StableLmConfig, StableLmForCausalLM
+
+class HalConfig(StableLmConfig):
+    model_type = "hal9000"
+
+class HalForCausalLM(StableLmForCausalLM):
+    config_class = HalConfig
+"""
+
+
 def save_module_model(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Save a random model of an architecture without a spec."""
     torch.manual_seed(len(name))
-    config = AutoConfig.for_model(**{**TINY, "num_hidden_layers": 3, **MODULES[name]})
+    own = {**MODULES, **PACKABLE}[name]
+    config = AutoConfig.for_model(**{**TINY, "num_hidden_layers": 3, **own})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -86,6 +114,21 @@ def save_module_model(folder: Path, name: str, dtype: torch.dtype = torch.float3
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     model.to(dtype).save_pretrained(folder)
     save_tokenizer(folder)
+
+
+def changed(path: Path, **values: Any) -> Path:
+    """A source's config.json with other values, in place."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **values}))
+    return path
+
+
+def save_model_with_code(folder: Path) -> Path:
+    """Save a StableLM that calls itself by another name, with its own classes in hal.py."""
+    save_module_model(folder, "stablelm")
+    (folder / "hal.py").write_text(REMOTE)
+    names = {"AutoConfig": "hal.HalConfig", "AutoModelForCausalLM": "hal.HalForCausalLM"}
+    return changed(folder, model_type="hal9000", auto_map=names)
 
 
 def module_source(base: Path, name: str) -> Path:

@@ -35,6 +35,9 @@ Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace here.")]
 AttentionTop = Annotated[
     float, typer.Option(help="Part of the packed KV blocks a new token attends to; 1: all.")
 ]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
@@ -58,6 +61,7 @@ def convert(
         bool, typer.Option(help="Quantize anew what cannot be taken over exactly.")
     ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Convert a model to a qoff checkpoint; quantized codes are taken over bit for bit."""
@@ -71,13 +75,14 @@ def convert(
     quant = QuantConfig(bits=bits, group_size=group_size, solver=solver, head_bits=head_bits)
     with progress_bar("converting", quiet=as_json) as progress:
         run(
-            local_source(source),
+            local_source(source, trust_remote_code),
             out,
             quant=quant,
             for_cpu=for_ == "cpu",
             requantize=requantize,
             overwrite=overwrite,
             progress=progress,
+            trust_remote_code=trust_remote_code,
         )
     checkpoint = Checkpoint.open(out)
     files = (*checkpoint.layers, checkpoint.outer)
@@ -119,6 +124,7 @@ def generate(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     raw: Raw = False,
+    trust_remote_code: TrustRemoteCode = False,
     trace: Trace = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print what each token waited for.")
@@ -151,6 +157,7 @@ def generate(
             attention_top=attention_top,
             progress=progress,
             timeline=timeline,
+            trust_remote_code=trust_remote_code,
         )
     try:
         result = answer(loaded, tokenizer, prompt, raw=raw, quiet=as_json, seed=seed, **options)
@@ -219,6 +226,7 @@ def batch(
     seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer.")] = None,
     raw: Raw = False,
+    trust_remote_code: TrustRemoteCode = False,
     trace: Trace = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print what each round waited for.")
@@ -263,7 +271,15 @@ def batch(
         stop=tuple(stop or ()),
     )
     texts = work.read_prompts(prompts)
-    opened = partial(LLM, model, plan, device=device, dtype=work.float_type(dtype), trace=trace)
+    opened = partial(
+        LLM,
+        model,
+        plan,
+        device=device,
+        dtype=work.float_type(dtype),
+        trace=trace,
+        trust_remote_code=trust_remote_code,
+    )
     with work.ended_by_sigterm(), opened() as llm:
         ended = work.run(llm, texts, params, raw)
         if stats:

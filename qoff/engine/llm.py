@@ -55,11 +55,11 @@ class LLM:
 
     path: as for `qoff.load`. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
     and V are of `dtype`, float16 or bfloat16 (on a CPU of float32). trace: a Chrome trace of every
-    move and computation is written there on close. links: slower ones than there are, to try a plan
-    for another machine. ops: others than the device's, for tests. Raises BudgetError, with the
-    bytes wanted by tier and purpose, before anything is loaded, ArgumentError for a plan that does
-    not go with the model or the device, and the errors of `qoff.load`. Close it, or use it as a
-    context manager.
+    move and computation is written there on close. trust_remote_code: as for `qoff.load`. links:
+    slower ones than there are, to try a plan for another machine. ops: others than the device's,
+    for tests. Raises BudgetError, with the bytes wanted by tier and purpose, before anything is
+    loaded, ArgumentError for a plan that does not go with the model or the device, and the errors
+    of `qoff.load`. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class LLM:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float16,
         trace: str | PathLike[str] | None = None,
+        trust_remote_code: bool = False,
         links: Links | None = None,
         poison: bool = False,
         ops: Ops | None = None,
@@ -80,8 +81,10 @@ class LLM:
         where = device_of(device)
         ops = ops or ops_for(where)
         on_gpu = ops.CACHE == "device"
-        checkpoint = find_checkpoint(path, for_cpu=not on_gpu)
-        self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
+        checkpoint = find_checkpoint(path, for_cpu=not on_gpu, trust_remote_code=trust_remote_code)
+        self.tokenizer = None
+        if has_tokenizer(checkpoint):
+            self.tokenizer = load_tokenizer(checkpoint, trust_remote_code)
         self.rounds: list[RoundStats] = []
         self._resources = Resources()
         weakref.finalize(self, self._resources.close)

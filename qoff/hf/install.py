@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qoff.errors import UnsupportedModelError
+from qoff.kernels.qexperts import QExperts
 from qoff.kernels.qtensor import QTensor
 
 from .embedding import QoffEmbedding, packed_embedding
+from .experts import QoffExperts, is_experts
 from .linear import QoffLinear
 from .packed_module import PackedModule
+from .router import QoffRouter, is_router, packed_router
+
+Packed: TypeAlias = QTensor | QExperts
 
 
 def install(model: PreTrainedModel, name: str, packed: QTensor) -> set[str]:
-    """Give the linear or embedding `name` packed weights; return the parameters that it replaces.
+    """Give the linear, embedding or router `name` packed weights; return what parameters they are.
 
     What is tied to it shares them. Where another matrix of its own was loaded for that, the two
     differ, and are tied no longer, as transformers does. Raises UnsupportedModelError for a module
@@ -38,9 +43,33 @@ def install(model: PreTrainedModel, name: str, packed: QTensor) -> set[str]:
     return {parameter, *tied}
 
 
+def experts_module(model: PreTrainedModel, path: str, activation: str) -> QoffExperts:
+    """The experts module at `path`; one for packed matrices takes the place of transformers' own.
+
+    Raises UnsupportedModelError for a module that is no experts module, or of another form.
+    """
+    module = model.get_submodule(path)
+    if isinstance(module, QoffExperts):
+        return module
+    if not is_experts(module):
+        raise UnsupportedModelError(
+            f"{path}: is a {type(module).__name__}; only gated experts of transformers' own "
+            "interface can be packed; use qoff.load"
+        )
+    made = QoffExperts(module, activation).train(module.training)
+    model.set_submodule(path, made)
+    return made
+
+
 def packed_modules(model: nn.Module) -> dict[str, PackedModule]:
     """The packed modules of a model by their names, tied ones, too."""
     return {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
+
+
+def packed_experts(model: nn.Module) -> dict[str, QExperts]:
+    """The packed experts of a model by the names of transformers' parameters."""
+    found = ((n, m) for n, m in model.named_modules() if isinstance(m, QoffExperts))
+    return {f"{n}.{key}": part.qexperts for n, m in found for key, part in m.matrices.items()}
 
 
 def restore(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -51,6 +80,9 @@ def restore(model: PreTrainedModel, dtype: torch.dtype) -> None:
         if owner not in weights:
             weights[owner] = nn.Parameter(owner.qtensor.dequantize(dtype), requires_grad=False)
         model.set_submodule(name, _dense(module, weights[owner]))
+    for name, experts in list(model.named_modules()):
+        if isinstance(experts, QoffExperts):
+            model.set_submodule(name, experts.dense(dtype))
     for submodel in model.modules():
         submodel.__dict__.pop("_tied_weights_keys", None)
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -62,20 +94,24 @@ def _packed(module: nn.Module, packed: QTensor, name: str) -> nn.Module:
         made = packed_embedding(module, packed, module.weight.dtype)
     elif isinstance(module, nn.Linear):
         made = QoffLinear(packed, module.bias, module.weight.dtype)
+    elif is_router(module):
+        made = packed_router(module, packed, cast(Tensor, module.weight).dtype)
     else:
         raise UnsupportedModelError(
-            f"{name}: is a {type(module).__name__}; only linears and embeddings can be packed"
+            f"{name}: is a {type(module).__name__}; only linears, embeddings and routers can be "
+            "packed"
         )
     return made.train(module.training)
 
 
 def _dense(module: PackedModule, weight: nn.Parameter) -> nn.Module:
     made: nn.Module
-    if isinstance(module, QoffEmbedding):
+    if isinstance(module, QoffEmbedding | QoffRouter):
         bases = type(module).__mro__
-        kind = nn.Embedding if bases[0] is QoffEmbedding else cast(type[nn.Embedding], bases[1])
+        kind = nn.Embedding if bases[0] is QoffEmbedding else cast(type[nn.Module], bases[1])
         made = kind.__new__(kind)
-        made.__dict__.update(module.__dict__)
+        kept = {k: v for k, v in module.__dict__.items() if k not in ("_packed", "_dense")}
+        made.__dict__.update(kept)
         packed = ("codes", "scale_min", "dtype_like")
         made._buffers = {k: v for k, v in module._buffers.items() if k not in packed}
         made._parameters = {**module._parameters, "weight": weight}

@@ -17,6 +17,7 @@ from qoff.errors import ArgumentError, ConversionError, FormatError
 from qoff.kvcache.quant import KVBits, KVQuant
 from qoff.memory.timeline import Timeline
 from qoff.models.convert import convert
+from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
@@ -61,8 +62,9 @@ def load(
     attention_top: the part of a sequence's packed blocks that each new token attends to, chosen by
     their bounds on its scores; below 1 it is faster in long contexts, at some loss. timeline: notes
     every move and computation. Architectures that qoff has no decoder for run through transformers'
-    modules, on the CPU, with a cache that is not packed; trust_remote_code lets code run that comes
-    with a model transformers does not have.
+    modules, on the CPU, with a packed cache where transformers' interface for attention allows;
+    trust_remote_code lets code run that comes with a model, or a tokenizer, that transformers does
+    not have.
     Raises ArgumentError, BudgetError, FormatError, ChecksumError, UnsupportedModelError,
     ConversionError, or OpError for a head size whose cache cannot be packed.
     """
@@ -93,7 +95,7 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     try:
-        return _model(runtime, checkpoint), load_tokenizer(checkpoint)
+        return _model(runtime, checkpoint), load_tokenizer(checkpoint, trust_remote_code)
     except BaseException:
         runtime.close()
         raise
@@ -182,14 +184,23 @@ def has_tokenizer(checkpoint: Path) -> bool:
     return any((checkpoint / name).exists() for name in _TOKENIZER_FILES)
 
 
-def load_tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Return the checkpoint's tokenizer, padding on the left as decoders need.
 
-    Raises FormatError when there is none, or it is damaged.
+    Raises FormatError when there is none, it is damaged, or it is code that is not trusted.
     """
+    trusted = trust_remote_code and any(checkpoint.glob("*.py"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint, local_files_only=True, trust_remote_code=trusted
+        )
     except Exception as error:  # tokenizers raises nothing more special for a damaged file
+        if not trusted and _is_code(checkpoint):
+            raise FormatError(
+                f"{checkpoint}: the tokenizer is code of its own, which is not run unless you say "
+                "so: read it, then convert and load with trust_remote_code=True "
+                "(--trust-remote-code)"
+            ) from error
         reason = " ".join(str(error).split())
         raise FormatError(
             f"{checkpoint}: no usable tokenizer ({reason}); put the model's tokenizer files there"
@@ -198,6 +209,15 @@ def load_tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _is_code(checkpoint: Path) -> bool:
+    """Whether the tokenizer's class comes with it."""
+    try:
+        config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and REMOTE_CODE in config
 
 
 def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import CODES, SCALE_MIN
-from qoff.errors import FormatError, QoffError, QuantizationError, UnsupportedModelError
+from qoff.errors import FormatError, QoffError
 from qoff.kernels.qtensor import QTensor
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig, quantize
 
-from .install import install
+from .experts import DOWN, GATE_UP, stacked
+from .install import experts_module, install
 from .packed_module import packing_for, qtensor_of
-from .quantization_config import QoffConfig
+from .router import is_router
 from .stored import Stored, check_stored, stored_weights
+from .wanted import Wanted, activation_of, experts_of
 
 
 class Operation(ConversionOps):
@@ -48,7 +49,7 @@ class Operation(ConversionOps):
         **about: Any,
     ) -> dict[str, Any]:
         """Return what transformers shall store itself, by name; the rest is in its modules."""
-        found = {key: x[0] if isinstance(x, list) else x for key, x in input_dict.items()}
+        found = {key: self.given(x) for key, x in input_dict.items()}
         ordered = {key: found[key] for key in source_patterns if key in found} or found
         try:
             if not self._errors:
@@ -59,8 +60,12 @@ class Operation(ConversionOps):
         about["missing_keys"].clear()
         return {}
 
+    def given(self, tensors: Any) -> Any:
+        """What `load` gets of the tensors of a pattern: the only one there is."""
+        return tensors[0] if isinstance(tensors, list) else tensors
+
     def load(
-        self, found: dict[str, Tensor], model: PreTrainedModel, name: str, missing: set[str]
+        self, found: dict[str, Any], model: PreTrainedModel, name: str, missing: set[str]
     ) -> dict[str, Tensor]:
         """Take tensors in the order of their patterns. name: the first parameter they become."""
         raise NotImplementedError
@@ -93,6 +98,35 @@ class Unfuse(Operation):
         return {}
 
 
+class PlaceExperts(Operation):
+    """Codes and scales of all experts of a layer to their module."""
+
+    def __init__(self, apart: bool, errors: list[QoffError]) -> None:
+        """apart: those of each expert come alone, in their order; else stacked."""
+        super().__init__(errors)
+        self._apart = apart
+
+    def given(self, tensors: Any) -> Any:
+        return tensors if self._apart else super().given(tensors)
+
+    def load(
+        self, found: dict[str, Any], model: PreTrainedModel, name: str, missing: set[str]
+    ) -> dict[str, Tensor]:
+        path, _, parameter = name.rpartition(".")
+        module = experts_module(model, path, activation_of(model))
+        shape = module.dense_shape(parameter)
+        parts = [list(x) for x in found.values()]
+        if len(parts) != 2 or len(parts[0]) != shape[0] or len(parts[1]) != shape[0]:
+            raise FormatError(
+                f"{name}: {shape[0]} experts have {CODES} and {SCALE_MIN} each, but here are those "
+                f"of {[len(x) for x in parts]}; convert or save the model again"
+            )
+        matrices = [qtensor_of(c, s, shape[1:]) for c, s in zip(*parts, strict=True)]
+        module.hold(parameter, stacked(matrices))
+        missing.discard(name)
+        return {}
+
+
 class Place(Operation):
     """Codes and scales that were saved under the name of their module, to that module."""
 
@@ -100,12 +134,13 @@ class Place(Operation):
         self, found: dict[str, Tensor], model: PreTrainedModel, name: str, missing: set[str]
     ) -> dict[str, Tensor]:
         module = model.get_submodule(name.removesuffix(".weight"))
-        if len(found) != 2 or not isinstance(module, nn.Linear | nn.Embedding):
+        fits = isinstance(module, nn.Linear | nn.Embedding) or is_router(module)
+        if len(found) != 2 or not fits:
             raise FormatError(
-                f"{name}: a linear or an embedding has {CODES} and {SCALE_MIN}, but here is a "
-                f"{type(module).__name__} with {len(found)} of them; save the model again"
+                f"{name}: linears, embeddings and routers have {CODES} and {SCALE_MIN}, here is "
+                f"a {type(module).__name__} with {len(found)} of them; save the model again"
             )
-        (n, k), (codes, scale_min) = module.weight.shape, found.values()
+        (n, k), (codes, scale_min) = model.get_parameter(name).shape, found.values()
         self.put(model, name, qtensor_of(codes, scale_min, (n, k)), missing)
         return {}
 
@@ -113,43 +148,70 @@ class Place(Operation):
 class Quantize(Operation):
     """A float weight, quantized as it arrives."""
 
-    def __init__(self, quant: QuantConfig, bits: dict[str, int], errors: list[QoffError]) -> None:
-        """bits: of each parameter."""
+    def __init__(self, quant: QuantConfig, wanted: Wanted, errors: list[QoffError]) -> None:
         super().__init__(errors)
-        self._quant, self._bits = quant, bits
+        self._quant, self._wanted = quant, wanted
 
     def load(
         self, found: dict[str, Tensor], model: PreTrainedModel, name: str, missing: set[str]
     ) -> dict[str, Tensor]:
-        quant = self._quant
         for key, weight in found.items():
-            packed = quantize(
-                weight,
-                self._bits[key],
-                quant.group_size,
-                quant.solver,
-                packing_for(weight.device),
-                quant.scale_dtype,
-                name=key,
-            )
-            self.put(model, key, packed, missing)
+            if weight.dim() == 2:
+                self.put(model, key, self._packed(key, weight), missing)
+            else:
+                self._experts(key, weight, model, missing)
         return {}
+
+    def _packed(self, name: str, weight: Tensor) -> QTensor:
+        quant = self._quant
+        return quantize(
+            weight,
+            self._wanted.bits[name],
+            quant.group_size,
+            quant.solver,
+            packing_for(weight.device),
+            quant.scale_dtype,
+            name=name,
+        )
+
+    def _experts(
+        self, name: str, weight: Tensor, model: PreTrainedModel, missing: set[str]
+    ) -> None:
+        """weight: [experts, N, K], or [experts, K, N] where the module has them transposed."""
+        path, _, parameter = name.rpartition(".")
+        module = experts_module(model, path, self._wanted.activation)
+        order = module.packed_rows(parameter).argsort().to(weight.device)
+        dense = (x.T if module.replaced.is_transposed else x for x in weight)
+        module.hold(parameter, stacked([self._packed(name, x[order].contiguous()) for x in dense]))
+        missing.discard(name)
 
 
 def unfusing(model: PreTrainedModel, folder: str, errors: list[QoffError]) -> list[WeightConverter]:
-    """A converter for each weight of the qoff checkpoint in a directory.
+    """A converter for each weight of the qoff checkpoint in a directory; one for all experts'.
 
     Raises FormatError, or UnsupportedModelError for one that the model has no place for.
     """
     checkpoint = Checkpoint.open(folder)
-    units = stored_weights(DecoderSpec.from_config(checkpoint.config), model)
+    spec = DecoderSpec.from_config(checkpoint.config)
+    units = stored_weights(spec, model)
     check_stored(checkpoint, units)
-    return [_unfusing(stored, errors) for unit in units for stored in unit]
+    found = [
+        _unfusing(stored, errors) for unit in units for stored in unit if stored.expert is None
+    ]
+    firsts = [stored for unit in units for stored in unit if stored.expert == 0]
+    return [*found, *(_placing_experts(stored, errors) for stored in firsts)]
 
 
-def placing(errors: list[QoffError]) -> list[WeightConverter]:
-    """The converter for what `save_pretrained` wrote module by module."""
-    return [WeightConverter([_end(CODES), _end(SCALE_MIN)], ".weight", [Place(errors)])]
+def placing(model: PreTrainedModel, errors: list[QoffError]) -> list[WeightConverter]:
+    """The converters for what `save_pretrained` wrote module by module."""
+    found = [WeightConverter([_end(CODES), _end(SCALE_MIN)], ".weight", [Place(errors)])]
+    for path in {name.rpartition(".")[2] for name in experts_of(model)}:
+        places: list[ConversionOps] = [PlaceExperts(False, errors)]
+        for name in (GATE_UP, DOWN):  # the first converter that fits is taken
+            target = f".{path}.{name}"
+            sources = [_end(f"{target}{part}") for part in (CODES, SCALE_MIN)]
+            found.insert(0, WeightConverter(sources, target, places))
+    return found
 
 
 def _unfusing(stored: Stored, errors: list[QoffError]) -> WeightConverter:
@@ -158,35 +220,12 @@ def _unfusing(stored: Stored, errors: list[QoffError]) -> WeightConverter:
     return WeightConverter(sources, list(stored.targets), [Unfuse(stored, errors)])
 
 
+def _placing_experts(first: Stored, errors: list[QoffError]) -> WeightConverter:
+    """For the matrices of a layer that are like this one of the first expert."""
+    before, after = (re.escape(x) for x in first.name.split(".experts.0."))
+    sources = [rf"^{before}\.experts\.\d+\.{after}{_end(part)}" for part in (CODES, SCALE_MIN)]
+    return WeightConverter(sources, list(first.targets), [PlaceExperts(True, errors)])
+
+
 def _end(name: str) -> str:
     return re.escape(name) + "$"
-
-
-def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
-    """Bits by parameter. Raises QuantizationError where the group does not divide the columns."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 2 and "expert" in name:
-            raise UnsupportedModelError(
-                f"{name}: experts cannot be quantized while loading; use qoff convert, qoff.load"
-            )
-    head = model.get_output_embeddings()
-    found: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if not should_convert_module(name, config.modules_to_not_convert):
-            continue
-        if isinstance(module, nn.Embedding) or (module is head and type(module) is nn.Linear):
-            found[f"{name}.weight"] = config.head_bits
-        elif type(module) is nn.Linear:
-            found[f"{name}.weight"] = config.bits
-    for target, source in model.all_tied_weights_keys.items():
-        if (target in found) != (source in found):  # one of two that share a weight stays as it is
-            found.pop(target, None)
-            found.pop(source, None)
-    for name in found:
-        columns = model.get_parameter(name).shape[1]
-        if columns % config.group_size:
-            raise QuantizationError(
-                f"{name}: group_size {config.group_size} does not divide its {columns} columns; "
-                "choose another, or name it in modules_to_not_convert"
-            )
-    return found

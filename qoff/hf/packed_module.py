@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qoff.kernels.packing import ROW_BLOCK
+from qoff.kernels.qexperts import QExperts
 from qoff.kernels.qtensor import QTensor
 
 from .packed_weight import PackedWeight
@@ -32,23 +33,51 @@ def qtensor_of(codes: Tensor, scale_min: Tensor, shape: tuple[int, int]) -> QTen
     return QTensor(codes, scale_min, shape, bits, k // max(1, groups), packing)
 
 
-class PackedModule(nn.Module):
-    """A module with the buffers `codes` and `scale_min`, or tied to another that has them.
+class CodesModule(nn.Module):
+    """A module with the buffers `codes` and `scale_min`; `to(dtype)` casts neither.
 
-    On a device whose kernels read another packing, they are repacked once, when they are needed.
+    What they make up is kept in `_packed` for as long as they are the same.
     """
 
     codes: Tensor
     scale_min: Tensor
 
-    def hold(self, packed: QTensor, dtype: torch.dtype) -> None:
-        """Take a matrix. dtype: of `weight`; it follows `to(dtype)`, scales never do."""
-        self.packed_shape = packed.shape
+    def hold_codes(self, packed: QTensor | QExperts, dtype: torch.dtype) -> None:
+        """Take codes. dtype: of the weight that they stand for; it follows `to(dtype)`."""
         self.register_buffer("codes", packed.codes)
         self.register_buffer("scale_min", packed.scale_min)
         like = torch.empty(0, dtype=dtype, device=packed.device)
         self.register_buffer("dtype_like", like, persistent=False)
         self.__dict__["_packed"] = packed
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """As nn.Module does, but scales are moved only, never cast."""
+        scales = self._buffers.get("scale_min")
+        if scales is None:
+            return super()._apply(fn, recurse)
+        self._buffers["scale_min"] = scales.view(torch.uint8)
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            moved = self._buffers["scale_min"]
+            assert moved is not None
+            self._buffers["scale_min"] = moved.view(scales.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what kernels keep addresses with; it is made anew."""
+        return {key: value for key, value in self.__dict__.items() if key != "_packed"}
+
+
+class PackedModule(CodesModule):
+    """A module whose codes are a matrix, or which is tied to another that has it.
+
+    On a device whose kernels read another packing, they are repacked once, when they are needed.
+    """
+
+    def hold(self, packed: QTensor, dtype: torch.dtype) -> None:
+        """Take a matrix. dtype: of `weight`; it follows `to(dtype)`, scales never do."""
+        self.packed_shape = packed.shape
+        self.hold_codes(packed, dtype)
 
     def tie(self, owner: PackedModule) -> None:
         """Use the matrix of another module, now and whatever becomes of it."""
@@ -90,23 +119,6 @@ class PackedModule(nn.Module):
     def dequantize(self) -> Tensor:
         """Return the whole matrix [N, K] in the dtype of `weight`."""
         return self.qtensor.dequantize(self.dtype_of_weight)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """As nn.Module does, but scales are moved only, never cast."""
-        scales = self._buffers.get("scale_min")
-        if scales is None:
-            return super()._apply(fn, recurse)
-        self._buffers["scale_min"] = scales.view(torch.uint8)
-        try:
-            return super()._apply(fn, recurse)
-        finally:
-            moved = self._buffers["scale_min"]
-            assert moved is not None
-            self._buffers["scale_min"] = moved.view(scales.dtype)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the QTensor, with which kernels keep addresses; it is made anew."""
-        return {key: value for key, value in self.__dict__.items() if key != "_packed"}
 
 
 def row_pieces(packed: QTensor, elements: int) -> list[tuple[int, int]]:

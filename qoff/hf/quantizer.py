@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # transformers imports this module on the way to its PreTrain
     from transformers import PreTrainedModel
     from transformers.core_model_loading import ConversionOps, WeightConverter
 
+    from .wanted import Wanted
+
 
 class QoffHfQuantizer(HfQuantizer):
     """Loads qoff checkpoints into modules of transformers, or quantizes weights as they arrive."""
@@ -24,7 +26,7 @@ class QoffHfQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QoffConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._bits: dict[str, int] = {}  # of each parameter that is quantized on the way
+        self._wanted: Wanted | None = None  # what is quantized on the way
         self._converters: list[WeightConverter] = []
         self._errors: list[QoffError] = []
 
@@ -40,12 +42,13 @@ class QoffHfQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         from . import operations
+        from .wanted import quantizable
 
         config = self.quantization_config
         if not self.pre_quantized:
-            self._bits = operations.quantizable(model, config)
+            self._wanted = quantizable(model, config)
         elif config.layout != LAYERS:
-            self._converters = operations.placing(self._errors)
+            self._converters = operations.placing(model, self._errors)
         elif checkpoint_files:
             folder = checkpoint_files[0].rpartition("/")[0]
             self._converters = operations.unfusing(model, folder, self._errors)
@@ -55,6 +58,8 @@ class QoffHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **_: Any
     ) -> PreTrainedModel:
+        from .adapters import check_shapes, load_adapter
+        from .experts import QoffExperts
         from .install import packed_modules
         from .save import save_pretrained
 
@@ -62,19 +67,23 @@ class QoffHfQuantizer(HfQuantizer):
             raise self._errors[0]
         model.__dict__["_weight_conversions"] = []  # what is saved needs none
         model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
-        for module in packed_modules(model).values():
+        model.__dict__["load_adapter"] = MethodType(load_adapter, model)
+        model.register_load_state_dict_pre_hook(check_shapes)
+        experts = [module for module in model.modules() if isinstance(module, QoffExperts)]
+        for module in (*packed_modules(model).values(), *experts):
             module.requires_grad_(False)
         return model
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         """Whether a parameter is quantized as it arrives."""
-        return param_name in self._bits
+        return self._wanted is not None and param_name in self._wanted.bits
 
     def get_quantize_ops(self) -> ConversionOps:
         """What does that."""
         from .operations import Quantize
 
-        return Quantize(self.quantization_config.quant(), self._bits, self._errors)
+        assert self._wanted is not None
+        return Quantize(self.quantization_config.quant(), self._wanted, self._errors)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Those of a checkpoint with codes, which has no others."""
@@ -95,7 +104,8 @@ class QoffHfQuantizer(HfQuantizer):
         from .install import restore
 
         restore(model, dtype or torch.float32)
-        model.__dict__.pop("save_pretrained", None)
+        for name in ("save_pretrained", "load_adapter"):
+            model.__dict__.pop(name, None)
         return model
 
     def is_serializable(self) -> bool:

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from qoff.checkpoint import CheckpointWriter
 from qoff.checkpoint.layout import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE
 from qoff.errors import UnsupportedModelError
+from qoff.kernels.qexperts import QExperts
 from qoff.kernels.qtensor import QTensor
 from qoff.models.spec import DecoderSpec
 
-from .install import packed_modules
+from .install import Packed, packed_experts, packed_modules
 from .quantization_config import LAYERS, STATE_DICT, QoffConfig
 from .stored import Stored, stored_weights
 
@@ -66,18 +67,20 @@ def _units(model: PreTrainedModel) -> list[list[Stored]] | None:
     return units if fits else None
 
 
-def _joinable(stored: Stored, parameters: Mapping[str, QTensor | Tensor]) -> bool:
+def _joinable(stored: Stored, parameters: Mapping[str, Packed | Tensor]) -> bool:
     parts = [parameters[target] for target in stored.targets]
     if stored.weight.columns is None:
-        return not any(isinstance(part, QTensor) for part in parts)
+        return all(isinstance(part, Tensor) for part in parts)
+    if stored.expert is not None:
+        return isinstance(parts[0], QExperts)
     kinds = {(p.bits, p.group_size) if isinstance(p, QTensor) else None for p in parts}
     return None not in kinds and len(kinds) == 1
 
 
-def _parameters(model: PreTrainedModel) -> dict[str, QTensor | Tensor]:
-    found: dict[str, QTensor | Tensor] = dict(model.named_parameters())
+def _parameters(model: PreTrainedModel) -> dict[str, Packed | Tensor]:
+    found: dict[str, Packed | Tensor] = dict(model.named_parameters())
     found.update({f"{name}.weight": m.qtensor for name, m in packed_modules(model).items()})
-    return found
+    return {**found, **packed_experts(model)}
 
 
 def _config(model: PreTrainedModel) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def _config(model: PreTrainedModel) -> dict[str, Any]:
 def _write(model: PreTrainedModel, units: list[list[Stored]], folder: Path) -> None:
     """Write beside the other files of a directory, config.json last."""
     parameters = _parameters(model)
-    packings = {p.packing for p in parameters.values() if isinstance(p, QTensor)}
+    packings = {p.packing for p in parameters.values() if not isinstance(p, Tensor)}
     packing = packings.pop() if len(packings) == 1 else "half32"
     config = _config(model)
     kept = ("bits", "group_size", "solver")
@@ -119,7 +122,7 @@ def _write(model: PreTrainedModel, units: list[list[Stored]], folder: Path) -> N
 
 
 def _joined(
-    stored: Stored, parameters: Mapping[str, QTensor | Tensor], packing: str
+    stored: Stored, parameters: Mapping[str, Packed | Tensor], packing: str
 ) -> QTensor | Tensor:
     whole = stored.join(parameters)
     return whole.to_packing(packing) if isinstance(whole, QTensor) else whole.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,26 +10,33 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry, TensorEntry
 from qoff.errors import FormatError, UnsupportedModelError
+from qoff.kernels.qexperts import QExperts
 from qoff.kernels.qtensor import QTensor
 from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
 from qoff.quant.rows import concat_rows, reordered, whole_blocks
 
-from .install import packed_modules
+from .install import Packed, packed_experts, packed_modules
+
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")  # a matrix of one, in the names of a layer
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight of a checkpoint, by its full name there, and the parameters that its parts are."""
+    """A weight of a checkpoint, by its full name there, and the parameters that its parts are.
+
+    expert: it is the matrix of this one of the experts that its only parameter has.
+    """
 
     name: str
     weight: Weight
     targets: tuple[str, ...]
+    expert: int | None = None
 
     def split(self, whole: QTensor | Tensor) -> dict[str, QTensor | Tensor]:
         """Return the parameters: rows of a quantized matrix, in its packing, or of a vector."""
@@ -40,41 +48,36 @@ class Stored:
             if isinstance(whole, QTensor):
                 parts[target] = reordered(whole, order)
             else:
-                parts[target] = reordered(whole, order) - part.plus
+                vector = reordered(whole, order) - part.plus
+                parts[target] = vector if part.flat is None else vector.view(-1, part.flat)
         return parts
 
-    def join(self, parts: Mapping[str, QTensor | Tensor]) -> QTensor | Tensor:
+    def join(self, parts: Mapping[str, Packed | Tensor]) -> QTensor | Tensor:
         """The other way round: the weight; a vector in float32."""
         found = [parts[target] for target in self.targets]
+        if self.expert is not None:
+            assert isinstance(found[0], QExperts)
+            return found[0].expert(self.expert)
         orders = [self.weight.destination(i, 0, p.rows) for i, p in enumerate(self.weight.parts)]
         order = torch.cat(orders).argsort()
         matrices = [x for x in found if isinstance(x, QTensor)]
         if matrices:
             return reordered(concat_rows(matrices), order)
         plus = [part.plus for part in self.weight.parts]
-        vectors = [x.float() + p for x, p in zip(found, plus, strict=True) if isinstance(x, Tensor)]
+        floats = [x.float().flatten() for x in found if isinstance(x, Tensor)]
+        vectors = [x + p for x, p in zip(floats, plus, strict=True)]
         return torch.cat(vectors)[order.to(vectors[0].device)]
 
 
 def stored_weights(spec: DecoderSpec, model: PreTrainedModel) -> list[list[Stored]]:
     """The weights of each layer, and at the end those outside, with the model's own names.
 
-    Raises UnsupportedModelError for experts, and for a parameter that the model does not have.
+    Raises UnsupportedModelError for a parameter that the model does not have.
     """
-    if spec.experts is not None:
-        raise UnsupportedModelError(
-            "config.json: models with experts cannot be loaded by from_pretrained; use qoff.load"
-        )
     called = _Names(model)
     units = [(layer_prefix(i), layer_weights(spec, i)) for i in range(spec.num_layers)]
     units.append(("", outer_weights(spec)))
-    return [
-        [
-            Stored(prefix + w.name, w, tuple(called.parameter(p.source) for p in w.parts))
-            for w in weights
-        ]
-        for prefix, weights in units
-    ]
+    return [[called.stored(prefix, w) for w in weights] for prefix, weights in units]
 
 
 def check_stored(checkpoint: Checkpoint, units: list[list[Stored]]) -> None:
@@ -102,15 +105,26 @@ class _Names:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._renamings = [
-            x for x in get_model_conversion_mapping(model) if isinstance(x, WeightRenaming)
-        ]
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [x for x in mapping if isinstance(x, WeightRenaming)]
+        self._joining = [x for x in mapping if isinstance(x, WeightConverter)]
         self._there = {name: True for name, _ in model.named_parameters(remove_duplicate=False)}
         self._there.update({f"{name}.weight": True for name in packed_modules(model)})
+        self._there.update(dict.fromkeys(packed_experts(model), True))
 
-    def parameter(self, source: str) -> str:
+    def stored(self, prefix: str, weight: Weight) -> Stored:
+        """A weight of a layer, and what it is in the model."""
+        found = _EXPERT.match(weight.name)
+        if found is None:
+            targets = tuple(self.parameter(part.source, []) for part in weight.parts)
+            return Stored(prefix + weight.name, weight, targets)
+        target = self.parameter(weight.parts[0].source, self._joining)
+        return Stored(prefix + weight.name, weight, (target,), int(found[1]))
+
+    def parameter(self, source: str, joining: list[WeightConverter]) -> str:
+        """The parameter that a tensor is, or that it is joined to others for."""
         prefix = self._model.base_model_prefix
-        name, _ = rename_source_key(source, self._renamings, [], prefix, self._there)
+        name, _ = rename_source_key(source, self._renamings, joining, prefix, self._there)
         if name not in self._there:
             raise UnsupportedModelError(
                 f"{source}: {type(self._model).__name__} has no such parameter; use qoff.load"

@@ -26,7 +26,7 @@ from .families import converted
 from .modules.configs import is_native
 from .modules.conversion import convert_modules
 from .names import ROW_BLOCK, Part, Weight, layer_prefix, layer_weights, outer_weights
-from .sources import SafetensorsSource, Source, open_source
+from .sources import SafetensorsSource, Source, open_source, own_code
 from .spec import DecoderSpec
 from .tensor_names import TensorNames
 from .uniform import with_uniform_experts
@@ -55,7 +55,8 @@ def convert(
 
     A directory of an architecture without a spec is converted for transformers' own modules
     (`modules.conversion`); memory then holds one layer, or the outer weights, in float32. Code that
-    comes with a model is run, and kept with the checkpoint, only with `trust_remote_code`.
+    comes with a model or its tokenizer is run, and kept with the checkpoint, only with
+    `trust_remote_code`.
 
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
     ConversionError when writing fails; then nothing is left at `out`.
@@ -94,6 +95,9 @@ def convert(
                 progress(i + 1, len(units))
         for name, data in files.items():
             writer.copy_file(name, data)
+        if trust_remote_code:
+            for name, code in own_code(source_path).items():
+                writer.copy_file(name, code)
         tie = {"tie_word_embeddings": spec.tie_word_embeddings}
         writer.finish({**config, **tie, "quantization_config": job.description()})
     return Path(out)

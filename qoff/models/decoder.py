@@ -12,7 +12,8 @@ from qoff.errors import ArgumentError
 from qoff.kernels.device_cache import DeviceLayerCache
 from qoff.kernels.heads import HeadShape
 from qoff.kernels.ops import Ops
-from qoff.kvcache import DeviceCache, KVCache, KVQuant, MixedCache, PackedCache, PlainCache
+from qoff.kvcache import DeviceCache, KVCache, KVQuant
+from qoff.kvcache.host import host_cache
 from qoff.memory import HEAD, Weights
 
 from . import names
@@ -86,12 +87,10 @@ class Decoder:
         on a GPU without `kv`.
         """
         shapes = self.head_shapes
-        if kv is None:
-            if self._ops.CACHE == "device":
-                raise ArgumentError(UNPACKED_ON_GPU)
-            return PlainCache(shapes, sequences, capacity)
-        dims = [shape.head_dim for shape in shapes]
         if self._ops.CACHE == "device":
+            if kv is None:
+                raise ArgumentError(UNPACKED_ON_GPU)
+            dims = [shape.head_dim for shape in shapes]
             if kv.attention_top < 1 or kv.sinks:
                 raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
             return DeviceCache(
@@ -104,27 +103,7 @@ class Decoder:
                 device=self.device,
                 dtype=self.dtype,
             )
-        forms = kv.forms(dims)
-        packed = [form for form in forms if form is not None]
-        if not packed:
-            return PlainCache(shapes, sequences, capacity)
-        if len(packed) < len(forms):
-            return MixedCache(
-                shapes,
-                forms,
-                sequences,
-                window=kv.window,
-                sinks=kv.sinks,
-                attention_top=kv.attention_top,
-            )
-        return PackedCache(
-            shapes,
-            packed,
-            sequences,
-            window=kv.window,
-            sinks=kv.sinks,
-            attention_top=kv.attention_top,
-        )
+        return host_cache(shapes, sequences, kv, capacity)
 
     def new_scratch(self, tokens: int, tiled: bool = False) -> Scratch:
         """Working space for passes of up to this many tokens."""

@@ -26,7 +26,10 @@ from tokenizers import (
 
 from qoff.errors import FormatError, UnsupportedModelError
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+from .gguf_sentencepiece import sentencepiece
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of tokenizer.ggml.token_type
+_SENTENCEPIECE = "llama"  # a value of tokenizer.ggml.model
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -100,29 +103,37 @@ def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> Any:
 
 
 def _backend(metadata: Mapping[str, Any], tokens: list[str], bos: int | None) -> Tokenizer:
-    kind = _kind(metadata)
-    backend = Tokenizer(_bpe(metadata, tokens, kind))
-    backend.normalizer = normalizers.NFC() if kind.nfc else None
-    backend.pre_tokenizer = kind.pre_tokenizer()
-    backend.decoder = decoders.ByteLevel()
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", kind.add_bos):
+    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise FormatError(
+            f"GGUF key tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
+    if metadata.get("tokenizer.ggml.model") == _SENTENCEPIECE:
+        backend, begins = sentencepiece(metadata, tokens, types), True
+    else:
+        kind = _kind(metadata)
+        backend, begins = _byte_level(metadata, tokens, kind), kind.add_bos
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins):
         backend.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A",
             pair=f"{tokens[bos]} $A {tokens[bos]}:1 $B:1",
             special_tokens=[(tokens[bos], bos)],
         )
-    types = metadata.get("tokenizer.ggml.token_type") or [0] * len(tokens)
-    if len(types) != len(tokens):
-        raise FormatError(
-            f"GGUF key tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
-        )
     typed = list(zip(tokens, types, strict=True))
     backend.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, kind in typed if kind == _CONTROL]
+        [AddedToken(t, normalized=False, special=True) for t, type_ in typed if type_ == _CONTROL]
     )
     backend.add_tokens(
-        [AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED]
+        [AddedToken(t, normalized=False) for t, type_ in typed if type_ == _USER_DEFINED]
     )
+    return backend
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kind: _Kind) -> Tokenizer:
+    backend = Tokenizer(_bpe(metadata, tokens, kind))
+    backend.normalizer = normalizers.NFC() if kind.nfc else None
+    backend.pre_tokenizer = kind.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
     return backend
 
 
@@ -157,7 +168,8 @@ def _kind(metadata: Mapping[str, Any]) -> _Kind:
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise UnsupportedModelError(
-            f"GGUF key tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE). "
+            f"GGUF key tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE) and "
+            f"{_SENTENCEPIECE!r} (SentencePiece's BPE). "
             "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
         )
     name = metadata.get("tokenizer.ggml.pre")

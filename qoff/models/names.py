@@ -256,7 +256,7 @@ class _Layer:
     def _gate_up(self, module: str, inner: int) -> tuple[Part, ...]:
         if self._names.fused_gate_up:
             source = self._source(f"{module}.gate_up_proj")
-            return (Part(source, 2 * inner, _from_halves(inner)),)
+            return (Part(source, 2 * inner, from_halves(inner)),)
         return tuple(
             Part(self._source(f"{module}.{name}_proj"), inner, _interleaved(i))
             for i, name in enumerate(("gate", "up"))
@@ -287,7 +287,7 @@ class _Layer:
             return self._mlp(f"mlp.experts.{e}", inner, bias=False)[1]
         stored, hidden = f"mlp.experts.{e}", self._spec.hidden_size
         gate_up, down = (f"mlp.experts.{name}_proj" for name in ("gate_up", "down"))
-        order, unit = _from_pairs, 2 * ROW_BLOCK
+        order, unit = from_pairs, 2 * ROW_BLOCK
         return [
             Weight(
                 f"{stored}.gate_up_proj",
@@ -306,7 +306,7 @@ class _Layer:
         inner, hidden = 2 * experts.intermediate_size, self._spec.hidden_size
         found = []
         for name, rows, order in (
-            ("mlp.experts.gate_up_proj", inner, _from_pairs),
+            ("mlp.experts.gate_up_proj", inner, from_pairs),
             ("mlp.experts.down_proj", hidden, _after(0)),
         ):
             source = f"{self._source(name, '')}_bias"
@@ -333,14 +333,14 @@ def _interleaved(part: int) -> Order:
     return lambda rows: (rows // ROW_BLOCK * 2 + part) * ROW_BLOCK + rows % ROW_BLOCK
 
 
-def _from_halves(inner: int) -> Order:
+def from_halves(inner: int) -> Order:
     """From gate above up."""
     return lambda rows: (
         (rows % inner // ROW_BLOCK * 2 + rows // inner) * ROW_BLOCK + rows % ROW_BLOCK
     )
 
 
-def _from_pairs(rows: Tensor) -> Tensor:
+def from_pairs(rows: Tensor) -> Tensor:
     """From rows of gate and up in turn."""
     block, inside = rows // (2 * ROW_BLOCK), rows % (2 * ROW_BLOCK)
     return (2 * block + inside % 2) * ROW_BLOCK + inside // 2

@@ -88,8 +88,9 @@ class Runtime:
         self.decoder: AnyDecoder
         workspace = 0
         if is_modules(self.checkpoint):
-            self.decoder = ModuleDecoder(self.checkpoint, ops, activation_bits, trust_remote_code)
-            self.decoder.new_cache(1, kv=kv)  # refuses `kv`
+            self.decoder = ModuleDecoder(
+                self.checkpoint, ops, activation_bits, trust_remote_code, kv
+            )
             self.decoder.embed_with(self._embed)
             workspace = self.decoder.outer_bytes
         else:

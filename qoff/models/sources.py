@@ -196,6 +196,11 @@ class SafetensorsSource:
             self._tensors[name] = headers[file][name]
 
 
+def own_code(source: str | os.PathLike[str]) -> dict[str, Path]:
+    """Return the Python files of a model's directory, by name; a file has none."""
+    return {path.name: path for path in sorted(Path(source).glob("*.py"))}
+
+
 def _inside(directory: Path, file: object, index: Path) -> Path:
     """Return the path of a shard, which must be a plain file name in the directory of the index."""
     plain = isinstance(file, str) and PurePosixPath(file).name == file and "\\" not in file

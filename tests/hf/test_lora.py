@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from qoff.errors import OpError, QuantizationError
+from qoff.errors import ArgumentError, OpError, QuantizationError
 from qoff.hf import linear as module
 from qoff.hf.linear import QoffLinear, packed_linear
 from qoff.kernels.qtensor import QTensor
@@ -154,15 +154,53 @@ def test_merging_is_refused(checkpoint: Path) -> None:
             model.merge_and_unload(safe_merge=safe)
 
 
+@pytest.mark.parametrize("family", ["llama-head64", "llama"])
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
 def test_an_adapter_for_other_shapes_names_the_weight(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tmp_path: Path
+    tmp_path_factory: pytest.TempPathFactory,
+    checkpoint: Path,
+    tmp_path: Path,
+    family: str,
+    low_cpu_mem_usage: bool,
 ) -> None:
     peft = pytest.importorskip("peft")
-    lora(AutoModelForCausalLM.from_pretrained(checkpoint)).save_pretrained(tmp_path)
+    trained = lora(AutoModelForCausalLM.from_pretrained(checkpoint))
+    trained.save_pretrained(tmp_path)
+    other = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    options = {"low_cpu_mem_usage": low_cpu_mem_usage}
+    if family == "llama":
+        again = peft.PeftModel.from_pretrained(model, tmp_path, **options)
+        with torch.no_grad():
+            assert torch.equal(again(IDS).logits, trained(IDS).logits)
+        return
+    key = r"^base_model\.model\.model\.layers\.0\.self_attn\.q_proj\.lora_B\.default\.weight: "
+    with pytest.raises(ArgumentError, match=key + r"has shape \[64, 4\], but") as refusal:
+        peft.PeftModel.from_pretrained(model, tmp_path, **options)
+    assert "\n" not in str(refusal.value)
+
+
+def test_transformers_own_way_to_load_an_adapter_names_the_weight_too(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tmp_path: Path
+) -> None:
+    trained = lora(AutoModelForCausalLM.from_pretrained(checkpoint))
+    trained.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.load_adapter(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, trained(IDS).logits)
     other = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
     model = AutoModelForCausalLM.from_pretrained(other)
-    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn\.q_proj\.lora_B.*\[64, 4\]"):
-        peft.PeftModel.from_pretrained(model, tmp_path)
+    with torch.no_grad():
+        before = model(IDS).logits
+    key = r"^model\.layers\.0\.self_attn\.[kqv]_proj\.lora_B\.default\.weight: has shape"
+    with pytest.raises(ArgumentError, match=key) as refusal:
+        model.load_adapter(tmp_path)
+    assert "\n" not in str(refusal.value)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, before)
+    model.load_adapter(tmp_path, ignore_mismatched_sizes=True)
+    assert model.active_adapters() == ["default"]
 
 
 def test_lm_eval_takes_the_model(checkpoint: Path) -> None:

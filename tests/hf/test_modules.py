@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import qoff
-from qoff.errors import ArgumentError, OpError, UnsupportedModelError
+from qoff.errors import ArgumentError, OpError, QoffError, UnsupportedModelError
+from qoff.kvcache import KVQuant
 from tests.module_models import module_checkpoint, module_reference, module_source
 from tests.tiny_models import QUANT, budgets
+from tests.tolerances import PACKED_8, assert_close
 
 PROMPTS = ["hello world", "hi"]
 
@@ -66,9 +68,64 @@ def _refusal(base: Path, cache: Any) -> str:
     return str(refusal.value)
 
 
-def test_a_packed_cache_is_refused(base: Path) -> None:
-    with pytest.raises(ArgumentError, match="leave kv_bits out"):
-        qoff.load(module_checkpoint(base, "stablelm"), kv_bits=4)
+@pytest.mark.parametrize("name", ["stablelm-head64", "cohere2-head64", "jamba-head64"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_qoffs_own_cache_generates_what_transformers_does(
+    base: Path, name: str, beams: int
+) -> None:
+    reference = module_reference(base, name)
+    unpacked = KVQuant(16, 16)
+    model, tokenizer = qoff.load(module_checkpoint(base, name), kv_bits=unpacked)
+    with model:
+        inputs = tokenizer(["hello world, " * 9, "hi"], return_tensors="pt", padding=True)
+        inputs.pop("token_type_ids", None)
+        options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams}
+        assert torch.equal(
+            model.generate(**inputs, **options), reference.generate(**inputs, **options)
+        )
+
+
+def test_a_packed_cache_goes_back_to_a_prompt_that_was_read(base: Path) -> None:
+    model, _ = qoff.load(module_checkpoint(base, "stablelm-head64"), kv_bits=8, kv_window=16)
+    with model:
+        ids = torch.randint(3, 99, (1, 140))
+        cache = qoff.KVCache(model)
+        first = model(ids, past_key_values=cache).logits
+        more = model(ids[:, :1], past_key_values=cache).logits
+        cache.crop(-5)
+        assert cache.get_seq_length() == 136
+        assert cache.tokens.tokens.blocks[0]
+        again = model(ids[:, 136:], past_key_values=cache).logits
+        assert_close(again, first[:, 136:], tolerance=PACKED_8)
+        assert_close(model(ids[:, :1], past_key_values=cache).logits, more, tolerance=PACKED_8)
+
+
+def test_a_cache_is_packed_only_where_the_model_was_loaded_so(base: Path) -> None:
+    path = module_checkpoint(base, "stablelm-head64")
+    model, _ = qoff.load(path)
+    packing, _ = qoff.load(path, kv_bits=8)
+    with model, packing:
+        with pytest.raises(ArgumentError, match="load it with kv_bits"):
+            qoff.KVCache(model, kv_bits=8)
+        for one, other in ((model, packing), (packing, model)):
+            with pytest.raises(OpError, match="needs a cache of its own"):
+                one(torch.tensor([[3]]), past_key_values=qoff.KVCache(other))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "layer 0 does not use transformers' attention interface"),
+        ("mamba2", "it does not use transformers' attention interface"),
+        ("deepseek_v3", "its queries, keys and values differ in shape"),
+        ("falcon_h1", "FalconH1Attention has no layer of the cache for itself"),
+        ("stablelm", "heads of 16 channels"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(base: Path, name: str, reason: str) -> None:
+    with pytest.raises(QoffError, match=reason) as refusal:
+        qoff.load(module_checkpoint(base, name), kv_bits=4)
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_engine_refuses_it(base: Path) -> None:

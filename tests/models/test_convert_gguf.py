@@ -390,8 +390,8 @@ def _pre(model: Model) -> None:
     model.tokenizer["pre"] = "chameleon"
 
 
-def _spm(model: Model) -> None:
-    model.tokenizer["model"] = "llama"
+def _unigram(model: Model) -> None:
+    model.tokenizer["model"] = "t5"
 
 
 def _arch(model: Model) -> None:
@@ -409,7 +409,7 @@ def _arch(model: Model) -> None:
         (_no_heads, FormatError, r"key llama.attention.head_count is None; expected a number"),
         (_kind, FormatError, r"blk.0.ffn_down.weight has type MXFP4; supported are Q4_0"),
         (_pre, UnsupportedModelError, r"tokenizer.ggml.pre is 'chameleon'; supported: default"),
-        (_spm, UnsupportedModelError, r"tokenizer.ggml.model is 'llama'; supported: 'gpt2'"),
+        (_unigram, UnsupportedModelError, r"tokenizer.ggml.model is 't5'; supported: 'gpt2'"),
         (_arch, UnsupportedModelError, r"general.architecture is 'falcon'; supported: llama"),
     ],
 )

@@ -176,7 +176,8 @@ def test_user_defined_tokens_stay_whole_and_are_not_special() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "error", "message"),
     [
-        ("model", "llama", UnsupportedModelError, r"tokenizer.ggml.model is 'llama'"),
+        ("model", "t5", UnsupportedModelError, r"tokenizer.ggml.model is 't5'"),
+        ("model", "llama", FormatError, r"tokenizer.ggml.scores is missing"),
         ("pre", "falcon", UnsupportedModelError, r"tokenizer.ggml.pre is 'falcon'"),
         ("pre", None, UnsupportedModelError, r"tokenizer.ggml.pre is None"),
         ("tokens", None, FormatError, r"tokenizer.ggml.tokens is missing"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,11 +33,13 @@ from qoff.models.modules.cache import ModuleCache
 from qoff.models.runtime import Runtime
 from tests.module_models import (
     MODULES,
+    changed,
     dense,
     expected_logits,
     module_checkpoint,
     module_reference,
     module_source,
+    save_model_with_code,
     save_module_model,
 )
 from tests.tiny_models import QUANT, TINY, VOCAB, budgets
@@ -269,8 +270,8 @@ def test_a_pass_that_is_given_up_leaves_the_others_alone(base: Path) -> None:
 
 
 def test_a_packed_cache_is_refused(base: Path) -> None:
-    with pytest.raises(ArgumentError, match="leave kv_bits out"):
-        Runtime(module_checkpoint(base, "stablelm"), kv=KVQuant(4, 4))
+    with pytest.raises(UnsupportedModelError, match="leave kv_bits out"):
+        Runtime(module_checkpoint(base, "bloom"), kv=KVQuant(4, 4))
 
 
 def test_a_model_that_remembers_within_its_modules_is_refused(tmp_path: Path) -> None:
@@ -280,26 +281,12 @@ def test_a_model_that_remembers_within_its_modules_is_refused(tmp_path: Path) ->
         convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
 
 
-REMOTE = """
-from transformers import StableLmConfig, StableLmForCausalLM
-
-class HalConfig(StableLmConfig):
-    model_type = "hal9000"
-
-class HalForCausalLM(StableLmForCausalLM):
-    config_class = HalConfig
-"""
-
-
 def test_code_of_a_model_runs_only_when_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr("sys.path", [*sys.path])
-    save_module_model(tmp_path / "model", "stablelm")
-    (tmp_path / "model" / "hal.py").write_text(REMOTE)
-    names = {"AutoConfig": "hal.HalConfig", "AutoModelForCausalLM": "hal.HalForCausalLM"}
-    source = changed(tmp_path / "model", model_type="hal9000", auto_map=names)
+    source = save_model_with_code(tmp_path / "model")
     convert(source, tmp_path / "out", quant=QUANT, for_cpu=True, trust_remote_code=True)
     prompts, decoded = tokens(LENGTHS)
     with Runtime(tmp_path / "out", trust_remote_code=True) as runtime:
@@ -312,13 +299,6 @@ def test_code_of_a_model_runs_only_when_it_is_trusted(
     with Runtime(tmp_path / "known") as runtime:
         wanted = logits_of(runtime, prompts, decoded)
     assert torch.equal(torch.cat(found), torch.cat(wanted))
-
-
-def changed(path: Path, **values: Any) -> Path:
-    """A source's config.json with other values, in place."""
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **values}))
-    return path
 
 
 @pytest.mark.parametrize(

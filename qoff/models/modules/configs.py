@@ -47,7 +47,7 @@ def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> 
             kind,
             f"which transformers {__version__} does not have; the model comes with code of its "
             f"own ({REMOTE_CODE}), which is not run unless you say so: read it, then pass "
-            "trust_remote_code=True",
+            "trust_remote_code=True (--trust-remote-code)",
         )
     if known is None:
         raise _refusal(
@@ -80,9 +80,10 @@ def read_config(config: Mapping[str, Any], folder: Path, trust_remote_code: bool
     return full
 
 
-def build(config: Any, trust_remote_code: bool = False) -> Any:
+def build(config: Any, trust_remote_code: bool = False, attention: str | None = None) -> Any:
     """transformers' model of a config object, in float32 on the meta device, for inference.
 
+    attention: the implementation in transformers' attention interface; None: its choice.
     Raises UnsupportedModelError with the reason why transformers cannot build it.
     """
     from transformers import AutoModelForCausalLM
@@ -90,7 +91,10 @@ def build(config: Any, trust_remote_code: bool = False) -> Any:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=DTYPE, trust_remote_code=trust_remote_code
+                config,
+                dtype=DTYPE,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attention,
             )
     except Exception as error:  # the code of any model
         reason = " ".join(f"{type(error).__name__}: {error}".split())

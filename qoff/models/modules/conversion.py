@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qoff.checkpoint import CheckpointWriter
 from qoff.errors import ConversionError, FormatError, QuantizationError
-from qoff.models.sources import SafetensorsSource
+from qoff.models.sources import SafetensorsSource, own_code
 from qoff.quant import QTensor, QuantConfig, quantize
 
 from .configs import DTYPE, LAYOUT, build, read_config
@@ -54,9 +54,7 @@ def convert_modules(
         writer.write_outer(job.outer())
         if progress is not None:
             progress(count + 1, count + 1)
-        files = dict(source.files())
-        if trust_remote_code:
-            files |= {path.name: path for path in sorted(source.path.glob("*.py"))}
+        files = {**source.files(), **(own_code(source.path) if trust_remote_code else {})}
         for name, data in files.items():
             writer.copy_file(name, data)
         writer.finish(job.config())

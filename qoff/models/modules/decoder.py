@@ -13,12 +13,16 @@ from torch import Tensor, nn
 
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
 from qoff.errors import ArgumentError, FormatError, OpError
+from qoff.kernels.heads import HeadShape
 from qoff.kernels.ops import Ops
 from qoff.kvcache import KVQuant
+from qoff.kvcache.host import host_cache
 from qoff.models.batch import Batch
 from qoff.models.linear import Steps
 from qoff.models.tensor_names import EMBEDDING, HEAD
 
+from . import probe
+from .attention import NAME, PackedAttention, register
 from .cache import ModuleCache, new_columns
 from .configs import DTYPE, LAYOUT, build, read_config
 from .lending import Lender, lend_embedding
@@ -58,7 +62,12 @@ class ModuleDecoder:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, ops: Ops, activation_bits: int, trust_remote_code: bool
+        self,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        activation_bits: int,
+        trust_remote_code: bool,
+        kv: KVQuant | None = None,
     ) -> None:
         if ops.CACHE != "host":
             raise ArgumentError(
@@ -67,16 +76,22 @@ class ModuleDecoder:
             )
         config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
         self.config = read_config(config, checkpoint.path, trust_remote_code)
-        self.model = build(deepcopy(self.config), trust_remote_code)
+        if kv is not None:
+            register()
+        attention = None if kv is None else NAME
+        self.model = build(deepcopy(self.config), trust_remote_code, attention)
         structure = Structure.of(self.model)
         _check_layers(checkpoint, structure)
+        self._ops = ops
+        self._parameters = set(signature(self.model.forward).parameters)
+        self._text_config = self.model.config.get_text_config(decoder=True)
+        self._shapes: dict[int, HeadShape] = {}  # of attention that is qoff's
+        if kv is not None:
+            self._shapes = self._attention_shapes(kv)
         buffers_from_config(self.model)
         self.outer_bytes = _read_outer(checkpoint, structure)
-        text = self.model.config.get_text_config(decoder=True)
-        self._text_config = text
-        described = ModuleLayer(str(config["model_type"]), text.to_json_string())
+        described = ModuleLayer(str(config["model_type"]), self._text_config.to_json_string())
         self.head_shapes = (described,) * len(structure.layers)
-        self._parameters = set(signature(self.model.forward).parameters)
         self._install(checkpoint, structure, ops, activation_bits)
 
     def embed_with(self, embed: Callable[[Tensor], Tensor]) -> None:
@@ -86,11 +101,19 @@ class ModuleDecoder:
     def new_cache(
         self, sequences: int, capacity: int = 0, kv: KVQuant | None = None
     ) -> ModuleCache:
-        """An empty cache of transformers' own; it grows. Raises ArgumentError for a packed one."""
+        """An empty cache of transformers' own; it grows. For packed attention one of qoff's.
+
+        Raises ArgumentError for `kv` where the model was opened without, OpError for a head size
+        that cannot be packed.
+        """
+        if self._shapes:
+            from .packed_cache import PackedModuleCache
+
+            tokens = host_cache([*self._shapes.values()], sequences, kv, capacity)
+            return PackedModuleCache(self._text_config, sequences, [*self._shapes], tokens)
         if kv is not None:
             raise ArgumentError(
-                f"the KV cache of {self.head_shapes[0].model_type} is transformers' own, which is "
-                "not packed; leave kv_bits out"
+                f"{self.head_shapes[0]} was loaded without a packed KV cache; load it with kv_bits"
             )
         return ModuleCache(self._text_config, sequences)
 
@@ -101,12 +124,18 @@ class ModuleDecoder:
         `new_cache` makes, and as `ModuleCache.begin` does.
         """
         cache = batch.cache
-        if not isinstance(cache, ModuleCache):
+        tokens = getattr(cache, "tokens", None)
+        if not isinstance(cache, ModuleCache) or (tokens is None) == bool(self._shapes):
             raise OpError(f"this model needs a cache of its own, not a {type(cache).__name__}")
         cache.begin(batch.ragged)
         new = new_columns(batch.ragged)
         places = new.nonzero()[batch.logit_rows].T
         work = ModulePass(lambda: self._forward(batch.tokens, new, cache), places)
+        if tokens is not None:
+            numbers = {layer: i for i, layer in enumerate(self._shapes)}
+            work.attention = PackedAttention(
+                self._ops, self._shapes, numbers, tokens, batch.ragged, new
+            )
         logits = yield from work.steps()
         cache.end(batch.ragged)
         return logits
@@ -117,12 +146,27 @@ class ModuleDecoder:
         ids[new] = tokens
         real = torch.cat([cache.real, new], 1).long()
         positions = (real.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        offered: dict[str, Any] = {"attention_mask": real, "position_ids": positions}
-        offered |= dict.fromkeys(CACHE_ARGUMENTS, cache.states)
-        known = {name: value for name, value in offered.items() if name in self._parameters}
-        output = self.model(input_ids=ids, use_cache=True, return_dict=True, **known)
+        output = self._call(ids, cache.states, attention_mask=real, position_ids=positions)
         logits: Tensor = output.logits[0]
         return logits.float()
+
+    def _call(self, ids: Tensor, states: Any, **more: Tensor) -> Any:
+        """transformers' forward pass, with what it takes of `more`."""
+        offered: dict[str, Any] = {**more, **dict.fromkeys(CACHE_ARGUMENTS, states)}
+        known = {name: value for name, value in offered.items() if name in self._parameters}
+        return self.model(input_ids=ids, use_cache=True, return_dict=True, **known)
+
+    def _attention_shapes(self, kv: KVQuant) -> dict[int, HeadShape]:
+        """What is to be packed. Raises what `probe.head_shapes` and `KVQuant.forms` do."""
+
+        def forward(states: Any) -> Any:
+            ids, real, positions = probe.inputs()
+            return self._call(ids, states, attention_mask=real, position_ids=positions)
+
+        empty = ModuleCache(self._text_config, 1).states
+        found = probe.head_shapes(self.model, forward, empty)
+        kv.forms([shape.head_dim for shape in found.values()])
+        return found
 
     def _install(
         self, checkpoint: Checkpoint, structure: Structure, ops: Ops, activation_bits: int

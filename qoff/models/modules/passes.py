@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
@@ -19,9 +19,10 @@ class ModulePass(greenlet):
     logit_rows: int64 [2, R], sequence and column of each token whose logits are wanted.
     """
 
-    def __init__(self, work: Callable[[], Tensor], logit_rows: Tensor) -> None:
+    def __init__(self, work: Callable[[], object], logit_rows: Tensor) -> None:
         super().__init__(work)
         self.logit_rows = logit_rows
+        self.attention: Any = None  # see `attention.Attention`; None: transformers' own
         self.resumed: Callable[[], None] | None = None  # called after a tile was fetched
 
     def fetch(self, unit: Unit) -> Weights:

@@ -1,0 +1,146 @@
+"""Whether a packed cache can serve the attention of transformers' modules, found out by a trial.
+
+The model without weights reads a few tokens on the meta device, which computes shapes alone. What
+its layers ask of transformers' attention interface says what the attention is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qoff.errors import UnsupportedModelError
+from qoff.kernels.heads import HeadShape
+
+from .attention import masked, window_of
+from .passes import ModulePass
+from .quantizable import is_experts
+
+_TOKENS = 3
+# What the interface may be handed beside shapes: without a meaning for what is computed here, or
+# known to `PackedAttention`.
+_KNOWN = ("position_ids", "cache_position", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+class _RefusedError(Exception):
+    """Why there can be no packed cache."""
+
+
+def head_shapes(model: Any, forward: Callable[[Any], object], states: Any) -> dict[int, HeadShape]:
+    """The attention of each layer that a packed cache can serve, by transformers' numbers.
+
+    model: on the meta device, with attention `attention.NAME`. forward: reads `_TOKENS` tokens of
+    one sequence into a cache; states: transformers' cache for the model. Raises
+    UnsupportedModelError with the reason why there can be no packed cache.
+    """
+    trial = _Trial(states)
+    try:
+        with torch.device("meta"), _without_experts(model):
+            run = ModulePass(lambda: forward(trial.states), torch.empty(2, 0))
+            run.attention = trial
+            run.switch()
+        return trial.shapes()
+    except Exception as error:  # the code of any model
+        known = isinstance(error, _RefusedError)
+        reason = str(error) if known else f"a trial fails ({type(error).__name__}: {error})"
+        raise UnsupportedModelError(
+            f"the KV cache of {type(model).__name__} cannot be packed: {' '.join(reason.split())}; "
+            "leave kv_bits out"
+        ) from error
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, mask and positions for the trial; the mask has values, into which models look."""
+    ids, positions = torch.zeros(2, 1, _TOKENS, dtype=torch.int64, device="meta")
+    return ids, torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu"), positions
+
+
+class _Trial:
+    """Notes what attention layers ask for; see `attention.Attention`."""
+
+    def __init__(self, states: Any) -> None:
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+        kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+        self.states = states
+        self._wanted = [i for i, layer in enumerate(states.layers) if type(layer) in kinds]
+        self._found: dict[int, HeadShape] = {}
+
+    def mask(
+        self, mask_function: Callable[..., Tensor], window: int | None, shape: tuple[int, ...]
+    ) -> Tensor:
+        if not is_standard(mask_function, window):
+            raise _RefusedError("its mask is neither causal nor a sliding window")
+        return masked(window, shape)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
+    ) -> Tensor:
+        layer: Any = getattr(module, "layer_idx", None)
+        if layer not in self._wanted or layer in self._found:
+            raise _RefusedError(f"{type(module).__name__} has no layer of the cache for itself")
+        if not getattr(module, "is_causal", True):
+            raise _RefusedError(f"{type(module).__name__} is not causal")
+        if k.shape != v.shape or k.shape[2] != _TOKENS or q.shape[3] != k.shape[3]:
+            shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+            raise _RefusedError(f"its queries, keys and values differ in shape: {shapes}")
+        others = [n for n, x in more.items() if isinstance(x, Tensor) and n not in _KNOWN]
+        if others:
+            raise _RefusedError(f"it attends with {others[0]}, which there is no kernel for")
+        try:
+            window = window_of(mask)
+        except LookupError as error:
+            raise _RefusedError(f"its mask is {error}") from error
+        scaling, cap = more.get("scaling"), more.get("softcap")
+        self._found[layer] = HeadShape(
+            q.shape[1],
+            k.shape[1],
+            q.shape[3],
+            q.shape[3] ** -0.5 if scaling is None else float(scaling),
+            window,
+            soft_cap=float(cap or 0.0),
+        )
+        return q.transpose(1, 2)
+
+    def shapes(self) -> dict[int, HeadShape]:
+        missing = sorted({*self._wanted} - {*self._found})
+        if missing or not self._found:
+            which = f"layer {missing[0]}" if missing else "it"
+            raise _RefusedError(f"{which} does not use transformers' attention interface")
+        return dict(sorted(self._found.items()))
+
+
+def is_standard(mask_function: Callable[..., Tensor], window: int | None) -> bool:
+    """Whether a mask is causal, or a window of so many tokens, the token itself included."""
+    from transformers.masking_utils import causal_mask_function
+
+    if window is None:
+        plain: Callable[..., object] = causal_mask_function
+        return mask_function is plain
+    last = 2 * window + 3
+    with torch.device("cpu"):
+        zero, keys = torch.zeros(1, dtype=torch.int64), torch.arange(last + 1)
+        near = sorted({0, 1, window - 1, window, window + 1, last})
+        for query in near:
+            at = torch.full_like(keys, query)
+            seen = mask_function(zero, zero, at, keys)
+            if not torch.equal(seen, (keys <= query) & (query - keys < window)):
+                return False
+    return True
+
+
+@contextmanager
+def _without_experts(model: nn.Module) -> Iterator[None]:
+    """Which experts are chosen is not known without values."""
+    experts = [module for module in model.modules() if is_experts(module)]
+    for module in experts:
+        module.forward = lambda hidden, *_: torch.empty_like(hidden)
+    try:
+        yield
+    finally:
+        for module in experts:
+            del module.forward
