@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer
 
 from bench.demo import fetch_checkpoint
 from bench.harness import Report, arguments
+from qoff.eval.texts import encode, read_text
+from qoff.hf.load import load_tokenizer
 from qoff.kernels.cpu.packed_attention import packed_attention
 from qoff.kernels.cpu.packed_select import select_blocks
 from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
@@ -39,7 +39,6 @@ DENSE, CHOICE = "dense", "choice alone"
 TOPS = (0.25, 0.1)
 MODEL_TOPS = (1.0, 0.5, 0.25, 0.1)
 SINKS = (0, 64)
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -114,17 +113,9 @@ def add_case(result: Report, shape: Shape, quick: bool) -> None:
 
 
 def prose(checkpoint: Path, tokens: int, count: int) -> Tensor:
-    """Texts, int64 [count, tokens]: this repository's documents, then Python's reference."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    documents = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
-    own = "\n\n".join(path.read_text() for path in documents)
-    python = "\n\n".join(topics[name] for name in sorted(topics))
-    ids = [
-        torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-        for text in (own, python[: 6 * tokens * count])
-    ]
-    texts = [*ids[0].split(tokens)[:1], *ids[1].split(tokens)]
-    return torch.stack([text for text in texts if len(text) == tokens][:count])
+    """Texts, int64 [count, tokens], of the one that `qoff eval` reads."""
+    ids = encode(load_tokenizer(checkpoint), read_text())
+    return torch.stack(ids.split(tokens)[:count])
 
 
 def _prompt_cache(runtime: Runtime, sinks: int, ids: Tensor) -> PackedCache:
