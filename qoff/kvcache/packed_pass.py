@@ -133,7 +133,9 @@ class PackedPass:
                 v = values[slot, :, first:done]
                 # [kv_heads, tokens, D] -> [blocks, kv_heads, 64, D]
                 k, v = (x.unflatten(1, (-1, BLOCK_TOKENS)).transpose(0, 1) for x in (k, v))
-                records = quantize_blocks(k, v, cache.store.forms[layer])
+                position = first + self._packed[slot] + BLOCK_TOKENS * torch.arange(len(blocks))
+                opening = (position == 0)[:, None]  # [blocks, 1]; none where there are sinks
+                records = quantize_blocks(k, v, cache.store.forms[layer], opening)
                 cache.store.write(layer, blocks, records)
             if self._scratch:
                 self._keep(layer, slot, 0, min(first, tokens), 0)

@@ -96,7 +96,8 @@ class Told:
         if not packed:
             return k, v
         blocks = (x[:packed].unflatten(0, (-1, 64)).transpose(1, 2) for x in (k, v))
-        known = unpack_blocks(quantize_blocks(*blocks, self.forms[layer]), self.forms[layer])
+        form, opening = self.forms[layer], (torch.arange(packed // 64) == 0)[:, None]
+        known = unpack_blocks(quantize_blocks(*blocks, form, opening), form)
         return tuple(  # type: ignore[return-value]
             torch.cat((old.transpose(1, 2).flatten(0, 1), x[packed:]))
             for old, x in zip(known, (k, v), strict=True)
