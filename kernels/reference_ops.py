@@ -14,6 +14,7 @@ from .ragged import Ragged, Span
 from .reference_experts import experts
 from .reference_kv import unpack_blocks
 from .reference_select import select_blocks
+from .rotated import rotate_values
 
 PACKING = "half32"
 CACHE, USES_OUT = "host", True
@@ -101,6 +102,8 @@ def attention(
     if rotary is not None:
         cos, sin = (t[ragged.positions][:, None].to(qkv.dtype) for t in rotary)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    if cache.values_rotated:
+        value = rotate_values(value)
     if out is None:
         out = qkv.new_empty(qkv.shape[0], shape.heads * shape.head_dim)
     for span in ragged.spans:
@@ -111,6 +114,8 @@ def attention(
         if cache.packed and cache.top < 1 and ragged.is_decode:
             seen = _chosen(cache, span, query[span.start], shape.window)
         out[rows] = _attend(shape, *key_value, span, query[rows], seen, sinks)
+    if cache.values_rotated:
+        out.copy_(rotate_values(out.unflatten(1, (shape.heads, -1)), back=True).flatten(1))
     return out
 
 

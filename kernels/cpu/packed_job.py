@@ -9,6 +9,7 @@ import numpy as np
 from ..layer_cache import ITEM_FIELDS
 from . import simd
 from .compiled import inner, job
+from .hadamard import rotate_back
 from .packed_block import ROWS, SCRATCH, TOKENS, attend_block, chunk_count
 from .pool import finish, take, wait
 
@@ -28,7 +29,7 @@ class PackedArguments(ctypes.Structure):
                 "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
                 "pool", "record", "block_bytes", "table", "table_width", "items", "item_count",
                 "window", "runs", "run_blocks", "partials", "scratch", "out", "out_stride", "lse",
-                "merge", "chosen", "counts", "width",
+                "merge", "chosen", "counts", "width", "rotate_out",
             )
         ),
         ("scale", ctypes.c_float),
@@ -38,7 +39,7 @@ class PackedArguments(ctypes.Structure):
 
 (QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,
  TABLE_WIDTH, ITEMS, ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE,
- LSE, MERGE, CHOSEN, COUNTS, WIDTH, SCALE, SOFT_CAP) = (
+ LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATE_OUT, SCALE, SOFT_CAP) = (
     getattr(PackedArguments, field[0]).offset for field in PackedArguments._fields_
 )  # fmt: skip
 
@@ -213,6 +214,8 @@ def _merge(args, token, head):
             state, out = _partial(args, token, run, head)
             value += simd.peek_f32(state) * simd.peek_f32(out + 4 * lane)
         simd.poke_f32(to + 4 * channel, value / total)
+    if simd.peek_i64(args + ROTATE_OUT) != 0:
+        rotate_back(to, 2 * half, simd.peek_i64(args + ROTATE_OUT))
     simd.poke_f32(lse, peak + np.log(total))
 
 

@@ -23,8 +23,8 @@ class PackedCache(SlotCache):
     oldest `sinks`, a multiple of 16. A block is packed when 64 tokens have left the window, once
     and for all layers in the same forward pass. Sequences that were one before (`select`) share
     their blocks. attention_top: see `LayerCache.top`. store: where blocks lie, by default memory
-    that grows. scratch: for passes of many tokens, shared with other caches. Raises ArgumentError
-    for `sinks` with layers that attend to a sliding window.
+    that grows. scratch: for passes of many tokens, shared with other caches. values_rotated: see
+    `LayerCache`. Raises ArgumentError for `sinks` with layers that attend to a sliding window.
     """
 
     store: BlockStore
@@ -38,6 +38,7 @@ class PackedCache(SlotCache):
         window: int = 64,
         sinks: int = 0,
         attention_top: float = 1.0,
+        values_rotated: bool = False,
         store: BlockStore | None = None,
         scratch: Scratch | None = None,
     ) -> None:
@@ -48,6 +49,7 @@ class PackedCache(SlotCache):
         super().__init__(sequences, window, sinks)
         self.shapes = tuple(shapes)
         self.attention_top = attention_top
+        self.values_rotated = values_rotated
         self.store = store or GrowingBlocks(forms, [shape.kv_heads for shape in shapes])
         self.scratch = scratch or Scratch()
         self.recent = RecentTokens(self.shapes, sequences, self.recent_tokens(window, sinks))

@@ -61,6 +61,7 @@ class PackedPass:
             self._longest,
             self._view.open(layer),
             top=self._cache.attention_top,
+            values_rotated=self._cache.values_rotated,
         )
 
     def close(self, layer: int) -> None:

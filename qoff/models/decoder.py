@@ -101,6 +101,7 @@ class Decoder:
                 window=kv.window,
                 capacity=capacity,
                 steady=self._replays is not None,
+                values_rotated=kv.values_rotated,
                 device=self.device,
                 dtype=self.dtype,
             )
@@ -116,6 +117,7 @@ class Decoder:
                 window=kv.window,
                 sinks=kv.sinks,
                 attention_top=kv.attention_top,
+                values_rotated=kv.values_rotated,
             )
         return PackedCache(
             shapes,
@@ -124,6 +126,7 @@ class Decoder:
             window=kv.window,
             sinks=kv.sinks,
             attention_top=kv.attention_top,
+            values_rotated=kv.values_rotated,
         )
 
     def new_scratch(self, tokens: int, tiled: bool = False) -> Scratch:
