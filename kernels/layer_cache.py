@@ -96,8 +96,8 @@ class LayerCache:
     pass of one new token a sequence, each KV head attends to `kept_blocks(top, n)` of the n packed
     blocks that are in its window, of all parts together (`reference_select`), and to all tokens
     that are not packed; in other passes to everything. Raises OpError for `top` outside (0, 1].
-    values_rotated: all V are kept as `rotated.rotate_values` leaves them; attention rotates the new
-    ones, and its output back.
+    values_rotated: V in blocks are as `rotated.rotate_values` leaves them, and what attention makes
+    of them is rotated back.
     """
 
     keys: Tensor

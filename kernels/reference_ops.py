@@ -102,8 +102,6 @@ def attention(
     if rotary is not None:
         cos, sin = (t[ragged.positions][:, None].to(qkv.dtype) for t in rotary)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-    if cache.values_rotated:
-        value = rotate_values(value)
     if out is None:
         out = qkv.new_empty(qkv.shape[0], shape.heads * shape.head_dim)
     for span in ragged.spans:
@@ -114,8 +112,6 @@ def attention(
         if cache.packed and cache.top < 1 and ragged.is_decode:
             seen = _chosen(cache, span, query[span.start], shape.window)
         out[rows] = _attend(shape, *key_value, span, query[rows], seen, sinks)
-    if cache.values_rotated:
-        out.copy_(rotate_values(out.unflatten(1, (shape.heads, -1)), back=True).flatten(1))
     return out
 
 
@@ -145,6 +141,8 @@ def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
         old_key, old_value = (
             x.transpose(0, 1).flatten(1, 2) for x in unpack_blocks(part.pool[blocks], part.form)
         )
+        if cache.values_rotated:
+            old_value = rotate_values(old_value, back=True)
         key, value = (
             torch.cat((x[:, :first], old, x[:, first:]), 1)
             for x, old in ((key, old_key), (value, old_value))

@@ -20,14 +20,12 @@ from .attention_fields import (
     Q_NORM,
     QKV,
     QKV_STRIDE,
-    ROTATE_IN,
     SIN,
     SLOTS,
     VALUES,
     M,
 )
 from .compiled import inner
-from .hadamard import rotate
 from .pool import finish, take, wait
 
 
@@ -62,7 +60,7 @@ def _rotate_head(x, pairs, cos, sin):
 
 @inner
 def _append_token(args, token):
-    """Normalize and rotate one token in place; copy its keys and values."""
+    """Normalize and rotate one token's queries and keys in place; copy its keys and values."""
     dim, heads = simd.peek_i64(args + DIM), simd.peek_i64(args + HEADS)
     kv_heads, capacity = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + CAPACITY)
     row = simd.peek_i64(args + QKV) + token * simd.peek_i64(args + QKV_STRIDE)
@@ -73,7 +71,6 @@ def _append_token(args, token):
     cos = simd.peek_i64(args + COS)
     pairs = simd.peek_i64(args + PAIRS)
     angles = position * pairs * 4
-    run = simd.peek_i64(args + ROTATE_IN)
     for head in range(heads + kv_heads):
         x = row + 4 * dim * head
         norm = simd.peek_i64(args + Q_NORM) if head < heads else simd.peek_i64(args + K_NORM)
@@ -85,8 +82,6 @@ def _append_token(args, token):
         to = 4 * ((slot * kv_heads + head) * capacity * dim)
         key = row + 4 * dim * (heads + head)
         value = row + 4 * dim * (heads + kv_heads + head)
-        if run != 0:
-            rotate(value, dim, run)
         keys = simd.peek_i64(args + KEYS) + to + 4 * (place // 16 * 16 * dim + place % 16)
         values = simd.peek_i64(args + VALUES) + to + 4 * place * dim
         for i in range(dim):

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..heads import HeadShape, cache_shapes
 from ..layer_cache import LayerCache
 from ..ragged import Ragged
-from ..rotated import rotate_values, value_run
 from .attention_fields import AttentionArguments
 from .decode_attention import RUN, append_attend_job, partial_bytes
 from .operands import address, check_dense, check_rows, fail
@@ -95,7 +94,6 @@ def attention(
     pairs = 0 if cos is None else cos.shape[1]
     lse = None if not cache.packed and sinks is None else torch.empty(ragged.tokens, shape.heads)
     runs = cache.longest // RUN + 1
-    run = value_run(shape.head_dim) if cache.values_rotated else 0
     if ragged.is_decode:
         job = append_attend_job
         scratch = ragged.tokens * shape.heads * runs * partial_bytes(shape.head_dim)
@@ -108,8 +106,7 @@ def attention(
             ragged.positions.data_ptr(), cache.places.data_ptr(), ragged.slots.data_ptr(),
             cache.keys.data_ptr(), cache.values.data_ptr(), cache.values.shape[2],
             shape.window or 0, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
-            pool.workspace(scratch), run, 0 if cache.packed else run, shape.norm_eps, shape.scale,
-            shape.soft_cap,
+            pool.workspace(scratch), shape.norm_eps, shape.scale, shape.soft_cap,
         )  # fmt: skip
         pool.run(job.address, ctypes.addressof(args))
     chosen: Sequence[Chosen | None] = [None] * len(cache.packed)
@@ -122,15 +119,13 @@ def attention(
             assert lse is not None
             token_attention(
                 qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
-                window=shape.window, out=out, lse=lse,
+                window=shape.window, rotated=cache.values_rotated, out=out, lse=lse,
             )  # fmt: skip
-            if cache.values_rotated and packed is cache.packed[-1]:
-                out.copy_(rotate_values(out.unflatten(1, (shape.heads, -1)), back=True).flatten(1))
             continue
         packed_attention(
             qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
-            window=shape.window, chosen=blocks, out=out, lse=lse,
-            rotate_back=cache.values_rotated and packed is cache.packed[-1], threads=pool,
+            window=shape.window, chosen=blocks, out=out, lse=lse, rotated=cache.values_rotated,
+            threads=pool,
         )  # fmt: skip
     if sinks is not None:
         assert lse is not None

@@ -12,7 +12,7 @@ class AttentionArguments(ctypes.Structure):
             for name in (
                 "qkv", "qkv_stride", "tokens", "heads", "kv_heads", "head_dim", "q_norm", "k_norm",
                 "cos", "sin", "pairs", "positions", "places", "slots", "keys", "values", "capacity",
-                "window", "out", "out_stride", "lse", "runs", "scratch", "rotate_in", "rotate_out",
+                "window", "out", "out_stride", "lse", "runs", "scratch",
             )
         ),
         ("norm_eps", ctypes.c_float),
@@ -22,7 +22,7 @@ class AttentionArguments(ctypes.Structure):
 
 
 (QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, COS, SIN, PAIRS, POSITIONS, PLACES,
- SLOTS, KEYS, VALUES, CAPACITY, WINDOW, OUT, OUT_STRIDE, LSE, RUNS, PARTIALS, ROTATE_IN,
- ROTATE_OUT, NORM_EPS, SCALE, SOFT_CAP) = (
+ SLOTS, KEYS, VALUES, CAPACITY, WINDOW, OUT, OUT_STRIDE, LSE, RUNS, PARTIALS, NORM_EPS, SCALE,
+ SOFT_CAP) = (
     getattr(AttentionArguments, field[0]).offset for field in AttentionArguments._fields_
 )  # fmt: skip

@@ -23,7 +23,6 @@ from .attention_fields import (
     PLACES,
     QKV,
     QKV_STRIDE,
-    ROTATE_OUT,
     RUNS,
     SCALE,
     SLOTS,
@@ -33,7 +32,6 @@ from .attention_fields import (
     M,
 )
 from .compiled import inner, job
-from .hadamard import rotate_back
 from .pool import finish, take, wait
 from .soft_cap import capped
 
@@ -183,8 +181,6 @@ def _merge(args, token, head):
             part = simd.load_f32(at + 64 + 4 * (RUN + 32) + i)
             value = simd.mul_add(simd.splat_f32(weight), part, value)
         simd.store_f32(out + i, value)
-    if simd.peek_i64(args + ROTATE_OUT) != 0:
-        rotate_back(out, dim, simd.peek_i64(args + ROTATE_OUT))
 
 
 @inner

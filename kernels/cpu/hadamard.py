@@ -1,4 +1,4 @@
-"""V rotated by a Hadamard matrix in place, before it is packed, and what attention makes of it."""
+"""Outputs of attention in place, as rotated V would give them, and back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rotate(x, dim, run, factor):
 
 @inner
 def rotate(x, dim, run):
-    """Rotate one head of V, float32 at address x: see `rotated.rotate_values`."""
+    """Rotate one head, float32 at address x: see `rotated.rotate_values`."""
     _rotate(x, dim, run, _powers(run))
 
 

@@ -30,7 +30,7 @@ def packed_attention(
     chosen: Chosen | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
-    rotate_back: bool = False,
+    rotated: bool = False,
     threads: Pool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the new tokens of each sequence to its packed tokens, all of which are older.
@@ -41,8 +41,8 @@ def packed_attention(
     are attended, for one new token a sequence; None: all.
     Returns float32 [M, heads * D] and the natural log-sum-exp [M, heads] (0 and -inf for a query
     that sees no packed token). If `out` and `lse` are given, they hold attention to other tokens,
-    and what is found here is merged into them. rotate_back: V was rotated, and no other part of it
-    comes after this one: see `rotated.rotate_values`. Raises OpError for operands of another form.
+    and what is found here is merged into them. rotated: V is as `rotated.rotate_values` leaves it;
+    the output is rotated back. Raises OpError for operands of another form.
     """
     form, pool, table = packed.form, packed.pool, packed.table
     tokens = table.ragged.tokens
@@ -73,7 +73,7 @@ def packed_attention(
             4 * out.stride(0), lse.data_ptr(), merge,
             address(None if chosen is None else chosen.blocks),
             address(None if chosen is None else chosen.counts), longest,
-            value_run(form.head_dim) if rotate_back else 0, scale, soft_cap,
+            value_run(form.head_dim) if rotated else 0, scale, soft_cap,
         )  # fmt: skip
         workers.run(packed_job.address, ctypes.addressof(args))
     return out, lse

@@ -23,7 +23,6 @@ from .attention_fields import (
     PLACES,
     QKV,
     QKV_STRIDE,
-    ROTATE_OUT,
     SCALE,
     SLOTS,
     SOFT_CAP,
@@ -32,7 +31,6 @@ from .attention_fields import (
 )
 from .compiled import inner, job
 from .decode_attention import first_key
-from .hadamard import rotate_back
 from .pool import take
 from .soft_cap import cap_scores
 
@@ -192,8 +190,6 @@ def _attend_rows(args, token, rows, head, scratch):
         for i in range(0, 4 * dim, 64):
             value = simd.load_f32(sums + 4 * dim * row + i)
             simd.store_f32(out + 4 * dim * head + i, simd.mul(value, total))
-        if simd.peek_i64(args + ROTATE_OUT) != 0:
-            rotate_back(out + 4 * dim * head, dim, simd.peek_i64(args + ROTATE_OUT))
 
 
 @inner

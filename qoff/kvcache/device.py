@@ -28,7 +28,7 @@ class DeviceCache(SlotCache):
     in which they do, whose attention still sees them unpacked. Sequences that were one before
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
     steady: what kernels are told of the number of blocks changes seldom, so that decoding can be
-    recorded and replayed. values_rotated: see `LayerCache`.
+    recorded and replayed. values_rotated: see `DeviceLayerCache`.
 
     placement: which blocks stay on the device, of a sequence of `capacity` tokens or as many as
     `reset` says. The others go to `far`, whose blocks the CPU attends to while the GPU attends to

@@ -9,6 +9,7 @@ from qoff.kernels.heads import KEYS_PER_VECTOR, HeadShape
 from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.ragged import Ragged
 from qoff.kernels.reference_kv import unpack_blocks
+from qoff.kernels.rotated import rotate_values
 
 from .packed_pass import PackedPass
 from .recent import RecentTokens, Scratch
@@ -78,4 +79,6 @@ class PackedCache(SlotCache):
     def unpack(self, slot: int, block: int, tokens: int) -> None:
         for layer, form in enumerate(self.store.forms):
             k, v = unpack_blocks(self.store.read(layer, block), form)
+            if self.values_rotated:
+                v = rotate_values(v, back=True)
             self.recent.write(layer, slot, self.sinks, k, v)

@@ -29,15 +29,12 @@ def _cache(shape: HeadShape, sequences: int, dtype: torch.dtype) -> list[torch.T
     return [torch.full(s, torch.nan, dtype=dtype) for s in cache_shapes(sequences, shape, 1408)]
 
 
-def _layer(tensors: list[torch.Tensor], ragged: Ragged, rotated: bool = False) -> LayerCache:
-    return LayerCache(*tensors, ragged.positions, ragged.longest, values_rotated=rotated)
+def _layer(tensors: list[torch.Tensor], ragged: Ragged) -> LayerCache:
+    return LayerCache(*tensors, ragged.positions, ragged.longest)
 
 
-def _run(shape: HeadShape, passes: list[list[int]], rotated: bool = False) -> None:
-    """Feed the same passes (new tokens of each sequence) to both; compare every output.
-
-    rotated: the values in the CPU's cache; that is not to be seen in its output.
-    """
+def _run(shape: HeadShape, passes: list[list[int]]) -> None:
+    """Feed the same passes (new tokens of each sequence) to both; compare every output."""
     sequences = len(passes[0])
     caches = _cache(shape, sequences, torch.float32), _cache(shape, sequences, torch.float64)
     angles = torch.rand(1408, 10 if shape is PARTLY else shape.head_dim // 2) * 6.3
@@ -55,7 +52,7 @@ def _run(shape: HeadShape, passes: list[list[int]], rotated: bool = False) -> No
             qkv.double(), shape, _layer(caches[1], ragged), ragged, rotary=rotary, **norms
         )
         actual = cpu.attention(
-            qkv, shape, _layer(caches[0], ragged, rotated), ragged, rotary=rotary, **norms
+            qkv, shape, _layer(caches[0], ragged), ragged, rotary=rotary, **norms
         )
         assert relative_rms(actual, expected) < RELATIVE_RMS[torch.float32]
         pasts = [p + c for p, c in zip(pasts, counts, strict=True)]
@@ -69,11 +66,6 @@ def test_prefill_then_decode(shape: HeadShape) -> None:
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_long_sequence_among_short_ones(shape: HeadShape) -> None:
     _run(shape, [[1200, 1], [1, 1], [3, 70], [1, 1]])
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotated_values_do_not_show(shape: HeadShape) -> None:
-    _run(shape, [[530, 3], [1, 1], [7, 2]], rotated=True)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 511, 512, 513, 1024, 1025])
