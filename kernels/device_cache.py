@@ -57,6 +57,7 @@ class DeviceLayerCache:
     # The tokens before `near`, in host memory; rows are in the order of the slots.
     far: tuple[PackedTokens, ...] = ()
     stage: Tensor | None = None  # like pool: where new blocks go that will be in host memory
+    values_rotated: bool = False  # V in blocks and in the ring: `rotated.rotate_values`
 
     def replay_key(self) -> tuple[int, ...] | None:
         """What kernels are told of this cache beside the values in its memory.

@@ -86,7 +86,7 @@ def pack_kernel(
     physical = tl.load(block_table + sequence * table_stride + block).to(tl.int64)
     record = pool + (physical * kv_heads + head) * NBYTES
     if CHANNEL:
-        pack_channels(record, k_low, k_high, HALF, PADDED, K_BITS)
+        pack_channels(record, k_low, k_high, block == 0, HALF, PADDED, K_BITS)
     elif ROTATED:
         low, high = hadamard(k_low, k_high, HALF)
         pack_tokens(record, low, high, HALF, PADDED, K_BITS, PARTS)

@@ -114,8 +114,19 @@ def hadamard(low, high, HALF: tl.constexpr):
 
 
 @triton.jit
-def pack_channels(record, low, high, HALF: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
-    """Write 64 tokens with a scale and a minimum per channel: codes, scales, minima at `record`."""
+def pack_channels(
+    record,
+    low,
+    high,
+    opening,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Write 64 tokens with a scale and a minimum per channel: codes, scales, minima at `record`.
+
+    `opening`: whether the first is the sequence's first, which is then kept to float16.
+    """
     low, high = low.to(tl.float32), high.to(tl.float32)
     channel = tl.arange(0, PADDED)
     params = (record + 64 * 2 * HALF * BITS // 8).to(tl.pointer_type(tl.float16)) + channel
@@ -123,12 +134,18 @@ def pack_channels(record, low, high, HALF: tl.constexpr, PADDED: tl.constexpr, B
     extremes = tl.join(tl.join(low, -low), tl.join(high, -high))
     most, least = tl.split(tl.max(extremes, axis=0).trans(0, 2, 1))  # [PADDED, half]
     low_most, high_most = tl.split(most)
-    low_least, high_least = tl.split(least)
+    low_least, high_least = tl.split(-least)
     there = channel < HALF
-    low_base, low_inverse = _parameters(params, -low_least, low_most, there, 2 * HALF, BITS)
-    high_base, high_inverse = _parameters(
-        params + HALF, -high_least, high_most, there, 2 * HALF, BITS
-    )
+    low_step = _step(low_least, low_most, BITS)
+    high_step = _step(high_least, high_most, BITS)
+    if opening:
+        first = tl.arange(0, 64)[:, None] == 0
+        low_first = tl.sum(tl.where(first, low, 0.0), axis=0)
+        high_first = tl.sum(tl.where(first, high, 0.0), axis=0)
+        low_step, low_least = _anchored(low_first, low_least, low_most, low_step, BITS)
+        high_step, high_least = _anchored(high_first, high_least, high_most, high_step, BITS)
+    low_base, low_inverse = _parameters(params, low_step, low_least, there, 2 * HALF)
+    high_base, high_inverse = _parameters(params + HALF, high_step, high_least, there, 2 * HALF)
     low = _levels(low, low_base[None, :], low_inverse[None, :], BITS)
     high = _levels(high, high_base[None, :], high_inverse[None, :], BITS)
     _store_codes(record, low, high, HALF, PADDED, BITS)
@@ -159,25 +176,43 @@ def pack_tokens(
     high_max = tl.max(tl.where(within, high, float("-inf")), axis=1)
     if PARTS == 1:
         least, most = tl.minimum(low_min, high_min), tl.maximum(low_max, high_max)
-        low_base, low_inverse = _parameters(params, least, most, there, 64, BITS)
+        low_base, low_inverse = _parameters(params, _step(least, most, BITS), least, there, 64)
         high_base, high_inverse = low_base, low_inverse
     else:
-        low_base, low_inverse = _parameters(params, low_min, low_max, there, 128, BITS)
-        high_base, high_inverse = _parameters(params + 64, high_min, high_max, there, 128, BITS)
+        low_step, high_step = _step(low_min, low_max, BITS), _step(high_min, high_max, BITS)
+        low_base, low_inverse = _parameters(params, low_step, low_min, there, 128)
+        high_base, high_inverse = _parameters(params + 64, high_step, high_min, there, 128)
     low = _levels(low, low_base[:, None], low_inverse[:, None], BITS)
     high = _levels(high, high_base[:, None], high_inverse[:, None], BITS)
     _store_codes(record, low, high, HALF, PADDED, BITS)
 
 
 @triton.jit
-def _parameters(params, least, most, mask, MINIMA: tl.constexpr, BITS: tl.constexpr):
-    """Write scales to pointers `params` and minima MINIMA further; return minima and 1 / scales."""
+def _step(least, most, BITS: tl.constexpr):
+    """(most - least) / (2**BITS - 1), correctly rounded."""
     TOP: tl.constexpr = 2.0**BITS - 1.0
     span = most - least
     ratio = span * (1.0 / TOP)
     rest = tl.fma(ratio, -TOP, span)
-    ratio = tl.fma(rest, 1.0 / TOP, ratio)  # span / TOP, correctly rounded
-    scale = ratio.to(tl.float16)
+    return tl.fma(rest, 1.0 / TOP, ratio)
+
+
+@triton.jit
+def _anchored(first, least, most, step, BITS: tl.constexpr):
+    """Step and minimum with a level at `first`: see `reference_kv`."""
+    TOP: tl.constexpr = 2.0**BITS - 1.0
+    level = tl.where(step > 0.0, (first - least) / tl.where(step > 0.0, step, 1.0), 0.0)
+    below = level < TOP / 2
+    steps = tl.floor(tl.where(below, TOP - level, level) + 1.0 / 64)
+    scale = tl.where(below, most - first, first - least) / steps
+    under = tl.where(below, TOP - steps, steps)
+    return scale, first - under * scale.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _parameters(params, step, least, mask, MINIMA: tl.constexpr):
+    """Write scales to pointers `params` and minima MINIMA further; return minima and 1 / scales."""
+    scale = step.to(tl.float16)
     minimum = least.to(tl.float16)
     tl.store(params, scale, mask=mask)
     tl.store(params + MINIMA, minimum, mask=mask)

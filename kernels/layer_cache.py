@@ -96,6 +96,8 @@ class LayerCache:
     pass of one new token a sequence, each KV head attends to `kept_blocks(top, n)` of the n packed
     blocks that are in its window, of all parts together (`reference_select`), and to all tokens
     that are not packed; in other passes to everything. Raises OpError for `top` outside (0, 1].
+    values_rotated: V in blocks are as `rotated.rotate_values` leaves them, and what attention makes
+    of them is rotated back.
     """
 
     keys: Tensor
@@ -104,6 +106,7 @@ class LayerCache:
     longest: int  # the largest of places
     packed: tuple[PackedTokens, ...] = ()  # the oldest tokens first
     top: float = 1.0  # fraction of a sequence's blocks that a single new token attends to
+    values_rotated: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.top <= 1:

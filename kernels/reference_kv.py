@@ -17,17 +17,20 @@ def hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (h / n**0.5).to(dtype)
 
 
-def quantize_blocks(k: Tensor, v: Tensor, form: KVFormat) -> Tensor:
+def quantize_blocks(k: Tensor, v: Tensor, form: KVFormat, opening: Tensor | None = None) -> Tensor:
     """Pack K and V, [..., 64, D] of any float dtype, to records uint8 [..., form.nbytes].
 
     Scale = (max - min) / (2**bits - 1) and minimum are rounded to float16; the codes are the
-    nearest for the rounded ones. A group of equal values has scale 0 and codes 0.
+    nearest for the rounded ones. A group of equal values has scale 0 and codes 0. Where `opening`
+    (bool, of a shape that broadcasts to [...]) is true, the block begins a sequence, and K per
+    channel gets scales and minima that keep the first token to float16: `_anchored`.
     """
     records = torch.zeros(*k.shape[:-2], form.nbytes, dtype=torch.uint8, device=k.device)
     k_codes, k_scale, k_min, v_codes, v_scale, v_min = form.views(records)
     keys = k.float() @ hadamard(form.head_dim).to(k.device) if form.rotated else k.float()
     if form.k_form == "channel":
-        _quantize(keys.mT[..., None, :, :], form.k_bits, k_codes, k_scale, k_min, transposed=True)
+        channels = keys.mT[..., None, :, :]  # [..., 1, D, 64]
+        _quantize(channels, form.k_bits, k_codes, k_scale, k_min, opening, transposed=True)
     else:
         _quantize(_parts(keys, form), form.k_bits, k_codes, k_scale, k_min)
     _quantize(_parts(v.float(), form), form.v_bits, v_codes, v_scale, v_min)
@@ -62,12 +65,18 @@ def _quantize(
     codes: Tensor,
     scale: Tensor,
     minimum: Tensor,
+    opening: Tensor | None = None,
     transposed: bool = False,
 ) -> None:
     """Write codes, scale and minimum of groups [..., parts, rows, g] of float32."""
     low, high = torch.aminmax(groups, dim=-1)
     # By a tensor: on a GPU, torch multiplies by the inverse of a number, which rounds differently.
-    scale.copy_(((high - low) / low.new_tensor(2**bits - 1)).flatten(-2))
+    step = (high - low) / low.new_tensor(2**bits - 1)
+    if opening is not None:
+        anchored = opening.expand(low.shape[:-2])[..., None, None]
+        own = _anchored(groups[..., 0], low, high, step, 2**bits - 1)
+        step, low = (torch.where(anchored, x, y) for x, y in zip(own, (step, low), strict=True))
+    scale.copy_(step.flatten(-2))
     minimum.copy_(low.flatten(-2))
     wide = scale.float().view_as(low)[..., None]
     levels = (groups - minimum.float().view_as(low)[..., None]) / torch.where(
@@ -80,6 +89,22 @@ def _quantize(
         low_half, high_half = levels.chunk(2, dim=-1)
         levels = low_half | (high_half << 4)
     codes.copy_(levels)
+
+
+def _anchored(
+    first: Tensor, low: Tensor, high: Tensor, step: Tensor, top: int
+) -> tuple[Tensor, Tensor]:
+    """Scale and minimum for low..high with a level at `first`; all float32 of one shape.
+
+    Attention that looks for nothing goes to a sequence's first token, so an error of that key
+    moves more of it than all others' do. The distance to the farther end is divided by as many
+    steps as `step` would take, rounded down; a 64th of a step may be missing at either end.
+    """
+    level = torch.where(step == 0, 0.0, (first - low) / step)
+    below = level < top / 2
+    steps = (torch.where(below, top - level, level) + 1 / 64).floor()
+    scale = torch.where(below, high - first, first - low) / steps
+    return scale, first - torch.where(below, top - steps, steps) * scale.half().float()
 
 
 def _unpack(codes: Tensor, bits: int) -> Tensor:
@@ -138,8 +163,9 @@ def append(
                 .transpose(1, 2)  # [blocks, kv_heads, 64, D]
                 for recent, fresh in ((recent_k, key), (recent_v, value))
             ]
-            physical = block_table[s, old // BLOCK_TOKENS : new // BLOCK_TOKENS].long()
-            pool[physical] = quantize_blocks(blocks[0], blocks[1], form)
+            logical = torch.arange(old // BLOCK_TOKENS, new // BLOCK_TOKENS, device=k.device)
+            records = quantize_blocks(blocks[0], blocks[1], form, logical[:, None] == 0)
+            pool[block_table[s, logical].long()] = records
         kept = positions >= new
         recent_k[s, positions[kept] % window] = key[kept].to(recent_k.dtype)
         recent_v[s, positions[kept] % window] = value[kept].to(recent_v.dtype)

@@ -14,6 +14,7 @@ from .ragged import Ragged, Span
 from .reference_experts import experts
 from .reference_kv import unpack_blocks
 from .reference_select import select_blocks
+from .rotated import rotate_values
 
 PACKING = "half32"
 CACHE, USES_OUT = "host", True
@@ -140,6 +141,8 @@ def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
         old_key, old_value = (
             x.transpose(0, 1).flatten(1, 2) for x in unpack_blocks(part.pool[blocks], part.form)
         )
+        if cache.values_rotated:
+            old_value = rotate_values(old_value, back=True)
         key, value = (
             torch.cat((x[:, :first], old, x[:, first:]), 1)
             for x, old in ((key, old_key), (value, old_value))

@@ -30,6 +30,7 @@ from .qtensor import QTensor
 from .ragged import Ragged
 from .rms_norm import rms_norm
 from .rope import rope
+from .rotated import rotate_values
 
 PACKING = "half32"
 CACHE = "device"
@@ -144,8 +145,13 @@ def attention(
         query = _turned(query, step.positions, tables)
         attend = _decode if step.max_rows == 1 else _prefill
         far = FarAttention(query, cache.far, shape) if cache.far else None
+        if cache.values_rotated:
+            value = rotate_values(value)
         attended, lse = attend(query, key, value, tables, shape, cache, sinks)
-        attended = (attended if far is None else far.join(attended, lse)).flatten(1)
+        attended = attended if far is None else far.join(attended, lse)
+        if cache.values_rotated:
+            attended = rotate_values(attended, back=True)
+        attended = attended.flatten(1)
         if step.order is not None:
             out = torch.empty_like(attended) if out is None else out
             out[step.order] = attended

@@ -119,12 +119,13 @@ def attention(
             assert lse is not None
             token_attention(
                 qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
-                window=shape.window, out=out, lse=lse,
+                window=shape.window, rotated=cache.values_rotated, out=out, lse=lse,
             )  # fmt: skip
             continue
         packed_attention(
             qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
-            window=shape.window, chosen=blocks, out=out, lse=lse, threads=pool,
+            window=shape.window, chosen=blocks, out=out, lse=lse, rotated=cache.values_rotated,
+            threads=pool,
         )  # fmt: skip
     if sinks is not None:
         assert lse is not None

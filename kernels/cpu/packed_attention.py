@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layer_cache import PackedTokens
+from ..rotated import value_run
 from .operands import address, check_dense, check_rows
 from .packed_block import ROWS
 from .packed_job import THREAD_BYTES, PackedArguments, packed_job, partial_floats
@@ -29,6 +30,7 @@ def packed_attention(
     chosen: Chosen | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    rotated: bool = False,
     threads: Pool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the new tokens of each sequence to its packed tokens, all of which are older.
@@ -39,7 +41,8 @@ def packed_attention(
     are attended, for one new token a sequence; None: all.
     Returns float32 [M, heads * D] and the natural log-sum-exp [M, heads] (0 and -inf for a query
     that sees no packed token). If `out` and `lse` are given, they hold attention to other tokens,
-    and what is found here is merged into them. Raises OpError for operands of another form.
+    and what is found here is merged into them. rotated: V is as `rotated.rotate_values` leaves it;
+    the output is rotated back. Raises OpError for operands of another form.
     """
     form, pool, table = packed.form, packed.pool, packed.table
     tokens = table.ragged.tokens
@@ -69,7 +72,8 @@ def packed_attention(
             len(table.items), window or 0, runs, run, base + scratch, base, out.data_ptr(),
             4 * out.stride(0), lse.data_ptr(), merge,
             address(None if chosen is None else chosen.blocks),
-            address(None if chosen is None else chosen.counts), longest, scale, soft_cap,
+            address(None if chosen is None else chosen.counts), longest,
+            value_run(form.head_dim) if rotated else 0, scale, soft_cap,
         )  # fmt: skip
         workers.run(packed_job.address, ctypes.addressof(args))
     return out, lse

@@ -9,6 +9,7 @@ import numpy as np
 from ..layer_cache import ITEM_FIELDS
 from . import simd
 from .compiled import inner, job
+from .hadamard import rotate, rotate_back
 from .packed_block import ROWS, SCRATCH, TOKENS, attend_block, chunk_count
 from .pool import finish, take, wait
 
@@ -28,7 +29,7 @@ class PackedArguments(ctypes.Structure):
                 "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
                 "pool", "record", "block_bytes", "table", "table_width", "items", "item_count",
                 "window", "runs", "run_blocks", "partials", "scratch", "out", "out_stride", "lse",
-                "merge", "chosen", "counts", "width",
+                "merge", "chosen", "counts", "width", "rotated",
             )
         ),
         ("scale", ctypes.c_float),
@@ -38,7 +39,7 @@ class PackedArguments(ctypes.Structure):
 
 (QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,
  TABLE_WIDTH, ITEMS, ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE,
- LSE, MERGE, CHOSEN, COUNTS, WIDTH, SCALE, SOFT_CAP) = (
+ LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATED, SCALE, SOFT_CAP) = (
     getattr(PackedArguments, field[0]).offset for field in PackedArguments._fields_
 )  # fmt: skip
 
@@ -186,16 +187,22 @@ def _merge(args, token, head):
     before = np.float32(-np.inf)
     if simd.peek_i64(args + MERGE) != 0:
         before = simd.peek_f32(lse)
-    peak = before
+    peak = np.float32(-np.inf)
     for run in range(runs):
         state, _ = _partial(args, token, run, head)
         peak = max(peak, simd.peek_f32(state))
+    if peak == np.float32(-np.inf) and before > peak:
+        return  # nothing to add
+    peak = max(peak, before)
     if peak == np.float32(-np.inf):
         for i in range(0, 8 * half, 4):
             simd.poke_f32(to + i, np.float32(0.0))
         simd.poke_f32(lse, peak)
         return
+    run_channels = simd.peek_i64(args + ROTATED)
     kept = np.exp(before - peak)
+    if run_channels != 0 and kept > np.float32(0.0):
+        rotate(to, 2 * half, run_channels)
     total = kept
     for run in range(runs):
         state, _ = _partial(args, token, run, head)
@@ -213,6 +220,8 @@ def _merge(args, token, head):
             state, out = _partial(args, token, run, head)
             value += simd.peek_f32(state) * simd.peek_f32(out + 4 * lane)
         simd.poke_f32(to + 4 * channel, value / total)
+    if run_channels != 0:
+        rotate_back(to, 2 * half, run_channels)
     simd.poke_f32(lse, peak + np.log(total))
 
 

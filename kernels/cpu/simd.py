@@ -150,6 +150,16 @@ def absolute(b, x):
     return call_llvm(b, "llvm.fabs.v16f32", V_F32, [x])
 
 
+@vector_intrinsic(f32x16, f32x16)
+def hadamard(b, x):
+    """The 16 lanes times a Hadamard matrix of +-1."""
+    for stride in (1, 2, 4, 8):
+        partner = ir.Constant(ir.VectorType(I32, LANES), [lane ^ stride for lane in range(LANES)])
+        signs = [-1.0 if lane & stride else 1.0 for lane in range(LANES)]
+        x = fma(b, x, ir.Constant(V_F32, signs), b.shuffle_vector(x, x, partner))
+    return x
+
+
 def _halves_sum(b, value, combine):
     """Combine all lanes pairwise, in a fixed tree order."""
     width = LANES

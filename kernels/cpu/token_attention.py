@@ -15,6 +15,7 @@ from ..kv_format import BLOCK_TOKENS
 from ..layer_cache import PackedTokens
 from ..ragged import Span
 from ..reference_kv import unpack_blocks
+from ..rotated import rotate_values
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ def token_attention(
     scale: float,
     soft_cap: float,
     window: int | None,
+    rotated: bool,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -42,10 +44,12 @@ def token_attention(
         blocks = packed.table.blocks[span.slot, : packed.table.counts[span.slot] // BLOCK_TOKENS]
         for first in range(0, len(blocks), _BLOCKS):
             some = blocks[first : first + _BLOCKS].long()
-            found = _attend(
+            output, some_lse = _attend(
                 rows[part], packed, span, some, first * BLOCK_TOKENS, (scale, soft_cap), window
             )
-            _merge(outs[part], lse[part], *found)
+            if rotated:
+                output = rotate_values(output, back=True)
+            _merge(outs[part], lse[part], output, some_lse)
 
 
 def _attend(

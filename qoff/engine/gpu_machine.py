@@ -33,6 +33,7 @@ class GpuMachine(Machine):
             self.forms,
             self.plan.batch_size,
             window=self.plan.kv.window,
+            values_rotated=self.plan.kv.values_rotated,
             device=self.device,
             dtype=self.dtype,
             store=self.blocks,

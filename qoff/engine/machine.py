@@ -195,6 +195,7 @@ class CpuMachine(Machine):
             window=quant.window,
             sinks=quant.sinks,
             attention_top=quant.attention_top,
+            values_rotated=quant.values_rotated,
             store=self.blocks,
             scratch=self._kv_scratch,
         )

@@ -22,6 +22,7 @@ from qoff.kernels.ops import Ops
 from qoff.kernels.ragged import Ragged
 from qoff.kernels.reference_elementwise import rms_norm, rope
 from qoff.kernels.reference_kv import quantize_blocks, unpack_blocks
+from qoff.kernels.rotated import rotate_values
 from qoff.kvcache import KVQuant
 
 GGML_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
@@ -91,7 +92,12 @@ def packed(quant: KVQuant) -> RoundTrip:
 
     def round_trip(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         form = quant.form(k.shape[-1], layer)
-        return (k, v) if form is None else _in_blocks(k, v, form)
+        if form is None:
+            return k, v
+        if not quant.values_rotated:
+            return _in_blocks(k, v, form)
+        k, v = _in_blocks(k, rotate_values(v), form)
+        return k, rotate_values(v, back=True)
 
     return round_trip
 
@@ -103,7 +109,8 @@ def _in_blocks(k: Tensor, v: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
         torch.cat((x, x[-1:].expand(missing, -1, -1))).unflatten(0, (-1, BLOCK_TOKENS))
         for x in (k, v)
     ]
-    records = quantize_blocks(blocks[0].transpose(1, 2), blocks[1].transpose(1, 2), form)
+    opening = (torch.arange(len(blocks[0])) == 0)[:, None]  # [blocks, 1], of all KV heads
+    records = quantize_blocks(blocks[0].transpose(1, 2), blocks[1].transpose(1, 2), form, opening)
     keys, values = (x.transpose(1, 2).flatten(0, 1) for x in unpack_blocks(records, form))
     return keys[: len(k)], values[: len(v)]
 

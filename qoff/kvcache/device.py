@@ -28,7 +28,7 @@ class DeviceCache(SlotCache):
     in which they do, whose attention still sees them unpacked. Sequences that were one before
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
     steady: what kernels are told of the number of blocks changes seldom, so that decoding can be
-    recorded and replayed.
+    recorded and replayed. values_rotated: see `DeviceLayerCache`.
 
     placement: which blocks stay on the device, of a sequence of `capacity` tokens or as many as
     `reset` says. The others go to `far`, whose blocks the CPU attends to while the GPU attends to
@@ -49,6 +49,7 @@ class DeviceCache(SlotCache):
         window: int = 64,
         capacity: int = 0,
         steady: bool = False,
+        values_rotated: bool = False,
         device: torch.device,
         dtype: torch.dtype = torch.float16,
         placement: KVPlacement | None = None,
@@ -59,6 +60,7 @@ class DeviceCache(SlotCache):
         expected = self.blocks_of(capacity, window, 0)
         super().__init__(sequences, window, expected=expected)
         self.steady = steady
+        self.values_rotated = values_rotated
         self.group = max(shape.heads // shape.kv_heads for shape in shapes)
         if store is None:
             placement = placement or KVPlacement()

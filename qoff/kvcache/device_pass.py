@@ -95,6 +95,7 @@ class CacheStep:
                 step,
                 () if self._view is None else self._view.open(layer),
                 stage,
+                cache.values_rotated,
             )
         return self._opened[layer]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from qoff.kernels.heads import HeadShape
 
@@ -27,7 +28,12 @@ def host_cache(
     packed = [form for form in forms if form is not None]
     if not packed:
         return PlainCache(shapes, sequences, capacity)
-    window, sinks, top = kv.window, kv.sinks, kv.attention_top
+    options: dict[str, Any] = {
+        "window": kv.window,
+        "sinks": kv.sinks,
+        "attention_top": kv.attention_top,
+        "values_rotated": kv.values_rotated,
+    }
     if len(packed) < len(forms):
-        return MixedCache(shapes, forms, sequences, window=window, sinks=sinks, attention_top=top)
-    return PackedCache(shapes, packed, sequences, window=window, sinks=sinks, attention_top=top)
+        return MixedCache(shapes, forms, sequences, **options)
+    return PackedCache(shapes, packed, sequences, **options)

@@ -28,6 +28,7 @@ class MixedCache(KVCache):
         window: int = 64,
         sinks: int = 0,
         attention_top: float = 1.0,
+        values_rotated: bool = False,
     ) -> None:
         packed = [form is not None for form in forms]
         self.packed = PackedCache(
@@ -37,6 +38,7 @@ class MixedCache(KVCache):
             window=window,
             sinks=sinks,
             attention_top=attention_top,
+            values_rotated=values_rotated,
         )
         self.plain = PlainCache(list(compress(shapes, [not p for p in packed])), sequences)
         self._parts: tuple[KVCache, KVCache] = (self.packed, self.plain)

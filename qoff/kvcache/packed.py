@@ -9,6 +9,7 @@ from qoff.kernels.heads import KEYS_PER_VECTOR, HeadShape
 from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.ragged import Ragged
 from qoff.kernels.reference_kv import unpack_blocks
+from qoff.kernels.rotated import rotate_values
 
 from .packed_pass import PackedPass
 from .recent import RecentTokens, Scratch
@@ -23,8 +24,8 @@ class PackedCache(SlotCache):
     oldest `sinks`, a multiple of 16. A block is packed when 64 tokens have left the window, once
     and for all layers in the same forward pass. Sequences that were one before (`select`) share
     their blocks. attention_top: see `LayerCache.top`. store: where blocks lie, by default memory
-    that grows. scratch: for passes of many tokens, shared with other caches. Raises ArgumentError
-    for `sinks` with layers that attend to a sliding window.
+    that grows. scratch: for passes of many tokens, shared with other caches. values_rotated: see
+    `LayerCache`. Raises ArgumentError for `sinks` with layers that attend to a sliding window.
     """
 
     store: BlockStore
@@ -38,6 +39,7 @@ class PackedCache(SlotCache):
         window: int = 64,
         sinks: int = 0,
         attention_top: float = 1.0,
+        values_rotated: bool = False,
         store: BlockStore | None = None,
         scratch: Scratch | None = None,
     ) -> None:
@@ -48,6 +50,7 @@ class PackedCache(SlotCache):
         super().__init__(sequences, window, sinks)
         self.shapes = tuple(shapes)
         self.attention_top = attention_top
+        self.values_rotated = values_rotated
         self.store = store or GrowingBlocks(forms, [shape.kv_heads for shape in shapes])
         self.scratch = scratch or Scratch()
         self.recent = RecentTokens(self.shapes, sequences, self.recent_tokens(window, sinks))
@@ -76,4 +79,6 @@ class PackedCache(SlotCache):
     def unpack(self, slot: int, block: int, tokens: int) -> None:
         for layer, form in enumerate(self.store.forms):
             k, v = unpack_blocks(self.store.read(layer, block), form)
+            if self.values_rotated:
+                v = rotate_values(v, back=True)
             self.recent.write(layer, slot, self.sinks, k, v)

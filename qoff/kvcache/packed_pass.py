@@ -14,6 +14,7 @@ from qoff.kernels.kv_format import BLOCK_TOKENS
 from qoff.kernels.layer_cache import LayerCache
 from qoff.kernels.ragged import Ragged
 from qoff.kernels.reference_kv import quantize_blocks
+from qoff.kernels.rotated import rotate_values
 
 if TYPE_CHECKING:
     from .packed import PackedCache
@@ -61,6 +62,7 @@ class PackedPass:
             self._longest,
             self._view.open(layer),
             top=self._cache.attention_top,
+            values_rotated=self._cache.values_rotated,
         )
 
     def close(self, layer: int) -> None:
@@ -133,7 +135,11 @@ class PackedPass:
                 v = values[slot, :, first:done]
                 # [kv_heads, tokens, D] -> [blocks, kv_heads, 64, D]
                 k, v = (x.unflatten(1, (-1, BLOCK_TOKENS)).transpose(0, 1) for x in (k, v))
-                records = quantize_blocks(k, v, cache.store.forms[layer])
+                if cache.values_rotated:
+                    v = rotate_values(v)
+                position = first + self._packed[slot] + BLOCK_TOKENS * torch.arange(len(blocks))
+                opening = (position == 0)[:, None]  # [blocks, 1]; none where there are sinks
+                records = quantize_blocks(k, v, cache.store.forms[layer], opening)
                 cache.store.write(layer, blocks, records)
             if self._scratch:
                 self._keep(layer, slot, 0, min(first, tokens), 0)

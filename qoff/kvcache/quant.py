@@ -33,6 +33,7 @@ class KVQuant:
     sinks: int = 0  # nor are the oldest so many, a multiple of 16
     k_form: Literal["channel", "token"] = "channel"  # what shares a scale of K
     rotated: bool = False  # K per token, turned by a Hadamard matrix first
+    values_rotated: bool = True  # V turned by a Hadamard matrix before it is packed
     attention_top: float = 1.0  # part of its packed blocks that a single new token attends to
 
     def __post_init__(self) -> None:

@@ -100,6 +100,7 @@ class Decoder:
                 window=kv.window,
                 capacity=capacity,
                 steady=self._replays is not None,
+                values_rotated=kv.values_rotated,
                 device=self.device,
                 dtype=self.dtype,
             )

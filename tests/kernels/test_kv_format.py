@@ -64,6 +64,26 @@ def test_rounding_error_is_half_a_step_plus_that_of_float16(block):
 
 
 @given(blocks())
+def test_the_first_token_of_a_sequence_is_kept_to_float16(block):
+    form, k, v = block
+    if form.k_form != "channel":
+        return
+    opening = torch.arange(len(k)) == 0
+    record, plain = quantize_blocks(k, v, form, opening), quantize_blocks(k, v, form)
+    assert torch.equal(record[~opening], plain[~opening])
+    (scale, low), values = steps(record, form)[0], steps(record, form)[1]
+    assert all(map(torch.equal, values, steps(plain, form)[1]))
+    error, top = (k - dequantize_blocks(record, form)[0])[0].abs(), 2**form.k_bits - 1
+    stored = (top * scale + low.abs())[0] * 2.0**-11 + (top + 1) * 2.0**-25
+    arithmetic = (top * scale + low.abs())[0] * 2.0**-21
+    rounded = low[0, 0].abs() * 2.0**-11 + 2.0**-25  # of the minimum, to float16
+    assert bool((error[0] <= rounded * 1.01 + arithmetic[0]).all())
+    assert bool((error <= scale[0] * (1 / 2 + 1 / 64) + stored * 1.01 + arithmetic).all())
+    widest = (top / (top // 2)) * steps(plain, form)[0][0]
+    assert bool((scale <= widest * (1 + 2.0**-9) + 2.0**-24).all())
+
+
+@given(blocks())
 def test_packing_again_what_was_unpacked_changes_little(block):
     form, k, v = block
     if form.rotated:

@@ -18,6 +18,7 @@ from qoff.kernels.heads import HeadShape
 from qoff.kernels.kv_format import KVFormat
 from qoff.kernels.ragged import Ragged, Span
 from qoff.kernels.reference_kv import dequantize_blocks, hadamard, quantize_blocks
+from qoff.kernels.rotated import rotate_values
 from qoff.kvcache import DeviceCache, PlainCache
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
@@ -33,11 +34,14 @@ KeyValue = tuple[Tensor, Tensor]  # [tokens, kv_heads, D]
 class Told:
     """A cache, and beside it every key and value as the cache ought to know it."""
 
-    def __init__(self, sequences: int, window: int = 64, shape: HeadShape = SHAPE) -> None:
-        self.shape, self.window = shape, window
+    def __init__(
+        self, sequences: int, window: int = 64, shape: HeadShape = SHAPE, rotated: bool = False
+    ) -> None:
+        self.shape, self.window, self.rotated = shape, window, rotated
         self.cache = DeviceCache(
-            [shape] * len(FORMS), FORMS, sequences, window=window, device=DEVICE
-        )
+            [shape] * len(FORMS), FORMS, sequences, window=window, values_rotated=rotated,
+            device=DEVICE,
+        )  # fmt: skip
         none = torch.empty(0, shape.kv_heads, shape.head_dim).half()
         self.tokens: list[list[KeyValue]] = [[(none, none)] * len(FORMS) for _ in range(sequences)]
         self.packed = [0] * sequences
@@ -104,6 +108,8 @@ class Told:
         old_k, old_v = dequantize_blocks(self._records(layer, slot)[: packed // 64], form)
         if form.rotated:
             old_k = old_k @ hadamard(64)
+        if self.rotated:
+            old_v = rotate_values(old_v, back=True)
         known_k, known_v = (
             torch.cat((old.transpose(1, 2).flatten(0, 1).half(), x[packed:]))
             for old, x in ((old_k, k), (old_v, v))
@@ -120,7 +126,9 @@ class Told:
             x[64 * first : 64 * (first + len(records))].unflatten(0, (-1, 64)).transpose(1, 2)
             for x in self.tokens[slot][layer]
         )
-        wanted = dequantize_blocks(quantize_blocks(k, v, form), form)
+        opening = (first + torch.arange(len(records)) == 0)[:, None]
+        v = rotate_values(v) if self.rotated else v
+        wanted = dequantize_blocks(quantize_blocks(k, v, form, opening), form)
         for found, known in zip(dequantize_blocks(records, form), wanted, strict=True):
             assert_close(found, known, tolerance=PACKED_ATTENTION)
 
@@ -139,6 +147,15 @@ def test_long_and_short_passes(window: int) -> None:
     told = Told(3, window)
     for counts in ([170, 1, 63], [1, 1, 1], [1, 70, 1]):
         told.forward(counts)
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2], [2, 0, 1]], ids=str)
+def test_rotated_values(slots: list[int]) -> None:
+    told = Told(3, 16, rotated=True)
+    for counts in ([170, 1, 63], [1, 1, 1], [1, 70, 1]):
+        told.forward(counts, slots)
+    told.forget(100)
+    told.forward([1, 1, 1], slots)
 
 
 def test_decoding_over_the_ends_of_blocks() -> None:

@@ -17,6 +17,7 @@ from qoff.kernels.heads import HeadShape
 from qoff.kernels.kv_format import KVFormat
 from qoff.kernels.ragged import Ragged
 from qoff.kernels.reference_kv import quantize_blocks, unpack_blocks
+from qoff.kernels.rotated import rotate_values
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.store import GrowingBlocks
 from tests.tolerances import PACKED_ATTENTION, assert_close
@@ -35,14 +36,19 @@ class Told:
         window: int,
         attention: Callable[..., Tensor],
         forms: Sequence[KVFormat] = FORMS,
+        rotated: bool = False,
     ) -> None:
-        self.cache = PackedCache([SHAPE] * len(forms), forms, sequences, window=window)
+        self.cache = PackedCache(
+            [SHAPE] * len(forms), forms, sequences, window=window, values_rotated=rotated
+        )
+        self.rotated = rotated
         self.window = window
         self.forms = forms
         self._attention = attention
         none = torch.empty(0, SHAPE.kv_heads, SHAPE.head_dim)
         self.tokens: list[Tokens] = [[(none, none)] * len(self.forms) for _ in range(sequences)]
         self.packed = [0] * sequences
+        self.kept = [0] * sequences  # so many tokens are told as they come out of their blocks
 
     def forward(self, counts: list[int]) -> None:
         """A pass over random new tokens; every layer's output is checked."""
@@ -76,6 +82,7 @@ class Told:
         self.cache.select(sequences)
         self.tokens = [list(self.tokens[i]) for i in sequences]
         self.packed = [self.packed[i] for i in sequences]
+        self.kept = [self.kept[i] for i in sequences]
         self.check()
 
     def forget(self, count: int) -> None:
@@ -85,20 +92,23 @@ class Told:
             if left < self.packed[slot]:
                 for layer in range(len(self.forms)):
                     layers[layer] = self._known(layer, slot)  # what comes back is dequantized
-                self.packed[slot] = left // 64 * 64
+                self.packed[slot] = self.kept[slot] = left // 64 * 64
             self.tokens[slot] = [(k[:left], v[:left]) for k, v in layers]
         self.check()
 
     def _known(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         """Keys and values, the packed ones as they come out of their blocks."""
         k, v = self.tokens[slot][layer]
-        packed = self.packed[slot]
-        if not packed:
+        packed, kept = self.packed[slot], self.kept[slot]
+        if packed == kept:
             return k, v
-        blocks = (x[:packed].unflatten(0, (-1, 64)).transpose(1, 2) for x in (k, v))
-        known = unpack_blocks(quantize_blocks(*blocks, self.forms[layer]), self.forms[layer])
+        rows = k, rotate_values(v) if self.rotated else v
+        blocks = (x[kept:packed].unflatten(0, (-1, 64)).transpose(1, 2) for x in rows)
+        form, opening = self.forms[layer], (torch.arange(kept, packed, 64) == 0)[:, None]
+        keys, values = unpack_blocks(quantize_blocks(*blocks, form, opening), form)
+        known = keys, rotate_values(values, back=True) if self.rotated else values
         return tuple(  # type: ignore[return-value]
-            torch.cat((old.transpose(1, 2).flatten(0, 1), x[packed:]))
+            torch.cat((x[:kept], old.transpose(1, 2).flatten(0, 1), x[packed:]))
             for old, x in zip(known, (k, v), strict=True)
         )
 
@@ -121,6 +131,16 @@ def test_long_and_short_passes(window: int, attention: Callable[..., Tensor]) ->
         told.forward(counts)
     for _ in range(70):
         told.forward([1, 1, 1])
+
+
+@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
+def test_rotated_values(attention: Callable[..., Tensor]) -> None:
+    forms = (*FORMS, KVFormat(64, k_form="token"))
+    told = Told(2, 16, attention, forms, rotated=True)
+    for counts in ([300, 1], [1, 1], [1, 130], [70, 1]):
+        told.forward(counts)
+    told.forget(60)
+    told.forward([20, 20])
 
 
 @pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
+
 import pytest
 
 from qoff.errors import ArgumentError, OpError
 from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.ragged import Ragged
 from qoff.kvcache import KVQuant
 from qoff.kvcache.quant import KVBits
+from qoff.models.runtime import Runtime
+from tests.tiny_models import tiny_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -69,3 +75,16 @@ def test_every_layer_has_its_form() -> None:
     assert forms == [KVFormat(64), KVFormat(128, 8, 4), KVFormat(64)]
     with pytest.raises(OpError, match="heads of 16 channels"):
         KVQuant().forms([16])
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("bits", ["4", "4/0:16"])
+def test_values_are_rotated_where_that_is_wanted(
+    bits: str, rotated: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    with closing(Runtime(path)) as runtime:
+        kv = replace(KVQuant.of(bits), values_rotated=rotated)
+        cache = runtime.decoder.new_cache(1, 0, kv)
+        cache.begin(Ragged.of([1], [0]))
+        assert cache.open(1).values_rotated is rotated

@@ -307,7 +307,8 @@ def known(x: Tensor, y: Tensor, form: KVFormat, first: int, packed: int) -> tupl
     if not packed:
         return x, y
     blocks = (z[first:stop].unflatten(0, (-1, 64)).transpose(1, 2) for z in (x, y))
-    old = dequantize_blocks(quantize_blocks(*blocks, form), form)
+    opening = (torch.arange(first, stop, 64) == 0)[:, None]
+    old = dequantize_blocks(quantize_blocks(*blocks, form, opening), form)
     return tuple(  # type: ignore[return-value]
         torch.cat((z[:first], o.transpose(1, 2).flatten(0, 1), z[stop:]))
         for z, o in zip((x, y), old, strict=True)
