@@ -51,6 +51,10 @@ def convert(
     group_size: Annotated[int, typer.Option(help="Inputs that share a scale: 32, 64, 128.")] = 64,
     solver: Annotated[str, typer.Option(help="hqq, mse or rtn.")] = "hqq",
     head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4 or 8.")] = 8,
+    weight: Annotated[
+        list[str] | None,
+        typer.Option(help="Another format of some matrices, like '*.down_proj=8,64'; repeatable."),
+    ] = None,
     for_: Annotated[str, typer.Option("--for", help="Packing on disk for: any or cpu.")] = "any",
     requantize: Annotated[
         bool, typer.Option(help="Quantize anew what cannot be taken over exactly.")
@@ -64,9 +68,11 @@ def convert(
     from qoff.models.convert import convert as run
     from qoff.quant import QuantConfig
 
+    from .convert import formats_of
+
     if for_ not in ("any", "cpu"):
         raise QoffError(f"--for is 'any' or 'cpu', not {for_!r}")
-    quant = QuantConfig(bits=bits, group_size=group_size, solver=solver, head_bits=head_bits)
+    quant = QuantConfig(bits, group_size, solver, head_bits, weights=formats_of(weight or ()))
     with progress_bar("converting", quiet=as_json) as progress:
         run(
             local_source(source),
