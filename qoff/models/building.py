@@ -16,6 +16,7 @@ from torch import Tensor
 from qoff.errors import FormatError, QuantizationError
 from qoff.kernels.packing import GROUP_SIZES, packed_shapes
 from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize, widened
+from qoff.quant.matrix import CALIBRATED
 from qoff.quant.rows import reordered
 
 from .names import ROW_BLOCK, Part, Weight
@@ -41,14 +42,25 @@ class Builder:
         """Return a weight as it is written: a QTensor in the wanted packing, or float32 [rows]."""
         if weight.columns is None:
             return self._vector(weight)
-        form, imported = self.format(prefix, weight)
-        self.formats[form, imported] += not weight.sensitive
+        form = self.note(prefix, weight)
         out = _empty((weight.rows, weight.columns), form, self.quant)
         for rows, piece in self._pieces(weight, form):
             if piece.scale_min.dtype.itemsize > out.scale_min.dtype.itemsize:
                 out = replace(out, scale_min=out.scale_min.to(piece.scale_min.dtype))
             _place(piece, out, rows)
         return out
+
+    def note(self, prefix: str, weight: Weight) -> Format:
+        """Count the format of a matrix that is built now, and return it."""
+        form, imported = self.format(prefix, weight)
+        self.formats[form, imported] += not weight.sensitive
+        return form
+
+    def calibrates(self, prefix: str, weight: Weight) -> bool:
+        """Whether a weight is a matrix that the solver wants the inputs of."""
+        if weight.columns is None or weight.sensitive or self.quant.solver not in CALIBRATED:
+            return False
+        return not self.format(prefix, weight)[1]
 
     def floats(self, weight: Weight) -> Tensor:
         """Return the values of a weight as the source has them, float32 [rows, columns] or [rows].

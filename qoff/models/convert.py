@@ -11,11 +11,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from qoff.checkpoint import CheckpointWriter
 from qoff.errors import QuantizationError
 from qoff.quant import QuantConfig
+from qoff.quant.matrix import CALIBRATED
 
 from .building import Builder
+from .calibrate import Calibration
 from .modules.configs import is_native
 from .modules.conversion import convert_modules
 from .sources import SafetensorsSource, open_source
@@ -35,13 +39,15 @@ def convert(
     overwrite: bool = False,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
+    calibration: Tensor | None = None,
 ) -> Path:
     """Convert a model directory with safetensors, or a GGUF file, to a checkpoint directory `out`.
 
     `for_cpu` stores the packing that CPU kernels read. Codes of quantized weights are taken over,
     those of a fused weight in the widest format of its parts; where no format of ours can hold them
     this needs `requantize`, which quantizes their values anew. Besides a constant, memory holds one
-    layer, or the outer weights, as written.
+    layer, or the outer weights, as written. calibration: token ids, int64 [texts, tokens], for
+    solver "gptq", which no other takes; memory as `calibrate.Calibration` says.
 
     A directory of an architecture without a spec is converted for transformers' own modules
     (`modules.conversion`); memory then holds one layer, or the outer weights, in float32. Code that
@@ -52,8 +58,14 @@ def convert(
     """
     source = open_source(source_path)
     resolved = _resolved(quant or QuantConfig(), for_cpu)
+    _check_calibration(resolved, calibration)
     config = source.config()
     if isinstance(source, SafetensorsSource) and not is_native(config):
+        if calibration is not None:
+            raise QuantizationError(
+                f"{source.path}: runs through transformers' modules, which cannot be calibrated; "
+                "use hqq, mse or rtn"
+            )
         if resolved.weights:
             raise QuantizationError(
                 f"{source.path}: runs through transformers' modules, whose matrices all have one "
@@ -72,9 +84,13 @@ def convert(
     model.check_patterns(resolved.weights)
     expected = sum(builder.check(prefix, weights) for prefix, weights in model.units)
     files = source.files()
+    solving = None if calibration is None else Calibration(model, builder, calibration)
     with CheckpointWriter(out, overwrite=overwrite, expected_bytes=expected) as writer:
         for i, (prefix, weights) in enumerate(model.units):
-            built = {f"{prefix}{w.name}": builder.build(prefix, w) for w in weights}
+            if prefix and solving is not None:
+                built = solving.layer(i)
+            else:
+                built = {f"{prefix}{w.name}": builder.build(prefix, w) for w in weights}
             built = with_uniform_experts(built)
             if prefix:
                 writer.write_layer(i, built)
@@ -87,6 +103,18 @@ def convert(
             writer.copy_file(name, data)
         writer.finish({**model.config, "quantization_config": builder.description()})
     return Path(out)
+
+
+def _check_calibration(quant: QuantConfig, calibration: Tensor | None) -> None:
+    if quant.solver in CALIBRATED and calibration is None:
+        raise QuantizationError(
+            f"solver {quant.solver!r} wants a text to calibrate on (--calibration FILE); "
+            "hqq, mse and rtn do without"
+        )
+    if quant.solver not in CALIBRATED and calibration is not None:
+        raise QuantizationError(
+            f"solver {quant.solver!r} takes no calibration; use gptq, or leave it out"
+        )
 
 
 def _resolved(quant: QuantConfig, for_cpu: bool) -> QuantConfig:
