@@ -123,7 +123,7 @@ def quantize(
     NaN, infinity, a format that does not exist, a group that does not divide K, or a range that
     `scale_dtype` cannot hold.
     """
-    if solver not in SOLVERS:
+    if solver in CALIBRATED:
         raise QuantizationError(
             f"{name}: solver {solver!r} does not quantize a matrix without its inputs; "
             f"use one of {', '.join(SOLVERS)}"

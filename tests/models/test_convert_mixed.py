@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import qoff
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
@@ -20,6 +22,7 @@ from tests.models.test_convert_gguf import Model as GGUFModel
 from tests.models.test_convert_gguf import read_all
 from tests.module_models import module_source
 from tests.tiny_models import budgets, save_model, save_tokenizer, tiny_model
+from tests.tolerances import DECODER_LOGITS, assert_close
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 130}
 FORMATS = {
@@ -103,6 +106,31 @@ def test_loads_and_generates(mixed: Path) -> None:
     with model:
         ids = torch.arange(3, 12)[None]
         assert model.generate(ids, max_new_tokens=3, min_new_tokens=3).shape == (1, 12)
+
+
+def test_loads_as_a_model_of_transformers(mixed: Path, tmp_path: Path) -> None:
+    ids = torch.arange(3, 40)
+    model = AutoModelForCausalLM.from_pretrained(mixed)
+    wanted, _ = logits(mixed)
+    assert_close(model(ids[None]).logits[0].detach(), wanted, tolerance=DECODER_LOGITS)
+    model.save_pretrained(tmp_path / "again")
+    before, after = (Checkpoint.open(path).config for path in (mixed, tmp_path / "again"))
+    assert after["quantization_config"]["weights"] == before["quantization_config"]["weights"]
+    found = read_all(tmp_path / "again")
+    for name, weight in read_all(mixed).items():
+        if isinstance(weight, QTensor):
+            again = found[name]
+            assert isinstance(again, QTensor)
+            assert again.bits == weight.bits
+            assert torch.equal(again.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    "config", [{"solver": "gptq"}, {"weights": {"*": {"bits": 8, "group_size": 64}}}]
+)
+def test_from_pretrained_does_not_do_this_on_the_way(model: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(QuantizationError, match="`qoff convert`"):
+        AutoModelForCausalLM.from_pretrained(model, quantization_config=qoff.QoffConfig(**config))
 
 
 def test_load_converts_anew_for_other_formats(model: Path, tmp_path: Path) -> None:
