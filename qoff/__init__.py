@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from qoff.hf.quantization_config import QoffConfig
     from qoff.kvcache import KVPlacement, KVQuant
     from qoff.plan import Plan
-    from qoff.quant import QuantConfig
+    from qoff.quant import Format, QuantConfig
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "Format",
     "KVCache",
     "KVPlacement",
     "KVQuant",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Format": "qoff.quant",
     "KVCache": "qoff.hf.cache",
     "KVPlacement": "qoff.kvcache",
     "KVQuant": "qoff.kvcache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,8 +55,23 @@ def convert(
     out: Annotated[Path, typer.Argument(help="Directory to create.")],
     bits: Annotated[int, typer.Option(help="Bits of linear weights: 4 or 8.")] = 4,
     group_size: Annotated[int, typer.Option(help="Inputs that share a scale: 32, 64, 128.")] = 64,
-    solver: Annotated[str, typer.Option(help="hqq, mse or rtn.")] = "hqq",
+    solver: Annotated[str, typer.Option(help="hqq, mse, rtn; or gptq, on a text.")] = "hqq",
     head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4 or 8.")] = 8,
+    weight: Annotated[
+        list[str] | None,
+        typer.Option(help="Another format of some matrices, like '*.down_proj=8,64'; repeatable."),
+    ] = None,
+    target_bits: Annotated[
+        float | None,
+        typer.Option(help="Choose each matrix's format: so many bits a weight, like 4.5."),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(help="Choose them for a loss: KL divergence, nats a token, like 0.02."),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text for these, and for gptq.")
+    ] = None,
     for_: Annotated[str, typer.Option("--for", help="Packing on disk for: any or cpu.")] = "any",
     requantize: Annotated[
         bool, typer.Option(help="Quantize anew what cannot be taken over exactly.")
@@ -70,12 +86,24 @@ def convert(
     from qoff.models.convert import convert as run
     from qoff.quant import QuantConfig
 
+    from . import convert as work
+
     if for_ not in ("any", "cpu"):
         raise QoffError(f"--for is 'any' or 'cpu', not {for_!r}")
-    quant = QuantConfig(bits=bits, group_size=group_size, solver=solver, head_bits=head_bits)
+    target = work.Target(target_bits, max_kl)
+    target.check(solver, weight, calibration)
+    quant = QuantConfig(bits, group_size, solver, head_bits, weights=work.formats_of(weight or ()))
+    path = local_source(source, trust_remote_code)
+    ids = None if calibration is None else work.calibration_ids(path, calibration)
+    chosen: dict[str, Any] = {}
+    if target.given and ids is not None:
+        with progress_bar("measuring", quiet=as_json) as progress:
+            mix = work.mixed(path, ids, quant, target, progress)
+        quant = replace(quant, weights=mix.formats)
+        chosen = work.described(mix)
     with progress_bar("converting", quiet=as_json) as progress:
         run(
-            local_source(source, trust_remote_code),
+            path,
             out,
             quant=quant,
             for_cpu=for_ == "cpu",
@@ -83,15 +111,18 @@ def convert(
             overwrite=overwrite,
             progress=progress,
             trust_remote_code=trust_remote_code,
+            calibration=ids if solver in work.CALIBRATED else None,
         )
     checkpoint = Checkpoint.open(out)
     files = (*checkpoint.layers, checkpoint.outer)
     total = sum(file.nbytes for file in files)
-    result = {"path": str(out), "layers": len(checkpoint.layers), "bytes": total}
+    result = {"path": str(out), "layers": len(checkpoint.layers), "bytes": total, **chosen}
     if as_json:
         print_json(result)
-    else:
-        typer.echo(f"{out}: {len(checkpoint.layers)} layers, {format_size(total)}")
+        return
+    typer.echo(f"{out}: {len(checkpoint.layers)} layers, {format_size(total)}")
+    if chosen:
+        typer.echo(work.sentence(chosen))
 
 
 @app.command()

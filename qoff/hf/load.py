@@ -242,5 +242,5 @@ def source_stamps(path: Path) -> list[Any]:
 
 def _digest(stamps: list[Any], quant: QuantConfig) -> str:
     """16 hex digits that change with the source and with how it is quantized."""
-    described = {k: str(v) for k, v in asdict(quant).items()}
+    described = {k: str(v) for k, v in asdict(quant).items() if k != "weights" or v}
     return hashlib.sha256(json.dumps([stamps, described]).encode()).hexdigest()[:16]

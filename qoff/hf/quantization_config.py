@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qoff.checkpoint.layout import FORMAT_VERSION, QUANT_METHOD
 from qoff.errors import FormatError, QuantizationError
 from qoff.quant import QuantConfig
+from qoff.quant.matrix import CALIBRATED
 
 # A qoff checkpoint; what save_pretrained writes otherwise.
 LAYERS, STATE_DICT = "layers", "state_dict"
@@ -24,7 +25,8 @@ class QoffConfig(QuantizationConfigMixin):
     bits, group_size, solver: as in `qoff.QuantConfig`; head_bits: of embeddings and the head.
     modules_to_not_convert: names of modules, or ends of them, that stay as they are.
     layout: where the codes of a checkpoint are, "layers" (a file a layer, rows fused; what
-    `qoff convert` writes) or "state_dict" (under the names of transformers' modules).
+    `qoff convert` writes) or "state_dict" (under the names of transformers' modules). weights: what
+    a checkpoint says of formats that were chosen for some of its matrices.
     Raises QuantizationError naming the key of a value that is not supported, FormatError for a
     checkpoint of another version.
     """
@@ -40,6 +42,7 @@ class QoffConfig(QuantizationConfigMixin):
         packing: str = "half32",
         version: int = FORMAT_VERSION,
         layout: str = LAYERS,
+        weights: dict[str, dict[str, int]] | None = None,
         quant_method: str = QUANT_METHOD,
         **unknown: Any,
     ) -> None:
@@ -68,10 +71,20 @@ class QoffConfig(QuantizationConfigMixin):
         self.version, self.layout = version, layout
         self.bits, self.group_size, self.head_bits = bits, group_size, head_bits
         self.solver, self.packing = solver, packing
+        if weights is not None:  # only then, as other checkpoints have no such key
+            self.weights = weights
         self.modules_to_not_convert = None if found is None else list(found)
 
     def quant(self) -> QuantConfig:
         """How weights are quantized. Raises QuantizationError where only imported codes are."""
+        if hasattr(self, "weights"):
+            raise QuantizationError(
+                "weights: from_pretrained gives all matrices one format; `qoff convert` mixes them"
+            )
+        if self.solver in CALIBRATED:
+            raise QuantizationError(
+                f"solver {self.solver!r} needs calibration, which `qoff convert` does; use hqq"
+            )
         if self.solver == IMPORTED:
             raise QuantizationError(f"solver {IMPORTED!r} describes codes that are there; use hqq")
         return replace(

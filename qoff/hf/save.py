@@ -97,8 +97,9 @@ def _write(model: PreTrainedModel, units: list[list[Stored]], folder: Path) -> N
     packings = {p.packing for p in parameters.values() if not isinstance(p, Tensor)}
     packing = packings.pop() if len(packings) == 1 else "half32"
     config = _config(model)
-    kept = ("bits", "group_size", "solver")
-    described = {key: config["quantization_config"][key] for key in kept}
+    kept = ("bits", "group_size", "solver", "weights")
+    had = config["quantization_config"]
+    described = {key: had[key] for key in kept if key in had}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".qoff-") as place:
         made = Path(place, "checkpoint")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -22,13 +24,44 @@ from qoff.kernels.reference import nearest_levels
 
 from .solvers import SOLVERS
 
+CALIBRATED = ("gptq",)  # solvers that need the inputs of a matrix
 _CHUNK = 1 << 17  # weights solved at a time: temporaries of half a MiB stay in cache
 _MAX_CHUNK = 1 << 19  # a dozen float32 temporaries of this many weights are below 32 MiB
 
 
 @dataclass(frozen=True)
+class Format:
+    """How a matrix is stored: bits of its codes, and columns that share a scale and a minimum.
+
+    Raises QuantizationError for a format that does not exist.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+
+    def __post_init__(self) -> None:
+        _check(self, {"bits": BITS, "group_size": GROUP_SIZES})
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits in groups of {self.group_size}"
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a weight with its part of scale and minimum, of 16 bits each."""
+        return self.bits + 32 / self.group_size
+
+    def holds(self, other: Format) -> bool:
+        """Whether a matrix of another format can be had in this one without changing a value."""
+        return self.bits >= other.bits and other.group_size % self.group_size == 0
+
+
+@dataclass(frozen=True)
 class QuantConfig:
-    """How the weights of a model are quantized. Raises QuantizationError for a bad value."""
+    """How the weights of a model are quantized. Raises QuantizationError for a bad value.
+
+    weights: formats of some matrices, by a pattern (`fnmatch`) of their names in the checkpoint,
+    like "model.layers.3.mlp.down_proj" or "*.o_proj"; of several that match, the last one counts.
+    """
 
     bits: int = 4
     group_size: int = 64
@@ -36,23 +69,41 @@ class QuantConfig:
     head_bits: int = 8  # of the embedding and the head
     packing: str = "half32"
     scale_dtype: torch.dtype = torch.float16
+    weights: Mapping[str, Format] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name, allowed in _ALLOWED.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise QuantizationError(
-                    f"{name} {value!r} is not supported; use one of {', '.join(map(str, allowed))}"
-                )
+        _check(self, _ALLOWED)
+
+    def chosen(self, name: str) -> Format | None:
+        """Return the format that `weights` gives a matrix, None if no pattern is that of its name.
+
+        name: of the matrix in the checkpoint, as in `qoff.models.names`.
+        """
+        found = [form for pattern, form in self.weights.items() if fnmatchcase(name, pattern)]
+        return found[-1] if found else None
+
+    @property
+    def data_free(self) -> str:
+        """The solver of matrices that no calibration is for."""
+        return "hqq" if self.solver in CALIBRATED else self.solver
 
 
 _ALLOWED = {
     "bits": BITS,
     "head_bits": BITS,
     "group_size": GROUP_SIZES,
-    "solver": tuple(SOLVERS),
+    "solver": (*SOLVERS, *CALIBRATED),
     "packing": tuple(PACKINGS),
     "scale_dtype": (torch.float16, torch.float32),
 }
+
+
+def _check(config: object, allowed: Mapping[str, tuple[object, ...]]) -> None:
+    for name, values in allowed.items():
+        if (value := getattr(config, name)) not in values:
+            raise QuantizationError(
+                f"{name} {value!r} is not supported; use one of {', '.join(map(str, values))}"
+            )
 
 
 def quantize(
@@ -72,6 +123,11 @@ def quantize(
     NaN, infinity, a format that does not exist, a group that does not divide K, or a range that
     `scale_dtype` cannot hold.
     """
+    if solver in CALIBRATED:
+        raise QuantizationError(
+            f"{name}: solver {solver!r} does not quantize a matrix without its inputs; "
+            f"use one of {', '.join(SOLVERS)}"
+        )
     config = QuantConfig(bits, group_size, solver, packing=packing, scale_dtype=scale_dtype)
     if w.ndim != 2 or not w.is_floating_point():
         raise QuantizationError(

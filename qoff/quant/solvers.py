@@ -26,11 +26,22 @@ _MSE_REFITS = 4
 _TINY = 1e-30
 
 
-def group_error(groups: Tensor, scale: Tensor, minimum: Tensor, bits: int, norm: float) -> Tensor:
-    """Return sum |w - dequantized|**norm of each group, float32 [N, G]."""
+def group_error(
+    groups: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
+    bits: int,
+    norm: float,
+    importance: Tensor | None = None,
+) -> Tensor:
+    """Return sum importance * |w - dequantized|**norm of each group, float32 [N, G].
+
+    importance: of each column, float32 [G, g]; None: all alike.
+    """
     levels = nearest_levels(groups, scale, minimum, bits)
     values = levels.mul_(scale.float()[..., None]).add_(minimum.float()[..., None])
-    return values.sub_(groups).abs_().pow_(norm).sum(2)
+    error = values.sub_(groups).abs_().pow_(norm)
+    return (error if importance is None else error.mul_(importance)).sum(2)
 
 
 def rtn(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -41,21 +52,24 @@ def rtn(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Te
     return minmax_scale(groups, bits, scale_dtype)
 
 
-def mse(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Minimize the squared error of each group.
+def mse(
+    groups: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Minimize the squared error of each group, weighted by the importance of columns [G, g].
 
     Tries ranges shrunk around their middle, then refits scale and minimum to the codes by least
     squares. Raises QuantizationError as `minmax_scale` does.
     """
     best = minmax_scale(groups, bits, scale_dtype)
-    error = group_error(groups, *best, bits, 2)
+    error = group_error(groups, *best, bits, 2, importance)
     scale, minimum = (x.float() for x in best)
     half_span = scale * ((2**bits - 1) / 2)
     for shrink in _MSE_SHRINKS:
         tried = (scale * shrink, minimum + half_span * (1 - shrink))
-        best, error = _better(groups, bits, 2, best, error, tried)
+        best, error = _better(groups, bits, 2, best, error, tried, importance)
     for _ in range(_MSE_REFITS):
-        best, error = _better(groups, bits, 2, best, error, _refitted(groups, bits, *best))
+        tried = _refitted(groups, bits, *best, importance)
+        best, error = _better(groups, bits, 2, best, error, tried, importance)
     return best
 
 
@@ -108,26 +122,40 @@ def _better(
     best: tuple[Tensor, Tensor],
     error: Tensor,
     tried: tuple[Tensor, Tensor],
+    importance: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return, group by group, whichever of `best` and `tried` has the smaller error, and that."""
     scale, minimum = tried[0].to(best[0].dtype), tried[1].to(best[1].dtype)
-    tried_error = group_error(groups, scale, minimum, bits, norm)
+    tried_error = group_error(groups, scale, minimum, bits, norm, importance)
     wins = tried_error < error  # false for NaN: an overflow of the stored dtype never wins
     chosen = torch.where(wins, scale, best[0]), torch.where(wins, minimum, best[1])
     return chosen, torch.where(wins, tried_error, error)
 
 
-def _line(levels: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _line(
+    levels: Tensor, values: Tensor, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return slope and offset [N, G] of the least-squares line values = slope * levels + offset.
 
     The slope is 0 where all levels of a group are equal.
     """
-    mean_level = levels.mean(2)
+    if importance is None:
+        mean_level, mean_value, share = levels.mean(2), values.mean(2), None
+    else:
+        share = importance / importance.sum(1, keepdim=True).clamp_min(_TINY)
+        mean_level, mean_value = (levels * share).sum(2), (values * share).sum(2)
     centered = levels - mean_level[..., None]
-    slope = (centered * values).sum(2) / centered.square().sum(2).clamp_min_(_TINY)
-    return slope, values.mean(2) - slope * mean_level
+    weighted = centered if share is None else centered * share
+    slope = (weighted * values).sum(2) / (weighted * centered).sum(2).clamp_min_(_TINY)
+    return slope, mean_value - slope * mean_level
 
 
-def _refitted(groups: Tensor, bits: int, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+def _refitted(
+    groups: Tensor,
+    bits: int,
+    scale: Tensor,
+    minimum: Tensor,
+    importance: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the scale and minimum, float32, that fit the present codes best."""
-    return _line(nearest_levels(groups, scale, minimum, bits), groups)
+    return _line(nearest_levels(groups, scale, minimum, bits), groups, importance)

@@ -1,0 +1,265 @@
+"""What a model loses when a matrix of it is quantized: an estimate for every matrix and format.
+
+The loss is the Kullback-Leibler divergence of the predicted tokens, in nats a token. To second
+order it is half the mean square of g . e, summed over outputs of the matrix: e the error of an
+output on a text, g the gradient of the log-likelihood there, for tokens drawn from the model's own
+prediction (the Fisher information). Errors of rounding have any sign, so that products of two
+outputs, or of two tokens, are left out: they are 0 in the mean, and noise on a short text.
+
+That takes one pass forward and one backward for all matrices and formats, a layer at a time: in
+memory are one layer in float32, and hidden states; those before each layer are in a file without a
+name. What is left out is not 0 for all kinds of matrices: an error of a key is the same for all
+queries. So the estimates of each kind (QKV, output, up, down) are scaled to the true loss of all
+matrices of that kind together, one pass forward for each.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qoff.errors import QuantizationError
+from qoff.models import names
+from qoff.models.building import Builder
+from qoff.models.layerwise import Layerwise
+from qoff.models.unconverted import Unconverted
+from qoff.quant import Format, QTensor, QuantConfig, quantize
+
+FORMATS = (Format(4, 128), Format(4, 64), Format(4, 32), Format(8, 128), Format(8, 64))
+_Products = list[tuple[Tensor, Tensor]]  # inputs [M, K] and gradients of outputs [M, N]
+Progress = Callable[[int, int], None]  # layers done, layers in all
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What one matrix costs in each format that it can have: bytes, and nats a token."""
+
+    name: str
+    weights: int
+    nbytes: Mapping[Format, int]
+    loss: Mapping[Format, float]
+
+
+class Sensitivities:
+    """Measures one model on texts, int64 [texts, tokens]. Raises as `Layerwise` does.
+
+    quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn.
+    """
+
+    def __init__(
+        self, model: Unconverted, ids: Tensor, quant: QuantConfig | None = None, seed: int = 0
+    ) -> None:
+        self._model, self._quant = model, replace(quant or QuantConfig(), weights={})
+        self._floats = Builder(model.source, self._quant, requantize=True)
+        self._check_floats()
+        self._run = Layerwise(model.spec, ids)
+        self._random = torch.Generator().manual_seed(seed)
+        self._outer = {w.name: self._floats.floats(w) for w in model.units[-1][1]}
+        self._final: Tensor | None = None  # hidden states of the model as it is
+
+    def _check_floats(self) -> None:
+        for prefix, weights in self._model.units[:-1]:
+            for weight in weights:
+                if weight.columns is not None and self._floats.format(prefix, weight)[1]:
+                    raise QuantizationError(
+                        f"{self._model.source.path}: {prefix}{weight.name} is quantized already, "
+                        "and its codes are taken over; choose formats for the model of which it "
+                        "was made"
+                    )
+
+    def of(
+        self, formats: Sequence[Format] = FORMATS, progress: Progress | None = None
+    ) -> list[Sensitivity]:
+        """Estimate the loss of each matrix of the layers in each format whose group fits it.
+
+        In file order. progress: of the way back, which takes most of the time. Raises
+        QuantizationError where no group fits a matrix.
+        """
+        found: list[list[Sensitivity]] = []
+        count = self._model.spec.num_layers
+        with tempfile.TemporaryFile() as file:
+            states = self._forward(file)
+            gradient = self._drawn_gradient()
+            for layer in reversed(range(count)):
+                weights = self._weights(layer)
+                before = torch.from_numpy(states[layer].copy())
+                gradient, products = self._back(layer, weights, before, gradient)
+                found.append(self._losses(layer, weights, products, formats))
+                if progress is not None:
+                    progress(len(found), count)
+        return self._scaled([one for layer in reversed(found) for one in layer])
+
+    def _scaled(self, found: Sequence[Sensitivity]) -> list[Sensitivity]:
+        """Estimates whose sum over a kind of matrix, in its smallest formats, is what it loses."""
+        kinds: dict[str, list[Sensitivity]] = {}
+        for one in found:
+            kinds.setdefault(_kind(one.name), []).append(one)
+        nothing, factors = self.measured({}), {}
+        for kind, ones in kinds.items():
+            smallest = {one.name: min(one.nbytes, key=one.nbytes.__getitem__) for one in ones}
+            estimate = sum(one.loss[smallest[one.name]] for one in ones)
+            loss = self.measured(smallest) - nothing
+            factors[kind] = loss / estimate if loss > 0 and estimate > 0 else 1.0
+        return [
+            replace(
+                one,
+                loss={form: x * factors[_kind(one.name)] for form, x in one.loss.items()},
+            )
+            for one in found
+        ]
+
+    @torch.no_grad()
+    def measured(self, weights: Mapping[str, Format]) -> float:
+        """Return the true mean loss, nats a token, with formats by the names of matrices.
+
+        Embedding and head are quantized as they are stored, layers' other matrices are not.
+        """
+        builder = Builder(self._model.source, replace(self._quant, weights=weights), True)
+        outer = {w.name: _as_floats(builder.build("", w)) for w in self._model.units[-1][1]}
+        if self._final is None:
+            with tempfile.TemporaryFile() as file:
+                self._forward(file)
+        assert self._final is not None
+        hidden = self._run.embedded(outer[names.EMBEDDING])
+        for layer in range(self._model.spec.num_layers):
+            prefix, parts = self._model.units[layer]
+            built = {
+                w.name: builder.build(prefix, w)
+                if builder.quant.chosen(prefix + w.name)
+                else self._floats.floats(w)
+                for w in parts
+            }
+            hidden = self._run.run(layer, built, hidden)
+        return self._divergence(self._final, hidden, outer)
+
+    def _embedded(self) -> Tensor:
+        return self._run.embedded(self._outer[names.EMBEDDING])
+
+    def _weights(self, layer: int) -> dict[str, Tensor]:
+        return {w.name: self._floats.floats(w) for w in self._model.units[layer][1]}
+
+    @torch.no_grad()
+    def _forward(self, file: IO[bytes]) -> np.ndarray:
+        """Run the model as it is; hidden states before each layer go to a file."""
+        hidden = self._embedded()
+        shape = (self._model.spec.num_layers, *hidden.shape)
+        states = np.memmap(file, np.float32, "w+", shape=shape)
+        for layer in range(len(states)):
+            states[layer] = hidden.numpy()
+            hidden = self._run.run(layer, self._weights(layer), hidden)
+        self._final = hidden
+        return states
+
+    def _drawn_gradient(self) -> Tensor:
+        """The gradient of the log-likelihood of drawn tokens by the final hidden states."""
+        assert self._final is not None
+        out = torch.empty_like(self._final)
+        for rows, place in zip(
+            self._final.split(self._run.logit_rows), out.split(self._run.logit_rows), strict=True
+        ):
+            leaf = rows.detach().requires_grad_()
+            with torch.enable_grad():
+                likely = self._run.logits(self._outer, leaf).log_softmax(-1)
+                drawn = torch.multinomial(likely.detach().exp(), 1, generator=self._random)
+                (gradient,) = torch.autograd.grad(likely.gather(1, drawn).sum(), leaf)
+            place.copy_(gradient)
+        return out
+
+    def _back(
+        self, layer: int, weights: Mapping[str, Tensor], before: Tensor, gradient: Tensor
+    ) -> tuple[Tensor, dict[str, _Products]]:
+        """The gradient before a layer, and inputs and gradients of the outputs of its matrices."""
+        called = {id(w): name for name, w in weights.items()}
+        products: dict[str, _Products] = {}
+
+        def seen(matrix: object, x: Tensor, y: Tensor) -> None:
+            inputs = x.detach().clone()
+            into = products.setdefault(called[id(matrix)], [])
+            y.register_hook(lambda g: into.append((inputs, g)))
+
+        leaf = before.requires_grad_()
+        with torch.enable_grad(), torch.autograd.graph.allow_mutation_on_saved_tensors():
+            after = self._run.run(layer, weights, leaf, seen)
+            (back,) = torch.autograd.grad(after, leaf, gradient)
+        return back, products
+
+    @torch.no_grad()
+    def _losses(
+        self,
+        layer: int,
+        weights: Mapping[str, Tensor],
+        products: Mapping[str, _Products],
+        formats: Sequence[Format],
+    ) -> list[Sensitivity]:
+        prefix, parts = self._model.units[layer]
+        found = []
+        for weight in parts:
+            if weight.columns is None or weight.sensitive:
+                continue
+            fitting = [form for form in formats if weight.columns % form.group_size == 0]
+            name, matrix = prefix + weight.name, weights[weight.name]
+            if not fitting:
+                raise QuantizationError(
+                    f"{name}: no group size of {', '.join(map(str, formats))} divides its "
+                    f"{weight.columns} columns"
+                )
+            losses, sizes = {}, {}
+            for form in fitting:
+                q = self._quantized(matrix, form, name)
+                error = q.dequantize().sub_(matrix)
+                losses[form] = _loss(error, products[weight.name])
+                sizes[form] = q.nbytes
+            found.append(Sensitivity(name, matrix.numel(), sizes, losses))
+        return found
+
+    def _quantized(self, matrix: Tensor, form: Format, name: str) -> QTensor:
+        quant = self._quant
+        return quantize(
+            matrix,
+            form.bits,
+            form.group_size,
+            quant.data_free,
+            quant.packing,
+            quant.scale_dtype,
+            name=name,
+        )
+
+    def _divergence(self, wanted: Tensor, found: Tensor, outer: Mapping[str, Tensor]) -> float:
+        """Mean KL divergence of the predictions from two sets of final hidden states.
+
+        outer: the weights that turn the second one into predictions.
+        """
+        total = 0.0
+        step = self._run.logit_rows
+        for a, b in zip(wanted.split(step), found.split(step), strict=True):
+            p = self._run.logits(self._outer, a).log_softmax(-1)
+            q = self._run.logits(outer, b).log_softmax(-1)
+            total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+        return total / len(wanted)
+
+
+def _kind(name: str) -> str:
+    """What a matrix is called in every layer."""
+    return name.rpartition(".")[2]
+
+
+def _as_floats(weight: QTensor | Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, QTensor) else weight
+
+
+def _loss(error: Tensor, products: _Products) -> float:
+    """Half the mean square of the change of the log-likelihood, over tokens.
+
+    error: of a matrix, [N, K].
+    """
+    total, tokens = 0.0, 0
+    for x, gradient in products:
+        total += float((x @ error.T).mul_(gradient).square_().sum(dtype=torch.float64))
+        tokens += len(x)
+    return total / (2 * tokens)

@@ -1,0 +1,103 @@
+"""`qoff convert` with formats by matrix, targets, and a text to calibrate on."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+
+import pytest
+
+from qoff.checkpoint import Checkpoint, QuantEntry, verify
+from qoff.quant import Format
+from tests.cli.test_cli import FAST, fail, succeed
+from tests.tiny_models import save_model, save_tokenizer
+
+LONG = "".join(random.Random(0).choices(string.ascii_letters + " ", k=4000))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("convert") / "model"
+    save_model(path, "llama", max_position_embeddings=1024, num_hidden_layers=2)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(LONG)
+    return path
+
+
+def formats(path: Path) -> set[Format]:
+    """Formats of the matrices in layers."""
+    verify(path)
+    entries = [e for file in Checkpoint.open(path).layers for e in file.weights.values()]
+    return {Format(e.bits, e.group_size) for e in entries if isinstance(e, QuantEntry)}
+
+
+def test_formats_by_name(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    succeed("convert", source, out, *FAST, "--weight", "*.o_proj=8,64", "--weight", "*.0.*=8,32")
+    assert formats(out) == {Format(4, 32), Format(8, 64), Format(8, 32)}
+
+
+@pytest.mark.parametrize("target", [("--target-bits", "5.5"), ("--max-kl", "0.01")])
+def test_formats_for_a_target(
+    target: tuple[str, str], source: Path, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    printed = succeed("convert", source, out, *FAST, *target, "--calibration", text, "--json")
+    result = json.loads(printed)
+    assert len(formats(out)) > 1
+    assert sum(result["formats"].values()) == 8
+    if target[0] == "--target-bits":
+        assert 5.2 < result["bits_per_weight"] <= 5.5
+    else:
+        assert 0 < result["loss"] <= 0.01
+
+
+def test_a_target_is_told_as_a_sentence(source: Path, text: Path, tmp_path: Path) -> None:
+    options = ("--target-bits", "5", "--calibration", text)
+    printed = succeed("convert", source, tmp_path / "out", *FAST, *options)
+    assert "bits a weight in layers (" in printed
+    assert "nats a token, measured on the calibration text" in printed
+
+
+def test_the_calibrated_solver(source: Path, text: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "out", ("--solver", "gptq", "--group-size", "32")
+    succeed("convert", source, out, *options, "--calibration", text)
+    assert formats(out) == {Format(4, 32)}
+    assert Checkpoint.open(out).config["quantization_config"]["solver"] == "gptq"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--weight", "*.o_proj"], "is not NAME=BITS,GROUP"),
+        (["--weight", "*.o_proj=5,64"], "bits 5 is not supported"),
+        (["--weight", "*.out=4,64"], "no matrix is called '*.out'"),
+        (["--target-bits", "5"], "want a text: --calibration FILE"),
+        (["--solver", "gptq"], "want a text: --calibration FILE"),
+        (["--calibration", "TEXT"], "--calibration is for"),
+        (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),
+        (["--target-bits", "5", "--weight", "*=8,32", "--calibration", "TEXT"], "leave one of"),
+        (["--target-bits", "2", "--calibration", "TEXT"], "2 bits a weight are too few"),
+        (["--max-kl", "0", "--calibration", "TEXT"], "cannot be had"),
+        (["--max-kl", "1", "--calibration", "SHORT"], "has 5 tokens"),
+        (["--max-kl", "1", "--calibration", "BINARY"], "is no text in UTF-8"),
+    ],
+)
+def test_one_line_for_each_thing_that_can_go_wrong(
+    options: list[str], message: str, source: Path, text: Path, tmp_path: Path
+) -> None:
+    short, binary = tmp_path / "short.txt", tmp_path / "binary.txt"
+    short.write_text("hello")
+    binary.write_bytes(b"\xff\xfe\x00")
+    files = {"TEXT": text, "SHORT": short, "BINARY": binary}
+    given = [files.get(option, option) for option in options]
+    assert message in fail("convert", source, tmp_path / "out", "--group-size", "32", *given)
+    assert not (tmp_path / "out").exists()

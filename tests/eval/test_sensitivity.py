@@ -1,0 +1,127 @@
+"""Estimated losses against measured ones, and choices that keep what they promise."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.errors import ArgumentError, QuantizationError, UnsupportedModelError
+from qoff.eval.mixing import mixed_for_bits, mixed_for_loss
+from qoff.eval.sensitivity import Sensitivities, Sensitivity
+from qoff.models.sources import open_source
+from qoff.models.unconverted import Unconverted
+from qoff.quant import Format, QuantConfig
+from tests.models.test_convert_gguf import Model as GGUFModel
+from tests.tiny_models import VOCAB, save_model, tiny_model
+
+RTN = QuantConfig(group_size=32, solver="rtn")
+FORMATS = (Format(4, 128), Format(4, 64), Format(4, 32), Format(8, 64))
+
+
+def texts(count: int, tokens: int) -> Tensor:
+    return torch.randint(3, VOCAB, (count, tokens), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt-neox"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Sensitivities:
+    path = tmp_path_factory.mktemp("sensitivity") / request.param
+    save_model(path, request.param, hidden_size=128, intermediate_size=256)
+    return Sensitivities(Unconverted.of(open_source(path)), texts(8, 64), RTN)
+
+
+@pytest.fixture(scope="module")
+def found(model: Sensitivities) -> list[Sensitivity]:
+    return model.of(FORMATS)
+
+
+def test_every_matrix_is_there_with_its_bytes(
+    model: Sensitivities, found: list[Sensitivity]
+) -> None:
+    for one in found:
+        for form, nbytes in one.nbytes.items():
+            assert nbytes == one.weights * form.bits_per_weight / 8
+    kinds = {one.name.rpartition(".")[2] for one in found}
+    assert {"qkv_proj", "o_proj", "down_proj"} < kinds
+    layers = {one.name.split(".")[2] for one in found}
+    assert len(found) == 4 * len(layers)
+
+
+def test_better_formats_lose_less(found: list[Sensitivity]) -> None:
+    for one in found:
+        losses = [one.loss[form] for form in FORMATS]
+        assert all(better < 1.1 * worse for worse, better in pairwise(losses))
+        assert losses[-1] < 0.02 * losses[1]  # 16 times the levels
+
+
+def test_estimates_are_of_the_size_of_measured_losses(
+    model: Sensitivities, found: list[Sensitivity]
+) -> None:
+    nothing, form = model.measured({}), Format(4, 64)
+    pairs = torch.tensor(
+        [[one.loss[form], model.measured({one.name: form}) - nothing] for one in found]
+    )
+    ratios = pairs[:, 1] / pairs[:, 0]
+    assert bool(((ratios > 0.4) & (ratios < 2.5)).all()), ratios
+    together = model.measured({one.name: form for one in found}) - nothing
+    assert 0.8 < together / float(pairs[:, 0].sum()) < 1.25
+
+
+def test_estimates_repeat(model: Sensitivities, found: list[Sensitivity]) -> None:
+    again = Sensitivities(model._model, texts(8, 64), RTN).of(FORMATS[:1])
+    for one, other in zip(found, again, strict=True):
+        assert other.loss[FORMATS[0]] == pytest.approx(one.loss[FORMATS[0]], rel=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4.25, 4.4, 4.9, 6.0, 8.5])
+def test_a_mix_keeps_within_its_bits(
+    model: Sensitivities, found: list[Sensitivity], bits: float
+) -> None:
+    mix = mixed_for_bits(model, found, bits)
+    assert mix.formats.keys() == {one.name for one in found}
+    assert bits - 0.3 < mix.bits_per_weight <= bits
+    if bits in (4.25, 8.5):
+        assert len(set(mix.formats.values())) == 1
+    elif bits != 4.9:  # where one format may lose less
+        assert len(set(mix.formats.values())) > 1
+
+
+def test_a_mix_loses_less_than_one_format_of_its_size(
+    model: Sensitivities, found: list[Sensitivity]
+) -> None:
+    mix = mixed_for_bits(model, found, 4.5)
+    assert mix.loss <= model.measured({one.name: Format(4, 64) for one in found})
+
+
+def test_a_mix_keeps_within_its_loss(model: Sensitivities, found: list[Sensitivity]) -> None:
+    coarse = mixed_for_bits(model, found, 4.25).loss
+    sizes = []
+    for part in (0.2, 0.5, 1.0):
+        mix = mixed_for_loss(model, found, part * coarse)
+        assert mix.loss <= part * coarse
+        sizes.append(mix.bits_per_weight)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] < 8.5
+
+
+def test_what_cannot_be_had_is_refused(model: Sensitivities, found: list[Sensitivity]) -> None:
+    with pytest.raises(ArgumentError, match=r"4.1 bits a weight are too few; .* take 4.250"):
+        mixed_for_bits(model, found, 4.1)
+    with pytest.raises(ArgumentError, match=r"1e-09 nats a token cannot be had"):
+        mixed_for_loss(model, found, 1e-9)
+
+
+def test_models_without_floats_or_with_experts_are_refused(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = GGUFModel("llama").write(tmp_path / "model.gguf")
+    with pytest.raises(QuantizationError, match="is quantized already"):
+        Sensitivities(Unconverted.of(open_source(file)), texts(1, 8))
+    mixtral = tiny_model(tmp_path_factory.getbasetemp(), "mixtral")
+    with pytest.raises(UnsupportedModelError, match="mixture of experts cannot be calibrated"):
+        Sensitivities(Unconverted.of(open_source(mixtral)), texts(1, 8))

@@ -1,0 +1,136 @@
+"""Calibration: the model it runs is the model, and what it solves loses less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qoff.checkpoint import Checkpoint, QuantEntry, verify
+from qoff.errors import ArgumentError, QuantizationError, UnsupportedModelError
+from qoff.models import names
+from qoff.models.building import Builder
+from qoff.models.convert import convert
+from qoff.models.layerwise import Layerwise
+from qoff.models.sources import open_source
+from qoff.models.unconverted import Unconverted
+from qoff.quant import Format, QuantConfig
+from tests.module_models import module_source
+from tests.tiny_models import EXPERTS, FAMILIES, VOCAB, reference_model, tiny_model
+from tests.tolerances import DECODER_LOGITS, assert_close
+
+DENSE = sorted(set(FAMILIES) - set(EXPERTS))
+GPTQ = QuantConfig(group_size=32, solver="gptq")
+
+
+def texts(count: int, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB, (count, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def reference(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def divergence(wanted: Any, found: Any, ids: Tensor) -> float:
+    """Mean KL divergence of the predictions of two transformers models."""
+    p, q = (model(ids).logits.log_softmax(-1) for model in (wanted, found))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", DENSE)
+def test_a_layer_at_a_time_is_the_whole_model(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tiny_model(tmp_path_factory.getbasetemp(), family)
+    model = Unconverted.of(open_source(path))
+    builder = Builder(model.source, QuantConfig(), False)
+    ids = texts(3, 20)
+    run = Layerwise(model.spec, ids)
+    outer = {w.name: builder.floats(w) for w in model.units[-1][1]}
+    hidden = run.embedded(outer[names.EMBEDDING])
+    for layer, (prefix, weights) in enumerate(model.units[:-1]):
+        # tables of positions are looked up, and come quantized only
+        built = {
+            w.name: builder.build(prefix, w) if w.sensitive else builder.floats(w) for w in weights
+        }
+        before = hidden.clone()
+        hidden = run.run(layer, built, hidden)
+        assert not torch.equal(hidden, before)
+    found = run.logits(outer, hidden).view(3, 20, -1)
+    wanted = reference(path)(ids).logits
+    # OPT's table of positions is quantized above
+    assert_close(found, wanted, tolerance=0.02 if family.startswith("opt") else DECODER_LOGITS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gemma2"])
+def test_solving_on_a_text_loses_less_of_it(
+    family: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, ids = tiny_model(tmp_path_factory.getbasetemp(), family), texts(16, 48)
+    solved = convert(path, tmp_path / "gptq", quant=GPTQ, calibration=ids)
+    verify(solved)
+    assert Checkpoint.open(solved).config["quantization_config"]["solver"] == "gptq"
+    model = reference(path)
+    lost = divergence(model, reference_model(solved), ids)
+    for solver in ("rtn", "hqq"):
+        quant = QuantConfig(group_size=32, solver=solver)
+        plain = convert(path, tmp_path / solver, quant=quant)
+        assert lost < 0.8 * divergence(model, reference_model(plain), ids)
+
+
+def test_formats_are_those_asked_for_in_both_packings(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, ids = tiny_model(tmp_path_factory.getbasetemp(), "llama"), texts(4, 32)
+    quant = QuantConfig(group_size=32, solver="gptq", weights={"*.o_proj": Format(8, 64)})
+    found = []
+    for for_cpu in (False, True):
+        out = convert(path, tmp_path / str(for_cpu), quant=quant, for_cpu=for_cpu, calibration=ids)
+        found.append(reference_model(out).state_dict())
+        for file in Checkpoint.open(out).layers:
+            for name, entry in file.weights.items():
+                if isinstance(entry, QuantEntry):
+                    wide = name.endswith("o_proj")
+                    assert (entry.bits, entry.group_size) == ((8, 64) if wide else (4, 32))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize(
+    ("family", "quant", "ids", "error", "message"),
+    [
+        ("llama", GPTQ, None, QuantizationError, "wants a text to calibrate on"),
+        ("llama", QuantConfig(group_size=32), texts(2, 8), QuantizationError, "no calibration"),
+        ("mixtral", GPTQ, texts(2, 8), UnsupportedModelError, "mixture of experts cannot be"),
+        ("opt", GPTQ, texts(1, 300), ArgumentError, "up to 256 tokens"),
+        ("llama", GPTQ, texts(2, 8)[0], ArgumentError, r"\[texts, tokens\], not \[8\]"),
+        ("llama", GPTQ, texts(2, 0), ArgumentError, r"\[texts, tokens\], not \[2, 0\]"),
+        ("llama", GPTQ, texts(2, 8) + VOCAB, ArgumentError, "token ids are 0 to 127"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(
+    family: str,
+    quant: QuantConfig,
+    ids: Tensor | None,
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tiny_model(tmp_path_factory.getbasetemp(), family)
+    with pytest.raises(error, match=message):
+        convert(path, tmp_path / "out", quant=quant, calibration=ids)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_of_transformers_modules_cannot_be_calibrated(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source = module_source(tmp_path_factory.getbasetemp(), "gpt2")
+    with pytest.raises(QuantizationError, match="cannot be calibrated; use hqq"):
+        convert(source, tmp_path / "out", quant=GPTQ, calibration=texts(2, 8))

@@ -1,0 +1,124 @@
+"""Compensated rounding: errors of outputs shrink where inputs are alike, and nowhere grow much."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qoff.errors import QuantizationError
+from qoff.kernels.packing import unpack_codes
+from qoff.quant import Format, quantize
+from qoff.quant.compensated import compensated
+
+FORMATS = [Format(4, 32), Format(4, 64), Format(8, 32)]
+
+
+def alike(k: int, rank: int, seed: int = 0) -> Tensor:
+    """Second moments of inputs that mostly vary together, float32 [k, k]."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * k, rank, generator=random) @ torch.randn(rank, k, generator=random)
+    x += 0.3 * torch.randn(4 * k, k, generator=random)
+    x *= 1 + torch.arange(k) % 7  # some columns are stronger than others
+    return x.T @ x / len(x)
+
+
+def output_error(w: Tensor, found: Tensor, moments: Tensor) -> float:
+    """Mean square error of the outputs, for inputs of these second moments."""
+    error = (found - w).double()
+    return float((error @ moments.double() * error).sum())
+
+
+def weights(n: int, k: int, seed: int = 1) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("k", [128, 192])  # a block of columns, and a block and a half
+def test_outputs_are_closer_than_those_of_other_solvers(form: Format, k: int) -> None:
+    w, moments = weights(48, k), alike(k, 8)
+    found = output_error(w, compensated(w, moments, form).dequantize(), moments)
+    for solver in ("rtn", "mse", "hqq"):
+        other = quantize(w, form.bits, form.group_size, solver)
+        assert found < 0.5 * output_error(w, other.dequantize(), moments)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_inputs_that_vary_alone_leave_nothing_to_make_up_for(form: Format) -> None:
+    w, strength = weights(20, 64), torch.linspace(0.5, 4, 64)
+    q = compensated(w, strength.diag(), form)
+    codes = unpack_codes(q.codes, q.shape, q.bits, q.packing).double()
+    scale, minimum = (
+        q.scale_min[..., i].T.double().repeat_interleave(form.group_size, 1) for i in (0, 1)
+    )
+    distance = (w.double() - (codes * scale + minimum)).abs()
+    for other in (codes - 1, codes + 1):
+        there = other.clamp(0, 2**form.bits - 1) * scale + minimum
+        assert bool((distance <= (w.double() - there).abs() + 1e-6).all())
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 40), st.sampled_from(FORMATS), st.integers(0, 2**31))
+def test_the_packing_changes_no_value(n: int, form: Format, seed: int) -> None:
+    w, moments = weights(n, 64, seed), alike(64, 4, seed)
+    found = compensated(w, moments, form)
+    packed = compensated(w, moments, form, packing="cpu16")
+    assert packed.packing == "cpu16"
+    assert torch.equal(packed.dequantize(), found.dequantize())
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**31), st.floats(1e-6, 1e6))
+def test_the_unit_of_the_inputs_does_not_matter(seed: int, factor: float) -> None:
+    w, moments = weights(24, 64, seed), alike(64, 4, seed)
+    found, scaled = (
+        output_error(w, compensated(w, m, Format(4, 32)).dequantize(), moments)
+        for m in (moments, moments * factor)
+    )
+    assert scaled == pytest.approx(found, rel=0.05)
+
+
+def test_inputs_that_are_always_zero_do_no_harm() -> None:
+    w, moments = weights(24, 128), alike(128, 8)
+    dead = torch.arange(128) % 64 < 40  # a part of each group
+    moments[dead], moments[:, dead] = 0, 0
+    moments[64:], moments[:, 64:] = 0, 0  # and one group as a whole
+    found = compensated(w, moments, Format(4, 64)).dequantize()
+    rounded = quantize(w, 4, 64, "mse").dequantize()
+    assert output_error(w, found, moments) < output_error(w, rounded, moments)
+    assert float((found - w)[:, 64:].square().mean()) < 1.1 * float(
+        (rounded - w)[:, 64:].square().mean()
+    )
+
+
+def test_a_matrix_on_a_grid_stays_as_it_is() -> None:
+    codes = torch.randint(16, (24, 128), generator=torch.Generator().manual_seed(0))
+    codes[:, ::32], codes[:, 1::32] = 0, 15
+    w = codes.float() * 0.25 - 1
+    assert torch.equal(compensated(w, alike(128, 8), Format(4, 32)).dequantize(), w)
+
+
+def test_what_is_given_stays_as_it_is() -> None:
+    w, moments = weights(24, 64), alike(64, 4)
+    before = w.clone(), moments.clone()
+    compensated(w, moments, Format(4, 32))
+    assert torch.equal(w, before[0])
+    assert torch.equal(moments, before[1])
+
+
+@pytest.mark.parametrize(
+    ("w", "moments", "form", "message"),
+    [
+        (weights(4, 96), torch.eye(96), Format(4, 64), r"x: group size 64 .* 96 columns"),
+        (weights(4, 64) * torch.nan, torch.eye(64), Format(), "x: .* NaN or infinite"),
+        (weights(4, 64) * 1e7, torch.eye(64), Format(), "x: .* use float32 scales"),
+        (weights(4, 64), torch.eye(64) * torch.nan, Format(), "x: the second moments"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    w: Tensor, moments: Tensor, form: Format, message: str
+) -> None:
+    with pytest.raises(QuantizationError, match=message):
+        compensated(w, moments, form, name="x")
