@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from qoff.eval.mixing import Mix
-    from qoff.models.sources import Source
 
 TOKENS = 512  # of a text to calibrate on
 SOLVER_TEXTS, LOSS_TEXTS = 64, 8  # for the solver, and for what formats lose
@@ -36,22 +34,28 @@ class Target:
     def given(self) -> bool:
         return self.bits is not None or self.loss is not None
 
-    def check(self, solver: str, weight: Iterable[str] | None, calibration: Path | None) -> None:
-        """Raise QoffError for options that do not go together."""
+    def text(
+        self, solver: str, weight: Iterable[str] | None, calibration: Path | None
+    ) -> Path | None:
+        """The text to calibrate on, by default qoff's; None where none is wanted.
+
+        Raises QoffError for options that do not go together.
+        """
         if self.bits is not None and self.loss is not None:
             raise QoffError("--target-bits and --max-kl both choose the formats; give one of them")
         if self.given and weight:
             raise QoffError("--weight and a target both choose formats; leave one of them out")
         wants = self.given or solver in CALIBRATED
-        if wants and calibration is None:
-            raise QoffError(
-                "--target-bits, --max-kl and --solver gptq want a text: --calibration FILE"
-            )
         if calibration is not None and not wants:
             raise QoffError(
                 "--calibration is for --target-bits, --max-kl and --solver gptq; "
                 "give one of them, or leave it out"
             )
+        if wants and calibration is None:
+            from qoff.eval.texts import CALIBRATION_TEXT
+
+            return CALIBRATION_TEXT
+        return calibration
 
 
 def formats_of(texts: Iterable[str]) -> dict[str, Format]:
@@ -78,13 +82,13 @@ def calibration_ids(source: Path, file: Path) -> Tensor:
     """
     import torch
 
-    from qoff.models.sources import open_source
+    from qoff.eval.models import tokenizer_of
 
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise QoffError(f"{file}: is no text in UTF-8 ({error.reason})") from error
-    tokenizer = _tokenizer(open_source(source))
+    tokenizer = tokenizer_of(source)
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     pieces = len(ids) // TOKENS
     if not pieces:
@@ -141,14 +145,3 @@ def sentence(described: Mapping[str, Any]) -> str:
         f"{described['bits_per_weight']:.3f} bits a weight in layers ({counts}); KL divergence "
         f"{described['loss']:.4f} nats a token, measured on the calibration text"
     )
-
-
-def _tokenizer(source: Source) -> Any:
-    """The tokenizer among a model's files."""
-    from qoff.hf.load import load_tokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        for name, data in source.files().items():
-            raw = data if isinstance(data, bytes) else data.read_bytes()
-            Path(folder, name).write_bytes(raw)
-        return load_tokenizer(Path(folder))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qoff.checkpoint.layout import CONFIG_FILE
@@ -31,14 +32,16 @@ from qoff.eval.reference_cache import cached_reference
 from qoff.eval.scoring import Sample, evaluate
 from qoff.eval.sweep import Sweep
 from qoff.eval.tables import as_csv, as_json, markdown
-from qoff.eval.texts import dataset_text, encode, read_text
+from qoff.eval.texts import CALIBRATION_TEXT, dataset_text, encode, read_text
 from qoff.eval.windows import cut
 from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, local_source
 from qoff.kvcache import KVQuant
 from qoff.models.sources import read_json
 from qoff.quant import QuantConfig
+from qoff.quant.matrix import CALIBRATED
 from qoff.units import format_size
 
+from .convert import calibration_ids
 from .output import print_json, print_table, progress_bar
 
 
@@ -192,7 +195,9 @@ def run_sweep(
     out.mkdir(parents=True, exist_ok=True)
     with _reference(reference, sample, tokenizer, as_json_) as truth:
         rate = partial(decode_rate, prompt=sample.first)
-        sweep = Sweep(source, sample, out, reference=truth, rate=rate)
+        sweep = Sweep(
+            source, sample, out, reference=truth, rate=rate, calibration=_calibration(source, cells)
+        )
         with progress_bar(f"{len(cells)} cells", quiet=as_json_) as progress:
             progress(0, len(cells))
 
@@ -214,6 +219,12 @@ def run_sweep(
     else:
         print(markdown(results), end="")
         print(f"wrote table.md, table.csv, results.json and {len(pictures)} pictures to {out}")
+
+
+def _calibration(source: Path, cells: Sequence[Cell]) -> Tensor | None:
+    """qoff's own text for it, if a cell's solver wants one."""
+    solvers = {cell.weights.solver for cell in cells if cell.weights is not None}
+    return calibration_ids(source, CALIBRATION_TEXT) if solvers & set(CALIBRATED) else None
 
 
 def run_peers(model: str, options: TextOptions, as_json_: bool) -> None:

@@ -70,7 +70,7 @@ def convert(
         typer.Option(help="Choose them for a loss: KL divergence, nats a token, like 0.02."),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Text for these, and for gptq.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text for these and for gptq.")
     ] = None,
     for_: Annotated[str, typer.Option("--for", help="Packing on disk for: any or cpu.")] = "any",
     requantize: Annotated[
@@ -91,10 +91,10 @@ def convert(
     if for_ not in ("any", "cpu"):
         raise QoffError(f"--for is 'any' or 'cpu', not {for_!r}")
     target = work.Target(target_bits, max_kl)
-    target.check(solver, weight, calibration)
+    text = target.text(solver, weight, calibration)
     quant = QuantConfig(bits, group_size, solver, head_bits, weights=work.formats_of(weight or ()))
     path = local_source(source, trust_remote_code)
-    ids = None if calibration is None else work.calibration_ids(path, calibration)
+    ids = None if text is None else work.calibration_ids(path, text)
     chosen: dict[str, Any] = {}
     if target.given and ids is not None:
         with progress_bar("measuring", quiet=as_json) as progress:

@@ -107,8 +107,8 @@ def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
         return load_tokenizer(source)
     with TemporaryDirectory() as folder:
         for name, content in open_source(source).files().items():
-            if isinstance(content, bytes):
-                Path(folder, name).write_bytes(content)
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            Path(folder, name).write_bytes(data)
         return load_tokenizer(Path(folder))
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from qoff.errors import ArgumentError
 from qoff.hf.load import is_checkpoint, source_stamps
 from qoff.kvcache import KVQuant
 from qoff.models.convert import convert
 from qoff.quant import QuantConfig
+from qoff.quant.matrix import CALIBRATED
 
 from .cells import CellResult, CellStore
 from .grid import Cell
@@ -36,7 +38,8 @@ class Sweep:
     """The cells of one model over one text, against one reference.
 
     source: a qoff checkpoint, whose weights are taken as they are, or a model to quantize. folder:
-    results of cells, in `cells`. rate: how fast a loaded model decodes; None: not measured.
+    results of cells, in `cells`. rate: how fast a checkpoint decodes; None: not measured.
+    calibration: token ids, int64 [texts, tokens], for solvers that want them.
     """
 
     def __init__(
@@ -47,9 +50,11 @@ class Sweep:
         *,
         reference: Reference | None = None,
         rate: Rate | None = None,
+        calibration: Tensor | None = None,
     ) -> None:
         self._source, self._sample, self._folder = source, sample, folder
         self._reference, self._rate = reference, rate
+        self._calibration = calibration
         self._store = CellStore(folder / "cells")
 
     def run(self, cells: Sequence[Cell], watch: Watch | None = None) -> list[CellResult]:
@@ -70,7 +75,9 @@ class Sweep:
         self, weights: QuantConfig | None, cells: Iterable[Cell]
     ) -> Iterator[tuple[Cell, CellResult, str]]:
         """The cells of one way to quantize the weights."""
-        with _Converted(self._source, weights, self._folder) as converted:
+        calibrated = weights is not None and weights.solver in CALIBRATED
+        ids = self._calibration if calibrated else None
+        with _Converted(self._source, weights, self._folder, ids) as converted:
             for cell in cells:
                 key = self._key(cell)
                 known = self._store.read(key)
@@ -82,9 +89,11 @@ class Sweep:
 
     def _key(self, cell: Cell) -> str:
         reference = None if self._reference is None else self._reference.meta
+        calibrated = cell.weights is not None and cell.weights.solver in CALIBRATED
+        ids = self._calibration if calibrated else None
         rated = self._rate is not None
         stamps = source_stamps(self._source)
-        return digest(stamps, self._sample.digest, reference, rated, repr(cell))
+        return digest(stamps, self._sample.digest, reference, rated, repr(cell), ids)
 
     def _compute(self, cell: Cell, checkpoint: Path) -> CellResult:
         kv, reference, sample = cell.kv, self._reference, self._sample
@@ -104,12 +113,14 @@ class Sweep:
 class _Converted:
     """A checkpoint of the weights of some cells, made when the first asks for it, then removed."""
 
-    def __init__(self, source: Path, weights: QuantConfig | None, folder: Path) -> None:
+    def __init__(
+        self, source: Path, weights: QuantConfig | None, folder: Path, ids: Tensor | None
+    ) -> None:
         if (weights is None) != is_checkpoint(source):
             raise ArgumentError(
                 f"{source}: a qoff checkpoint is evaluated as it is, and anything else quantized"
             )
-        self._source, self._weights, self._folder = source, weights, folder
+        self._source, self._weights, self._folder, self._ids = source, weights, folder, ids
         self._made: Path | None = None
 
     def checkpoint(self) -> Path:
@@ -118,7 +129,7 @@ class _Converted:
         if self._made is None:
             self._made = Path(tempfile.mkdtemp(prefix=".weights-", dir=self._folder))
             target = self._made / "checkpoint"
-            convert(self._source, target, quant=self._weights, for_cpu=True)
+            convert(self._source, target, quant=self._weights, for_cpu=True, calibration=self._ids)
         return self._made / "checkpoint"
 
     def __enter__(self) -> _Converted:

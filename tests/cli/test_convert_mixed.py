@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
+from qoff.eval.texts import CALIBRATION_TEXT
 from qoff.quant import Format
 from tests.cli.test_cli import FAST, fail, succeed
 from tests.tiny_models import save_model, save_tokenizer
@@ -74,14 +75,24 @@ def test_the_calibrated_solver(source: Path, text: Path, tmp_path: Path) -> None
     assert Checkpoint.open(out).config["quantization_config"]["solver"] == "gptq"
 
 
+def test_a_text_comes_with_qoff(source: Path, text: Path, tmp_path: Path) -> None:
+    options = ("--solver", "gptq", "--group-size", "32")
+    succeed("convert", source, tmp_path / "own", *options, "--calibration", text)
+    succeed("convert", source, tmp_path / "default", *options)
+    succeed("convert", source, tmp_path / "named", *options, "--calibration", CALIBRATION_TEXT)
+    own, default, named = (
+        [file.sha256 for file in Checkpoint.open(tmp_path / name).layers]
+        for name in ("own", "default", "named")
+    )
+    assert default == named != own
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--weight", "*.o_proj"], "is not NAME=BITS,GROUP"),
         (["--weight", "*.o_proj=5,64"], "bits 5 is not supported"),
         (["--weight", "*.out=4,64"], "no matrix is called '*.out'"),
-        (["--target-bits", "5"], "want a text: --calibration FILE"),
-        (["--solver", "gptq"], "want a text: --calibration FILE"),
         (["--calibration", "TEXT"], "--calibration is for"),
         (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),
         (["--target-bits", "5", "--weight", "*=8,32", "--calibration", "TEXT"], "leave one of"),
