@@ -147,7 +147,7 @@ def test_pieces_do_not_change_values(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("whole", "pieces"):
         for for_cpu in (False, True):
             convert(tmp_path / "model", tmp_path / f"{name}{for_cpu}", quant=QUANT, for_cpu=for_cpu)
-        monkeypatch.setattr("qoff.models.convert._PIECE", 1)
+        monkeypatch.setattr("qoff.models.building.PIECE", 1)
     for for_cpu in (False, True):
         whole, pieces = (read_all(tmp_path / f"{name}{for_cpu}") for name in ("whole", "pieces"))
         for name, a in whole.items():

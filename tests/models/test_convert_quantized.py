@@ -140,7 +140,7 @@ def matrices(values: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_codes_are_taken_over(
     kind: str, for_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qoff.models.convert._PIECE", 48 * 128)  # several pieces a matrix
+    monkeypatch.setattr("qoff.models.building.PIECE", 48 * 128)  # several pieces a matrix
     config, store = EXACT[kind]
     values = save_model(tmp_path / "model", config, store)
     out = convert(tmp_path / "model", tmp_path / "out", quant=QUANT, for_cpu=for_cpu)
