@@ -63,8 +63,9 @@ def strided(total: int, length: int, stride: int) -> list[Window]:
     out, done = [], 1
     for start in range(0, total, stride):
         stop = min(start + length, total)
-        if stop > done:
-            out.append(Window(start, stop, max(done, start + 1)))
+        first = max(done, start + 1)
+        if stop > first:
+            out.append(Window(start, stop, first))
         if stop == total:
             break
         done = stop
