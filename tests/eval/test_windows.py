@@ -73,3 +73,20 @@ def test_a_limit_keeps_the_first() -> None:
 def test_what_cannot_be_is_refused(arguments: dict[str, int], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         cut(**arguments)
+
+
+@given(st.integers(2, 40), st.integers(0, 300))
+def test_windows_of_lm_eval_are_the_packages(length: int, more: int) -> None:
+    utils = pytest.importorskip("lm_eval.utils")
+    total = length + more
+    wanted = map(
+        utils.make_disjoint_window,
+        utils.get_rolling_token_windows(list(range(total)), -1, length, context_len=1),
+    )
+    ids = torch.arange(total)
+    for window, (context, scored) in zip(
+        cut(total, length, definition="lm_eval"), wanted, strict=True
+    ):
+        tokens = window.tokens(ids, -1)
+        assert tokens.tolist() == context + scored
+        assert window.place == len(context)
