@@ -244,14 +244,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("plan", "device", "tokens/s", "spread", "disk MB/token", "host MB/token", "waiting",
          "bound", "of bound"),
     )  # fmt: skip
-    work = Work(2, 2, 128, 8) if args.quick else Work(16, 4, 512, 24)
+    work = Work(2, 2, 128, 8) if args.quick else Work(16, 2, 256, 12)
     measure(result, "135M", fetch_checkpoint(), work, 1 if args.quick else 3)
     if args.large:
         config: dict[str, Any] = SMALL if args.quick else TINYLLAMA
         folder = Path(tempfile.mkdtemp(prefix="qoff-offload-", dir=args.folder))
         try:
             write_random_checkpoint(folder / "qoff", config)
-            small = Work(2, 2, 64, 4) if args.quick else Work(16, 2, 256, 10)
+            small = Work(2, 2, 64, 4) if args.quick else Work(8, 2, 128, 6)
             measure(result, "1.1B random", folder / "qoff", small, 1 if args.quick else 3)
         finally:
             shutil.rmtree(folder)
