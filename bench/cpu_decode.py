@@ -19,6 +19,7 @@ from torch import Tensor
 from bench.demo import PROMPT, fetch_checkpoint, fetch_gguf
 from bench.harness import Bar, Report, arguments
 from bench.peers import llama_cpp, transformers_model
+from qoff.eval.models import open_float
 from qoff.hf.load import load
 from qoff.measure import greedy
 from qoff.measure.greedy import Timing
@@ -118,7 +119,7 @@ class Contestants:
         self._stack.callback(ours.close)
         eight, _ = load(checkpoint, activation_bits=8)
         self._stack.callback(eight.close)
-        theirs = transformers_model.load_fp32(gguf)
+        theirs = open_float(gguf)
         self.vocab: int = ours.config.vocab_size
         self.generate: dict[str, Generate] = {
             GENERATE: lambda ids, new: transformers_model.generate(ours, ids, new),

@@ -26,8 +26,8 @@ from bench.demo import fetch_checkpoint, fetch_gguf
 from bench.harness import Report, arguments
 from bench.kv_scheme_list import DEFAULT, Rotary, schemes
 from bench.kv_schemes import Keep, Scheme, exact
-from bench.peers.transformers_model import load_fp32
 from qoff.errors import ArgumentError
+from qoff.eval.models import open_float
 from qoff.kernels.kv_format import BLOCK_TOKENS
 
 WINDOW = 1024  # tokens
@@ -61,7 +61,7 @@ class Judge:
         self.windows = windows
         self._seen: Seen = _as_they_are
         AttentionInterface.register(_INTERFACE, self._attend)
-        self.model = load_fp32(fetch_gguf())
+        self.model = open_float(fetch_gguf())
         self.model.set_attn_implementation(_INTERFACE)
         self.plain: list[Tensor] = []  # float16, to have room
         self.losses: list[Tensor] = []

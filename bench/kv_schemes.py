@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qoff.eval.every_token import ggml_values
 from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference_kv import hadamard, quantize_blocks, unpack_blocks
 from qoff.kernels.rotated import rotate_values
 
 Keep = Callable[[int, Tensor], Tensor]  # layer, K or V: what is left of it
 Fit = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]  # groups, dim, bits: scale and minimum
-Q4_0_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,7 @@ def per_token(fit: Fit, bits: int = 4, rotated: bool = False) -> Keep:
 
 def q4_0(_layer: int, x: Tensor) -> Tensor:
     """llama.cpp's cache type: 32 channels of a token, the largest by amount is code -8."""
-    groups = x.unflatten(-1, (-1, Q4_0_GROUP))
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scale = largest / -8
-    codes = (groups / torch.where(scale == 0, torch.inf, scale) + 8.5).floor().clamp(0, 15) - 8
-    return (codes * scale.half().float()).flatten(-2)
+    return ggml_values(x, "q4_0")
 
 
 def before_rope(inner: Keep, cos: Tensor, sin: Tensor) -> Keep:

@@ -24,6 +24,7 @@ from torch import Tensor
 from bench.demo import fetch_gguf
 from bench.harness import Report, arguments
 from qoff.cli.convert import calibration_ids
+from qoff.eval import peers
 from qoff.models import names
 from qoff.models.building import Builder
 from qoff.models.layerwise import Layerwise
@@ -150,33 +151,11 @@ def _gptq(group: int) -> Solve:
 
 
 def _nf4(group: int) -> Solve:
-    """bitsandbytes' NF4, largest magnitudes of blocks in 16 bits."""
-    from bitsandbytes import functional as bnb  # type: ignore[import-not-found]
-
-    def solve(w: Tensor, _: Tensor | None) -> Tensor:
-        codes, state = bnb.quantize_4bit(w.contiguous(), blocksize=group, quant_type="nf4")
-        state.absmax = state.absmax.half().float()
-        found: Tensor = bnb.dequantize_4bit(codes, state).float()
-        return found
-
-    return solve
+    return lambda w, _: peers.nf4(w, group)
 
 
 def _hqq(group: int) -> Solve:
-    """The hqq package's optimizer, scales and zero points in 16 bits."""
-    from hqq.core.quantize import Quantizer  # type: ignore[import-not-found]
-
-    def solve(w: Tensor, _: Tensor | None) -> Tensor:
-        size = _form(w, group).group_size
-        options = {"group_size": size, "optimize": True, "axis": 1, "bitpack": False}
-        codes, meta = Quantizer.quantize(
-            w.clone(), 4, compute_dtype=torch.float32, device="cpu", **options
-        )
-        scale, zero = (meta[key].half().float() for key in ("scale", "zero"))
-        found: Tensor = ((codes.float() - zero) * scale).view(w.shape)
-        return found
-
-    return solve
+    return lambda w, _: peers.hqq(w, _form(w, group).group_size)
 
 
 PEERS = {"bitsandbytes": _nf4, "hqq": _hqq}

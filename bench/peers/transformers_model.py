@@ -1,26 +1,15 @@
-"""Models behind transformers' `generate`, timed token by token; fp32 ones read from a GGUF file."""
+"""Models behind transformers' `generate`, timed token by token."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
-from transformers.utils.logging import disable_progress_bar
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from qoff.measure.greedy import Timing
-
-
-def load_fp32(gguf: Path) -> Any:
-    """Return the model of a GGUF file with its weights dequantized to float32, SDPA attention."""
-    disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    return model.eval()
 
 
 class _Clock(StoppingCriteria):

@@ -138,7 +138,7 @@ def evaluate(
         work.run_peers(model, options, as_json)
         return
     if sweep:
-        work.run_sweep(model, options, grid=grid, out=out, reference=reference, as_json_=as_json)
+        work.run_sweep(model, options, grid=grid, out=out, reference=reference, as_json=as_json)
         return
     work.evaluate_one(
         model,

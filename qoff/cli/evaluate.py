@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff.checkpoint.layout import CONFIG_FILE
 from qoff.errors import ArgumentError, FormatError
+from qoff.eval import tables
 from qoff.eval.grid import FORMS, Cell, Grid
 from qoff.eval.kv_setting import KVSetting
 from qoff.eval.metrics import Summary, summarize
@@ -31,7 +32,6 @@ from qoff.eval.reference import Reference
 from qoff.eval.reference_cache import cached_reference
 from qoff.eval.scoring import Sample, evaluate
 from qoff.eval.sweep import Sweep
-from qoff.eval.tables import as_csv, as_json, markdown
 from qoff.eval.texts import CALIBRATION_TEXT, dataset_text, encode, read_text
 from qoff.eval.windows import cut
 from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, local_source
@@ -180,7 +180,7 @@ def run_sweep(
     grid: str,
     out: Path,
     reference: str | None,
-    as_json_: bool,
+    as_json: bool,
 ) -> None:
     """Evaluate a grid, and write table.md, table.csv, results.json and plots to `out`."""
     source = local_source(model)
@@ -193,31 +193,31 @@ def run_sweep(
     if reference is None and convertible:
         reference = model
     out.mkdir(parents=True, exist_ok=True)
-    with _reference(reference, sample, tokenizer, as_json_) as truth:
+    with _reference(reference, sample, tokenizer, as_json) as truth:
         rate = partial(decode_rate, prompt=sample.first)
         sweep = Sweep(
             source, sample, out, reference=truth, rate=rate, calibration=_calibration(source, cells)
         )
-        with progress_bar(f"{len(cells)} cells", quiet=as_json_) as progress:
+        with progress_bar(f"{len(cells)} cells", quiet=as_json) as progress:
             progress(0, len(cells))
 
             def watch(done: int, total: int, cell: Cell, state: str) -> None:
                 progress(done, total)
-                if state == "damaged" and not as_json_:
+                if state == "damaged" and not as_json:
                     print(f"{cell.name}: its file was damaged; computed anew", flush=True)
 
             results = sweep.run(cells, watch)
     for name, text in (
-        ("table.md", markdown(results)),
-        ("table.csv", as_csv(results)),
-        ("results.json", as_json(results)),
+        ("table.md", tables.markdown(results)),
+        ("table.csv", tables.as_csv(results)),
+        ("results.json", tables.as_json(results)),
     ):
         (out / name).write_text(text)
     pictures = draw(results, out)
-    if as_json_:
-        print(as_json(results), end="")
+    if as_json:
+        print(tables.as_json(results), end="")
     else:
-        print(markdown(results), end="")
+        print(tables.markdown(results), end="")
         print(f"wrote table.md, table.csv, results.json and {len(pictures)} pictures to {out}")
 
 
@@ -227,7 +227,7 @@ def _calibration(source: Path, cells: Sequence[Cell]) -> Tensor | None:
     return calibration_ids(source, CALIBRATION_TEXT) if solvers & set(CALIBRATED) else None
 
 
-def run_peers(model: str, options: TextOptions, as_json_: bool) -> None:
+def run_peers(model: str, options: TextOptions, as_json: bool) -> None:
     """Quantize the matrices of a float model by every package there is, and compare."""
     source = local_source(model)
     tokenizer = tokenizer_of(source)
@@ -236,8 +236,8 @@ def run_peers(model: str, options: TextOptions, as_json_: bool) -> None:
     found: list[dict[str, Any]] = []
     rows = []
     with (
-        _reference(model, sample, tokenizer, as_json_) as truth,
-        progress_bar(f"{len(peers)} ways", quiet=as_json_) as progress,
+        _reference(model, sample, tokenizer, as_json) as truth,
+        progress_bar(f"{len(peers)} ways", quiet=as_json) as progress,
     ):
         for done, peer in enumerate(peers):
             progress(done, len(peers))
@@ -245,7 +245,7 @@ def run_peers(model: str, options: TextOptions, as_json_: bool) -> None:
                 summary = summarize(evaluate(subject, sample, truth))
             found.append({"name": peer.name, "bits_per_weight": peer.bits, **summary.as_dict()})
             rows.append(_peer_row(peer, summary))
-    if as_json_:
+    if as_json:
         print_json({"peers": found, "not_installed": missing})
         return
     print_table("", rows, ("weights", "bits", "ratio", "mean KL", "99 % KL", "same top"))

@@ -40,14 +40,16 @@ class Peer:
     change: Change
 
 
-def _nf4(w: Tensor, block: int) -> Tensor:
+def nf4(w: Tensor, block: int) -> Tensor:
+    """bitsandbytes' NF4, largest magnitudes of blocks in 16 bits."""
     functional: Any = import_module("bitsandbytes.functional")
     codes, state = functional.quantize_4bit(w.contiguous(), blocksize=block, quant_type="nf4")
     state.absmax = state.absmax.half().float()
     return functional.dequantize_4bit(codes, state).float()
 
 
-def _hqq(w: Tensor, group: int) -> Tensor:
+def hqq(w: Tensor, group: int) -> Tensor:
+    """The hqq package's optimizer, scales and zero points in 16 bits."""
     quantizer: Any = import_module("hqq.core.quantize").Quantizer
     codes, meta = quantizer.quantize(
         w.clone(),
@@ -97,8 +99,8 @@ PEERS = (
         Peer(f"qoff {solver}, group 64", "qoff", 4.5, partial(_ours, group=64, solver=solver))
         for solver in SOLVERS
     ),
-    Peer("bitsandbytes NF4, block 64", "bitsandbytes", 4.25, partial(_nf4, block=64)),
-    Peer("HQQ, group 64", "hqq", 4.5, partial(_hqq, group=64)),
+    Peer("bitsandbytes NF4, block 64", "bitsandbytes", 4.25, partial(nf4, block=64)),
+    Peer("HQQ, group 64", "hqq", 4.5, partial(hqq, group=64)),
     Peer("torchao int4, group 64", "torchao", 4.5, partial(_torchao, group=64)),
     Peer("optimum-quanto qint4, group 64", "optimum.quanto", 4.5, partial(_quanto, group=64)),
 )

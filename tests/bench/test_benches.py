@@ -143,7 +143,7 @@ def test_the_decode_bench_runs(
 
     monkeypatch.setattr(cpu_decode, "fetch_checkpoint", lambda: checkpoint)
     monkeypatch.setattr(cpu_decode, "fetch_gguf", lambda: checkpoint)
-    monkeypatch.setattr(transformers_model, "load_fp32", reference_model)
+    monkeypatch.setattr(cpu_decode, "open_float", reference_model)
     monkeypatch.setattr(llama_cpp, "installed", lambda: llama)
     monkeypatch.setattr(llama_cpp, "LlamaCpp", FakeLlama)
     cpu_decode.main(["--quick", "--out", str(tmp_path / "out.json")])
