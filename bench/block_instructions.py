@@ -1,6 +1,6 @@
-"""Vector instructions of the dot products over one packed block, counted in the machine code.
+"""Vector instructions of attention over one packed block, counted in the machine code.
 
-Folding scales into queries, the softmax and rounding probabilities come on top.
+Widening the block's scales to float32, once for all queries, comes on top.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from functools import cache
 from typing import Any
 
 import numba
+import numpy as np
 from numba import types
 
 from qoff.kernels.cpu import packed_emit as emit
+from qoff.kernels.cpu.packed_fold import fold_queries
+from qoff.kernels.cpu.packed_softmax import find_weights
 from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
 
 _DOT = "vpdpbusd"
 _SHUFFLE = re.compile(r"v(perm|punpck|unpck|shuf|pshuf|insert|extract|palign)")
 _NO_ARITHMETIC = re.compile(r"v(mov|pbroadcast|zeroupper)|[^v]")
 _CHANNELS = 64  # of a chunk of V
+_TOKENS = 16  # whose scores are found together
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class BlockInstructions:
     dots: int  # of bytes: vpdpbusd
     shuffles: int
     others: int  # masks, shifts, conversions; not loads, stores, broadcasts and moves
+    beside: int  # what folds scales into queries, the softmax, and what rounds probabilities
 
     @property
     def bytes_per_cycle(self) -> float:
@@ -39,27 +44,28 @@ class BlockInstructions:
 
         A core of the Zen 4 generation does, with vectors of 64 bytes.
         """
-        return self.record_bytes / max(self.dots, (self.dots + self.shuffles + self.others) / 2)
+        vectors = self.dots + self.shuffles + self.others + self.beside
+        return self.record_bytes / max(self.dots, vectors / 2)
 
     def note(self, head_dim: int) -> str:
         """One line for a report."""
         return (
             f"D {head_dim}, {self.rows} queries: {self.record_bytes} bytes a block and KV head, "
             f"{self.dots} dots, {self.shuffles} shuffles, {self.others} other vector instructions "
-            f"in the dot products' loops: at most {self.bytes_per_cycle:.1f} bytes a cycle"
+            f"with them, {self.beside} for the queries and the softmax: at most "
+            f"{self.bytes_per_cycle:.1f} bytes a cycle"
         )
 
 
 def block_instructions(head_dim: int, rows: int) -> BlockInstructions | None:
     """Count them for head size 64 or 128; None on a processor without VNNI."""
     narrow = head_dim == 64
-    kind, tokens = (emit.NARROW, 32) if narrow else (emit.NIBBLES, 16)
+    kind = emit.NARROW if narrow else emit.NIBBLES
     total: Counter[str] = Counter()
     for first in range(0, rows, emit.ROWS):
         count = min(emit.ROWS, rows - first)
-        calls = [
-            (_scores(kind, count, 2 * count * tokens * head_dim // 64), BLOCK_TOKENS // tokens)
-        ]
+        scores = _scores(kind, count, 2 * count * _TOKENS * head_dim // 64)
+        calls = [(scores, BLOCK_TOKENS // _TOKENS), (_beside(count, head_dim), 1)]
         for upper in range(head_dim // _CHANNELS):
             calls.append((_values(kind, upper, count), 1))
         for classes, times in calls:
@@ -67,9 +73,8 @@ def block_instructions(head_dim: int, rows: int) -> BlockInstructions | None:
                 return None
             for name, number in classes.items():
                 total[name] += times * number
-    return BlockInstructions(
-        KVFormat(head_dim).nbytes, rows, total["dots"], total["shuffles"], total["others"]
-    )
+    names = ("dots", "shuffles", "others", "beside")
+    return BlockInstructions(KVFormat(head_dim).nbytes, rows, *(total[name] for name in names))
 
 
 @cache
@@ -83,9 +88,22 @@ def _scores(kind: int, rows: int, dots: int) -> dict[str, int]:
 @cache
 def _values(kind: int, upper: int, rows: int) -> dict[str, int]:
     def job(codes: int, ahead: int, weights: int, out: int) -> None:
-        emit.block_weigh(kind, upper, rows, codes, 64, ahead, weights, BLOCK_TOKENS, out)
+        emit.block_weigh(kind, upper, rows, codes, 64, ahead, weights, out, out, out, out, 256)
 
     return _classes(_assembly(job), rows * BLOCK_TOKENS * _CHANNELS // 64)
+
+
+@cache
+def _beside(rows: int, head_dim: int) -> dict[str, int]:
+    one, vectors, parts = np.float32(1), head_dim // 16, head_dim // _CHANNELS
+
+    def job(query: int, block: int, state: int, out: int) -> None:
+        fold_queries(rows, query, block, vectors, out, head_dim, state, one)
+        find_weights(rows, parts, query, state, state, state, block, one, out)
+
+    once, repeated = _straight_and_loop(_assembly(job))
+    assert not repeated, "a loop"
+    return {"beside": sum(n for name, n in once.items() if not _NO_ARITHMETIC.match(name))}
 
 
 def _assembly(job: Any) -> str:

@@ -38,6 +38,10 @@ def load(b, address, offset, type_):
     return b.load(at(b, address, offset, type_), align=1)
 
 
+def store(b, value, address, offset):
+    b.store(value, at(b, address, offset, value.type), align=1)
+
+
 def prefetch(b, address, offset):
     """Ask for the cache line at `address + offset` to be brought into the second-level cache."""
     fnty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
@@ -57,6 +61,10 @@ def const_i32(value):
     return ir.Constant(V_I32, [value] * LANES)
 
 
+def const_i64(value):
+    return ir.Constant(I64, value)
+
+
 def const_f32(value):
     return ir.Constant(V_F32, [value] * LANES)
 
@@ -69,6 +77,10 @@ def call_llvm(b, name, result, args):
 
 def fma(b, x, y, z):
     return call_llvm(b, "llvm.fma.v16f32", V_F32, [x, y, z])
+
+
+def maximum(b, x, y):
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
 def loop(b, count, carried):

@@ -1,10 +1,10 @@
-"""Attention of a few query rows over one block of the packed KV cache, in one thread.
+"""Attention of a few query rows over one block of the packed KV cache, in one thread, in steps.
 
 Queries, with K's scales folded in, become 16-bit integers (two int8 planes); probabilities, with
 V's scales folded in, become 8-bit ones, relative to the largest of the block; the dot products are
 exact in int32. What rounding a probability takes from or adds to the mean value code is given back.
 What a row has seen so far is a running maximum, a sum, and an output that is relative to that
-maximum (Milakov and Gimelshein, 2018).
+maximum (Milakov and Gimelshein, 2018); scores and maxima are powers of two.
 """
 
 from __future__ import annotations
@@ -14,25 +14,33 @@ import numpy as np
 from . import packed_emit as emit
 from . import simd
 from .compiled import inner
+from .packed_emit import TOKENS
+from .packed_fold import OFFSET, SCALE, fold_queries
+from .packed_softmax import (
+    BOUND,
+    CORRECTION,
+    FACTORS_BYTES,
+    SHIFT,
+    STEP,
+    VALUES_BYTES,
+    find_weights,
+)
+from .powers import log2_above
 from .soft_cap import capped
 
-TOKENS = 64
-ROWS = 16  # rows of one call: what is kept per row fills one vector
-_LIMIT = np.float32(32512.0)  # 127 * 256: both int8 planes stay in range
-_SMALLEST = np.float32(1e-30)
-_LOWEST = np.float32(-1e30)  # of a score
+ROWS = 16  # rows of one call
+TOGETHER = emit.ROWS
+LN_2 = np.float32(np.log(2.0))
+LOG2_E = np.float32(1 / np.log(2.0))
 
-# A thread's scratch, in bytes from its start.
-QUERY = 0  # int8 [ROWS, 2, up to 256]
-SCORES = QUERY + ROWS * 512  # float32 [ROWS, 64]
-WEIGHTS = SCORES + ROWS * 4 * TOKENS  # uint8 [2 parts, ROWS, 64]
-SUMS = WEIGHTS + 2 * ROWS * TOKENS  # float32 [emit.ROWS, 64]
-FACTORS = SUMS + emit.ROWS * 4 * TOKENS  # float32 [8, ROWS], in the order below
-SCRATCH = FACTORS + 8 * 4 * ROWS
-
-# Of each row: scale and offset of the scores, their maximum, the correction of the output so far,
-# and for each part the scale and the offset of the weighed values.
-SCALE, OFFSET, PEAK, CORRECTION, PART = (64 * i for i in range(5))
+# A thread's scratch, in bytes from its start; what belongs to a row is there for TOGETHER rows.
+QUERY = 0  # int8 [rows, 2, up to 256]
+SCORES = QUERY + TOGETHER * 512  # float32 [rows, 64]
+WEIGHTS = SCORES + TOGETHER * 4 * TOKENS  # uint8 [2 parts, rows, 64]
+FACTORS = WEIGHTS + 2 * TOGETHER * TOKENS  # see packed_softmax
+KEYS = FACTORS + FACTORS_BYTES  # float32 [2, up to 256], scales and minima
+VALUES = KEYS + 2 * 4 * 256  # see packed_softmax
+SCRATCH = VALUES + VALUES_BYTES
 
 
 @inner
@@ -68,148 +76,136 @@ def _spread_halves(plane, half):
 
 
 @inner
-def _fold_query(query, scale, minimum, half, kind, plane, high):
-    """query [dim] times K's scales (float16 [dim]) as planes; returns scale, query . minimum."""
-    dim = 2 * half
-    largest = simd.splat_f32(np.float32(0.0))
-    offset = simd.splat_f32(np.float32(0.0))
-    for i in range(0, dim, 16):
-        q = simd.load_f32(query + 4 * i)
-        folded = simd.mul(q, simd.load_f16(scale + 2 * i))
-        largest = simd.maximum(simd.absolute(folded), largest)
-        offset = simd.mul_add(q, simd.load_f16(minimum + 2 * i), offset)
-    peak = simd.max_f32(largest)
-    inverse = simd.splat_f32(_LIMIT / peak if peak > _SMALLEST else np.float32(0.0))
-    for i in range(0, dim, 16):
-        folded = simd.mul(simd.load_f32(query + 4 * i), simd.load_f16(scale + 2 * i))
-        q = simd.round_i32(simd.mul(folded, inverse))
-        simd.store_high_low(high + i, high + plane + i, q)
-    if kind == emit.NIBBLES and half % 64 != 0:
-        _spread_halves(high, half)
-        _spread_halves(high + plane, half)
-    elif kind == emit.WHOLE:
-        for i in range(dim, plane, 8):
-            simd.poke_i64(high + i, 0)
-            simd.poke_i64(high + plane + i, 0)
-    return peak / _LIMIT, simd.sum_f32(offset)
+def _widen_values(v_scale, parts, v_bits, scratch):
+    """What probabilities are multiplied by, in float32, once for all rows."""
+    # Weights count a code of V from its middle: what rounding them takes weighs least there.
+    middle = simd.splat_f32(np.float32(_middle(v_bits)))
+    v_minimum = v_scale + 2 * TOKENS * parts
+    for i in range(0, TOKENS, 16):
+        largest = simd.splat_f32(np.float32(0.0))
+        for part in range(parts):
+            at = 2 * (TOKENS * part + i)
+            scale, minimum = simd.load_f16(v_scale + at), simd.load_f16(v_minimum + at)
+            to = scratch + VALUES + 8 * TOKENS * part + 4 * i
+            simd.store_f32(to, scale)
+            simd.store_f32(to + 4 * TOKENS, simd.mul_add(scale, middle, minimum))
+            largest = simd.maximum(scale, largest)
+        bound = log2_above(largest)
+        simd.store_f32(scratch + VALUES + BOUND + 4 * i, bound)
+
+
+@inner
+def _middle(bits):
+    """The mean of 4-bit codes; what 8-bit ones are lessened by."""
+    return 7.5 if bits == 4 else 128.0
+
+
+@inner
+def _pad_planes(rows, half, kind, plane, scratch):
+    """Put the channels of folded queries where the codes have theirs, with zeros between."""
+    for at in range(scratch + QUERY, scratch + QUERY + 2 * plane * rows, plane):
+        if kind == emit.NIBBLES and half % 64 != 0:
+            _spread_halves(at, half)
+        elif kind == emit.WHOLE:
+            for i in range(2 * half, plane, 8):
+                simd.poke_i64(at + i, 0)
 
 
 @inner
 def _score_rows(codes, rows, half, kind, plane, ahead, scratch):
-    row = 0
-    while row < rows:
-        count = min(rows - row, emit.ROWS)
-        query, out = scratch + QUERY + 2 * plane * row, scratch + SCORES + 256 * row
-        if kind == emit.NARROW:
-            for token in (0, 32):
-                emit.block_scores(kind, count, codes + 32 * token, 64, ahead, 1, query, plane,
-                                  out + 4 * token, 256)  # fmt: skip
-        else:
-            stride = 2 * half if kind == emit.WHOLE else half
-            chunks = (stride + 63) // 64
-            for token in range(0, 64, 16):
-                emit.block_scores(kind, count, codes + stride * token, stride, ahead, chunks,
-                                  query, plane, out + 4 * token, 256)  # fmt: skip
-        row += count
+    query, out = scratch + QUERY, scratch + SCORES
+    if kind == emit.NARROW:
+        for token in range(0, TOKENS, 16):
+            emit.block_scores(kind, rows, codes + 32 * token, 64, ahead, 1, query, plane,
+                              out + 4 * token, 4 * TOKENS)  # fmt: skip
+    else:
+        stride = 2 * half if kind == emit.WHOLE else half
+        chunks = (stride + 63) // 64
+        for token in range(0, TOKENS, 16):
+            emit.block_scores(kind, rows, codes + stride * token, stride, ahead, chunks, query,
+                              plane, out + 4 * token, 4 * TOKENS)  # fmt: skip
 
 
 @inner
-def _finish_scores(rows, firsts, soft_cap, scratch, maxima):
-    """Scale and cap the scores, take their maxima, find the correction of what was summed before.
+def _restrict_scores(rows, firsts, soft_cap, scratch):
+    """Finish scores here, where they level off or some tokens are not attended.
 
-    soft_cap: 0 for none.
+    firsts: 0 for all tokens; soft_cap: 0 for none. The factors left for later change nothing.
     """
     factors = scratch + FACTORS
-    simd.store_f32(factors + PEAK, simd.splat_f32(np.float32(-np.inf)))
     for row in range(rows):
-        scores = scratch + SCORES + 256 * row
-        scale = simd.splat_f32(simd.peek_f32(factors + SCALE + 4 * row))
-        offset = simd.splat_f32(simd.peek_f32(factors + OFFSET + 4 * row))
-        a = simd.mul_add(simd.load_f32(scores), scale, offset)
-        b = simd.mul_add(simd.load_f32(scores + 64), scale, offset)
-        c = simd.mul_add(simd.load_f32(scores + 128), scale, offset)
-        d = simd.mul_add(simd.load_f32(scores + 192), scale, offset)
-        if soft_cap != np.float32(0.0):
-            a, b = capped(a, soft_cap), capped(b, soft_cap)
-            c, d = capped(c, soft_cap), capped(d, soft_cap)
-        simd.store_f32(scores, a)
-        simd.store_f32(scores + 64, b)
-        simd.store_f32(scores + 128, c)
-        simd.store_f32(scores + 192, d)
-        first = simd.peek_i64(firsts + 8 * row)
-        if first > 0:
-            for i in range(0, 4 * min(first, TOKENS), 4):
-                simd.poke_f32(scores + i, np.float32(-np.inf))
-            a, b = simd.load_f32(scores), simd.load_f32(scores + 64)
-            c, d = simd.load_f32(scores + 128), simd.load_f32(scores + 192)
-        top = simd.max_f32(simd.maximum(simd.maximum(a, b), simd.maximum(c, d)))
-        simd.poke_f32(factors + PEAK + 4 * row, top)
-    before = simd.load_f32(maxima)
-    # Finite, so that a row that has seen nothing yet has a difference to it.
-    peaks = simd.maximum(simd.load_f32(factors + PEAK), simd.splat_f32(_LOWEST))
-    peaks = simd.maximum(peaks, before)
-    minus = simd.mul(peaks, simd.splat_f32(np.float32(-1.0)))
-    simd.store_f32(factors + CORRECTION, simd.exp(simd.add(before, minus)))
-    simd.store_f32(maxima, peaks)
+        scores = scratch + SCORES + 4 * TOKENS * row
+        scale = simd.splat_f32(simd.peek_f32(factors + SCALE + 16 * row))
+        offset = simd.splat_f32(simd.peek_f32(factors + OFFSET + 16 * row))
+        for i in range(0, 4 * TOKENS, 64):
+            score = simd.mul_add(simd.load_f32(scores + i), scale, offset)
+            if soft_cap != np.float32(0.0):
+                score = simd.mul(capped(score, soft_cap), simd.splat_f32(LOG2_E))
+            simd.store_f32(scores + i, score)
+        first = simd.peek_i64(firsts + 8 * row) if firsts != 0 else 0
+        for i in range(0, 4 * min(first, TOKENS), 4):
+            simd.poke_f32(scores + i, np.float32(-np.inf))
+    simd.store_f32(factors + SCALE, simd.splat_f32(np.float32(1.0)))
+    simd.store_f32(factors + OFFSET, simd.splat_f32(np.float32(0.0)))
 
 
 @inner
-def _quantize_weights(weights, scale, minimum, bits, out):
-    """64 probabilities times V's scales (float16) as uint8; returns their scale and the offset.
+def score_block(record, ahead, group, rows, queries, power, half, k_bits, scratch):
+    """Find the scores of the rows of a group, to be finished with the factors beside them.
 
-    The offset is weights . minimum, plus what 8-bit codes were lessened by, plus 7.5 times what
-    rounding took (4-bit codes are 7.5 in the mean, lessened 8-bit ones about 0).
+    The first of three steps. What a step leaves in the scratch is taken by the next one; the first
+    step of the group that follows may come before the third, so that its arithmetic fills the time
+    in which a step would wait for results. record: the block's address; ahead: bytes from there to
+    the block that is read next. group: 0 for the first rows that see the block, which leave in the
+    scratch what all of them need. queries: int64 [rows], the address of each, float32 [dim].
+    power: what scores are multiplied by.
     """
-    largest = simd.splat_f32(np.float32(0.0))
-    for i in range(0, 64, 16):
-        folded = simd.mul(simd.load_f32(weights + 4 * i), simd.load_f16(scale + 2 * i))
-        largest = simd.maximum(folded, largest)
-    peak = simd.max_f32(largest)
-    step = peak / np.float32(255.0)
-    inverse = simd.splat_f32(np.float32(255.0) / peak if peak > _SMALLEST else np.float32(0.0))
-    back = simd.splat_f32(-step)
-    middle = simd.splat_f32(np.float32(7.5 if bits == 4 else 0.0))
-    shift = simd.splat_f32(np.float32(0.0 if bits == 4 else 128.0))
-    offset = simd.splat_f32(np.float32(0.0))
-    for i in range(0, 64, 16):
-        weight = simd.load_f32(weights + 4 * i)
-        folded = simd.mul(weight, simd.load_f16(scale + 2 * i))
-        rounded = simd.round_i32(simd.mul(folded, inverse))
-        simd.store_i8(out + i, rounded)
-        lost = simd.mul_add(simd.to_f32(rounded), back, folded)
-        offset = simd.mul_add(weight, simd.load_f16(minimum + 2 * i), offset)
-        offset = simd.mul_add(lost, middle, simd.mul_add(folded, shift, offset))
-    return step, simd.sum_f32(offset)
+    dim = 2 * half
+    kind = kind_of(half, k_bits)
+    plane = plane_bytes(half, kind)
+    if group == 0:
+        # The codes of what is read next are asked for as those of this block are read.
+        scales = record + TOKENS * dim * k_bits // 8
+        for i in range(0, 4 * dim, 64):
+            simd.prefetch(scales + ahead + i)
+        for i in range(0, 2 * dim, 16):
+            simd.store_f32(scratch + KEYS + 4 * i, simd.load_f16(scales + 2 * i))
+    fold_queries(rows, queries, scratch + KEYS, dim // 16, scratch + QUERY, plane,
+                             scratch + FACTORS, power)  # fmt: skip
+    _pad_planes(rows, half, kind, plane, scratch)
+    _score_rows(record, rows, half, kind, plane, ahead, scratch)
 
 
 @inner
-def _weigh_rows(rows, parts, v_scale, bits, scratch, maxima, sums):
-    """Scores to probabilities and to integer weights of the values."""
-    factors = scratch + FACTORS
-    for row in range(rows):
-        scores = scratch + SCORES + 256 * row
-        minus_peak = simd.splat_f32(-simd.peek_f32(maxima + 4 * row))
-        total = simd.splat_f32(np.float32(0.0))
-        for i in range(0, 256, 64):
-            p = simd.exp(simd.add(simd.load_f32(scores + i), minus_peak))
-            simd.store_f32(scores + i, p)
-            total = simd.add(total, p)
-        before = simd.peek_f32(sums + 4 * row) * simd.peek_f32(factors + CORRECTION + 4 * row)
-        simd.poke_f32(sums + 4 * row, before + simd.sum_f32(total))
-        for part in range(parts):
-            scale = v_scale + 2 * TOKENS * part
-            step, offset = _quantize_weights(
-                scores, scale, scale + 2 * TOKENS * parts, bits,
-                scratch + WEIGHTS + (part * ROWS + row) * TOKENS,
-            )  # fmt: skip
-            at = factors + PART + 128 * part + 4 * row
-            simd.poke_f32(at, step)
-            simd.poke_f32(at + 64, offset)
+def weigh_block(
+    record, ahead, group, rows, firsts, soft_cap, half, k_bits, v_bits, maxima, sums, scratch
+):
+    """Turn scores into weights of the values: the second step.
+
+    firsts: int64 [rows], tokens of the block before it are not attended; 0: all are. soft_cap: of
+    scaled scores, 0 for none. maxima, sums: float32 [rows, 4], each number four times; maxima are
+    powers of two.
+    """
+    parts = 1 if half == 32 else 2
+    if group == 0:
+        v_scale = _v_codes(record, half, k_bits) + TOKENS * 2 * half * v_bits // 8
+        for i in range(0, 4 * TOKENS * parts, 64):
+            simd.prefetch(v_scale + ahead + i)
+        _widen_values(v_scale, parts, v_bits, scratch)
+    if firsts != 0 or soft_cap != np.float32(0.0):
+        _restrict_scores(rows, firsts, soft_cap, scratch)
+    back = np.float32(_middle(v_bits) if v_bits == 4 else 0.0)
+    find_weights(rows, parts, scratch + SCORES, scratch + FACTORS, maxima, sums,
+                             scratch + VALUES, back, scratch + WEIGHTS)  # fmt: skip
 
 
 @inner
-def _sum_values(codes, rows, half, kind, ahead, scratch, out):
-    """Add the weighed values of a block to the outputs [rows, chunks, 64 lanes]."""
+def sum_block(record, ahead, rows, half, k_bits, v_bits, out, scratch):
+    """Add the weighed values to the outputs, the last step.
+
+    out: float32 [rows, chunks, 64], relative to the maxima, in the lanes that `lane_of` says.
+    """
+    kind = kind_of(half, v_bits)
     chunks = chunk_count(half)
     stride = 2 * half if kind == emit.WHOLE else half
     for chunk in range(chunks):
@@ -217,59 +213,26 @@ def _sum_values(codes, rows, half, kind, ahead, scratch, out):
         column = 64 * (chunk - upper * (chunks // 2))
         if kind == emit.WHOLE and upper:
             column += half
-        row = 0
-        while row < rows:
-            count = min(rows - row, emit.ROWS)
-            weights = scratch + WEIGHTS + (upper * ROWS + row) * TOKENS
-            emit.block_weigh(kind, upper, count, codes + column, stride, ahead, weights, TOKENS,
-                             scratch + SUMS)  # fmt: skip
-            for r in range(count):
-                at = scratch + FACTORS + 4 * (row + r)
-                correction = simd.splat_f32(simd.peek_f32(at + CORRECTION))
-                step = simd.splat_f32(simd.peek_f32(at + PART + 128 * upper))
-                offset = simd.splat_f32(simd.peek_f32(at + PART + 128 * upper + 64))
-                to = out + 256 * ((row + r) * chunks + chunk)
-                for i in range(0, 256, 64):
-                    weighed = simd.load_f32(scratch + SUMS + 256 * r + i)
-                    weighed = simd.mul_add(weighed, step, offset)
-                    value = simd.mul_add(simd.load_f32(to + i), correction, weighed)
-                    simd.store_f32(to + i, value)
-            row += count
+        weights = scratch + WEIGHTS + upper * TOGETHER * TOKENS
+        factors = scratch + FACTORS
+        emit.block_weigh(
+            kind, upper, rows, _v_codes(record, half, k_bits) + column, stride, ahead, weights,
+            factors + CORRECTION, factors + STEP,
+            factors + SHIFT + 64 * upper, out + 256 * chunk, 256 * chunks,
+        )  # fmt: skip
 
 
 @inner
-def attend_block(
-    record, ahead, queries, stride, heads, rows, scale, soft_cap, half, k_bits, v_bits, firsts,
-    maxima, sums, out, scratch,
-):  # fmt: skip
-    """Add a block, K per channel, to the running attention of up to ROWS rows of one KV head.
+def _v_codes(record, half, k_bits):
+    return record + TOKENS * 2 * half * k_bits // 8 + 8 * half
 
-    record: the block's address; ahead: bytes from there to the block that is read next. queries:
-    float32, `heads` of dim together, then those of the next token `stride` bytes on. scale: of the
-    scores. soft_cap: of scaled scores, 0 for none. firsts: int64 [rows], tokens of the block before
-    it are not attended. maxima, sums: float32 [ROWS]. out: float32 [rows, chunks, 64], lanes in
-    `packed_emit.channel_order`.
-    """
-    dim = 2 * half
-    parts = 1 if half == 32 else 2
-    kind = kind_of(half, k_bits)
-    plane = plane_bytes(half, kind)
-    k_scale = record + TOKENS * dim * k_bits // 8
-    v_codes = k_scale + 4 * dim
-    v_scale = v_codes + TOKENS * dim * v_bits // 8
-    # The codes of what is read next are asked for as those of this block are read.
-    for i in range(0, 4 * dim, 64):
-        simd.prefetch(k_scale + ahead + i)
-    for i in range(0, 4 * TOKENS * parts, 64):
-        simd.prefetch(v_scale + ahead + i)
-    for row in range(rows):
-        step, offset = _fold_query(
-            queries + row // heads * stride + 4 * dim * (row % heads), k_scale, k_scale + 2 * dim,
-            half, kind, plane, scratch + QUERY + 2 * plane * row,
-        )  # fmt: skip
-        simd.poke_f32(scratch + FACTORS + SCALE + 4 * row, step * scale)
-        simd.poke_f32(scratch + FACTORS + OFFSET + 4 * row, offset * scale)
-    _score_rows(record, rows, half, kind, plane, ahead, scratch)
-    _finish_scores(rows, firsts, soft_cap, scratch, maxima)
-    _weigh_rows(rows, parts, v_scale, v_bits, scratch, maxima, sums)
-    _sum_values(v_codes, rows, half, kind_of(half, v_bits), ahead, scratch, out)
+
+@inner
+def lane_of(channel, half, v_bits):
+    """The lane of the output [chunks * 64] that holds four channels from a multiple of 4 on."""
+    if kind_of(half, v_bits) == emit.NARROW:
+        return channel
+    upper = channel // half if half > 32 else 0
+    inside = channel - upper * half
+    chunk, inside = inside // 64 + upper * (chunk_count(half) // 2), inside % 64
+    return 64 * chunk + inside % 16 // 4 * 16 + inside // 16 * 4

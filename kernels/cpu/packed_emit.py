@@ -12,14 +12,16 @@ from llvmlite import ir
 from numba import types
 
 from .emit import (
+    F32,
     I8,
     I32,
-    I64,
     V_F32,
     V_I32,
     at,
     const_i32,
+    const_i64,
     dot_u8s8,
+    fma,
     load,
     loop,
     prefetch,
@@ -27,9 +29,9 @@ from .emit import (
 )
 from .simd import vector_intrinsic
 
+TOKENS = 64
 ROWS = 4  # queries at a time: their sums and 16 words of keys fill the registers
 BYTES = ir.VectorType(I8, 64)
-V_HALF = ir.VectorType(I32, 8)
 _LOW = 0x0F0F0F0F
 _i64 = types.int64
 
@@ -39,22 +41,20 @@ NARROW = 1  # 4 bits, head size 64: both planes in 32 bytes
 WHOLE = 2  # 8 bits
 
 
-def channel_order() -> list[int]:
+def channel_order(kind: int) -> list[int]:
     """Channel, within a chunk of 64, of each of the 64 lanes that values are summed in."""
+    if kind == NARROW:
+        return list(range(64))
     return [
         16 * lane + 4 * vector + i for vector in range(4) for lane in range(4) for i in range(4)
     ]
 
 
-def _const(value):
-    return ir.Constant(I64, value)
-
-
 def _transpose_words(b, rows):
-    """Transpose 16 vectors of 16 words by four butterflies."""
+    """Transpose 16 vectors of 16 words by butterflies; of 8 vectors, both halves of 8 words."""
     for step in (8, 4, 2, 1):
-        for i in range(16):
-            if i & step:
+        for i in range(len(rows)):
+            if step == len(rows) or i & step:
                 continue
             first, second = rows[i], rows[i | step]
             keep = [lane if not lane & step else 16 + (lane ^ step) for lane in range(16)]
@@ -76,7 +76,7 @@ def _high_nibbles(b, words):
 def _load_rows(b, codes, stride, count, ahead):
     rows = []
     for i in range(count):
-        address = b.add(codes, b.mul(stride, _const(i)))
+        address = b.add(codes, b.mul(stride, const_i64(i)))
         prefetch(b, b.add(address, ahead), 0)
         rows.append(load(b, address, 0, V_I32))
     return rows
@@ -88,68 +88,68 @@ class _Query:
     def __init__(self, b, address, rows, plane):
         self._b = b
         self._rows = [
-            [b.add(address, b.mul(plane, _const(2 * row + high_low))) for high_low in range(2)]
+            [b.add(address, b.mul(plane, const_i64(2 * row + high_low))) for high_low in range(2)]
             for row in range(rows)
         ]
 
-    def dot(self, sums, codes, offset):
-        """Add four channels, `offset` bytes into the planes, to sums[row][plane]."""
-        b = self._b
+    def dot(self, sums, codes, offset, turn=0):
+        """Add four channels, `offset` bytes into the planes, to the sums of a turn."""
+        b, mine = self._b, sums[turn % len(sums)]
         for row, planes in enumerate(self._rows):
             for plane, address in enumerate(planes):
                 x = splat(b, load(b, b.add(address, offset), 0, I32), V_I32)
-                sums[row][plane] = dot_u8s8(b, sums[row][plane], codes, x)
-
-    def zeros(self):
-        return [[const_i32(0), const_i32(0)] for _ in self._rows]
+                mine[2 * row + plane] = dot_u8s8(b, mine[2 * row + plane], codes, x)
 
 
-def _exact(b, planes):
+def _zero_sums(rows):
+    """Sums of [row, plane]; two of each where so few would wait for each other."""
+    return [[const_i32(0)] * (2 * rows) for _ in range(2 if rows <= 2 else 1)]
+
+
+def _exact(b, sums, row):
     """256 * high + low, as float32."""
-    high, low = planes
+    high, low = (_total(b, [one[2 * row + plane] for one in sums]) for plane in (0, 1))
     return b.sitofp(b.add(b.shl(high, const_i32(8)), low), V_F32)
 
 
+def _total(b, vectors):
+    return vectors[0] if len(vectors) == 1 else b.add(*vectors)
+
+
 def _emit_narrow_scores(b, rows, codes, ahead, query, plane, out, out_stride):
-    """32 tokens of head size 64: a vector of codes holds an even token, then an odd one."""
-    columns = _transpose_words(b, _load_rows(b, codes, _const(64), 16, ahead))
-    q = _Query(b, query, rows, plane)
-    found = []
-    for first in (0, 8):
-        sums = q.zeros()
-        for word in range(8):
-            column = columns[first + word]
-            q.dot(sums, _low_nibbles(b, column), _const(4 * word))
-            q.dot(sums, _high_nibbles(b, column), _const(32 + 4 * word))
-        found.append([_exact(b, planes) for planes in sums])
-    for row, (even, odd) in enumerate(zip(*found, strict=True)):
-        to = b.add(out, b.mul(out_stride, _const(row)))
-        for half in range(2):
-            mask = [8 * half + i // 2 + 16 * (i % 2) for i in range(16)]
-            both = b.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, 16), mask))
-            b.store(both, at(b, to, 64 * half, V_F32), align=1)
+    """16 tokens of head size 64: a vector of codes holds an even token, then an odd one."""
+    columns = _transpose_words(b, _load_rows(b, codes, const_i64(64), 8, ahead))
+    q, sums = _Query(b, query, rows, plane), _zero_sums(rows)
+    for word, column in enumerate(columns):
+        q.dot(sums, _low_nibbles(b, column), const_i64(4 * word), 0)
+        q.dot(sums, _high_nibbles(b, column), const_i64(32 + 4 * word), 1)
+    mask = ir.Constant(ir.VectorType(I32, 16), [i // 2 + 8 * (i % 2) for i in range(16)])
+    for row in range(rows):
+        found = _exact(b, sums, row)
+        to = b.add(out, b.mul(out_stride, const_i64(row)))
+        b.store(b.shuffle_vector(found, found, mask), at(b, to, 0, V_F32), align=1)
 
 
 def _emit_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out, out_stride):
     """16 tokens, a chunk of 64 bytes of their codes at a time."""
-    flat = [const_i32(0)] * (2 * rows)
-    chunk, flat, close = loop(b, chunks, flat)
-    sums = [list(flat[2 * row : 2 * row + 2]) for row in range(rows)]
-    start = b.mul(chunk, _const(64))
+    sums = _zero_sums(rows)
+    chunk, flat, close = loop(b, chunks, [value for one in sums for value in one])
+    sums = [flat[i : i + 2 * rows] for i in range(0, len(flat), 2 * rows)]
+    start = b.mul(chunk, const_i64(64))
     columns = _transpose_words(b, _load_rows(b, b.add(codes, start), stride, 16, ahead))
     q = _Query(b, query, rows, plane)
-    high_plane = b.add(start, b.mul(chunks, _const(64)))
+    high_plane = b.add(start, b.mul(chunks, const_i64(64)))
     for word, column in enumerate(columns):
-        at_word = _const(4 * word)
+        at_word = const_i64(4 * word)
         if kind == WHOLE:
-            q.dot(sums, column, b.add(start, at_word))
+            q.dot(sums, column, b.add(start, at_word), word)
         else:
-            q.dot(sums, _low_nibbles(b, column), b.add(start, at_word))
-            q.dot(sums, _high_nibbles(b, column), b.add(high_plane, at_word))
-    flat = close([value for planes in sums for value in planes])
+            q.dot(sums, _low_nibbles(b, column), b.add(start, at_word), 0)
+            q.dot(sums, _high_nibbles(b, column), b.add(high_plane, at_word), 1)
+    close([value for one in sums for value in one])
     for row in range(rows):
-        to = b.add(out, b.mul(out_stride, _const(row)))
-        b.store(_exact(b, flat[2 * row : 2 * row + 2]), at(b, to, 0, V_F32), align=1)
+        to = b.add(out, b.mul(out_stride, const_i64(row)))
+        b.store(_exact(b, sums, row), at(b, to, 0, V_F32), align=1)
 
 
 def _unpacked(b, first, second, width, high):
@@ -174,55 +174,69 @@ def _interleave_tokens(b, rows):
     return [b.bitcast(vector, V_I32) for vector in out]
 
 
-def _load_values(b, kind, codes, stride, ahead, upper):
-    """Four tokens' codes of one chunk of 64 channels, as signed bytes."""
+def _narrow_values(b, codes, ahead):
+    """Head size 64: four vectors of 16 channels of 4 tokens, two of which are 64 bytes of codes."""
+    pairs = _load_rows(b, codes, const_i64(64), 2, ahead)
+    out = []
+    for nibbles in (_low_nibbles, _high_nibbles):
+        first, second = (b.bitcast(nibbles(b, pair), BYTES) for pair in pairs)
+        for start in (0, 16):
+            mask = [32 * token + start + i for i in range(16) for token in range(4)]
+            constant = ir.Constant(ir.VectorType(I32, 64), mask)
+            out.append(b.bitcast(b.shuffle_vector(first, second, constant), V_I32))
+    return out
+
+
+def _values(b, kind, codes, stride, ahead, upper):
+    """Four tokens of one chunk of 64 channels: four vectors of 16 channels, as signed bytes."""
     if kind == NARROW:
-        prefetch(b, b.add(codes, ahead), 0)
-        prefetch(b, b.add(codes, ahead), 64)
-        rows = []
-        for i in range(4):
-            words = load(b, codes, 32 * i, V_HALF)
-            shifted = b.lshr(words, ir.Constant(V_HALF, [4] * 8))
-            mask = ir.Constant(ir.VectorType(I32, 16), list(range(16)))
-            rows.append(_low_nibbles(b, b.shuffle_vector(words, shifted, mask)))
-        return rows
+        return _narrow_values(b, codes, ahead)
+    # Asked for once more with the upper channels: some of the first requests go unheard.
     rows = _load_rows(b, codes, stride, 4, ahead)
     if kind == WHOLE:
         flip = const_i32(-0x7F7F7F80)  # 0x80808080: code - 128
-        return [b.xor(row, flip) for row in rows]
-    return [(_high_nibbles if upper else _low_nibbles)(b, row) for row in rows]
+        return _interleave_tokens(b, [b.xor(row, flip) for row in rows])
+    return _interleave_tokens(b, [(_high_nibbles if upper else _low_nibbles)(b, x) for x in rows])
 
 
-def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, weight_stride, out):
+def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, out, out_stride):
     """All 64 tokens of one chunk of channels."""
     flat = [const_i32(0)] * (4 * rows)
-    quad, flat, close = loop(b, _const(16), flat)
+    quad, flat, close = loop(b, const_i64(16), flat)
     sums = list(flat)
-    here = b.add(codes, b.mul(b.mul(stride, _const(4)), quad))
-    values = _interleave_tokens(b, _load_values(b, kind, here, stride, ahead, upper))
+    here = b.add(codes, b.mul(b.mul(stride, const_i64(4)), quad))
+    values = _values(b, kind, here, stride, ahead, upper)
     for row in range(rows):
-        address = b.add(b.add(weights, b.mul(quad, _const(4))), b.mul(weight_stride, _const(row)))
+        address = b.add(weights, b.add(b.mul(quad, const_i64(4)), const_i64(TOKENS * row)))
         p = splat(b, load(b, address, 0, I32), V_I32)
         for v, value in enumerate(values):
             sums[4 * row + v] = dot_u8s8(b, sums[4 * row + v], p, value)
-    for i, total in enumerate(close(sums)):
-        b.store(b.sitofp(total, V_F32), at(b, out, 64 * i, V_F32), align=1)
+    close(sums)
+    for row in range(rows):
+        correction, step, shift = (
+            splat(b, load(b, address, 16 * row, F32), V_F32) for address in factors
+        )
+        to = b.add(out, b.mul(out_stride, const_i64(row)))
+        for v in range(4):
+            weighed = fma(b, b.sitofp(sums[4 * row + v], V_F32), step, shift)
+            value = fma(b, load(b, to, 64 * v, V_F32), correction, weighed)
+            b.store(value, at(b, to, 64 * v, V_F32), align=1)
 
 
-def _switch(b, number, cases):
+def switch(b, number, cases):
     """Run the one of `cases` (number -> function) that `number` says."""
     after = b.append_basic_block("switch_done")
     choice = b.switch(number, after)
     for case, emit in cases.items():
         block = b.append_basic_block("case")
-        choice.add_case(_const(case), block)
+        choice.add_case(const_i64(case), block)
         b.position_at_end(block)
         emit()
         b.branch(after)
     b.position_at_end(after)
 
 
-def _each_row_count(emit):
+def each_row_count(emit):
     return {rows: lambda rows=rows: emit(rows) for rows in range(1, ROWS + 1)}
 
 
@@ -230,7 +244,7 @@ def _each_row_count(emit):
 def block_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out, out_stride):
     """out[row, tokens] = sum over channels of code * (256 * high + low), as float32.
 
-    16 tokens (32 if NARROW) of `rows` queries, 1 to ROWS. codes: of the first token; the next is
+    16 tokens of `rows` queries, 1 to ROWS. codes: of the first token; the next is
     `stride` bytes on, `chunks` times 64 bytes of it are read; `ahead`: bytes to what is needed
     next from memory. query: int8 [rows, 2, plane], the high and the low plane, channels in the
     order of the codes, zero where a chunk has none.
@@ -243,42 +257,46 @@ def block_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out,
         )
 
     emitters = {NIBBLES: wide(NIBBLES), NARROW: narrow, WHOLE: wide(WHOLE)}
-    _switch(
+    switch(
         b,
         kind,
         {
-            case: lambda emit=emit: _switch(b, rows, _each_row_count(emit))
+            case: lambda emit=emit: switch(b, rows, each_row_count(emit))
             for case, emit in emitters.items()
         },
     )
 
 
-@vector_intrinsic(types.void, *[_i64] * 9)
-def block_weigh(b, kind, upper, rows, codes, stride, ahead, weights, weight_stride, out):
-    """out[row, 64 lanes] = sum over 64 tokens of weight * code, as float32.
+@vector_intrinsic(types.void, *[_i64] * 12)
+def block_weigh(
+    b, kind, upper, rows, codes, stride, ahead, weights, correction, step, shift, out, out_stride
+):
+    """out[row, 64 lanes] = out * correction + step * sum over 64 tokens of weight * code + shift.
 
     One chunk of 64 channels, in `channel_order`; codes of the first token as for `block_scores`;
     upper: 1 for the high nibbles. Codes of 8 bits count as code - 128. weights: uint8 [rows, 64].
+    correction, step, shift: float32 [rows, 4], of which the first is taken. out: float32, rows
+    `out_stride` bytes apart.
     """
-    args = (codes, stride, ahead, weights, weight_stride, out)
+    args = (codes, stride, ahead, weights, (correction, step, shift), out, out_stride)
     cases = {
-        NIBBLES: lambda: _switch(
+        NIBBLES: lambda: switch(
             b,
             upper,
             {
-                which: lambda which=which: _switch(
+                which: lambda which=which: switch(
                     b,
                     rows,
-                    _each_row_count(lambda n: _emit_weigh(b, NIBBLES, which, n, *args)),
+                    each_row_count(lambda n: _emit_weigh(b, NIBBLES, which, n, *args)),
                 )
                 for which in (0, 1)
             },
         ),
-        NARROW: lambda: _switch(
-            b, rows, _each_row_count(lambda n: _emit_weigh(b, NARROW, 0, n, *args))
+        NARROW: lambda: switch(
+            b, rows, each_row_count(lambda n: _emit_weigh(b, NARROW, 0, n, *args))
         ),
-        WHOLE: lambda: _switch(
-            b, rows, _each_row_count(lambda n: _emit_weigh(b, WHOLE, 0, n, *args))
+        WHOLE: lambda: switch(
+            b, rows, each_row_count(lambda n: _emit_weigh(b, WHOLE, 0, n, *args))
         ),
     }
-    _switch(b, kind, cases)
+    switch(b, kind, cases)

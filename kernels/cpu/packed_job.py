@@ -10,12 +10,25 @@ from ..layer_cache import ITEM_FIELDS
 from . import simd
 from .compiled import inner, job
 from .hadamard import rotate, rotate_back
-from .packed_block import ROWS, SCRATCH, TOKENS, attend_block, chunk_count
+from .packed_block import (
+    LN_2,
+    LOG2_E,
+    ROWS,
+    SCRATCH,
+    TOGETHER,
+    TOKENS,
+    chunk_count,
+    lane_of,
+    score_block,
+    sum_block,
+    weigh_block,
+)
 from .pool import finish, take, wait
 
-# The scratch of a block, then maxima and sums, and the first token each row attends.
-_MAXIMA, _SUMS, _FIRSTS = SCRATCH, SCRATCH + 4 * ROWS, SCRATCH + 8 * ROWS
-THREAD_BYTES = SCRATCH + 16 * ROWS
+# The scratch of a block, then maxima and sums, and of each row the query and its first token.
+_MAXIMA, _SUMS = SCRATCH, SCRATCH + 16 * ROWS
+_QUERIES, _FIRSTS = SCRATCH + 32 * ROWS, SCRATCH + 40 * ROWS
+THREAD_BYTES = SCRATCH + 48 * ROWS
 _ITEM_BYTES = 8 * len(ITEM_FIELDS)
 
 
@@ -108,41 +121,90 @@ def _item(args, number):
 
 
 @inner
+def _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, after, scratch):
+    """Attend listed blocks, a group of TOGETHER rows at a time; see `_attend_rows`.
+
+    A turn takes the first step of a block and group between the other two of the last ones: no step
+    stands directly behind the one whose results it waits for.
+    """
+    slot, half = simd.peek_i64(item + 16), simd.peek_i64(args + HALF)
+    k_bits, v_bits = simd.peek_i64(args + K_BITS), simd.peek_i64(args + V_BITS)
+    soft_cap, power = simd.peek_f32(args + SOFT_CAP), simd.peek_f32(args + SCALE)
+    if soft_cap == np.float32(0.0):
+        power *= LOG2_E
+    out_bytes = 256 * chunk_count(half)
+    groups = (rows + TOGETHER - 1) // TOGETHER
+    turns = max(0, end - begin) * groups
+    block, record, ahead = 0, 0, 0
+    for turn in range(turns + 1):
+        last_block, last_record, last_ahead = block, record, ahead
+        last_row = (turn - 1) % groups * TOGETHER
+        last_rows = min(TOGETHER, rows - last_row)
+        if turn > 0:
+            firsts = _firsts(args, last_block, last_row, last_rows, position, heads, scratch)
+            weigh_block(
+                last_record, last_ahead, last_row, last_rows, firsts, soft_cap, half, k_bits,
+                v_bits, scratch + _MAXIMA + 16 * last_row, scratch + _SUMS + 16 * last_row, scratch,
+            )  # fmt: skip
+        if turn < turns:
+            place, row = begin + turn // groups, turn % groups * TOGETHER
+            if row == 0:
+                block = _block(chosen, place)
+                record = _record(args, slot, kv_head, block)
+                following = after
+                if place + 1 < end:
+                    following = _record(args, slot, kv_head, _block(chosen, place + 1))
+                ahead = following - record
+            score_block(
+                record, ahead, row, min(TOGETHER, rows - row), scratch + _QUERIES + 8 * row, power,
+                half, k_bits, scratch,
+            )  # fmt: skip
+        if turn > 0:
+            sum_block(
+                last_record, last_ahead, last_rows, half, k_bits, v_bits,
+                scratch + THREAD_BYTES + out_bytes * last_row, scratch,
+            )  # fmt: skip
+
+
+@inner
+def _firsts(args, block, row, rows, position, heads, scratch):
+    """Address of the first token of a block that each row from `row` on attends; 0: all do all."""
+    window = simd.peek_i64(args + WINDOW)
+    if window <= 0:
+        return 0
+    any_left_out = False
+    for i in range(rows):
+        first = position + (row + i) // heads + 1 - window - block * TOKENS
+        simd.poke_i64(scratch + _FIRSTS + 8 * i, first)
+        any_left_out = any_left_out or first > 0
+    return scratch + _FIRSTS if any_left_out else 0
+
+
+@inner
 def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, after, scratch):
     """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most."""
-    first_row, slot = simd.peek_i64(item), simd.peek_i64(item + 16)
-    position = simd.peek_i64(item + 24) + token
-    window, half = simd.peek_i64(args + WINDOW), simd.peek_i64(args + HALF)
+    first_row, position = simd.peek_i64(item), simd.peek_i64(item + 24) + token
+    half = simd.peek_i64(args + HALF)
     rows, floats = heads * tokens, 64 * chunk_count(half)
     begin, end, chosen = _range(args, item, kv_head, run, token)
     maxima, sums = scratch + _MAXIMA, scratch + _SUMS
-    simd.store_f32(maxima, simd.splat_f32(np.float32(-np.inf)))
-    simd.store_f32(sums, simd.splat_f32(np.float32(0.0)))
+    for i in range(0, 16 * ROWS, 64):
+        simd.store_f32(maxima + i, simd.splat_f32(np.float32(-np.inf)))
+        simd.store_f32(sums + i, simd.splat_f32(np.float32(0.0)))
     # Rows of a token are neighbours in the partial results only if there is one token or run.
     out = scratch + THREAD_BYTES
     for i in range(0, 4 * rows * floats, 64):
         simd.store_f32(out + i, simd.splat_f32(np.float32(0.0)))
     stride = simd.peek_i64(args + STRIDE)
-    queries = simd.peek_i64(args + QUERIES) + (first_row + token) * stride + 8 * half * head
-    for place in range(begin, end):
-        block = _block(chosen, place)
-        record = _record(args, slot, kv_head, block)
-        following = after
-        if place + 1 < end:
-            following = _record(args, slot, kv_head, _block(chosen, place + 1))
-        for row in range(rows):
-            seen = position + row // heads + 1 - window if window > 0 else 0
-            simd.poke_i64(scratch + _FIRSTS + 8 * row, seen - block * TOKENS)
-        attend_block(
-            record, following - record, queries, stride, heads, rows,
-            simd.peek_f32(args + SCALE), simd.peek_f32(args + SOFT_CAP), half,
-            simd.peek_i64(args + K_BITS), simd.peek_i64(args + V_BITS), scratch + _FIRSTS, maxima,
-            sums, out, scratch,
-        )  # fmt: skip
+    query = simd.peek_i64(args + QUERIES) + (first_row + token) * stride + 8 * half * head
+    for row in range(rows):
+        at = query + row // heads * stride + 8 * half * (row % heads)
+        simd.poke_i64(scratch + _QUERIES + 8 * row, at)
+    _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, after, scratch)
     for row in range(rows):
         state, to = _partial(args, first_row + token + row // heads, run, head + row % heads)
-        total = simd.peek_f32(sums + 4 * row)
-        peak = simd.peek_f32(maxima + 4 * row)
+        total = simd.peek_f32(sums + 16 * row)
+        peak = simd.peek_f32(maxima + 16 * row) * LN_2
         simd.poke_f32(state, peak if total > np.float32(0.0) else np.float32(-np.inf))
         simd.poke_f32(state + 4, total)
         for i in range(0, 4 * floats, 64):
@@ -165,21 +227,7 @@ def _attend_item(args, item, kv_head, run, after, scratch):
 
 
 @inner
-def _channel(lane, half):
-    """The channel that a lane of the output [chunks * 64] holds, or -1."""
-    chunk, vector, word, i = lane // 64, lane % 64 // 16, lane % 16 // 4, lane % 4
-    inside = 16 * word + 4 * vector + i
-    if half == 32:
-        return inside
-    per_half = (half + 63) // 64
-    inside += chunk % per_half * 64
-    if inside >= half:
-        return -1
-    return inside + half * (chunk // per_half)
-
-
-@inner
-def _merge(args, token, head):
+def _merge(args, token, head, scratch):
     """Join the runs of one query, and what `out` and `lse` hold of it already if MERGE says so."""
     half, runs = simd.peek_i64(args + HALF), simd.peek_i64(args + RUNS)
     to = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE) + 8 * half * head
@@ -203,26 +251,36 @@ def _merge(args, token, head):
     kept = np.exp(before - peak)
     if run_channels != 0 and kept > np.float32(0.0):
         rotate(to, 2 * half, run_channels)
-    total = kept
-    for run in range(runs):
-        state, _ = _partial(args, token, run, head)
-        weight = np.exp(simd.peek_f32(state) - peak)
-        total += weight * simd.peek_f32(state + 4)
-        simd.poke_f32(state, weight)
-    for lane in range(64 * chunk_count(half)):
-        channel = _channel(lane, half)
-        if channel < 0:
-            continue
-        value = np.float32(0.0)
-        if kept > np.float32(0.0):
-            value = kept * simd.peek_f32(to + 4 * channel)
-        for run in range(runs):
-            state, out = _partial(args, token, run, head)
-            value += simd.peek_f32(state) * simd.peek_f32(out + 4 * lane)
-        simd.poke_f32(to + 4 * channel, value / total)
+    total = kept + _sum_runs(args, token, head, peak, scratch)
+    v_bits = simd.peek_i64(args + V_BITS)
+    for channel in range(0, 2 * half, 4):
+        lane = lane_of(channel, half, v_bits)
+        for i in range(4):
+            value = simd.peek_f32(scratch + 4 * (lane + i))
+            if kept > np.float32(0.0):
+                value += kept * simd.peek_f32(to + 4 * (channel + i))
+            simd.poke_f32(to + 4 * (channel + i), value / total)
     if run_channels != 0:
         rotate_back(to, 2 * half, run_channels)
     simd.poke_f32(lse, peak + np.log(total))
+
+
+@inner
+def _sum_runs(args, token, head, peak, to):
+    """Sum what the runs of one query found, relative to `peak`: outputs at an address, and sums."""
+    total = np.float32(0.0)
+    lanes = 64 * chunk_count(simd.peek_i64(args + HALF))
+    for i in range(0, 4 * lanes, 64):
+        simd.store_f32(to + i, simd.splat_f32(np.float32(0.0)))
+    for run in range(simd.peek_i64(args + RUNS)):
+        state, out = _partial(args, token, run, head)
+        weight = np.exp(simd.peek_f32(state) - peak)
+        total += weight * simd.peek_f32(state + 4)
+        weights = simd.splat_f32(weight)
+        for i in range(0, 4 * lanes, 64):
+            found = simd.mul_add(simd.load_f32(out + i), weights, simd.load_f32(to + i))
+            simd.store_f32(to + i, found)
+    return total
 
 
 @job
@@ -247,5 +305,5 @@ def packed_job(pool, thread, threads, args):
     heads = simd.peek_i64(args + HEADS)
     item = take(pool, 1)
     while item < queries:
-        _merge(args, item // heads, item % heads)
+        _merge(args, item // heads, item % heads, scratch)
         item = take(pool, 1)

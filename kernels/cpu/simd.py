@@ -8,6 +8,7 @@ plain int64 numbers.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -33,6 +34,7 @@ from .emit import (
     load,
     splat,
 )
+from .emit import maximum as emit_maximum
 from .emit import prefetch as emit_prefetch
 
 
@@ -142,7 +144,7 @@ def mul_add(b, x, y, z):
 
 @vector_intrinsic(f32x16, f32x16, f32x16)
 def maximum(b, x, y):
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
+    return emit_maximum(b, x, y)
 
 
 @vector_intrinsic(f32x16, f32x16)
@@ -182,7 +184,7 @@ def sum_i32(b, x):
 
 @vector_intrinsic(_f32, f32x16)
 def max_f32(b, x):
-    return _halves_sum(b, x, lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q))
+    return _halves_sum(b, x, partial(emit_maximum, b))
 
 
 @vector_intrinsic(i32x16)

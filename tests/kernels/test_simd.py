@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from numba import njit, types
 
-from qoff.kernels.cpu import emit, simd
+from qoff.kernels.cpu import emit, powers, simd
+from qoff.kernels.cpu.quads import of_row, quads
 
 
 @njit
@@ -92,3 +93,73 @@ def test_high_and_low_bytes_are_the_number() -> None:
         high, low = np.zeros(16, dtype=np.int8), np.zeros(16, dtype=np.int8)
         assert _split(x, high, low) == x.sum()
         assert (256 * high.astype(np.int32) + low == x.astype(np.int32)).all()
+
+
+@simd.vector_intrinsic(simd.f32x16, simd.f32x16)
+def _exp2(b, x):
+    return powers.exp2(b, x)
+
+
+@njit
+def _powers(x, y):
+    for i in range(0, 4 * len(x), 64):
+        simd.store_f32(y.ctypes.data + i, _exp2(simd.load_f32(x.ctypes.data + i)))
+
+
+@njit
+def _logarithms(x, y):
+    for i in range(0, 4 * len(x), 64):
+        simd.store_f32(y.ctypes.data + i, powers.log2_above(simd.load_f32(x.ctypes.data + i)))
+
+
+def test_powers_of_two() -> None:
+    x = np.linspace(-126, 127, 16 * 4000, dtype=np.float32)
+    y = np.full_like(x, np.nan)
+    _powers(x, y)
+    np.testing.assert_allclose(y, np.exp2(x.astype(np.float64)), rtol=3e-7)
+
+
+def test_powers_of_two_of_numbers_that_are_none() -> None:
+    x = np.array([-np.inf, -3e38, -1e30, -126.1, np.nan, 0, 1, -126] * 2, dtype=np.float32)
+    y = np.full_like(x, 7)
+    _powers(x, y)
+    assert (y[:4] == 0).all()
+    assert np.isnan(y[4])
+    np.testing.assert_allclose(y[5:8], [1, 2, 2.0**-126], rtol=3e-7)
+
+
+def test_logarithms_are_not_underestimated() -> None:
+    x = np.geomspace(6e-8, 65504, 16 * 4000).astype(np.float32)
+    y = np.full_like(x, np.nan)
+    _logarithms(x, y)
+    over = y - np.log2(x.astype(np.float64))
+    assert over.min() > -2e-6  # what float32 makes of it
+    assert over.max() < 0.09
+    zero = np.zeros(16, dtype=np.float32)
+    _logarithms(zero, y[:16])
+    assert (y[:16] < -126).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_quads_combine_each_vector_alone(rows: int) -> None:
+    i64 = types.int64
+
+    @simd.vector_intrinsic(types.void, i64, i64)
+    def combine(b, x, out):
+        vectors = [emit.load(b, x, 64 * row, emit.V_F32) for row in range(rows)]
+        for place, how in enumerate((b.fadd, lambda p, q: emit.maximum(b, p, q))):
+            emit.store(b, quads(b, vectors, how), out, 64 * place)
+        emit.store(b, of_row(b, quads(b, vectors, b.fadd), rows - 1), out, 128)
+
+    @njit
+    def run(x, out):
+        combine(x.ctypes.data, out.ctypes.data)
+
+    x = np.random.default_rng(rows).standard_normal((4, 16)).astype(np.float32)
+    x[rows:] = np.nan  # never read
+    out = np.full((3, 16), np.nan, dtype=np.float32)
+    run(x, out)
+    for row in range(rows):
+        np.testing.assert_allclose(out[0, 4 * row : 4 * row + 4], x[row].sum(), rtol=1e-5)
+        assert (out[1, 4 * row : 4 * row + 4] == x[row].max()).all()
+    assert (out[2] == out[0, 4 * rows - 1]).all()

@@ -1,0 +1,40 @@
+"""Powers of two, and logarithms of which an upper bound will do."""
+
+from __future__ import annotations
+
+from .emit import V_F32, V_I32, const_f32, const_i32, fma
+from .simd import f32x16, vector_intrinsic
+
+_ROUND = 1.5 * 2.0**23  # added to a smaller number: rounds it, its integer in the lowest bits
+
+
+def exp2(b, x):
+    """2**x of numbers up to 127, with a relative error below 3e-7; 0 below -126.
+
+    A polynomial of degree 5 in what rounding x leaves, of least relative error on [-1/2, 1/2].
+    """
+    rounded = b.fadd(x, const_f32(_ROUND))
+    rest = b.fsub(x, b.fsub(rounded, const_f32(_ROUND)))
+    power = const_f32(0.0013276460235256528)
+    for coefficient in (
+        0.009675541521454464,
+        0.055507133050924876,
+        0.2402211972105988,
+        0.6931469670487405,
+        1.0000000716550577,
+    ):
+        power = fma(b, power, rest, const_f32(coefficient))
+    exponent = b.shl(b.bitcast(rounded, V_I32), const_i32(23))
+    power = b.bitcast(b.add(b.bitcast(power, V_I32), exponent), V_F32)
+    enough = b.fcmp_unordered(">=", x, const_f32(-126.0))  # or no number, which stays none
+    return b.select(enough, power, const_f32(0.0))
+
+
+@vector_intrinsic(f32x16, f32x16)
+def log2_above(b, x):
+    """At least the logarithm of numbers that are not negative, and at most 0.09 more.
+
+    A number's bits, as an integer, are its logarithm with a straight line for each power of two.
+    """
+    bits = b.sitofp(b.bitcast(x, V_I32), V_F32)
+    return fma(b, bits, const_f32(2.0**-23), const_f32(-127.0 + 0.0861))
