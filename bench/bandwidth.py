@@ -15,20 +15,23 @@ from qoff.kernels.cpu import default_pool, simd
 from qoff.kernels.cpu.compiled import JOB
 from qoff.kernels.cpu.pool import take
 from qoff.measure.samples import Samples, timed
+from qoff.memory.arena import map_pages
 
 BUFFER_BYTES = 256 << 20
+_RUN = 16  # pieces a thread takes at a time
 _BLOCK = 1 << 20  # bytes a thread takes at a time; the buffer is a multiple of it
 
 
 class ReadBandwidth:
     """Reading a buffer once, on all threads, in three ways; the best of them is the bandwidth.
 
-    The buffer, `nbytes` in whole MiB, should be far larger than the last-level cache. On a shared
-    machine the bandwidth changes by the minute: sample `ways` between what is compared with it.
+    The buffer, `nbytes` in whole MiB, should be far larger than the last-level cache; it lies in
+    huge pages, as qoff's arenas do, where the system has them. On a shared machine the bandwidth
+    changes by the minute: sample `ways` between what is compared with it.
     """
 
     def __init__(self, nbytes: int = BUFFER_BYTES) -> None:
-        self.buffer = torch.ones(nbytes // _BLOCK * _BLOCK // 4)
+        self.buffer = map_pages(nbytes // _BLOCK * _BLOCK).view(torch.float32).fill_(1)
 
     def ways(self) -> dict[str, Callable[[], float]]:
         """Return the ways, by name; each reads once and returns the seconds it took."""
@@ -55,9 +58,27 @@ def read_all(buffer: torch.Tensor) -> float:
     return float(sums.sum())
 
 
+def read_pieces(addresses: torch.Tensor, nbytes: int) -> float:
+    """Read `nbytes`, a multiple of 256, at each address; returns the sum, as of float32 numbers.
+
+    On the pool of the CPU ops, each piece asked for while the one before is read. addresses: int64,
+    on the CPU.
+    """
+    pool = default_pool()
+    sums = torch.zeros(pool.threads, 16)
+    args = (ctypes.c_int64 * 4)(addresses.data_ptr(), len(addresses), sums.data_ptr(), nbytes)
+    pool.run(_pieces_job().address, ctypes.addressof(args))
+    return float(sums.sum())
+
+
 @cache
 def _read_job() -> Any:
     return numba.cfunc(JOB, nopython=True, error_model="numpy")(_read)
+
+
+@cache
+def _pieces_job() -> Any:
+    return numba.cfunc(JOB, nopython=True, error_model="numpy")(_read_pieces)
 
 
 def _read(pool: int, thread: int, threads: int, args: int) -> None:
@@ -73,5 +94,27 @@ def _read(pool: int, thread: int, threads: int, args: int) -> None:
             c = simd.add(c, simd.load_f32(i + 128))
             d = simd.add(d, simd.load_f32(i + 192))
         block = take(pool, 0)
+    total = simd.sum_f32(simd.add(simd.add(a, b), simd.add(c, d)))
+    simd.poke_f32(simd.peek_i64(args + 16) + 64 * thread, total)
+
+
+def _read_pieces(pool: int, thread: int, threads: int, args: int) -> None:
+    """Runs of pieces, as `_read` reads blocks."""
+    addresses, count = simd.peek_i64(args), simd.peek_i64(args + 8)
+    nbytes = simd.peek_i64(args + 24)
+    a = b = c = d = simd.splat_f32(np.float32(0.0))
+    run = take(pool, 0)
+    while run * _RUN < count:
+        for piece in range(run * _RUN, min(count, (run + 1) * _RUN)):
+            start = simd.peek_i64(addresses + 8 * piece)
+            ahead = simd.peek_i64(addresses + 8 * min(piece + 1, count - 1)) - start
+            for i in range(start, start + nbytes, 256):
+                for line in range(i + ahead, i + ahead + 256, 64):
+                    simd.prefetch(line)
+                a = simd.add(a, simd.load_f32(i))
+                b = simd.add(b, simd.load_f32(i + 64))
+                c = simd.add(c, simd.load_f32(i + 128))
+                d = simd.add(d, simd.load_f32(i + 192))
+        run = take(pool, 0)
     total = simd.sum_f32(simd.add(simd.add(a, b), simd.add(c, d)))
     simd.poke_f32(simd.peek_i64(args + 16) + 64 * thread, total)

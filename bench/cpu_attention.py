@@ -1,9 +1,9 @@
 """Decode attention over the packed KV cache on the CPU: time, and the part of the read bandwidth.
 
 Each case reads a pool far larger than the caches, beside torch's attention over the same tokens
-uncompressed, and beside itself on a block that stays in the cache: where that is no faster, what
-limits is arithmetic. With `--model`, also the demo model 4096 tokens deep, beside llama.cpp with
-its 4-bit cache.
+uncompressed, beside reading the same records alone, and beside itself on a block that stays in the
+cache: where that is no faster, what limits is arithmetic. With `--model`, also the demo model 4096
+tokens deep, beside llama.cpp with its 4-bit cache.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
+from bench.bandwidth import BUFFER_BYTES, ReadBandwidth, read_pieces
 from bench.block_instructions import block_instructions
 from bench.cpu_decode import Work, prompts, sample_llama
 from bench.demo import fetch_checkpoint, fetch_gguf
@@ -33,6 +34,7 @@ from qoff.kernels.reference_kv import dequantize_blocks
 from qoff.kvcache import KVQuant
 from qoff.measure import greedy
 from qoff.measure.samples import Samples, interleaved, timed, torch_threads
+from qoff.memory.arena import map_pages
 from qoff.models.runtime import Runtime
 
 KV_HEADS = 8
@@ -41,7 +43,7 @@ _PEER_BYTES = 3 << 30  # of the uncompressed cache; beyond, torch is left out
 _DEPTH = 4096  # of the demo model's decode, in tokens
 _TOLERANCE = 2e-2
 _OURS, _LLAMA = "qoff, 4-bit KV", "llama.cpp, q4_0 KV"
-QOFF, CACHED = "qoff", "qoff, one block"
+QOFF, CACHED, RECORDS = "qoff", "qoff, one block", "the records, read alone"
 FP32, BF16 = "torch fp32", "torch bf16"
 
 
@@ -77,7 +79,8 @@ class Operands:
         used = shape.batch * blocks
         self.nbytes = used * KV_HEADS * form.nbytes
         copies = 1 + least_bytes // self.nbytes
-        pool = torch.randint(256, (copies * used, KV_HEADS, form.nbytes), dtype=torch.uint8)
+        pool = map_pages(copies * self.nbytes).view(copies * used, KV_HEADS, form.nbytes)
+        pool.random_(256)
         _, k_scale, k_minimum, _, v_scale, v_minimum = form.views(pool)
         for scale, minimum in ((k_scale, k_minimum), (v_scale, v_minimum)):
             scale.copy_(0.1 + 0.2 * torch.rand(scale.shape))
@@ -90,18 +93,27 @@ class Operands:
             for table in (*order, torch.zeros_like(order[0]))
         ]
         self._q = torch.randn(shape.batch, KV_HEADS * shape.group * shape.head_dim)
-        self._pool, self._form = pool, form
+        self.pool, self._form = pool, form
 
-    def calls(self) -> dict[str, Callable[[], Tensor]]:
+    def _addresses(self, packed: PackedTokens) -> Tensor:
+        """Addresses of the records, in the order in which they are attended."""
+        blocks = packed.table.blocks.long()[:, None, :]  # [batch, 1, blocks]
+        kv_heads = torch.arange(KV_HEADS)[:, None]  # [kv_heads, 1]
+        records = (blocks * KV_HEADS + kv_heads) * self._form.nbytes
+        return (self.pool.data_ptr() + records).flatten()
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
         """Return each alternative as a call; qoff's takes the next blocks of the pool."""
         shape, q = self.shape, self._q
         heads = KV_HEADS * shape.group
         scale = shape.head_dim**-0.5
         *different, same = self._packed
         turns = cycle(different)
-        out: dict[str, Callable[[], Tensor]] = {
+        places = cycle(map(self._addresses, different))
+        out: dict[str, Callable[[], Any]] = {
             QOFF: lambda: packed_attention(q, heads, next(turns), scale=scale)[0],
             CACHED: lambda: packed_attention(q, heads, same, scale=scale)[0],
+            RECORDS: lambda: read_pieces(next(places), self._form.nbytes),
         }
         if 16 * shape.batch * shape.context * KV_HEADS * shape.head_dim > _PEER_BYTES:
             return out
@@ -109,7 +121,7 @@ class Operands:
         # [batch, blocks, kv_heads, 64, D] -> [batch, kv_heads, tokens, D]
         keys, values = (
             x[table].transpose(1, 2).flatten(2, 3)
-            for x in dequantize_blocks(self._pool[: int(table.max()) + 1], self._form)
+            for x in dequantize_blocks(self.pool[: int(table.max()) + 1], self._form)
         )
         for name, dtype in ((FP32, torch.float32), (BF16, torch.bfloat16)):
             operands = (x.to(dtype) for x in (q.view(shape.batch, heads, 1, -1), keys, values))
@@ -118,7 +130,7 @@ class Operands:
         return out
 
 
-def check(shape: Shape, calls: dict[str, Callable[[], Tensor]]) -> None:
+def check(shape: Shape, calls: dict[str, Callable[[], Any]]) -> None:
     """Raise QoffError unless qoff, at its first call, computes what torch does."""
     if FP32 not in calls:
         return
@@ -140,13 +152,14 @@ def add_case(result: Report, shape: Shape, reading: ReadBandwidth, quick: bool) 
     rate = operands.nbytes / found.median
     ratios = {
         name: seconds[name].median / found.median
-        for name in (CACHED, FP32, BF16)
+        for name in (CACHED, RECORDS, FP32, BF16)
         if name in seconds
     }
     eta = rate / limit.median
     result.rows.append(
         (shape.name, f"{found.median * 1e3:.3f}", f"{found.spread:.0%}", f"{rate / 1e9:.1f}",
-         f"{limit.median / 1e9:.1f}", f"{eta:.2f}", f"{ratios[CACHED]:.2f}",
+         f"{limit.median / 1e9:.1f}", f"{eta:.2f}", f"{ratios[RECORDS]:.2f}",
+         f"{ratios[CACHED]:.2f}",
          *(f"{ratios[name]:.1f}" if name in ratios else "-" for name in (FP32, BF16)))
     )  # fmt: skip
     result.measured[shape.name] = {
@@ -159,7 +172,7 @@ def add_case(result: Report, shape: Shape, reading: ReadBandwidth, quick: bool) 
 
 
 def add_instructions(result: Report, shapes: Sequence[Shape]) -> None:
-    """Count what the dot products of a block take, for every head size and group measured."""
+    """Count what a block takes, for every head size and group measured."""
     counted = {}
     for head_dim, rows in sorted({(shape.head_dim, shape.group) for shape in shapes}):
         found = block_instructions(head_dim, rows)
@@ -234,9 +247,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cpu_attention",
         {"kv_heads": KV_HEADS, "quick": args.quick, "form": "4-bit K per channel, 4-bit V"},
         "decode attention over 4-bit blocks, 8 KV heads; eta: of the read bandwidth of the same "
-        "minute; one block: the time for as many tokens that are one block in the processor's "
-        "cache, over this time; / torch: times as fast as it uncompressed",
-        ("batch x context", "ms", "spread", "GB/s", "of", "eta", "one block",
+        "minute; records: of the rate at which the same records are read alone; one block: the "
+        "time for as many tokens that are one block in the processor's cache, over this time; "
+        "/ torch: times as fast as it uncompressed",
+        ("batch x context", "ms", "spread", "GB/s", "of", "eta", "records", "one block",
          "/ torch fp32", "/ torch bf16"),
         unit="tokens/s",  # of the model; the cases have theirs in their names
     )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import cpu_decode, cpu_matmul, disk_stream
-from bench.bandwidth import ReadBandwidth, read_all
+from bench.bandwidth import ReadBandwidth, read_all, read_pieces
 from bench.harness import Bar, Report
 from bench.peers import accelerate_offload, llama_cpp, transformers_model
 from bench.peers.int4 import DequantizeGemm, TorchInt4
@@ -64,6 +64,13 @@ def test_reading_memory_reads_all_of_it() -> None:
     seconds = {name: Samples((way(),)) for name, way in reading.ways().items()}
     fastest = min(samples.median for samples in seconds.values())
     assert math.isclose(reading.best(seconds).median, (3 << 20) / fastest)
+
+
+@pytest.mark.parametrize("count", [1, 16, 37])
+def test_pieces_are_read_once_each(count: int) -> None:
+    memory = torch.randint(-8, 8, (50, 128)).float()
+    chosen = torch.randperm(50)[:count]
+    assert read_pieces(memory.data_ptr() + 512 * chosen, 512) == memory[chosen].sum().item()
 
 
 @pytest.mark.parametrize("tile", [16, 48, 256])

@@ -47,7 +47,13 @@ def test_the_bench_runs(
     first = cpu_attention.QUICK_SHAPES[0]
     measured = written["measured"]
     assert measured[first.name]["cache_bytes"] == 4 * 8 * KVFormat(64).nbytes
-    assert set(written["ratios"][first.name]) == {"eta", CACHED, FP32, cpu_attention.BF16}
+    assert set(written["ratios"][first.name]) == {
+        "eta",
+        CACHED,
+        cpu_attention.RECORDS,
+        FP32,
+        cpu_attention.BF16,
+    }
     assert ("instructions of a block" in measured) == VNNI
     assert len(measured["decode, 256 deep"]) == 2 + 2 * llama
     assert ("decode, 256 deep" in written["ratios"]) == llama
@@ -65,6 +71,8 @@ def test_both_alternatives_of_qoff_attend_to_what_torch_does(head_dim: int, grou
     once = calls[CACHED]()
     assert torch.equal(once, calls[CACHED]())
     assert not torch.equal(calls[QOFF](), calls[QOFF]())  # other blocks each time
+    operands.pool.view(torch.float32).fill_(1)
+    assert calls[cpu_attention.RECORDS]() == operands.nbytes / 4
 
 
 def test_what_computes_something_else_is_not_measured() -> None:
