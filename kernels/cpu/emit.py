@@ -109,6 +109,19 @@ def loop(b, count, carried):
     return index, phis, close
 
 
+def switch(b, number, cases):
+    """Run the one of `cases` (number -> function) that `number` says."""
+    after = b.append_basic_block("switch_done")
+    choice = b.switch(number, after)
+    for case, emit in cases.items():
+        block = b.append_basic_block("case")
+        choice.add_case(const_i64(case), block)
+        b.position_at_end(block)
+        emit()
+        b.branch(after)
+    b.position_at_end(after)
+
+
 _FEATURES = host_features()
 
 

@@ -26,6 +26,7 @@ from .emit import (
     loop,
     prefetch,
     splat,
+    switch,
 )
 from .simd import vector_intrinsic
 
@@ -39,15 +40,6 @@ _i64 = types.int64
 NIBBLES = 0  # 4 bits, a plane of 64 channels in 64 bytes; the planes one above the other
 NARROW = 1  # 4 bits, head size 64: both planes in 32 bytes
 WHOLE = 2  # 8 bits
-
-
-def channel_order(kind: int) -> list[int]:
-    """Channel, within a chunk of 64, of each of the 64 lanes that values are summed in."""
-    if kind == NARROW:
-        return list(range(64))
-    return [
-        16 * lane + 4 * vector + i for vector in range(4) for lane in range(4) for i in range(4)
-    ]
 
 
 def _transpose_words(b, rows):
@@ -223,19 +215,6 @@ def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, ou
             b.store(value, at(b, to, 64 * v, V_F32), align=1)
 
 
-def switch(b, number, cases):
-    """Run the one of `cases` (number -> function) that `number` says."""
-    after = b.append_basic_block("switch_done")
-    choice = b.switch(number, after)
-    for case, emit in cases.items():
-        block = b.append_basic_block("case")
-        choice.add_case(const_i64(case), block)
-        b.position_at_end(block)
-        emit()
-        b.branch(after)
-    b.position_at_end(after)
-
-
 def each_row_count(emit):
     return {rows: lambda rows=rows: emit(rows) for rows in range(1, ROWS + 1)}
 
@@ -244,9 +223,9 @@ def each_row_count(emit):
 def block_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out, out_stride):
     """out[row, tokens] = sum over channels of code * (256 * high + low), as float32.
 
-    16 tokens of `rows` queries, 1 to ROWS. codes: of the first token; the next is
-    `stride` bytes on, `chunks` times 64 bytes of it are read; `ahead`: bytes to what is needed
-    next from memory. query: int8 [rows, 2, plane], the high and the low plane, channels in the
+    16 tokens of `rows` queries, 1 to ROWS. codes: of the first token; the next is `stride` bytes
+    on, `chunks` times 64 bytes of it are read; `ahead`: bytes to what is needed next from memory.
+    query: int8 [rows, 2, plane], the high and the low plane, channels in the
     order of the codes, zero where a chunk has none.
     """
     narrow = lambda n: _emit_narrow_scores(b, n, codes, ahead, query, plane, out, out_stride)  # noqa: E731
@@ -273,8 +252,9 @@ def block_weigh(
 ):
     """out[row, 64 lanes] = out * correction + step * sum over 64 tokens of weight * code + shift.
 
-    One chunk of 64 channels, in `channel_order`; codes of the first token as for `block_scores`;
-    upper: 1 for the high nibbles. Codes of 8 bits count as code - 128. weights: uint8 [rows, 64].
+    One chunk of 64 channels, in the lanes that `packed_block.lane_of` says. Codes of the first
+    token as for `block_scores`; upper: 1 for the high nibbles. Codes of 8 bits count as code - 128.
+    weights: uint8 [rows, 64].
     correction, step, shift: float32 [rows, 4], of which the first is taken. out: float32, rows
     `out_stride` bytes apart.
     """

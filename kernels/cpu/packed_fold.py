@@ -24,8 +24,9 @@ from .emit import (
     maximum,
     splat,
     store,
+    switch,
 )
-from .packed_emit import BYTES, each_row_count, switch
+from .packed_emit import BYTES, each_row_count
 from .quads import of_row, quads, shuffled
 from .simd import vector_intrinsic
 

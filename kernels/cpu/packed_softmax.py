@@ -23,8 +23,9 @@ from .emit import (
     maximum,
     splat,
     store,
+    switch,
 )
-from .packed_emit import BYTES, ROWS, TOKENS, each_row_count, switch
+from .packed_emit import BYTES, ROWS, TOKENS, each_row_count
 from .packed_fold import OFFSET, SCALE
 from .powers import exp2
 from .quads import of_row, quads, shuffled
