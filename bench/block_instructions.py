@@ -102,7 +102,7 @@ def _beside(rows: int, head_dim: int) -> dict[str, int]:
         find_weights(rows, parts, query, state, state, state, block, one, out)
 
     once, repeated = _straight_and_loop(_assembly(job))
-    assert not repeated, "a loop"
+    assert not repeated, "LLVM left a loop of so few turns: count its instructions by turns"
     return {"beside": sum(n for name, n in once.items() if not _NO_ARITHMETIC.match(name))}
 
 

@@ -27,6 +27,7 @@ from bench.harness import Bar, Report, arguments
 from bench.peers import llama_cpp
 from qoff.errors import QoffError
 from qoff.kernels.cpu.packed_attention import packed_attention
+from qoff.kernels.cpu.pool import default_pool
 from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.ragged import Ragged
@@ -93,13 +94,13 @@ class Operands:
             for table in (*order, torch.zeros_like(order[0]))
         ]
         self._q = torch.randn(shape.batch, KV_HEADS * shape.group * shape.head_dim)
-        self.pool, self._form = pool, form
+        self.pool, self.form = pool, form
 
     def _addresses(self, packed: PackedTokens) -> Tensor:
         """Addresses of the records, in the order in which they are attended."""
         blocks = packed.table.blocks.long()[:, None, :]  # [batch, 1, blocks]
         kv_heads = torch.arange(KV_HEADS)[:, None]  # [kv_heads, 1]
-        records = (blocks * KV_HEADS + kv_heads) * self._form.nbytes
+        records = (blocks * KV_HEADS + kv_heads) * self.form.nbytes
         return (self.pool.data_ptr() + records).flatten()
 
     def calls(self) -> dict[str, Callable[[], Any]]:
@@ -109,11 +110,11 @@ class Operands:
         scale = shape.head_dim**-0.5
         *different, same = self._packed
         turns = cycle(different)
-        places = cycle(map(self._addresses, different))
+        places = cycle([self._addresses(packed) for packed in different])
         out: dict[str, Callable[[], Any]] = {
             QOFF: lambda: packed_attention(q, heads, next(turns), scale=scale)[0],
             CACHED: lambda: packed_attention(q, heads, same, scale=scale)[0],
-            RECORDS: lambda: read_pieces(next(places), self._form.nbytes),
+            RECORDS: lambda: read_pieces(next(places), self.form.nbytes),
         }
         if 16 * shape.batch * shape.context * KV_HEADS * shape.head_dim > _PEER_BYTES:
             return out
@@ -121,7 +122,7 @@ class Operands:
         # [batch, blocks, kv_heads, 64, D] -> [batch, kv_heads, tokens, D]
         keys, values = (
             x[table].transpose(1, 2).flatten(2, 3)
-            for x in dequantize_blocks(self.pool[: int(table.max()) + 1], self._form)
+            for x in dequantize_blocks(self.pool[: int(table.max()) + 1], self.form)
         )
         for name, dtype in ((FP32, torch.float32), (BF16, torch.bfloat16)):
             operands = (x.to(dtype) for x in (q.view(shape.batch, heads, 1, -1), keys, values))
@@ -166,6 +167,11 @@ def add_case(result: Report, shape: Shape, reading: ReadBandwidth, quick: bool) 
         "cache_bytes": operands.nbytes,
         "read_bytes_per_s": limit.summary(),
         "seconds": {name: samples.summary() for name, samples in seconds.items()},
+        "us_per_cached_block": 1e6
+        * default_pool().threads
+        * seconds[CACHED].median
+        * operands.form.nbytes
+        / operands.nbytes,  # and KV head, of each thread
     }
     result.ratios[shape.name] = {"eta": eta, **ratios}
     return eta

@@ -80,6 +80,7 @@ def fma(b, x, y, z):
 
 
 def maximum(b, x, y):
+    """The larger; y where one is NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 

@@ -4,7 +4,7 @@ Queries, with K's scales folded in, become 16-bit integers (two int8 planes); pr
 V's scales folded in, become 8-bit ones, relative to the largest of the block; the dot products are
 exact in int32. What rounding a probability takes from or adds to the mean value code is given back.
 What a row has seen so far is a running maximum, a sum, and an output that is relative to that
-maximum (Milakov and Gimelshein, 2018); scores and maxima are powers of two.
+maximum (Milakov and Gimelshein, 2018); scores and maxima are exponents of two.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from .packed_softmax import (
     BOUND,
     CORRECTION,
     FACTORS_BYTES,
+    LARGEST,
+    PART_BYTES,
     SHIFT,
     STEP,
     VALUES_BYTES,
@@ -77,21 +79,31 @@ def _spread_halves(plane, half):
 
 @inner
 def _widen_values(v_scale, parts, v_bits, scratch):
-    """What probabilities are multiplied by, in float32, once for all rows."""
+    """What probabilities are multiplied by, in float32."""
     # Weights count a code of V from its middle: what rounding them takes weighs least there.
     middle = simd.splat_f32(np.float32(_middle(v_bits)))
     v_minimum = v_scale + 2 * TOKENS * parts
-    for i in range(0, TOKENS, 16):
+    bounds = scratch + VALUES + BOUND
+    for i in range(0, 4 * TOKENS, 64):
+        simd.store_f32(bounds + i, simd.splat_f32(np.float32(0.0)))
+    for part in range(parts):
         largest = simd.splat_f32(np.float32(0.0))
-        for part in range(parts):
+        for i in range(0, 2 * TOKENS, 32):
+            largest = simd.maximum(simd.load_f16(v_scale + 2 * TOKENS * part + i), largest)
+        peak = simd.max_f32(largest)
+        simd.store_f32(scratch + VALUES + LARGEST + 64 * part, simd.splat_f32(peak))
+        inverse = np.float32(1.0) / peak if peak > np.float32(0.0) else np.float32(0.0)
+        by = simd.splat_f32(inverse)
+        for i in range(0, TOKENS, 16):
             at = 2 * (TOKENS * part + i)
             scale, minimum = simd.load_f16(v_scale + at), simd.load_f16(v_minimum + at)
-            to = scratch + VALUES + 8 * TOKENS * part + 4 * i
-            simd.store_f32(to, scale)
+            to = scratch + VALUES + PART_BYTES * part + 4 * i
+            simd.store_f32(to, simd.mul(scale, by))
             simd.store_f32(to + 4 * TOKENS, simd.mul_add(scale, middle, minimum))
-            largest = simd.maximum(scale, largest)
-        bound = log2_above(largest)
-        simd.store_f32(scratch + VALUES + BOUND + 4 * i, bound)
+            bound = simd.maximum(simd.mul(scale, by), simd.load_f32(bounds + 4 * i))
+            simd.store_f32(bounds + 4 * i, bound)
+    for i in range(0, 4 * TOKENS, 64):
+        simd.store_f32(bounds + i, log2_above(simd.load_f32(bounds + i)))
 
 
 @inner
@@ -150,53 +162,62 @@ def _restrict_scores(rows, firsts, soft_cap, scratch):
 
 
 @inner
-def score_block(record, ahead, group, rows, queries, power, half, k_bits, scratch):
-    """Find the scores of the rows of a group, to be finished with the factors beside them.
+def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits, scratch):
+    """Find the scores of some rows, to be finished with the factors beside them.
 
     The first of three steps. What a step leaves in the scratch is taken by the next one; the first
-    step of the group that follows may come before the third, so that its arithmetic fills the time
+    step of the rows that follow may come before the third, so that its arithmetic fills the time
     in which a step would wait for results. record: the block's address; ahead: bytes from there to
-    the block that is read next. group: 0 for the first rows that see the block, which leave in the
+    the block that is read next. row: 0 for the first rows that see the block, which leave in the
     scratch what all of them need. queries: int64 [rows], the address of each, float32 [dim].
-    power: what scores are multiplied by.
+    factor: of the scores.
     """
     dim = 2 * half
     kind = kind_of(half, k_bits)
     plane = plane_bytes(half, kind)
-    if group == 0:
-        # The codes of what is read next are asked for as those of this block are read.
-        scales = record + TOKENS * dim * k_bits // 8
-        for i in range(0, 4 * dim, 64):
-            simd.prefetch(scales + ahead + i)
-        for i in range(0, 2 * dim, 16):
-            simd.store_f32(scratch + KEYS + 4 * i, simd.load_f16(scales + 2 * i))
-    fold_queries(rows, queries, scratch + KEYS, dim // 16, scratch + QUERY, plane,
-                             scratch + FACTORS, power)  # fmt: skip
+    if row == 0:
+        _widen(record, ahead, half, k_bits, v_bits, scratch)
+    fold_queries(
+        rows, queries, scratch + KEYS, dim // 16, scratch + QUERY, plane, scratch + FACTORS, factor
+    )
     _pad_planes(rows, half, kind, plane, scratch)
     _score_rows(record, rows, half, kind, plane, ahead, scratch)
 
 
 @inner
-def weigh_block(
-    record, ahead, group, rows, firsts, soft_cap, half, k_bits, v_bits, maxima, sums, scratch
-):
+def _widen(record, ahead, half, k_bits, v_bits, scratch):
+    """Scales and minima in float32; those of the block that is read next are asked for.
+
+    Its codes are as those of this block are read.
+    """
+    parts = 1 if half == 32 else 2
+    k_scale = record + TOKENS * 2 * half * k_bits // 8
+    v_scale = _v_codes(record, half, k_bits) + TOKENS * 2 * half * v_bits // 8
+    for i in range(0, 8 * half, 64):
+        simd.prefetch(k_scale + ahead + i)
+    for i in range(0, 4 * TOKENS * parts, 64):
+        simd.prefetch(v_scale + ahead + i)
+    for i in range(0, 4 * half, 16):
+        simd.store_f32(scratch + KEYS + 4 * i, simd.load_f16(k_scale + 2 * i))
+    _widen_values(v_scale, parts, v_bits, scratch)
+
+
+@inner
+def weigh_block(rows, firsts, soft_cap, half, v_bits, maxima, sums, scratch):
     """Turn scores into weights of the values: the second step.
 
     firsts: int64 [rows], tokens of the block before it are not attended; 0: all are. soft_cap: of
     scaled scores, 0 for none. maxima, sums: float32 [rows, 4], each number four times; maxima are
-    powers of two.
+    exponents of two.
     """
     parts = 1 if half == 32 else 2
-    if group == 0:
-        v_scale = _v_codes(record, half, k_bits) + TOKENS * 2 * half * v_bits // 8
-        for i in range(0, 4 * TOKENS * parts, 64):
-            simd.prefetch(v_scale + ahead + i)
-        _widen_values(v_scale, parts, v_bits, scratch)
     if firsts != 0 or soft_cap != np.float32(0.0):
         _restrict_scores(rows, firsts, soft_cap, scratch)
     back = np.float32(_middle(v_bits) if v_bits == 4 else 0.0)
-    find_weights(rows, parts, scratch + SCORES, scratch + FACTORS, maxima, sums,
-                             scratch + VALUES, back, scratch + WEIGHTS)  # fmt: skip
+    find_weights(
+        rows, parts, scratch + SCORES, scratch + FACTORS, maxima, sums, scratch + VALUES, back,
+        scratch + WEIGHTS,
+    )  # fmt: skip
 
 
 @inner
@@ -217,7 +238,7 @@ def sum_block(record, ahead, rows, half, k_bits, v_bits, out, scratch):
         factors = scratch + FACTORS
         emit.block_weigh(
             kind, upper, rows, _v_codes(record, half, k_bits) + column, stride, ahead, weights,
-            factors + CORRECTION, factors + STEP,
+            factors + CORRECTION, factors + STEP + 64 * upper,
             factors + SHIFT + 64 * upper, out + 256 * chunk, 256 * chunks,
         )  # fmt: skip
 

@@ -216,6 +216,7 @@ def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, ou
 
 
 def each_row_count(emit):
+    """Cases for `switch`: `emit` with each number of rows."""
     return {rows: lambda rows=rows: emit(rows) for rows in range(1, ROWS + 1)}
 
 

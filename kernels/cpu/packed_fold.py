@@ -35,9 +35,9 @@ SCALE, OFFSET = 0, 64  # quads of a group of rows, bytes from the start of its f
 _i64, _f32 = types.int64, types.float32
 _LIMIT = 32512.0  # 127 * 256: both planes stay in range
 _SMALLEST = 1e-30
-_ROUND = (
-    1.5 * 2.0**23 + 128
-)  # added to a number: the high byte of the rounded one, the low one + 128
+# Added to a number: the rounded one, plus 128, in the lowest bits. Of their bytes the second is the
+# high plane's, the first 128 more than the low plane's.
+_ROUND = 1.5 * 2.0**23 + 128
 
 
 @vector_intrinsic(types.void, *[_i64] * 7, _f32)

@@ -25,10 +25,11 @@ from .packed_block import (
 )
 from .pool import finish, take, wait
 
-# The scratch of a block, then maxima and sums, and of each row the query and its first token.
+# The scratch of a block; of all rows maxima, sums and the addresses of their queries; of the rows
+# of a group the first token that they attend to.
 _MAXIMA, _SUMS = SCRATCH, SCRATCH + 16 * ROWS
 _QUERIES, _FIRSTS = SCRATCH + 32 * ROWS, SCRATCH + 40 * ROWS
-THREAD_BYTES = SCRATCH + 48 * ROWS
+THREAD_BYTES = _FIRSTS + 64  # a whole cache line
 _ITEM_BYTES = 8 * len(ITEM_FIELDS)
 
 
@@ -129,9 +130,9 @@ def _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, 
     """
     slot, half = simd.peek_i64(item + 16), simd.peek_i64(args + HALF)
     k_bits, v_bits = simd.peek_i64(args + K_BITS), simd.peek_i64(args + V_BITS)
-    soft_cap, power = simd.peek_f32(args + SOFT_CAP), simd.peek_f32(args + SCALE)
+    soft_cap, factor = simd.peek_f32(args + SOFT_CAP), simd.peek_f32(args + SCALE)
     if soft_cap == np.float32(0.0):
-        power *= LOG2_E
+        factor *= LOG2_E
     out_bytes = 256 * chunk_count(half)
     groups = (rows + TOGETHER - 1) // TOGETHER
     turns = max(0, end - begin) * groups
@@ -143,8 +144,8 @@ def _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, 
         if turn > 0:
             firsts = _firsts(args, last_block, last_row, last_rows, position, heads, scratch)
             weigh_block(
-                last_record, last_ahead, last_row, last_rows, firsts, soft_cap, half, k_bits,
-                v_bits, scratch + _MAXIMA + 16 * last_row, scratch + _SUMS + 16 * last_row, scratch,
+                last_rows, firsts, soft_cap, half, v_bits, scratch + _MAXIMA + 16 * last_row,
+                scratch + _SUMS + 16 * last_row, scratch,
             )  # fmt: skip
         if turn < turns:
             place, row = begin + turn // groups, turn % groups * TOGETHER
@@ -156,8 +157,8 @@ def _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, 
                     following = _record(args, slot, kv_head, _block(chosen, place + 1))
                 ahead = following - record
             score_block(
-                record, ahead, row, min(TOGETHER, rows - row), scratch + _QUERIES + 8 * row, power,
-                half, k_bits, scratch,
+                record, ahead, row, min(TOGETHER, rows - row), scratch + _QUERIES + 8 * row, factor,
+                half, k_bits, v_bits, scratch,
             )  # fmt: skip
         if turn > 0:
             sum_block(
@@ -168,7 +169,7 @@ def _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, 
 
 @inner
 def _firsts(args, block, row, rows, position, heads, scratch):
-    """Address of the first token of a block that each row from `row` on attends; 0: all do all."""
+    """Address of the first token of a block that rows from `row` on attend to; 0: all to all."""
     window = simd.peek_i64(args + WINDOW)
     if window <= 0:
         return 0
@@ -205,7 +206,8 @@ def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, after, sc
         state, to = _partial(args, first_row + token + row // heads, run, head + row % heads)
         total = simd.peek_f32(sums + 16 * row)
         peak = simd.peek_f32(maxima + 16 * row) * LN_2
-        simd.poke_f32(state, peak if total > np.float32(0.0) else np.float32(-np.inf))
+        # A sum that is no number has to show in the output.
+        simd.poke_f32(state, np.float32(-np.inf) if total == np.float32(0.0) else peak)
         simd.poke_f32(state + 4, total)
         for i in range(0, 4 * floats, 64):
             simd.store_f32(to + i, simd.load_f32(out + 4 * row * floats + i))

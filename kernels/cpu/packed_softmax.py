@@ -1,7 +1,7 @@
 """Vector code that turns scores over a packed block into weights of its values, row by row.
 
 The softmax is that of powers of two, online: a running maximum and sum for each row. A weight is a
-probability times V's scale of the token, rounded to 8 bits.
+probability times V's scale of the token, rounded to 8 bits relative to a bound of the largest.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ from .powers import exp2
 from .quads import of_row, quads, shuffled
 from .simd import vector_intrinsic
 
-# Quads of a group of rows, after those of `packed_fold`: what what was summed before is multiplied
-# by, the scale of weights and, for both parts of V, what is added to what they sum up to.
-CORRECTION, STEP, SHIFT = 128, 192, 256
-FACTORS_BYTES = 384
-# What V makes of probabilities, float32: [2 parts, 2, 64], their scale and what they add to SHIFT,
-# and [64], what the logarithms of the scales of both parts are not above.
-_PART_BYTES = 2 * 4 * TOKENS
-BOUND = 2 * _PART_BYTES
-VALUES_BYTES = BOUND + 4 * TOKENS
+# Quads of a group of rows, after those of `packed_fold`: the factor of what was summed before, and
+# for both parts of V the scale of weights and what is added to what they sum up to.
+CORRECTION, STEP, SHIFT = 128, 192, 320
+FACTORS_BYTES = 448
+# What V makes of probabilities, float32: [2 parts, 2, 64], their scales as parts of the part's
+# largest, and what they add to SHIFT; [64], what the logarithm of either scale is not above; [2,
+# 16], the largest scales.
+PART_BYTES = 2 * 4 * TOKENS
+BOUND = 2 * PART_BYTES
+LARGEST = BOUND + 4 * TOKENS
+VALUES_BYTES = LARGEST + 2 * 64
 
 _i64, _f32 = types.int64, types.float32
 _LOWEST = -1e30  # of a score
 _FAINTEST = -99.0  # power of two of weights that count for nothing
-_LOG2_255 = math.log2(255.0)
+# What the bound of the largest weight becomes; 255 is kept for what rounding scores may add to it.
+_LOG2_LEVELS = math.log2(250.0)
 _ROUND = 1.5 * 2.0**23  # added to a number: the rounded one in the lowest bits
 _FIELDS = range(0, 4 * TOKENS, 64)  # bytes to the vectors of 64 numbers
 
@@ -53,7 +56,7 @@ _FIELDS = range(0, 4 * TOKENS, 64)  # bytes to the vectors of 64 numbers
 def find_weights(b, rows, parts, scores, factors, maxima, sums, values, back, weights):
     """Turn scores into integer weights of V's codes, and keep maxima and sums of the softmax.
 
-    parts: of V, 1 or 2. scores: float32 [rows, 64], powers of two once SCALE and OFFSET are
+    parts: of V, 1 or 2. scores: float32 [rows, 64], exponents of two once SCALE and OFFSET are
     applied. maxima, sums: quads of what the rows have seen; CORRECTION is what relates sums before
     to the new maximum. values: see VALUES_BYTES. weights: uint8 [parts, ROWS, 64], relative to
     STEP; `back` times what they sum up to is taken from SHIFT.
@@ -82,8 +85,8 @@ def _emit_softmax(b, rows, parts, scores, factors, maxima, sums, values, back, w
     correction = exp2(b, b.fsub(before, after))
     peak = b.fsub(quads(b, peaks, larger), after)
     some = b.fcmp_ordered(">", peak, const_f32(_FAINTEST))
-    inverse = b.select(some, exp2(b, b.fsub(const_f32(_LOG2_255), peak)), const_f32(0.0))
-    step = exp2(b, b.fsub(peak, const_f32(_LOG2_255)))
+    inverse = b.select(some, exp2(b, b.fsub(const_f32(_LOG2_LEVELS), peak)), const_f32(0.0))
+    step = exp2(b, b.fsub(peak, const_f32(_LOG2_LEVELS)))
 
     offset = b.fsub(offset, after)
     totals, counts, offsets = [], [], []
@@ -98,12 +101,12 @@ def _emit_softmax(b, rows, parts, scores, factors, maxima, sums, values, back, w
     store(b, after, maxima, 0)
     store(b, fma(b, load(b, sums, 0, V_F32), correction, quads(b, totals, b.fadd)), sums, 0)
     store(b, correction, factors, CORRECTION)
-    store(b, step, factors, STEP)
-    back = b.fmul(step, splat(b, back, V_F32))
     for part in each:
+        part_step = b.fmul(step, load(b, values, LARGEST + 64 * part, V_F32))
+        store(b, part_step, factors, STEP + 64 * part)
         count = quads(b, [found[part] for found in counts], b.add)
         added = quads(b, [found[part] for found in offsets], b.fadd)
-        lost = b.fmul(back, b.sitofp(count, V_F32))
+        lost = b.fmul(b.fmul(part_step, splat(b, back, V_F32)), b.sitofp(count, V_F32))
         store(b, b.fsub(added, lost), factors, SHIFT + 64 * part)
 
 
@@ -114,8 +117,8 @@ def _scaled(b, scores, row, scale, offset):
 
 
 def _rounded(b, likely, values, part, inverse):
-    """Probabilities times V's scales as bytes, 255 for what `inverse` is the inverse of."""
-    by = _vectors(b, values, _PART_BYTES * part)
+    """Probabilities times V's scales as bytes, relative to what `inverse` is the inverse of."""
+    by = _vectors(b, values, PART_BYTES * part)
     products = [b.fmul(p, x) for p, x in zip(likely, by, strict=True)]
     low = [b.bitcast(fma(b, x, inverse, const_f32(_ROUND)), BYTES) for x in products]
     mask = [64 * vector + 4 * i for vector in (0, 1) for i in range(LANES)]
@@ -126,7 +129,7 @@ def _rounded(b, likely, values, part, inverse):
 def _offset(b, likely, values, part):
     """What probabilities add to SHIFT, by lane."""
     added = const_f32(0.0)
-    plus = _vectors(b, values, _PART_BYTES * part + 4 * TOKENS)
+    plus = _vectors(b, values, PART_BYTES * part + 4 * TOKENS)
     for p, x in zip(likely, plus, strict=True):
         added = fma(b, p, x, added)
     return added

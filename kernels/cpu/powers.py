@@ -5,11 +5,12 @@ from __future__ import annotations
 from .emit import V_F32, V_I32, const_f32, const_i32, fma
 from .simd import f32x16, vector_intrinsic
 
-_ROUND = 1.5 * 2.0**23  # added to a smaller number: rounds it, its integer in the lowest bits
+# Added to a smaller number: rounds it; the lowest bits are its integer as a float's exponent.
+_ROUND = 1.5 * 2.0**23 + 127
 
 
 def exp2(b, x):
-    """2**x of numbers up to 127, with a relative error below 3e-7; 0 below -126.
+    """2**x of numbers up to 127, with a relative error below 3e-7; 0 below -126; NaN of NaN.
 
     A polynomial of degree 5 in what rounding x leaves, of least relative error on [-1/2, 1/2].
     """
@@ -24,17 +25,16 @@ def exp2(b, x):
         1.0000000716550577,
     ):
         power = fma(b, power, rest, const_f32(coefficient))
-    exponent = b.shl(b.bitcast(rounded, V_I32), const_i32(23))
-    power = b.bitcast(b.add(b.bitcast(power, V_I32), exponent), V_F32)
-    enough = b.fcmp_unordered(">=", x, const_f32(-126.0))  # or no number, which stays none
-    return b.select(enough, power, const_f32(0.0))
+    whole = b.bitcast(b.shl(b.bitcast(rounded, V_I32), const_i32(23)), V_F32)
+    enough = b.fcmp_unordered(">=", x, const_f32(-126.0))
+    return b.select(enough, b.fmul(power, whole), const_f32(0.0))
 
 
 @vector_intrinsic(f32x16, f32x16)
 def log2_above(b, x):
-    """At least the logarithm of numbers that are not negative, and at most 0.09 more.
+    """At least the logarithm to base 2 of numbers that are not negative, and at most 0.09 more.
 
     A number's bits, as an integer, are its logarithm with a straight line for each power of two.
     """
     bits = b.sitofp(b.bitcast(x, V_I32), V_F32)
-    return fma(b, bits, const_f32(2.0**-23), const_f32(-127.0 + 0.0861))
+    return fma(b, bits, const_f32(2.0**-23), const_f32(-127.0 + 0.0862))

@@ -203,11 +203,6 @@ def round_i32(b, x):
     return b.fptosi(call_llvm(b, "llvm.nearbyint.v16f32", V_F32, [x]), V_I32)
 
 
-@vector_intrinsic(f32x16, i32x16)
-def to_f32(b, x):
-    return b.sitofp(x, V_F32)
-
-
 @vector_intrinsic(types.void, _i64, _i64, i32x16)
 def store_high_low(b, high_address, low_address, value):
     """Split value = 256 * high + low, both int8, and store 16 bytes of each."""
@@ -227,11 +222,11 @@ def store_i8(b, address, value):
 
 @vector_intrinsic(f32x16, f32x16)
 def exp(b, x):
-    """e**x with a relative error below 2e-7; 0 below -87.3, capped above 88.3.
+    """e**x with a relative error below 2e-7; 0 below -87.3, capped above 88.3, NaN of NaN.
 
     Cody-Waite reduction to [-ln2/2, ln2/2] and the degree-6 Taylor-Horner polynomial.
     """
-    x = b.select(b.fcmp_ordered("<", x, const_f32(88.3)), x, const_f32(88.3))
+    x = b.select(b.fcmp_ordered(">", x, const_f32(88.3)), const_f32(88.3), x)
     tiny = b.fcmp_ordered("<", x, const_f32(-87.3))
     x = b.select(tiny, const_f32(-87.3), x)
     n = call_llvm(b, "llvm.nearbyint.v16f32", V_F32, [b.fmul(x, const_f32(1.4426950408889634))])

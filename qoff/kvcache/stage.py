@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,18 +15,10 @@ from qoff.memory.copies import Copies
 
 from .placement import DISK, HOST
 from .ring import BlockRing, Fetch
+from .route import Route
 from .tiered import TieredBlocks
 
 MOVE_ROWS = 16  # query rows of a sequence and KV head up to which the queries are moved instead
-
-
-@dataclass(frozen=True)
-class Route:
-    """Where the blocks of a pass come from; `at` is a place in a slot, the same in all layers."""
-
-    count: int
-    from_disk: tuple[tuple[int, int], ...]  # at, block of the far store
-    from_host: tuple[tuple[int, int, int], ...]  # at, place in the host's pool, how many
 
 
 class BlockStage:
@@ -75,11 +66,9 @@ class BlockStage:
 
     def view(self, blocks: Sequence[int]) -> StagedBlocks:
         """These blocks, ascending, for one forward pass."""
-        placed = [self._far.place(block) for block in blocks]
-        in_host = [(at, local) for at, (tier, local) in enumerate(placed) if tier == HOST]
-        from_disk = tuple((at, blocks[at]) for at, (tier, _) in enumerate(placed) if tier == DISK)
-        route = Route(len(blocks), from_disk, tuple(_runs(in_host)))
-        return StagedBlocks(self, tuple(blocks), route)
+        from_disk = [block for block in blocks if self._far.tier(block) == DISK]
+        routes = self._far.route(blocks), self._far.route(from_disk)
+        return StagedBlocks(self, tuple(blocks), *routes)
 
     def first(self, layer: int, slot: Tensor) -> int:
         """The number in a layer's pool of the first block of a slot."""
@@ -87,21 +76,25 @@ class BlockStage:
         between = slot.storage_offset() - pool.storage_offset()
         return -(-between // pool.stride(0))
 
-    def bring(self, layer: int, route: Route, slot: Tensor) -> list[Future[None]]:
-        """Start to bring blocks of a layer into a slot, one after another."""
+    def bring(self, layer: int, route: Route, to_bounce: Route, slot: Tensor) -> list[Future[None]]:
+        """Start to bring blocks of a layer into a slot, one after another.
+
+        route: of all of them; to_bounce: of those that are read from disk, the last ones.
+        """
         far, copies = self._far, self._copies
         first = self.first(layer, slot)
         dest = self._pools[layer][first : first + route.count].flatten(1)
         bounce = self._bounces[slot.storage_offset()]
-        reads = far.bring(layer, [block for _, block in route.from_disk], bounce)
+        reads = far.bring(layer, to_bounce, bounce)
         stride, record = far.plan.stride, far.plan.record_bytes[layer]
         pairs = [
-            (dest[at], bounce[i * stride : i * stride + record])
-            for i, (at, _) in enumerate(route.from_disk)
+            (dest[route.count - to_bounce.count + i], bounce[i * stride : i * stride + record])
+            for i in range(to_bounce.count)
         ]
         pool = far.pools[HOST][layer].flatten(1)
-        for at, local, count in route.from_host:
-            pairs.append((dest[at : at + count], pool[local : local + count]))
+        for run in route.from_host:
+            source = pool[run.local : run.local + run.count]
+            pairs.append((dest[run.at : run.at + run.count], source))
 
         def move() -> None:
             for read in reads:
@@ -115,8 +108,10 @@ class BlockStage:
 class StagedBlocks:
     """Far blocks of one forward pass, which come to the device layer by layer."""
 
-    def __init__(self, stage: BlockStage, blocks: tuple[int, ...], route: Route) -> None:
-        self._stage, self._route = stage, route
+    def __init__(
+        self, stage: BlockStage, blocks: tuple[int, ...], route: Route, to_bounce: Route
+    ) -> None:
+        self._stage, self._routes = stage, (route, to_bounce)
         self.blocks = blocks
         self._fetches: dict[int, Fetch] = {}
 
@@ -148,18 +143,7 @@ class StagedBlocks:
 
     def _fetch(self, layer: int, must: bool) -> None:
         fetch = self._stage.ring.start(
-            lambda slot: self._stage.bring(layer, self._route, slot), must
+            lambda slot: self._stage.bring(layer, *self._routes, slot), must
         )
         if fetch is not None:
             self._fetches[layer] = fetch
-
-
-def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Pairs of places as runs in which both go up one by one: first of each, and how many."""
-    runs: list[tuple[int, int, int]] = []
-    for at, local in pairs:
-        if runs and (at, local) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-        else:
-            runs.append((at, local, 1))
-    return runs

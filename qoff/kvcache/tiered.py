@@ -21,6 +21,7 @@ from qoff.memory.spill import SpillFile
 from .blocks import BlockAllocator
 from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from .ring import BlockRing, Fetch
+from .route import Route, runs
 from .store import BlockStore, BlockView, block_table
 
 RING_SLOTS = 2  # one is filled while another is read
@@ -200,20 +201,29 @@ class TieredBlocks(BlockStore):
             write.result()
         self._writes.clear()
 
-    def bring(self, layer: int, blocks: Sequence[int], memory: Tensor) -> list[Future[None]]:
-        """Start bringing blocks into consecutive places of a ring slot."""
+    def route(self, blocks: Sequence[int]) -> Route:
+        """The way of blocks that are not on the device to consecutive places of a ring slot."""
+        placed = [(at, *self.place(block)) for at, block in enumerate(blocks)]
+        by_tier = (
+            runs((at, local) for at, tier, local in placed if tier == name) for name in (DISK, HOST)
+        )
+        return Route(len(blocks), *by_tier)
+
+    def bring(self, layer: int, route: Route, memory: Tensor) -> list[Future[None]]:
+        """Start bringing blocks of a layer into a ring slot."""
         stride, record = self.plan.stride, self.plan.record_bytes[layer]
         futures: list[Future[None]] = []
-        placed = [(*self.place(block), i * stride) for i, block in enumerate(blocks)]
-        on_disk = {local: at for tier, local, at in placed if tier == DISK}
-        self._settle(layer, on_disk)
-        for run in _runs(list(on_disk), len(on_disk)):
+        for run in route.from_disk:
             assert self.spill is not None
-            at = on_disk[run[0]]
-            dest = memory[at : at + len(run) * stride]
-            futures.append(self.spill.read(self._offset(layer, run[0]), dest))
+            self._settle(layer, range(run.local, run.local + run.count))
+            dest = memory[run.at * stride : (run.at + run.count) * stride]
+            futures.append(self.spill.read(self._offset(layer, run.local), dest))
+        places = memory[: route.count * stride].view(route.count, stride)[:, :record]
         pool = self.pools[HOST][layer].flatten(1)
-        pairs = [(memory[at : at + record], pool[i]) for tier, i, at in placed if tier == HOST]
+        pairs = [
+            (places[run.at : run.at + run.count], pool[run.local : run.local + run.count])
+            for run in route.from_host
+        ]
         if pairs:
             futures.append(self._copies.submit(pairs, "host to device", f"KV of layer {layer}"))
         return futures
@@ -245,6 +255,8 @@ class TieredBlocks(BlockStore):
 
     def _settle(self, layer: int, locals_: Iterable[int]) -> None:
         """Wait until these blocks are on disk. Raises, each time, why one of them is not."""
+        if not self._writes:
+            return
         for local in locals_:
             write = self._writes.get((layer, local))
             if write is not None:
@@ -262,7 +274,7 @@ class _TieredView(BlockView):
         staged = {DISK} if store.plan.delegate else {DISK, HOST}
         far = sorted({b for row in rows for b in row if store.place(b)[0] in staged})
         index = {block: i for i, block in enumerate(far)}
-        self._far = far
+        self._route = store.route(far)
         self._far_table = self._table(rows, ragged, first, index)
         self._near: list[tuple[str, BlockTable]] = []
         for tier in TIERS:
@@ -276,7 +288,7 @@ class _TieredView(BlockView):
         self._fetches: dict[int, Fetch] = {}
 
     def prefetch(self, layer: int) -> None:
-        if self._far and not self._fetched(layer):
+        if self._route.count and not self._fetched(layer):
             self._fetch(layer, must=False)
 
     def open(self, layer: int) -> tuple[PackedTokens, ...]:
@@ -287,7 +299,8 @@ class _TieredView(BlockView):
                 self._fetch(layer, must=True)
             memory = store.ring.use(self._fetches[layer])
             record = store.plan.record_bytes[layer]
-            places = memory[: len(self._far) * store.plan.stride].view(len(self._far), -1)
+            count = self._route.count
+            places = memory[: count * store.plan.stride].view(count, -1)
             pool = places[:, :record].unflatten(1, (store.kv_heads[layer], form.nbytes))
             parts.append(PackedTokens(form, pool, self._far_table))
         for tier, table in self._near:
@@ -309,7 +322,7 @@ class _TieredView(BlockView):
 
     def _fetch(self, layer: int, must: bool) -> None:
         fetch = self._store.ring.start(
-            lambda memory: self._store.bring(layer, self._far, memory), must
+            lambda memory: self._store.bring(layer, self._route, memory), must
         )
         if fetch is not None:
             self._fetches[layer] = fetch

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +53,10 @@ class Copies:
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy from the second of each pair to the first, in a `move` of `call`, as its last."""
         for dest, source in pairs:
-            dest.copy_(source, non_blocking=self._stream is not None)
+            if self._stream is not None:
+                dest.copy_(source, non_blocking=True)
+            else:
+                np.copyto(dest.numpy(), source.numpy())  # without torch's threads
 
     def call(self, move: Callable[[], None], nbytes: int, lane: str, name: str) -> Future[None]:
         """Have `move` called, which moves so many bytes."""

@@ -47,6 +47,7 @@ def test_the_bench_runs(
     first = cpu_attention.QUICK_SHAPES[0]
     measured = written["measured"]
     assert measured[first.name]["cache_bytes"] == 4 * 8 * KVFormat(64).nbytes
+    assert measured[first.name]["us_per_cached_block"] > 0
     assert set(written["ratios"][first.name]) == {
         "eta",
         CACHED,

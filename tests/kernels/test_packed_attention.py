@@ -146,6 +146,35 @@ def test_merges_into_attention_to_other_tokens() -> None:
     assert_close(lse, torch.logaddexp(part_lse, other_lse), tolerance=1e-5)
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@pytest.mark.parametrize("blocks", [1, 40])
+@pytest.mark.parametrize("merged", [False, True])
+def test_memory_that_holds_no_block_shows(merged: bool, blocks: int, soft_cap: float) -> None:
+    case = make(KVFormat(64), 6, 2, (blocks, 2))
+    case.pool[case.table[0, blocks - 1]] = 0xFF
+    others = {}
+    if merged:
+        others = {"out": torch.randn(2, 6 * 64), "lse": torch.zeros(2, 6)}
+    out, _ = case.run(soft_cap=soft_cap, **others)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [(4, 4), (4, 8)])
+def test_halves_of_the_values_may_be_of_different_size(bits: tuple[int, int]) -> None:
+    """Each is as exact as if the other were as large."""
+    case = make(KVFormat(128, *bits), 4, 1, (6,))
+    _, _, _, _, scale, minimum = case.form.views(case.pool)
+    assert scale.shape[-1] == 2 * 64
+    before, _ = case.run()
+    for field in (scale, minimum):
+        field[..., 64:] /= 64
+    after, _ = case.run()
+    small = after.view(4, 2, 64)[:, 1]
+    assert_close(64 * small, before.view(4, 2, 64)[:, 1], tolerance=2e-3)
+    check(case)
+
+
 def test_threads_change_no_bit() -> None:
     for counts in (None, (1, 30, 2)):
         case = make(KVFormat(128), 8, 2, (50, 1, 17), counts)
