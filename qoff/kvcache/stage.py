@@ -79,7 +79,7 @@ class BlockStage:
     def bring(self, layer: int, route: Route, to_bounce: Route, slot: Tensor) -> list[Future[None]]:
         """Start to bring blocks of a layer into a slot, one after another.
 
-        route: of all of them; to_bounce: of those that are read from disk, the last ones.
+        route: of all of them; to_bounce: of those that are read from disk, to the bounce buffer.
         """
         far, copies = self._far, self._copies
         first = self.first(layer, slot)
@@ -87,9 +87,9 @@ class BlockStage:
         bounce = self._bounces[slot.storage_offset()]
         reads = far.bring(layer, to_bounce, bounce)
         stride, record = far.plan.stride, far.plan.record_bytes[layer]
+        places = [at for run in route.from_disk for at in range(run.at, run.at + run.count)]
         pairs = [
-            (dest[route.count - to_bounce.count + i], bounce[i * stride : i * stride + record])
-            for i in range(to_bounce.count)
+            (dest[at], bounce[i * stride : i * stride + record]) for i, at in enumerate(places)
         ]
         pool = far.pools[HOST][layer].flatten(1)
         for run in route.from_host:
