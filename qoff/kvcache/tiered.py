@@ -179,8 +179,10 @@ class TieredBlocks(BlockStore):
             else:
                 self.pools[tier][layer][local] = record
         on_disk.sort(key=lambda pair: pair[0])
-        for run in _runs([local for local, _ in on_disk], _STAGE_BLOCKS):
-            self._spill(layer, [pair for pair in on_disk if pair[0] in run])
+        for run in runs(enumerate(local for local, _ in on_disk)):
+            neighbours = on_disk[run.at : run.at + run.count]
+            for start in range(0, run.count, _STAGE_BLOCKS):
+                self._spill(layer, neighbours[start : start + _STAGE_BLOCKS])
 
     def read(self, layer: int, block: int) -> Tensor:
         tier, local = self.place(block)
@@ -213,9 +215,10 @@ class TieredBlocks(BlockStore):
         """Start bringing blocks of a layer into a ring slot."""
         stride, record = self.plan.stride, self.plan.record_bytes[layer]
         futures: list[Future[None]] = []
+        for run in route.from_disk:  # all, before anything is on its way into the slot
+            self._settle(layer, range(run.local, run.local + run.count))
         for run in route.from_disk:
             assert self.spill is not None
-            self._settle(layer, range(run.local, run.local + run.count))
             dest = memory[run.at * stride : (run.at + run.count) * stride]
             futures.append(self.spill.read(self._offset(layer, run.local), dest))
         places = memory[: route.count * stride].view(route.count, stride)[:, :record]
@@ -340,17 +343,6 @@ class _TieredView(BlockView):
         starts = [first + BLOCK_TOKENS * (places[0] if places else 0) for places in mine]
         named = [[index[row[i]] for i in places] for row, places in zip(rows, mine, strict=True)]
         return block_table(named, ragged, starts)
-
-
-def _runs(numbers: Sequence[int], longest: int) -> list[range]:
-    """Ascending numbers as runs of neighbours."""
-    runs: list[range] = []
-    for number in numbers:
-        if runs and runs[-1].stop == number and len(runs[-1]) < longest:
-            runs[-1] = range(runs[-1].start, number + 1)
-        else:
-            runs.append(range(number, number + 1))
-    return runs
 
 
 def _done() -> Future[None]:

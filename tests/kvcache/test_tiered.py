@@ -566,6 +566,29 @@ def test_a_block_that_was_not_written_is_an_error_wherever_it_is_wanted(tmp_path
         assert_same_records(cache, other)
 
 
+def test_nothing_is_read_into_a_slot_that_a_failed_write_leaves_free(tmp_path: Path) -> None:
+    plan, reads = plan_of(KVPlacement(0, 0), True, 1), []
+    pwritev = Failing(os.pwritev)
+
+    def preadv(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        reads.append(offset)
+        return os.preadv(fd, views, offset)
+
+    reader = DiskReader(preadv=preadv)
+    with tiered(tmp_path, KVPlacement(0, 0), plan, reader=reader, pwritev=pwritev) as store:
+        first, _, third = store.allocate([0, 1, 2], 3)
+        record = torch.ones(1, HEADS[0], FORMS[0].nbytes, dtype=torch.uint8)
+        store.write(0, [first], record)
+        store.flush()
+        pwritev.broken = True
+        store.write(0, [third], record)
+        route = store.route([first, third])
+        assert len(route.from_disk) == 2
+        with pytest.raises(DiskWriteError, match="Input/output error"):
+            store.bring(0, route, torch.empty(2 * plan.stride, dtype=torch.uint8))
+        assert not reads
+
+
 def test_a_read_error_is_raised_where_the_layer_is_opened(tmp_path: Path) -> None:
 
     preadv = Failing(os.preadv)
