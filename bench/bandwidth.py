@@ -11,9 +11,9 @@ import numba
 import numpy as np
 import torch
 
-from qoff.kernels.cpu import default_pool, simd
-from qoff.kernels.cpu.compiled import JOB
-from qoff.kernels.cpu.pool import take
+from qoff.kernels.cpu.jit import simd
+from qoff.kernels.cpu.jit.compiled import JOB
+from qoff.kernels.cpu.jit.pool import default_pool, take
 from qoff.measure.samples import Samples, timed
 from qoff.memory.arena import map_pages
 

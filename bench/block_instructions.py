@@ -15,10 +15,10 @@ import numba
 import numpy as np
 from numba import types
 
-from qoff.kernels.cpu import packed_emit as emit
-from qoff.kernels.cpu.packed_fold import fold_queries
-from qoff.kernels.cpu.packed_softmax import find_weights
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.cpu.packed_attention import block_emit as emit
+from qoff.kernels.cpu.packed_attention.fold import fold_queries
+from qoff.kernels.cpu.packed_attention.softmax import find_weights
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 
 _DOT = "vpdpbusd"
 _SHUFFLE = re.compile(r"v(perm|punpck|unpck|shuf|pshuf|insert|extract|palign)")

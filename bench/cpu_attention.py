@@ -26,12 +26,12 @@ from bench.demo import fetch_checkpoint, fetch_gguf
 from bench.harness import Bar, Report, arguments
 from bench.peers import llama_cpp
 from qoff.errors import QoffError
-from qoff.kernels.cpu.packed_attention import packed_attention
-from qoff.kernels.cpu.pool import default_pool
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.layer_cache import BlockTable, PackedTokens
-from qoff.kernels.ragged import Ragged
-from qoff.kernels.reference_kv import dequantize_blocks
+from qoff.kernels.cpu.jit.pool import default_pool
+from qoff.kernels.cpu.packed_attention.attention import packed_attention
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kvcache import KVQuant
 from qoff.measure import greedy
 from qoff.measure.samples import Samples, interleaved, timed, torch_threads

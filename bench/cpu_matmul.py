@@ -16,9 +16,9 @@ from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
 from bench.harness import Bar, Report, arguments
 from bench.peers.int4 import DequantizeGemm, TorchInt4
 from qoff.errors import QoffError
-from qoff.kernels.cpu import w4_linear
-from qoff.kernels.packing import packed_shapes
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.cpu.linear.linear import w4_linear
+from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.measure.samples import Samples, interleaved, timed
 
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (576, 1536))

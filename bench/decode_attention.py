@@ -13,9 +13,9 @@ from bench.gpu_operands import Cache, random_cache
 from bench.gpu_peers import BACKENDS, sdpa
 from bench.gpu_targets import SDPA
 from bench.model_shapes import Shape, models
-from qoff.kernels import reference_attention as reference
-from qoff.kernels.decode_attention import DecodeConfig, decode_attention
-from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.reference import attention as reference
+from qoff.kernels.triton.attention.decode import DecodeConfig, decode_attention
 
 OP = "decode_attention"
 _NAMES = ("pool", "block_table", "compressed", "length", "recent_k", "recent_v", "form")

@@ -65,7 +65,7 @@ def fetch_checkpoint(folder: Path = FOLDER) -> Path:
     """Return the demo model as a qoff checkpoint, converted if it is not there yet."""
     from qoff.cli.output import progress_bar
     from qoff.hf.load import is_checkpoint
-    from qoff.models.convert import convert
+    from qoff.models.convert.convert import convert
 
     target = folder / "SmolLM2-135M-Instruct-qoff"
     if not is_checkpoint(target):

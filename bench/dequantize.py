@@ -10,7 +10,7 @@ import torch
 from bench.gpu_case import BOUNDS, Case, Check, Work, dtypes, relative_rms, short
 from bench.gpu_operands import random_weight
 from bench.model_shapes import LLAMA_8B, LLAMA_70B
-from qoff.kernels.dequantize import dequantize
+from qoff.kernels.triton.linear.dequantize import dequantize
 
 OP = "dequantize"
 

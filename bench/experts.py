@@ -17,10 +17,10 @@ from torch import Tensor
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
 from bench.harness import Bar, Report, arguments
 from qoff.errors import QoffError
-from qoff.kernels.cpu import experts
-from qoff.kernels.packing import packed_shapes
-from qoff.kernels.qexperts import QExperts
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.cpu.moe.experts import experts
+from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.measure.samples import Samples, interleaved, timed
 
 GROUP = 64

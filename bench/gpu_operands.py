@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.qtensor import QTensor
-from qoff.kernels.reference_kv import quantize_blocks
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.reference.kv_blocks import quantize_blocks
 
 _DISTINCT = 1 << 26  # values; larger caches repeat them
 

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.gpu_case import Call
-from qoff.kernels.packing import unpack_codes, unpack_scale_min
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import unpack_codes, unpack_scale_min
+from qoff.kernels.layout.qtensor import QTensor
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -28,7 +28,7 @@ from bench.kv_scheme_list import DEFAULT, Rotary, schemes
 from bench.kv_schemes import Keep, Scheme, exact
 from qoff.errors import ArgumentError
 from qoff.eval.models import open_float
-from qoff.kernels.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 
 WINDOW = 1024  # tokens
 _INTERFACE = "compressed_kv"

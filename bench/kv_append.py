@@ -14,10 +14,10 @@ from bench.gpu_case import Call, Case, Check, Work, relative_rms
 from bench.gpu_targets import PLAIN_APPEND
 from bench.model_shapes import Shape, models
 from bench.rope import tables
-from qoff.kernels import reference_kv
-from qoff.kernels.kv_append import kv_append
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.rope import rope
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.reference import kv_blocks
+from qoff.kernels.triton.attention.append import kv_append
+from qoff.kernels.triton.elementwise.rope import rope
 
 OP = "kv_append"
 _BOUND = 2e-2  # a code beside a half may be the neighbour of the reference's: a whole step
@@ -108,9 +108,9 @@ def _error(form: KVFormat, rows: int, device: torch.device) -> float:
         recent_v=work.recent_v.clone(),
     )
     work.run()
-    reference_kv.append(**expected.operands())
-    found = reference_kv.dequantize_blocks(work.pool, form)
-    wanted = reference_kv.dequantize_blocks(expected.pool, form)
+    kv_blocks.append(**expected.operands())
+    found = kv_blocks.dequantize_blocks(work.pool, form)
+    wanted = kv_blocks.dequantize_blocks(expected.pool, form)
     pairs = [(work.recent_k, expected.recent_k), (work.recent_v, expected.recent_v)]
     if work.max_new_blocks:
         pairs += zip(found, wanted, strict=True)

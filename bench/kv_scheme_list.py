@@ -23,7 +23,7 @@ from bench.kv_schemes import (
     towards,
     without_first,
 )
-from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.layout.kv_format import KVFormat
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin of a window's positions, [T, D / 2]
 HEAD_DIM = 64  # of the demo model

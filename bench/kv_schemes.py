@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from qoff.eval.every_token import ggml_values
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.reference_kv import hadamard, quantize_blocks, unpack_blocks
-from qoff.kernels.rotated import rotate_values
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.reference.kv_blocks import hadamard, quantize_blocks, unpack_blocks
+from qoff.kernels.triton.attention.rotation import rotate_values
 
 Keep = Callable[[int, Tensor], Tensor]  # layer, K or V: what is left of it
 Fit = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]  # groups, dim, bits: scale and minimum

@@ -11,8 +11,8 @@ from bench.decode_attention import problem
 from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
 from bench.gpu_targets import DECODE
 from bench.model_shapes import Shape, models
-from qoff.kernels import reference_kv
-from qoff.kernels.merge import merge
+from qoff.kernels.reference import kv_blocks
+from qoff.kernels.triton.attention.merge import merge
 
 OP = "merge"
 _CONTEXT, _BATCH = 32768, 8
@@ -33,7 +33,7 @@ def _error(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.d
     lses[0] = -torch.inf
     outs[0] = torch.nan
     out, lse = merge(outs, lses)
-    expected, expected_lse = reference_kv.merge(outs.double(), lses)
+    expected, expected_lse = kv_blocks.merge(outs.double(), lses)
     return max(relative_rms(out, expected), relative_rms(lse, expected_lse))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import ptx, ttgir
 from bench.gpu_limits import LIMITS, WARP, blocks_per_sm
-from qoff.kernels.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
+from qoff.kernels.triton.launch.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 

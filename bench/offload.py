@@ -28,7 +28,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.llm import RoundStats
 from qoff.errors import BudgetError
-from qoff.kvcache.placement import KVPlacement
+from qoff.kvcache.store.placement import KVPlacement
 from qoff.measure.samples import Samples
 from qoff.plan import Plan
 from qoff.units import format_size

@@ -14,9 +14,9 @@ from bench.gpu_operands import random_cache
 from bench.gpu_peers import BACKENDS, sdpa
 from bench.gpu_targets import SDPA
 from bench.model_shapes import Shape, models
-from qoff.kernels import reference_attention as reference
-from qoff.kernels.kv_format import KVFormat
-from qoff.kernels.prefill_attention import prefill_attention
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.reference import attention as reference
+from qoff.kernels.triton.attention.prefill import prefill_attention
 
 OP = "prefill_attention"
 _NAMES = ("pool", "block_table", "compressed", "recent_k", "recent_v")

@@ -9,9 +9,9 @@ import torch
 
 from bench.gpu_case import Case, Check, Work, dtypes, short
 from bench.model_shapes import LLAMA_8B, LLAMA_70B
-from qoff.kernels import reference
-from qoff.kernels.packing import pack_codes, pack_scale_min
-from qoff.kernels.quantize import quantize
+from qoff.kernels.layout.packing import pack_codes, pack_scale_min
+from qoff.kernels.reference import quantization
+from qoff.kernels.triton.linear.quantize import quantize
 
 OP = "quantize"
 
@@ -30,7 +30,7 @@ def _error(
 ) -> float:
     w = torch.randn(shape, device=device).to(dtype)
     codes, scale_min = quantize(w, bits, group)
-    levels, scale, minimum = reference.quantize(w, bits, group)
+    levels, scale, minimum = quantization.quantize(w, bits, group)
     if not torch.equal(scale_min, pack_scale_min(scale, minimum, "half32")):
         return float("inf")
     packed = pack_codes(levels, bits, "half32")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint import CheckpointWriter
-from qoff.kernels.packing import packed_shapes
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.models import names
 from qoff.models.spec import DecoderSpec
 

@@ -9,8 +9,8 @@ import torch
 
 from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
 from bench.model_shapes import models
-from qoff.kernels import reference_elementwise as reference
-from qoff.kernels.rms_norm import rms_norm
+from qoff.kernels.reference import elementwise as reference
+from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 
 OP = "rms_norm"
 _EPS = 1e-5

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
 from bench.model_shapes import models
-from qoff.kernels import reference_elementwise as reference
-from qoff.kernels.rope import rope
+from qoff.kernels.reference import elementwise as reference
+from qoff.kernels.triton.elementwise.rope import rope
 
 OP = "rope"
 POSITIONS = 8192

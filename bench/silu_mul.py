@@ -10,8 +10,8 @@ from torch.nn.functional import silu
 
 from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
 from bench.model_shapes import models
-from qoff.kernels import reference_elementwise as reference
-from qoff.kernels.silu_mul import silu_mul
+from qoff.kernels.reference import elementwise as reference
+from qoff.kernels.triton.elementwise.silu_mul import silu_mul
 
 OP = "silu_mul"
 

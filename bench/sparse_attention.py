@@ -23,14 +23,14 @@ from bench.demo import fetch_checkpoint
 from bench.harness import Report, arguments
 from qoff.eval.texts import encode, read_text
 from qoff.hf.load import load_tokenizer
-from qoff.kernels.cpu.packed_attention import packed_attention
-from qoff.kernels.cpu.packed_select import select_blocks
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.layer_cache import BlockTable, PackedTokens
-from qoff.kernels.ragged import Ragged
-from qoff.kvcache.packed import PackedCache
+from qoff.kernels.cpu.packed_attention.attention import packed_attention
+from qoff.kernels.cpu.packed_attention.select import select_blocks
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kvcache.host.packed import PackedCache
 from qoff.measure.samples import interleaved, timed, torch_threads
-from qoff.models.decoder import head_shapes
+from qoff.models.native.decoder import head_shapes
 from qoff.models.runtime import Batch, Runtime
 
 KV_HEADS = 8

@@ -24,11 +24,11 @@ from bench.gpu_case import Call
 from bench.gpu_operands import random_weight
 from bench.model_shapes import MODELS, TOKENS
 from bench.w4_linear import GROUP
-from qoff.kernels import tuned
-from qoff.kernels.decode_attention import DecodeConfig
-from qoff.kernels.w4_gemv import GemvConfig, tokens_max
-from qoff.kernels.w4_linear import w4_linear
-from qoff.kernels.w4_skinny import SkinnyConfig
+from qoff.kernels.triton.attention.decode import DecodeConfig
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.linear.gemv import GemvConfig, tokens_max
+from qoff.kernels.triton.linear.linear import w4_linear
+from qoff.kernels.triton.linear.skinny import SkinnyConfig
 
 _SAMPLE_S = 1.5
 _GAIN = 1.03

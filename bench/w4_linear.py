@@ -12,8 +12,8 @@ from bench.gpu_operands import random_weight
 from bench.gpu_peers import gemlite, tinygemm
 from bench.gpu_targets import CUBLAS, GEMLITE, TINYGEMM
 from bench.model_shapes import TOKENS, models
-from qoff.kernels.qtensor import QTensor
-from qoff.kernels.w4_linear import w4_linear
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.triton.linear.linear import w4_linear
 
 OP = "w4_linear"
 GROUP = 64

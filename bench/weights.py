@@ -26,10 +26,10 @@ from bench.harness import Report, arguments
 from qoff.cli.convert import calibration_ids
 from qoff.eval import peers
 from qoff.models import names
-from qoff.models.building import Builder
-from qoff.models.layerwise import Layerwise
-from qoff.models.sources import open_source
-from qoff.models.unconverted import Unconverted
+from qoff.models.convert.builder import Builder
+from qoff.models.convert.layerwise import Layerwise
+from qoff.models.convert.unconverted import Unconverted
+from qoff.models.sources.safetensors import open_source
 from qoff.quant import Format, QuantConfig, quantize
 from qoff.quant.compensated import compensated
 from qoff.quant.solvers import SOLVERS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from qoff.models.convert import open_source
+from qoff.models.convert.convert import open_source
 from qoff.models.families import FAMILIES, SOURCES, converted
 from qoff.models.spec import DecoderSpec
 from tests.module_models import MODULES

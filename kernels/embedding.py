@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qoff.errors import OpError
 
-from .packing import ROW_BLOCK
-from .qtensor import QTensor
+from .layout.packing import ROW_BLOCK
+from .layout.qtensor import QTensor
 
 
 def embedding(ids: Tensor, weight: QTensor) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from qoff.errors import OpError
 
-from .heads import HeadShape
-from .qexperts import QExperts
-from .qtensor import QTensor
-from .ragged import Ragged
+from .layout.heads import HeadShape
+from .layout.qexperts import QExperts
+from .layout.qtensor import QTensor
+from .layout.ragged import Ragged
 
 
 class Ops(Protocol):
@@ -70,7 +70,7 @@ class Ops(Protocol):
 def ops_for(device: torch.device) -> Ops:
     """The fastest implementation for a device. Raises OpError where there is none."""
     if device.type == "cpu":
-        from . import cpu
+        from .cpu import ops as cpu
 
         cpu.default_pool()  # takes as many threads as torch has now; torch may be given fewer later
         return cpu
@@ -78,7 +78,7 @@ def ops_for(device: torch.device) -> Ops:
         if not torch.cuda.is_available():
             raise OpError("no GPU that torch can use; use device 'cpu', or a torch build for CUDA")
         try:
-            from . import triton_ops
+            from .triton import ops as triton_ops
         except ImportError as error:
             raise OpError(f"the ops for a GPU need Triton ({error}); install triton") from error
         return triton_ops

@@ -4,7 +4,7 @@
     llm = qoff.LLM("path-or-hub-id", qoff.Plan(batch_size=32, batches=4))
 
 These names and what they need are imported on first use; `import qoff` alone is fast. It also
-makes transformers know qoff checkpoints and `qoff.QoffConfig` (see `hf.register`):
+makes transformers know qoff checkpoints and `qoff.QoffConfig` (see `hf.plugin.register`):
 
     model = AutoModelForCausalLM.from_pretrained("path-or-hub-id-of-a-qoff-checkpoint")
 """
@@ -14,13 +14,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qoff.hf.register import register_with_transformers
+from qoff.hf.plugin.register import register_with_transformers
 
 if TYPE_CHECKING:
     from qoff.engine import LLM, SamplingParams
     from qoff.hf.cache import KVCache
     from qoff.hf.load import load
-    from qoff.hf.quantization_config import QoffConfig
+    from qoff.hf.plugin.config import QoffConfig
     from qoff.kvcache import KVPlacement, KVQuant
     from qoff.plan import Plan
     from qoff.quant import Format, QuantConfig
@@ -47,7 +47,7 @@ _MODULES = {
     "KVQuant": "qoff.kvcache",
     "LLM": "qoff.engine",
     "Plan": "qoff.plan",
-    "QoffConfig": "qoff.hf.quantization_config",
+    "QoffConfig": "qoff.hf.plugin.config",
     "QuantConfig": "qoff.quant",
     "SamplingParams": "qoff.engine",
     "load": "qoff.hf.load",

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from qoff.checkpoint import Checkpoint, TensorEntry, WeightFile, read_weight
-from qoff.kernels.qtensor import QTensor
-from qoff.models.convert import convert
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.models.convert.convert import convert
 from qoff.models.modules.quantizable import matrices_of
 from qoff.models.modules.structure import CACHE_ARGUMENTS, Place, Structure
 from qoff.models.tensor_names import EMBEDDING, HEAD

@@ -26,13 +26,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import BudgetError
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
-from qoff.kernels.qtensor import QTensor
-from qoff.memory.units import HEAD, Unit, local_names, unit_files
+from qoff.memory.plan.units import HEAD, Unit, local_names, unit_files
 from qoff.models import names
 from qoff.models.batch import Batch
-from qoff.models.convert import convert
-from qoff.models.decoder import Decoder
+from qoff.models.convert.convert import convert
+from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig

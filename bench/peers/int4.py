@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qoff.kernels.packing import unpack_codes, unpack_scale_min
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import unpack_codes, unpack_scale_min
+from qoff.kernels.layout.qtensor import QTensor
 
 _ZERO_CODE = 8  # torch's int4 value is (code - 8) * scale + zero
 

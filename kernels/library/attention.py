@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 
-from ..kv_format import BLOCK_TOKENS, KVFormat
 from .cache import FORM, check_cache, check_counts, check_fresh, scalars
 from .define import Output, define, require
 
@@ -204,25 +204,25 @@ def _check_most(max_compressed: int, block_table: Tensor) -> None:
 
 
 def _decode_launcher() -> Callable[..., Any]:
-    from ..decode_attention import decode_attention as launch
+    from qoff.kernels.triton.attention.decode import decode_attention as launch
 
     return lambda *args: _call(launch, 7, args, ("max_compressed",))
 
 
 def _prefill_launcher() -> Callable[..., Any]:
-    from ..prefill_attention import prefill_attention as launch
+    from qoff.kernels.triton.attention.prefill import prefill_attention as launch
 
     return lambda *args: _call(launch, 10, args, ("max_rows", "max_compressed"))
 
 
 def _decode_reference(*args: Any) -> Any:
-    from ..reference_attention import decode_attention
+    from qoff.kernels.reference.attention import decode_attention
 
     return _call(decode_attention, 7, args, ("max_compressed",))
 
 
 def _prefill_reference(*args: Any) -> Any:
-    from ..reference_attention import prefill_attention
+    from qoff.kernels.reference.attention import prefill_attention
 
     return _call(prefill_attention, 10, args, ("max_rows", "max_compressed"))
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.reference import kv_blocks
 
-from .. import reference_kv
-from ..kv_format import BLOCK_TOKENS, KVFormat
 from .define import FLOATS, FLOATS_AND_32, INTS, Output, capability, define, require
 from .elementwise import check_tables
 
@@ -165,19 +165,19 @@ def _check_merge(outs: Tensor, lses: Tensor) -> tuple[Output, Output]:
 
 
 def _kv_append_launcher() -> Callable[..., Any]:
-    from ..kv_append import kv_append
+    from qoff.kernels.triton.attention.append import kv_append
 
     launch: Callable[..., None] = kv_append
     return lambda *args: launch(*args[:14], KVFormat(*args[14:19]), args[19])
 
 
 def _kv_append_reference(*args: Any) -> None:
-    append: Callable[..., None] = reference_kv.append
+    append: Callable[..., None] = kv_blocks.append
     append(*args[:12], KVFormat(*args[14:19]), args[19])
 
 
 def _merge_launcher() -> Callable[..., Any]:
-    from ..merge import merge as launch
+    from qoff.kernels.triton.attention.merge import merge as launch
 
     return launch
 
@@ -195,5 +195,5 @@ _merge = define(
     "merge(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
     check=_check_merge,
     cuda=_merge_launcher,
-    cpu=reference_kv.merge,
+    cpu=kv_blocks.merge,
 )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.kernels.reference import elementwise as reference
 
-from .. import reference_elementwise as reference
 from .define import FLOATS_AND_32, Output, define, require
 
 _POSITIONS = (torch.int32, torch.int64)
@@ -100,25 +100,25 @@ def _check_rope(
 
 
 def _rms_norm_launcher() -> Callable[..., Any]:
-    from ..rms_norm import rms_norm as launch
+    from qoff.kernels.triton.elementwise.rms_norm import rms_norm as launch
 
     return lambda x, weight, eps: launch(x, weight, eps)[0]
 
 
 def _add_rms_norm_launcher() -> Callable[..., Any]:
-    from ..rms_norm import rms_norm as launch
+    from qoff.kernels.triton.elementwise.rms_norm import rms_norm as launch
 
     return lambda x, residual, weight, eps: launch(x, weight, eps, residual)
 
 
 def _silu_mul_launcher() -> Callable[..., Any]:
-    from ..silu_mul import silu_mul as launch
+    from qoff.kernels.triton.elementwise.silu_mul import silu_mul as launch
 
     return launch
 
 
 def _rope_launcher() -> Callable[..., Any]:
-    from ..rope import rope as launch
+    from qoff.kernels.triton.elementwise.rope import rope as launch
 
     return launch
 

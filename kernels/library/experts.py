@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.kernels.layout.qexperts import QExperts, check_mlp
 
-from ..qexperts import QExperts, check_mlp
 from .define import FLOATS, Output, define, require
 
 _SCALES = (torch.float16, torch.float32)
@@ -151,13 +151,13 @@ def _joined(
 
 
 def _cuda() -> Callable[..., Any]:
-    from ..w4_experts import experts as launch
+    from qoff.kernels.triton.moe.experts import experts as launch
 
     return lambda *args: _call(launch, args)
 
 
 def _reference(*args: Any) -> Tensor:
-    from ..reference_experts import experts as compute
+    from qoff.kernels.reference.experts import experts as compute
 
     (x, *operands), options = _joined(*args)
     result: Tensor = compute(x.float(), *operands, **_widened(options))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.kernels.layout.packing import check_format, pack_codes, pack_scale_min, packed_shapes
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.reference import quantization
 
-from .. import reference
-from ..packing import check_format, pack_codes, pack_scale_min, packed_shapes
-from ..qtensor import QTensor
 from .define import FLOATS, FLOATS_AND_32, Output, define, require, require_one
 
 _SCALES = (torch.float16, torch.float32)
@@ -117,7 +117,7 @@ def _check_w4_linear(
 def _quantize_anywhere(
     w: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    codes, scale, minimum = reference.quantize(w, bits, group_size, scale_dtype)
+    codes, scale, minimum = quantization.quantize(w, bits, group_size, scale_dtype)
     return pack_codes(codes, bits, "half32"), pack_scale_min(scale, minimum, "half32")
 
 
@@ -140,19 +140,19 @@ def _w4_linear_anywhere(
 
 
 def _cuda_quantize() -> Callable[..., Any]:
-    from ..quantize import quantize
+    from qoff.kernels.triton.linear.quantize import quantize
 
     return quantize
 
 
 def _cuda_dequantize() -> Callable[..., Any]:
-    from ..dequantize import dequantize
+    from qoff.kernels.triton.linear.dequantize import dequantize
 
     return dequantize
 
 
 def _cuda_w4_linear() -> Callable[..., Any]:
-    from ..w4_linear import w4_linear
+    from qoff.kernels.triton.linear.linear import w4_linear
 
     return w4_linear
 

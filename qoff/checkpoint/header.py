@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from qoff.errors import FormatError, OpError
-from qoff.kernels.packing import PACKINGS, packed_shapes
+from qoff.kernels.layout.packing import PACKINGS, packed_shapes
 
 from .layout import (
     ALIGNMENT,

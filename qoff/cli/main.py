@@ -83,7 +83,7 @@ def convert(
     """Convert a model to a qoff checkpoint; quantized codes are taken over bit for bit."""
     from qoff.checkpoint import Checkpoint
     from qoff.hf.load import local_source
-    from qoff.models.convert import convert as run
+    from qoff.models.convert.convert import convert as run
     from qoff.quant import QuantConfig
 
     from . import convert as work
@@ -165,7 +165,7 @@ def generate(
     """Answer a prompt, printing text as it comes and then a table of what it cost."""
     from qoff.engine import SamplingParams
     from qoff.hf.load import load
-    from qoff.memory.timeline import Timeline, checked_path
+    from qoff.memory.io.timeline import Timeline, checked_path
 
     from .generate import answer
 
@@ -269,7 +269,7 @@ def batch(
     """
     from qoff.engine import LLM, SamplingParams
     from qoff.kvcache import KVQuant
-    from qoff.kvcache.placement import KVPlacement
+    from qoff.kvcache.store.placement import KVPlacement
     from qoff.plan import Plan
     from qoff.units import parse_size
 

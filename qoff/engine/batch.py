@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qoff.kernels.ragged import Ragged, Span
+from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache import KVCache
 from qoff.kvcache.slots import SlotCache
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from qoff.errors import ArgumentError
 from qoff.kvcache import DeviceCache
-from qoff.kvcache.device_blocks import DeviceBlocks
-from qoff.kvcache.device_tiers import open_device_blocks
-from qoff.kvcache.placement import DEVICE, DISK, HOST
-from qoff.kvcache.tiered import TieredBlocks
+from qoff.kvcache.device.blocks import DeviceBlocks
+from qoff.kvcache.device.tiers import open_device_blocks
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import ThreadTransfers, Transfers
-from qoff.memory.cuda_transfers import CudaTransfers
+from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.plan import Memory
 from qoff.plan.gpu import Gpu, check_gpu_plan, memory_on_gpu
 

@@ -17,10 +17,10 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.ops import Ops, ops_for
-from qoff.kvcache.device_blocks import DeviceBlocks
-from qoff.kvcache.tiered import TieredBlocks
+from qoff.kvcache.device.blocks import DeviceBlocks
+from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory.arena import Arena
-from qoff.memory.timeline import Timeline, checked_path
+from qoff.memory.io.timeline import Timeline, checked_path
 from qoff.models.batch import Activations, Batch, Kept
 from qoff.models.runtime import Runtime, device_of
 from qoff.plan import Memory, Plan

@@ -13,20 +13,20 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.ops import Ops
 from qoff.kvcache import PackedCache
-from qoff.kvcache.device_blocks import DeviceBlocks
-from qoff.kvcache.placement import DEVICE, DISK, HOST
-from qoff.kvcache.recent import Scratch as KVScratch
+from qoff.kvcache.device.blocks import DeviceBlocks
+from qoff.kvcache.host.recent import Scratch as KVScratch
 from qoff.kvcache.slots import SlotCache
-from qoff.kvcache.tiered import TieredBlocks
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import HEAD, ThreadTransfers, Transfers, plan_residency
 from qoff.memory.activations import ActivationStore
 from qoff.memory.arena import Arena
-from qoff.memory.copies import Copies
-from qoff.memory.spill import SpillFile
+from qoff.memory.io.copies import Copies
+from qoff.memory.io.spill import SpillFile
+from qoff.memory.io.timeline import Timeline
 from qoff.memory.tiers import TierArenas
-from qoff.memory.timeline import Timeline
-from qoff.models.decoder import Decoder, head_shapes
 from qoff.models.modules.decoder import is_modules
+from qoff.models.native.decoder import Decoder, head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan

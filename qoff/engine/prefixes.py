@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from qoff.kernels.kv_format import BLOCK_TOKENS
-from qoff.kvcache.placement import KVPlacement
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kvcache.store.placement import KVPlacement
 
 _Key = tuple[int | None, tuple[int, ...]]  # the block before, if any, and 64 tokens
 

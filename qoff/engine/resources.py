@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from qoff.memory.disk import DiskReader
-from qoff.memory.link import Link
+from qoff.memory.io.disk import DiskReader
+from qoff.memory.io.link import Link
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError
 from qoff.hf.torch_threads import one_torch_thread
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.ragged import Ragged
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Batch, Runtime
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels.heads import HeadShape
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.layer_cache import LayerCache
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
-from qoff.kernels.ragged import Ragged
-from qoff.kernels.reference_elementwise import rms_norm, rope
-from qoff.kernels.reference_kv import quantize_blocks, unpack_blocks
-from qoff.kernels.rotated import rotate_values
+from qoff.kernels.reference.elementwise import rms_norm, rope
+from qoff.kernels.reference.kv_blocks import quantize_blocks, unpack_blocks
+from qoff.kernels.triton.attention.rotation import rotate_values
 from qoff.kvcache import KVQuant
 
 GGML_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qoff.errors import ArgumentError
-from qoff.kernels.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
 from qoff.models.spec import DecoderSpec
 

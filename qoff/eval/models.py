@@ -20,7 +20,7 @@ from qoff.errors import ArgumentError, FormatError
 from qoff.hf.load import exists, is_checkpoint, load_tokenizer
 from qoff.kernels.ops import ops_for
 from qoff.models.runtime import Runtime
-from qoff.models.sources import open_source
+from qoff.models.sources.safetensors import open_source
 from qoff.models.spec import DecoderSpec
 from qoff.units import parse_size
 

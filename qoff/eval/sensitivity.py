@@ -26,9 +26,9 @@ from torch import Tensor
 
 from qoff.errors import QuantizationError
 from qoff.models import names
-from qoff.models.building import Builder
-from qoff.models.layerwise import Layerwise
-from qoff.models.unconverted import Unconverted
+from qoff.models.convert.builder import Builder
+from qoff.models.convert.layerwise import Layerwise
+from qoff.models.convert.unconverted import Unconverted
 from qoff.quant import Format, QTensor, QuantConfig, quantize
 
 FORMATS = (Format(4, 128), Format(4, 64), Format(4, 32), Format(8, 128), Format(8, 64))

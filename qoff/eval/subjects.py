@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.ragged import Ragged
 from qoff.models.batch import Kept
 from qoff.models.runtime import Batch, Runtime
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError
 from qoff.hf.load import is_checkpoint, source_stamps
 from qoff.kvcache import KVQuant
-from qoff.models.convert import convert
+from qoff.models.convert.convert import convert
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import Cache
 
 from qoff.errors import OpError
-from qoff.kernels.heads import HeadShape
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache.quant import KVBits, KVQuant
 from qoff.models.runtime import Runtime
 
-from .columns import Columns
+from .padded_batch import Columns
 
 if TYPE_CHECKING:
     from .model import QoffForCausalLM

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from qoff.errors import ArgumentError, ConversionError, FormatError
 from qoff.kvcache.quant import KVBits, KVQuant
-from qoff.memory.timeline import Timeline
-from qoff.models.convert import convert
+from qoff.memory.io.timeline import Timeline
+from qoff.models.convert.convert import convert
 from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime

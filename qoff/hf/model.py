@@ -21,7 +21,7 @@ from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Batch, Runtime, RuntimeStats
 
 from .cache import KVCache
-from .columns import Columns
+from .padded_batch import Columns
 from .torch_threads import one_torch_thread
 
 

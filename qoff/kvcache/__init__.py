@@ -1,13 +1,13 @@
 """What the model remembers of the tokens it has read."""
 
 from .base import KVCache
-from .device import DeviceCache
-from .mixed import MixedCache
-from .packed import PackedCache
-from .placement import KVPlacement
-from .plain import PlainCache
+from .device.cache import DeviceCache
+from .host.mixed import MixedCache
+from .host.packed import PackedCache
+from .host.plain import PlainCache
 from .quant import KVQuant
 from .slots import SlotCache
+from .store.placement import KVPlacement
 
 __all__ = [
     "DeviceCache",

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from qoff.errors import ArgumentError
-from qoff.kernels.device_cache import DeviceLayerCache
-from qoff.kernels.layer_cache import LayerCache
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.ragged import Ragged
 
 
 class KVCache(ABC):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from qoff.errors import ArgumentError
-from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.layout.kv_format import KVFormat
 
 KVBits = int | tuple[int, int] | str  # of K and V together, of each, or text as `KVQuant.of` reads
 UNPACKED = 16  # "bits" of K and V in a layer that stays as it is

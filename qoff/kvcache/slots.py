@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from qoff.errors import ArgumentError
-from qoff.kernels.device_cache import DeviceLayerCache
-from qoff.kernels.kv_format import BLOCK_TOKENS
-from qoff.kernels.layer_cache import LayerCache
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.ragged import Ragged
 
 from .base import KVCache
 

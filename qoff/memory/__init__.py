@@ -20,15 +20,15 @@
 """
 
 from .arena import Arena
-from .disk import DiskReader, DiskStats, ReadRequest
-from .link import Link
-from .placement import place_in_host, plan_residency
-from .residency import Residency, residency_of
+from .io.disk import DiskReader, DiskStats, ReadRequest
+from .io.link import Link
+from .io.thread_transfers import ThreadTransfers
+from .io.timeline import Interval, Timeline
+from .io.transfers import Transfers, UnitRead
+from .plan.placement import place_in_host, plan_residency
+from .plan.residency import Residency, residency_of
+from .plan.units import HEAD, Tile, TiledMatrix, Unit
 from .store import StoreStats, Weights, WeightStore
-from .thread_transfers import ThreadTransfers
-from .timeline import Interval, Timeline
-from .transfers import Transfers, UnitRead
-from .units import HEAD, Tile, TiledMatrix, Unit
 
 __all__ = [
     "HEAD",

@@ -11,8 +11,8 @@ from torch import Tensor
 from qoff.errors import DiskReadError
 
 from .arena import PAGE, Arena, round_up
-from .copies import Copies
-from .spill import SpillFile
+from .io.copies import Copies
+from .io.spill import SpillFile
 
 WINDOWS = 2  # on the device: one is computed on while another is filled
 _WATCH_S = 1.0

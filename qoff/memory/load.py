@@ -10,10 +10,10 @@ from torch import Tensor
 from qoff.checkpoint import WeightFile, check_digest
 
 from .arena import Arena, map_pages
-from .disk import DiskReader, ReadRequest
-from .image import Image, Weight
-from .transfers import Transfers, UnitRead
-from .units import Unit
+from .io.disk import DiskReader, ReadRequest
+from .io.transfers import Transfers, UnitRead
+from .plan.image import Image, Weight
+from .plan.units import Unit
 
 _SCRATCH = 4 << 20  # bytes read ahead of the hash, given back after it
 

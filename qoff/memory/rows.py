@@ -10,11 +10,11 @@ from torch import Tensor
 
 from qoff.checkpoint import QuantEntry, TensorEntry, WeightEntry, WeightFile
 from qoff.kernels.embedding import embedding
-from qoff.kernels.packing import ROW_BLOCK
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import ROW_BLOCK
+from qoff.kernels.layout.qtensor import QTensor
 
-from .disk import DiskReader
-from .image import Weight
+from .io.disk import DiskReader
+from .plan.image import Weight
 
 _NEAR = 4096  # bytes: pieces closer than this are read as one
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError
 
-from .image import Image
-from .transfers import Mark, Transfers, UnitRead
-from .units import Unit
+from .io.transfers import Mark, Transfers, UnitRead
+from .plan.image import Image
+from .plan.units import Unit
 
 
 @dataclass(eq=False)

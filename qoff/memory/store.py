@@ -14,15 +14,13 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, OpError
 
-from .image import Image, Weight
+from .io.thread_transfers import ThreadTransfers
+from .io.timeline import Timeline
+from .io.transfers import Transfers
 from .load import check_file, load_resident, load_sources
-from .residency import Residency, host_images, resident_images, streamed_images
-from .rows import read_rows, rows_of, rows_of_parts
-from .slots import SlotRing
-from .thread_transfers import ThreadTransfers
-from .timeline import Timeline
-from .transfers import Transfers
-from .units import (
+from .plan.image import Image, Weight
+from .plan.residency import Residency, host_images, resident_images, streamed_images
+from .plan.units import (
     EMBEDDING,
     HEAD,
     LM_HEAD,
@@ -34,6 +32,8 @@ from .units import (
     unit_files,
     unit_weights,
 )
+from .rows import read_rows, rows_of, rows_of_parts
+from .slots import SlotRing
 
 Weights = Mapping[str, Weight | TiledMatrix]
 

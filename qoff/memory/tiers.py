@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .arena import Arena, map_pages
-from .copy_stream import CopyStream
+from .io.copy_stream import CopyStream
 
 
 class TierArenas:

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qoff.kernels.device_cache import DeviceLayerCache
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVCache
 
 from .spec import DecoderSpec

@@ -18,14 +18,14 @@ from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.kernels.ops import Ops, ops_for
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
-from qoff.memory.timeline import Timeline
-from qoff.memory.units import unit_label
+from qoff.memory.io.timeline import Timeline
+from qoff.memory.plan.units import unit_label
 
 from . import names
 from .batch import Batch
-from .decoder import HEAD, UNPACKED_ON_GPU, Decoder
-from .graphs import Replays
 from .modules.decoder import ModuleDecoder, is_modules
+from .native.decoder import HEAD, UNPACKED_ON_GPU, Decoder
+from .native.graphs import Replays
 from .spec import DecoderSpec
 
 AnyDecoder: TypeAlias = Decoder | ModuleDecoder
@@ -208,7 +208,7 @@ def _transfers_to(device: torch.device) -> Transfers | None:
     """What moves weights to a device; None: what the store has for a CPU."""
     if device.type == "cpu":
         return None
-    from qoff.memory.cuda_transfers import CudaTransfers
+    from qoff.memory.io.cuda_transfers import CudaTransfers
 
     return CudaTransfers(device)
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from qoff.errors import ArgumentError
-from qoff.kernels.heads import HeadShape
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.prefill_attention import scratch_bytes
-from qoff.kernels.w4_linear import ScratchConfig
-from qoff.kvcache.device_plan import DeviceBlockPlan
-from qoff.kvcache.placement import DEVICE, DISK, HOST
-from qoff.kvcache.tiered import BlockPlan
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.triton.attention.prefill import scratch_bytes
+from qoff.kernels.triton.linear.linear import ScratchConfig
+from qoff.kvcache.device.plan import DeviceBlockPlan
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
 from qoff.models.batch import Scratch
-from qoff.models.rope import table_bytes
+from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 
 from .manual import Memory, Plan

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Literal
 
 from qoff.errors import ArgumentError, BudgetError
-from qoff.kernels.heads import HeadShape
-from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kvcache import KVQuant, PackedCache
-from qoff.kvcache.device_plan import DeviceBlockPlan
-from qoff.kvcache.placement import DEVICE, DISK, HOST, KVPlacement
-from qoff.kvcache.recent import RecentTokens
-from qoff.kvcache.recent import Scratch as KVScratch
-from qoff.kvcache.tiered import BlockPlan
+from qoff.kvcache.device.plan import DeviceBlockPlan
+from qoff.kvcache.host.recent import RecentTokens
+from qoff.kvcache.host.recent import Scratch as KVScratch
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
+from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
 from qoff.models.batch import Scratch
-from qoff.models.rope import table_bytes
+from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 from qoff.units import format_size
 

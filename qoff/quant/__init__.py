@@ -8,7 +8,7 @@
 - `rows`: join and reorder rows of quantized matrices.
 """
 
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 
 from .gguf import GGUFFile
 from .grouped import widened

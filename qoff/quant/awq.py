@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import FormatError
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 
 from .grouped import Grouping
 from .stored import FLOATS, Settings, StoredTensors, TensorInfo, checked_scales, checked_shape

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError, QuantizationError
-from qoff.kernels.packing import check_format, pack_codes, pack_scale_min
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import check_format, pack_codes, pack_scale_min
+from qoff.kernels.layout.qtensor import QTensor
 
 from .matrix import Format
 from .solvers import mse

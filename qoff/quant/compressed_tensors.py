@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import FormatError, UnsupportedModelError
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 
 from .grouped import Grouping, unpack_bits
 from .stored import (

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from qoff.errors import FormatError
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 
 from .gguf_blocks import BLOCK_TYPES, decode_rows
 

@@ -24,8 +24,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from qoff.kernels.packing import pack_codes
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import pack_codes
+from qoff.kernels.layout.qtensor import QTensor
 
 from .grouped import narrowed
 

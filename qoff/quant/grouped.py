@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qoff.errors import QuantizationError
-from qoff.kernels.packing import GROUP_SIZES, pack_codes, pack_scale_min, unpack_codes
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import GROUP_SIZES, pack_codes, pack_scale_min, unpack_codes
+from qoff.kernels.layout.qtensor import QTensor
 
 from .stored import TensorInfo
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError, QuantizationError
-from qoff.kernels.packing import (
+from qoff.kernels.layout.packing import (
     BITS,
     GROUP_SIZES,
     PACKINGS,
@@ -19,8 +19,8 @@ from qoff.kernels.packing import (
     pack_scale_min,
     packed_shapes,
 )
-from qoff.kernels.qtensor import QTensor
-from qoff.kernels.reference import nearest_levels
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.reference.quantization import nearest_levels
 
 from .solvers import SOLVERS
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import QuantizationError
-from qoff.kernels.packing import ROW_BLOCK
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import ROW_BLOCK
+from qoff.kernels.layout.qtensor import QTensor
 
 Weight = TypeVar("Weight", QTensor, Tensor)
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from qoff.kernels.reference import minmax_scale, nearest_levels
+from qoff.kernels.reference.quantization import minmax_scale, nearest_levels
 
 Solver = Callable[[Tensor, int, torch.dtype], tuple[Tensor, Tensor]]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import FormatError, UnsupportedModelError
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

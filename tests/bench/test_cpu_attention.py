@@ -15,7 +15,7 @@ from bench.block_instructions import block_instructions
 from bench.cpu_attention import CACHED, FP32, QOFF, Operands, Shape, check
 from bench.peers import llama_cpp
 from qoff.errors import QoffError
-from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.processor import host_features
 from tests.tiny_models import tiny_checkpoint
 

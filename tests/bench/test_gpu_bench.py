@@ -29,8 +29,8 @@ from bench.gpu_targets import CUBLAS, TARGETS
 from bench.model_shapes import LLAMA_8B, MODELS, TOKENS
 from bench.text_table import text_table
 from qoff.errors import OpError
-from qoff.kernels import tuned
-from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.triton.launch import tuned
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

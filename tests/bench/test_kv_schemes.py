@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bench import kv_schemes
 from bench.kv_scheme_list import HEAD_DIM, schemes
-from qoff.kernels.kv_format import KVFormat
+from qoff.kernels.layout.kv_format import KVFormat
 from tests.tolerances import assert_close
 
 SHAPE = (1, 2, 128, HEAD_DIM)

@@ -28,7 +28,7 @@ from qoff.checkpoint import (
 )
 from qoff.checkpoint.layout import DTYPES, INDEX_FILE
 from qoff.errors import DiskReadError
-from qoff.kernels.packing import PACKINGS
+from qoff.kernels.layout.packing import PACKINGS
 from qoff.quant import QTensor
 from tests.checkpoint.samples import write as write_checkpoint
 from tests.kernels.operands import random_weight

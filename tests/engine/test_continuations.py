@@ -10,7 +10,7 @@ import torch
 from qoff.engine import LLM, Result, SamplingParams
 from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
-from qoff.kvcache.placement import KVPlacement
+from qoff.kvcache.store.placement import KVPlacement
 from qoff.plan import Plan
 from tests.tiny_models import reference_model, tiny_checkpoint
 

@@ -22,15 +22,15 @@ from qoff.engine.sampling import Sampler
 from qoff.engine.schedule import Pass, Schedule
 from qoff.errors import DiskReadError, DiskWriteError, QoffError
 from qoff.kvcache import KVQuant, PackedCache
-from qoff.kvcache.packed_pass import PackedPass
-from qoff.kvcache.placement import TIERS, KVPlacement
-from qoff.kvcache.ring import BlockRing
-from qoff.kvcache.tiered import TieredBlocks
+from qoff.kvcache.host.packed_pass import PackedPass
+from qoff.kvcache.store.placement import TIERS, KVPlacement
+from qoff.kvcache.store.ring import BlockRing
+from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import WeightStore
 from qoff.memory.activations import ParkedActivations
-from qoff.memory.link import Link
-from qoff.memory.spill import SpillFile
-from qoff.models.layer import Layer
+from qoff.memory.io.link import Link
+from qoff.memory.io.spill import SpillFile
+from qoff.models.native.layer import Layer
 from qoff.plan import Plan
 from tests.tiny_models import tiny_checkpoint
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant
-from qoff.kvcache.placement import KVPlacement
+from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory import plan_residency
 from qoff.models import runtime
-from qoff.models.convert import convert
+from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from tests.tiny_models import EOS, budgets, save_model, tiny_checkpoint
 from tests.tiny_models import QUANT as TINY_QUANT

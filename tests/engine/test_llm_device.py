@@ -19,23 +19,24 @@ from torch import Tensor
 from qoff.engine import LLM, Result, SamplingParams
 from qoff.engine.resources import Links
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, OpError
-from qoff.kernels import reference_elementwise, reference_ops
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.reference import elementwise
+from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache, KVPlacement, KVQuant
-from qoff.kvcache.device_blocks import DeviceBlocks
-from qoff.kvcache.device_pass import CacheStep
-from qoff.kvcache.outbox import Outbox
-from qoff.kvcache.placement import DEVICE, DISK, HOST
-from qoff.kvcache.ring import BlockRing
-from qoff.kvcache.stage import BlockStage, StagedBlocks
-from qoff.kvcache.tiered import TieredBlocks
-from qoff.memory.link import Link
-from qoff.models.convert import convert
+from qoff.kvcache.device.blocks import DeviceBlocks
+from qoff.kvcache.device.cache_step import CacheStep
+from qoff.kvcache.device.prefetch import BlockStage, StagedBlocks
+from qoff.kvcache.device.write_back import Outbox
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store.ring import BlockRing
+from qoff.kvcache.store.tiered import TieredBlocks
+from qoff.memory.io.link import Link
+from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from tests.models.test_triton_decoder import CHANGES, least_budget
 from tests.tiny_models import QUANT, save_model
 
-triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
+triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
 
 ON_GPU = torch.cuda.is_available()
 LETTERS = random.Random(3)
@@ -65,16 +66,16 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if ON_GPU:
         return
-    monkeypatch.setattr(triton_ops, "rope", reference_elementwise.rope)
+    monkeypatch.setattr(triton_ops, "rope", elementwise.rope)
     monkeypatch.setattr(triton_ops, "gated_silu", gated_silu)
-    monkeypatch.setattr(triton_ops, "rms_norm", lambda *x: (reference_elementwise.rms_norm(*x),))
+    monkeypatch.setattr(triton_ops, "rms_norm", lambda *x: (elementwise.rms_norm(*x),))
     monkeypatch.setattr(triton_ops.linear, "w4_linear", w4_linear)
 
 
 def w4_linear(
     x: Tensor, codes: Tensor, scale_min: Tensor, bias: Tensor | None, bits: int, group_size: int
 ) -> Tensor:
-    """`kernels.w4_linear.w4_linear` in torch, rows for themselves."""
+    """`kernels.triton.linear.linear.w4_linear` in torch, rows for themselves."""
     shape = (len(codes), x.shape[1])
     weight = QTensor(codes, scale_min, shape, bits, group_size, "half32").dequantize()
     assert bias is None

@@ -15,9 +15,9 @@ import pytest
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.resources import Links
 from qoff.kvcache import KVQuant
-from qoff.kvcache.packed_pass import PackedPass
-from qoff.kvcache.placement import KVPlacement
-from qoff.memory.link import Link
+from qoff.kvcache.host.packed_pass import PackedPass
+from qoff.kvcache.store.placement import KVPlacement
+from qoff.memory.io.link import Link
 from qoff.plan import Plan
 from tests.tiny_models import tiny_checkpoint
 

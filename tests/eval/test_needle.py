@@ -20,7 +20,7 @@ from qoff.eval.needle_prompts import NeedlePrompt, prompts
 from qoff.eval.needle_result import is_retrieved
 from qoff.hf.load import load_tokenizer
 from qoff.kvcache import KVPlacement, KVQuant
-from qoff.models.convert import convert
+from qoff.models.convert.convert import convert
 from tests.tiny_models import QUANT, reference_model, save_model, save_tokenizer
 
 POSITIONS = 1024

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from qoff.errors import ArgumentError, OpError, QuantizationError
-from qoff.hf import linear as module
-from qoff.hf.linear import QoffLinear, packed_linear
-from qoff.kernels.qtensor import QTensor
+from qoff.hf.packed import linear as module
+from qoff.hf.packed.linear import QoffLinear, packed_linear
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.quant import quantize
 from tests.tiny_models import reference_model, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, INT16_ACTIVATIONS, RELATIVE_RMS, assert_close

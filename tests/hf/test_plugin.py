@@ -24,10 +24,10 @@ from qoff.errors import (
     QoffError,
     QuantizationError,
 )
-from qoff.hf.embedding import QoffEmbedding
-from qoff.hf.install import packed_modules
-from qoff.hf.linear import QoffLinear
-from qoff.kernels.qtensor import QTensor
+from qoff.hf.packed.embedding import QoffEmbedding
+from qoff.hf.packed.linear import QoffLinear
+from qoff.hf.plugin.install import packed_modules
+from qoff.kernels.layout.qtensor import QTensor
 from tests.tiny_models import EXPERTS, FAMILIES, reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 
@@ -119,7 +119,7 @@ def test_quantizing_while_loading_equals_a_conversion(
 def test_each_weight_is_quantized_when_it_arrives(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qoff.hf import operations
+    from qoff.hf.plugin import operations
 
     left: list[int] = []
     original = operations.install

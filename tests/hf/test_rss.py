@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from qoff.checkpoint import Checkpoint, CheckpointWriter
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.names import layer_prefix, layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
 from tests.kernels.operands import random_weight

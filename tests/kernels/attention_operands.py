@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.reference_kv import quantize_blocks
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.reference.kv_blocks import quantize_blocks
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from qoff.kernels.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
+from qoff.kernels.triton.launch.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
 
 
 @triton.jit

@@ -21,29 +21,29 @@ from triton.runtime import jit
 from bench.gpu_limits import WARP
 from bench.offline import variants_of
 from bench.static import OPS
-from qoff.kernels import w4_splits
-from qoff.kernels.decode_attention import decode_attention
-from qoff.kernels.dequantize import dequantize
-from qoff.kernels.experts_product import Product
-from qoff.kernels.gated_silu import gated_silu
-from qoff.kernels.kv_append import kv_append
-from qoff.kernels.kv_format import KVFormat
-from qoff.kernels.merge import merge
-from qoff.kernels.prefill_attention import prefill_attention
-from qoff.kernels.qexperts import QExperts
-from qoff.kernels.quantize import quantize
-from qoff.kernels.rms_norm import rms_norm
-from qoff.kernels.rope import rope
-from qoff.kernels.silu_mul import silu_mul
-from qoff.kernels.variant import Variant
-from qoff.kernels.w4_experts import add_up
-from qoff.kernels.w4_experts_pairs import gemv_pairs
-from qoff.kernels.w4_experts_tiles import config_for, tile_product, tiles
-from qoff.kernels.w4_linear import w4_linear
-from qoff.kernels.w4_splits import add_splits
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.triton.attention.append import kv_append
+from qoff.kernels.triton.attention.decode import decode_attention
+from qoff.kernels.triton.attention.merge import merge
+from qoff.kernels.triton.attention.prefill import prefill_attention
+from qoff.kernels.triton.elementwise.interleaved_silu_mul import gated_silu
+from qoff.kernels.triton.elementwise.rms_norm import rms_norm
+from qoff.kernels.triton.elementwise.rope import rope
+from qoff.kernels.triton.elementwise.silu_mul import silu_mul
+from qoff.kernels.triton.launch.variant import Variant
+from qoff.kernels.triton.linear import split_k
+from qoff.kernels.triton.linear.dequantize import dequantize
+from qoff.kernels.triton.linear.linear import w4_linear
+from qoff.kernels.triton.linear.quantize import quantize
+from qoff.kernels.triton.linear.split_k import add_splits
+from qoff.kernels.triton.moe.experts import add_up
+from qoff.kernels.triton.moe.pairs import gemv_pairs
+from qoff.kernels.triton.moe.product import Product
+from qoff.kernels.triton.moe.tiles import config_for, tile_product, tiles
 
 CAPABILITY = 90
-GPU = w4_splits.Gpu(CAPABILITY, 128)  # as variants assume
+GPU = split_k.Gpu(CAPABILITY, 128)  # as variants assume
 GRID_MAX = (2**31 - 1, 65535, 65535)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SEQUENCES, KV_HEADS, BLOCKS = 3, 8, 128
@@ -73,7 +73,7 @@ def record(launches: list[Launch]) -> None:
         )
 
     jit.JITFunction.run = run
-    w4_splits.Gpu.of = staticmethod(lambda device: GPU)
+    split_k.Gpu.of = staticmethod(lambda device: GPU)
 
 
 def differences(variant: Variant, launch: Launch) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qoff.kernels.packing import pack_codes, pack_scale_min
-from qoff.kernels.qexperts import QExperts
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import pack_codes, pack_scale_min
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
 
 
 def random_weight(

@@ -2,15 +2,15 @@
 
 import torch
 
-from qoff.kernels import reference
-from qoff.kernels.packing import pack_codes, pack_scale_min
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import pack_codes, pack_scale_min
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.reference import quantization
 
 
 def quantized(rows, columns, bits, group, scale_dtype=torch.float16, offset=0.3):
     """A QTensor [rows, columns] of random weights around `offset`, packing half32."""
     w = torch.randn(rows, columns) + offset
-    codes, scale, minimum = reference.quantize(w, bits, group, scale_dtype)
+    codes, scale, minimum = quantization.quantize(w, bits, group, scale_dtype)
     return QTensor(
         pack_codes(codes, bits, "half32"),
         pack_scale_min(scale, minimum, "half32"),

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import OpError
-from qoff.kernels import cpu, reference_ops
-from qoff.kernels.heads import HeadShape, cache_shapes
-from qoff.kernels.layer_cache import LayerCache
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.heads import HeadShape, cache_shapes
+from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
 from tests.tolerances import RELATIVE_RMS, relative_rms
 
 SHAPES = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qoff.errors import OpError
-from qoff.kernels import reference_ops
 from qoff.kernels.embedding import embedding
+from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_weight
 
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels import reference_ops
-from qoff.kernels.cpu import experts, w4_linear
-from qoff.kernels.cpu.pool import Pool
-from qoff.kernels.qexperts import ACTIVATIONS, QExperts
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.cpu.jit.pool import Pool
+from qoff.kernels.cpu.linear.linear import w4_linear
+from qoff.kernels.cpu.moe.experts import experts
+from qoff.kernels.layout.qexperts import ACTIVATIONS, QExperts
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_experts, random_weight
 from tests.tolerances import INT8_EXPERTS, INT16_EXPERTS, assert_close, relative_rms
 
@@ -170,7 +171,9 @@ def test_tokens_that_do_not_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -
     weights = random_experts(4, 64, 64)
     x, routing = torch.randn(11, 64), routed(11, 4, 2)
     whole = experts(x, *routing, *weights, activation="silu", residual=x)
-    module = import_module("qoff.kernels.cpu.experts")  # the package has the function of that name
+    module = import_module(
+        "qoff.kernels.cpu.moe.experts"
+    )  # the package has the function of that name
     monkeypatch.setattr(module, "_WORKSPACE_BYTES", 10_000)
     assert torch.equal(experts(x, *routing, *weights, activation="silu", residual=x), whole)
 

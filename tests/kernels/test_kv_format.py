@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import OpError
-from qoff.kernels.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
-from qoff.kernels.reference_kv import dequantize_blocks, hadamard, quantize_blocks
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, hadamard, quantize_blocks
 from tests.tolerances import assert_close
 
 

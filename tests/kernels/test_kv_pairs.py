@@ -11,7 +11,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from qoff.kernels.kv_pairs import RAISE_BYTE_PAIRS, RAISE_NIBBLE_PAIRS, raised_pairs
+from qoff.kernels.triton.attention.kv_pairs import (
+    RAISE_BYTE_PAIRS,
+    RAISE_NIBBLE_PAIRS,
+    raised_pairs,
+)
 
 PAIRS = np.arange(1 << 16, dtype=np.uint16)  # an element: the byte of an even channel, then an odd
 EVEN, ODD = PAIRS & 0xFF, PAIRS >> 8

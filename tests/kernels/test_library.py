@@ -11,9 +11,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from qoff.errors import OpError
-from qoff.kernels import library, reference_elementwise, reference_kv
-from qoff.kernels.kv_format import KVFormat
+from qoff.kernels import library
+from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.library.define import Output, define, require
+from qoff.kernels.reference import elementwise, kv_blocks
 from tests.tolerances import assert_close
 
 FORM = KVFormat(64)
@@ -33,7 +34,7 @@ def cache_operands():
     """Two sequences of 70 and 3 tokens: rings, pool, block table, compressed."""
     recent = half(2, 64, 2, 64), half(2, 64, 2, 64)
     k, v = torch.randn(2, 4, 2, 64, 64)
-    pool = reference_kv.quantize_blocks(k, v, FORM)
+    pool = kv_blocks.quantize_blocks(k, v, FORM)
     return *recent, pool, ints(0, 1, 2, 3).view(2, 2), ints(64, 0)
 
 
@@ -131,16 +132,14 @@ def test_compiled_function_that_writes_to_the_cache():
 
 def test_the_typed_functions_are_the_ops():
     x, weight, gate_up = half(3, 40), half(40), half(3, 40)
-    assert torch.equal(
-        library.rms_norm(x, weight, 1e-5), reference_elementwise.rms_norm(x, weight, 1e-5)
-    )
-    assert torch.equal(library.silu_mul(gate_up), reference_elementwise.silu_mul(gate_up))
+    assert torch.equal(library.rms_norm(x, weight, 1e-5), elementwise.rms_norm(x, weight, 1e-5))
+    assert torch.equal(library.silu_mul(gate_up), elementwise.silu_mul(gate_up))
     outs, lses = half(2, 3, 4, 64), torch.randn(2, 3, 4)
-    assert torch.equal(library.merge(outs, lses)[0], reference_kv.merge(outs, lses)[0])
+    assert torch.equal(library.merge(outs, lses)[0], kv_blocks.merge(outs, lses)[0])
     cos, sin, positions = torch.rand(9, 32), torch.rand(9, 32), ints(8, 1, 0)
     q = half(3, 2, 64)
     for interleaved in (False, True):
-        expected = reference_elementwise.rope(q, positions, cos, sin, interleaved)
+        expected = elementwise.rope(q, positions, cos, sin, interleaved)
         assert torch.equal(library.rope(q, positions, cos, sin, interleaved), expected)
 
 

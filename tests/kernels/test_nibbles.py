@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from qoff.kernels import nibbles, w4_gemv
-from qoff.kernels.nibbles import byte_values, low_high
+from qoff.kernels.triton.linear import gemv, nibbles
+from qoff.kernels.triton.linear.nibbles import byte_values, low_high
 
 BYTES = np.arange(256, dtype=np.uint8)
 CODES = torch.from_numpy(BYTES.copy())
@@ -94,14 +94,14 @@ def test_assembly_of_bytes():
 
 def test_assembly_of_ones():
     ones = torch.ones(256)
-    assert torch.equal(emulated(w4_gemv._ONES_F16, 2, torch.float16)[0].float(), ones)
-    assert torch.equal(emulated(w4_gemv._ONES_BF16, 2, torch.bfloat16)[0].float(), ones)
+    assert torch.equal(emulated(gemv._ONES_F16, 2, torch.float16)[0].float(), ones)
+    assert torch.equal(emulated(gemv._ONES_BF16, 2, torch.bfloat16)[0].float(), ones)
 
 
 def test_the_emulation_covers_all_assembly():
     """A new instruction or a new string must come with its emulation."""
     used = set()
-    for module in (nibbles, w4_gemv):
+    for module in (nibbles, gemv):
         for value in vars(module).values():
             if isinstance(value, tl.constexpr) and isinstance(value.value, str):
                 used |= set(

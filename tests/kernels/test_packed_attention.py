@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.cpu.packed_attention import packed_attention
-from qoff.kernels.cpu.pool import Pool
-from qoff.kernels.kv_format import HEAD_DIMS, KVFormat
-from qoff.kernels.layer_cache import BlockTable, PackedTokens
-from qoff.kernels.ragged import Ragged
-from qoff.kernels.reference_kv import dequantize_blocks, quantize_blocks
+from qoff.kernels.cpu.jit.pool import Pool
+from qoff.kernels.cpu.packed_attention.attention import packed_attention
+from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
+from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 

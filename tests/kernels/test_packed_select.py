@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels import cpu, reference_ops
-from qoff.kernels.cpu.packed_attention import packed_attention
-from qoff.kernels.cpu.packed_operands import Chosen
-from qoff.kernels.cpu.packed_select import select_blocks
-from qoff.kernels.cpu.pool import Pool
-from qoff.kernels.heads import HeadShape, cache_shapes
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.layer_cache import BlockTable, LayerCache, PackedTokens, kept_blocks
-from qoff.kernels.ragged import Ragged
-from qoff.kernels.reference_kv import quantize_blocks
-from qoff.kernels.reference_select import block_bounds
-from qoff.kernels.reference_select import select_blocks as reference_select
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.cpu.jit.pool import Pool
+from qoff.kernels.cpu.packed_attention.attention import packed_attention
+from qoff.kernels.cpu.packed_attention.operands import Chosen
+from qoff.kernels.cpu.packed_attention.select import select_blocks
+from qoff.kernels.layout.heads import HeadShape, cache_shapes
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import BlockTable, LayerCache, PackedTokens, kept_blocks
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.reference.kv_blocks import quantize_blocks
+from qoff.kernels.reference.select_blocks import block_bounds
+from qoff.kernels.reference.select_blocks import select_blocks as reference_select
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 NAN_BYTE = 0xFF  # float16 of two such bytes is NaN

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qoff.errors import OpError
-from qoff.kernels.packing import (
+from qoff.kernels.layout.packing import (
     PACKINGS,
     pack_codes,
     pack_scale_min,
@@ -17,7 +17,7 @@ from qoff.kernels.packing import (
     unpack_codes,
     unpack_scale_min,
 )
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 
 packings = st.sampled_from(list(PACKINGS))
 

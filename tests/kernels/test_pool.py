@@ -9,9 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from qoff.kernels.cpu import simd
-from qoff.kernels.cpu.compiled import job
-from qoff.kernels.cpu.pool import Pool, default_pool, finish, take, wait
+from qoff.kernels.cpu.jit import simd
+from qoff.kernels.cpu.jit.compiled import job
+from qoff.kernels.cpu.jit.pool import Pool, default_pool, finish, take, wait
 
 _ITEMS = 64
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qoff.errors import OpError, QuantizationError
-from qoff.kernels import reference
-from qoff.kernels.packing import pack_codes, pack_scale_min
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.packing import pack_codes, pack_scale_min
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.reference import quantization
 
 ROUNDING = {torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # relative, half a unit
 SMALLEST = {torch.float16: 2.0**-25, torch.float32: 0.0}  # half the smallest subnormal
@@ -34,7 +34,7 @@ def weights(draw):
 def test_rounding_error_is_half_a_step_plus_that_of_the_stored_numbers(weight, bits, dtype):
     w, group = weight
     top = 2**bits - 1
-    codes, scale, minimum = reference.quantize(w, bits, group, dtype)
+    codes, scale, minimum = quantization.quantize(w, bits, group, dtype)
     q = _packed(codes, scale, minimum, bits, group)
     step, low = (x.float().repeat_interleave(group, 1) for x in (scale, minimum))
     stored = (top * step + low.abs()) * ROUNDING[dtype] + (top + 1) * SMALLEST[dtype]
@@ -46,7 +46,7 @@ def test_rounding_error_is_half_a_step_plus_that_of_the_stored_numbers(weight, b
 @given(weights(), st.sampled_from([torch.float16, torch.float32]))
 def test_no_other_code_is_nearer(weight, dtype):
     w, group = weight
-    codes, scale, minimum = reference.quantize(w, 4, group, dtype)
+    codes, scale, minimum = quantization.quantize(w, 4, group, dtype)
     step, low = (x.double().repeat_interleave(group, 1)[..., None] for x in (scale, minimum))
     levels = torch.arange(16) * step + low
     distance = (levels - w.double()[..., None]).abs()
@@ -59,13 +59,13 @@ def test_no_other_code_is_nearer(weight, dtype):
 @given(weights(), st.sampled_from([4, 8]), st.integers(0, 5))
 def test_linear_is_the_product_with_the_dequantized_matrix(weight, bits, m):
     w, group = weight
-    q = _packed(*reference.quantize(w, bits, group), bits, group)
+    q = _packed(*quantization.quantize(w, bits, group), bits, group)
     x = torch.randn(m, w.shape[1])
     expected = x.double() @ q.dequantize().double().T
     size = x.double().abs() @ q.dequantize().double().abs().T
-    assert bool(((reference.linear(x, q) - expected).abs() <= size * 1e-5).all())
-    assert torch.equal(reference.linear(x, q.to_packing("cpu16")), reference.linear(x, q))
-    assert reference.linear(x.bfloat16(), q).dtype == torch.bfloat16
+    assert bool(((quantization.linear(x, q) - expected).abs() <= size * 1e-5).all())
+    assert torch.equal(quantization.linear(x, q.to_packing("cpu16")), quantization.linear(x, q))
+    assert quantization.linear(x.bfloat16(), q).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -73,23 +73,23 @@ def test_weights_that_are_not_numbers_are_refused(bad):
     w = torch.randn(4, 64)
     w[2, 40] = bad
     with pytest.raises(QuantizationError, match="1 of 256 weights are NaN or infinite"):
-        reference.quantize(w, 4, 32)
+        quantization.quantize(w, 4, 32)
 
 
 def test_ranges_that_the_scales_cannot_hold_are_refused():
     w = torch.randn(2, 64) * 1e5
     with pytest.raises(QuantizationError, match="use float32 scales"):
-        reference.quantize(w, 4, 32)
-    assert torch.isfinite(reference.quantize(w, 4, 32, torch.float32)[1]).all()
+        quantization.quantize(w, 4, 32)
+    assert torch.isfinite(quantization.quantize(w, 4, 32, torch.float32)[1]).all()
     with pytest.raises(QuantizationError, match="scale the weights down"):
-        reference.quantize(torch.tensor([[-3e38, 3e38] * 16]), 4, 32, torch.float32)
+        quantization.quantize(torch.tensor([[-3e38, 3e38] * 16]), 4, 32, torch.float32)
 
 
 def test_formats_that_do_not_exist_are_refused():
     with pytest.raises(OpError, match="does not divide"):
-        reference.quantize(torch.zeros(2, 96), 4, 64)
+        quantization.quantize(torch.zeros(2, 96), 4, 64)
     with pytest.raises(OpError, match="5 bits"):
-        reference.quantize(torch.zeros(2, 64), 5, 64)
+        quantization.quantize(torch.zeros(2, 64), 5, 64)
 
 
 def _packed(codes, scale, minimum, bits, group):

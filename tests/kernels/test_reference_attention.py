@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qoff.kernels.kv_format import KVFormat
-from qoff.kernels.reference_attention import decode_attention, prefill_attention
-from qoff.kernels.reference_kv import dequantize_blocks, hadamard
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.reference.attention import decode_attention, prefill_attention
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, hadamard
 from tests.kernels.attention_operands import Cache, random_cache
 from tests.tolerances import assert_close
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qoff.kernels.cpu.packed_attention import packed_attention
-from qoff.kernels.kv_format import HEAD_DIMS, KVFormat
-from qoff.kernels.layer_cache import BlockTable, PackedTokens
-from qoff.kernels.ragged import Ragged
-from qoff.kernels.reference_kv import merge, quantize_blocks, unpack_blocks
-from qoff.kernels.rotated import rotate_values, value_run
+from qoff.kernels.cpu.packed_attention.attention import packed_attention
+from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
+from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference.kv_blocks import merge, quantize_blocks, unpack_blocks
+from qoff.kernels.triton.attention.rotation import rotate_values, value_run
 from tests.tolerances import assert_close
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numba import njit, types
 
-from qoff.kernels.cpu import emit, powers, simd
-from qoff.kernels.cpu.quads import of_row, quads
+from qoff.kernels.cpu.jit import emit, powers, simd
+from qoff.kernels.cpu.jit.quads import of_row, quads
 
 
 @njit

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qoff.kernels import reference_attention
-from qoff.kernels.decode_attention import (
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.reference import attention as reference_attention
+from qoff.kernels.triton.attention.decode import (
     DecodeConfig,
     blocks_per_run,
     decode_attention,
     variants,
 )
-from qoff.kernels.kv_format import KVFormat
 from tests.kernels.attention_operands import Cache, random_cache, without_oldest
 from tests.tolerances import assert_close
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qoff.errors import OpError
-from qoff.kernels.dequantize import DequantizeConfig, dequantize, dequantize_into
 from qoff.kernels.library.weights import dequantize as registered
+from qoff.kernels.triton.linear.dequantize import DequantizeConfig, dequantize, dequantize_into
 from tests.kernels.packed import quantized
 from tests.tolerances import assert_close
 

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels import library, reference_ops
-from qoff.kernels.qexperts import ACTIVATIONS, QExperts
+from qoff.kernels import library
+from qoff.kernels.layout.qexperts import ACTIVATIONS, QExperts
+from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_experts
 from tests.kernels.test_experts import routed
 from tests.tolerances import RELATIVE_RMS, assert_close
 
-triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
-from qoff.kernels import w4_experts  # noqa: E402
-from qoff.kernels.experts_product import Product  # noqa: E402
-from qoff.kernels.w4_experts_pairs import fma_pairs  # noqa: E402
-from qoff.kernels.w4_experts_tiles import BLOCKS, block_for, tiles  # noqa: E402
+triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
+from qoff.kernels.triton.moe import experts as w4_experts  # noqa: E402
+from qoff.kernels.triton.moe.pairs import fma_pairs  # noqa: E402
+from qoff.kernels.triton.moe.product import Product  # noqa: E402
+from qoff.kernels.triton.moe.tiles import BLOCKS, block_for, tiles  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
@@ -93,7 +94,7 @@ def test_without_tensor_cores(activation: str) -> None:
         fma_pairs(one)
         z = torch.stack([gate_up.expert(e).dequantize() for e in chosen.flatten().tolist()])
         z = torch.einsum("prk,pk->pr", z, x.float().repeat_interleave(2, 0))
-        from qoff.kernels.reference_experts import activate
+        from qoff.kernels.reference.experts import activate
 
         expected = activate(z + bias.float()[chosen.flatten()], activation)
         assert_close(one.out, expected.half())

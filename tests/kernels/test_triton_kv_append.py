@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from qoff.kernels import reference_kv as reference
-from qoff.kernels.kv_append import KvAppendConfig, kv_append, variants
-from qoff.kernels.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.reference import kv_blocks as reference
+from qoff.kernels.triton.attention.append import KvAppendConfig, kv_append, variants
 from tests.kernels.test_triton_rope import tables
 from tests.tolerances import MOVED_CODES, assert_close
 
@@ -151,7 +151,9 @@ def test_any_configuration(heads):
 
 
 def test_decode_without_a_complete_block_is_one_launch(monkeypatch):
-    monkeypatch.setattr("qoff.kernels.kv_append.pack_kernel", None)  # cannot be launched
+    monkeypatch.setattr(
+        "qoff.kernels.triton.attention.append.pack_kernel", None
+    )  # cannot be launched
     check(Case([(70, 1, 64, 64), (5, 1, 0, 0)], KVFormat(64)))
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qoff.kernels import reference_kv as reference
-from qoff.kernels.merge import MergeConfig, merge
+from qoff.kernels.reference import kv_blocks as reference
+from qoff.kernels.triton.attention.merge import MergeConfig, merge
 from tests.tolerances import assert_close
 
 

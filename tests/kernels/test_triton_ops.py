@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from qoff.errors import OpError
-from qoff.kernels import reference_ops
+from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.packed import quantized
 from tests.tolerances import RELATIVE_RMS, assert_close
 
-triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
+triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"

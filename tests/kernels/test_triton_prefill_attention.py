@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qoff.kernels import reference_attention
-from qoff.kernels.kv_format import KVFormat
-from qoff.kernels.prefill_attention import PrefillConfig, prefill_attention, variants
-from qoff.kernels.prefill_stage import staged_heads
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.reference import attention as reference_attention
+from qoff.kernels.triton.attention.prefill import PrefillConfig, prefill_attention, variants
+from qoff.kernels.triton.attention.prefill_scratch import staged_heads
 from tests.kernels.attention_operands import random_cache, without_oldest
 from tests.tolerances import assert_close
 

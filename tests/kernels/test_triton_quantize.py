@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from qoff.errors import OpError, QuantizationError
-from qoff.kernels import reference
+from qoff.kernels.layout.packing import pack_codes, pack_scale_min, unpack_codes
 from qoff.kernels.library.weights import quantize as registered
-from qoff.kernels.packing import pack_codes, pack_scale_min, unpack_codes
-from qoff.kernels.quantize import QuantizeConfig, quantize
+from qoff.kernels.reference import quantization as reference
+from qoff.kernels.triton.linear.quantize import QuantizeConfig, quantize
 
 FORMATS = [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]
 SMALL = QuantizeConfig(block=512)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qoff.kernels import reference_elementwise as reference
-from qoff.kernels.rms_norm import RmsNormConfig, rms_norm, variants
+from qoff.kernels.reference import elementwise as reference
+from qoff.kernels.triton.elementwise.rms_norm import RmsNormConfig, rms_norm, variants
 from tests.tolerances import assert_close
 
 DTYPES = [torch.float16, torch.bfloat16]

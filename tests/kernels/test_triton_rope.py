@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qoff.kernels import reference_elementwise as reference
-from qoff.kernels import reference_ops
-from qoff.kernels.rope import RopeConfig, rope
+from qoff.kernels.reference import elementwise as reference
+from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.triton.elementwise.rope import RopeConfig, rope
 from tests.tolerances import assert_close
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qoff.kernels import reference_elementwise as reference
-from qoff.kernels.silu_mul import SiluMulConfig, silu_mul
+from qoff.kernels.reference import elementwise as reference
+from qoff.kernels.triton.elementwise.silu_mul import SiluMulConfig, silu_mul
 from tests.tolerances import assert_close
 
 

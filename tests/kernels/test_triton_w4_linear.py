@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from qoff.errors import OpError
-from qoff.kernels import w4_linear as op
 from qoff.kernels.library.weights import w4_linear as registered
-from qoff.kernels.w4_fma import FmaConfig
-from qoff.kernels.w4_gemv import GemvConfig
-from qoff.kernels.w4_linear import ScratchConfig, w4_linear
-from qoff.kernels.w4_skinny import SkinnyConfig
+from qoff.kernels.triton.linear import linear as op
+from qoff.kernels.triton.linear.fma import FmaConfig
+from qoff.kernels.triton.linear.gemv import GemvConfig
+from qoff.kernels.triton.linear.linear import ScratchConfig, w4_linear
+from qoff.kernels.triton.linear.skinny import SkinnyConfig
 from tests.kernels.packed import quantized
 from tests.tolerances import assert_close
 

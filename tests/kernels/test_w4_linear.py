@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import OpError
-from qoff.kernels import reference_ops
-from qoff.kernels.cpu import w4_linear
-from qoff.kernels.cpu.pool import Pool
+from qoff.kernels.cpu.jit.pool import Pool
+from qoff.kernels.cpu.linear.linear import w4_linear
+from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_weight
 from tests.tolerances import INT16_ACTIVATIONS, RELATIVE_RMS, relative_rms
 

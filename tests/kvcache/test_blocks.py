@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import ArgumentError
-from qoff.kvcache.blocks import BlockAllocator
+from qoff.kvcache.store.allocator import BlockAllocator
 
 
 @given(

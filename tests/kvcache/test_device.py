@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError, OpError
-from qoff.kernels import reference_ops
-from qoff.kernels.heads import HeadShape
-from qoff.kernels.kv_format import KVFormat
-from qoff.kernels.ragged import Ragged, Span
-from qoff.kernels.reference_kv import dequantize_blocks, hadamard, quantize_blocks
-from qoff.kernels.rotated import rotate_values
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, hadamard, quantize_blocks
+from qoff.kernels.triton.attention.rotation import rotate_values
 from qoff.kvcache import DeviceCache, PlainCache
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
-triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
+triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = HeadShape(2, 1, 64, 0.125)

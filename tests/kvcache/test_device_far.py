@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels.heads import HeadShape
-from qoff.kernels.kv_format import KVFormat
-from qoff.kernels.ragged import Ragged, Span
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache import DeviceCache, KVCache, KVPlacement
-from qoff.kvcache.outbox import Outbox
-from qoff.kvcache.placement import DEVICE, DISK, HOST
-from qoff.kvcache.store import GrowingBlocks
-from qoff.kvcache.tiered import BlockPlan, TieredBlocks
+from qoff.kvcache.device.write_back import Outbox
+from qoff.kvcache.store.base import GrowingBlocks
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store.tiered import BlockPlan, TieredBlocks
 from qoff.memory.arena import Arena
-from qoff.memory.copies import Copies
-from qoff.memory.disk import DiskReader
-from qoff.memory.spill import SpillFile
+from qoff.memory.io.copies import Copies
+from qoff.memory.io.disk import DiskReader
+from qoff.memory.io.spill import SpillFile
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
-triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
+triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE, WINDOWED = HeadShape(2, 1, 64, 0.125), HeadShape(2, 1, 64, 0.125, window=150)

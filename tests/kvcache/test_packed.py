@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels import cpu, reference_ops
-from qoff.kernels.heads import HeadShape
-from qoff.kernels.kv_format import KVFormat
-from qoff.kernels.ragged import Ragged
-from qoff.kernels.reference_kv import quantize_blocks, unpack_blocks
-from qoff.kernels.rotated import rotate_values
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.reference.kv_blocks import quantize_blocks, unpack_blocks
+from qoff.kernels.triton.attention.rotation import rotate_values
 from qoff.kvcache import KVQuant, PackedCache
-from qoff.kvcache.store import GrowingBlocks
+from qoff.kvcache.store.base import GrowingBlocks
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 SHAPE = HeadShape(4, 2, 64, 0.125)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from qoff.errors import ArgumentError, OpError
-from qoff.kernels.kv_format import KVFormat
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVQuant
 from qoff.kvcache.quant import KVBits
 from qoff.models.runtime import Runtime

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, DiskWriteError
-from qoff.kernels import cpu
-from qoff.kernels.heads import HeadShape
-from qoff.kernels.kv_format import KVFormat
-from qoff.kernels.ragged import Ragged, Span
-from qoff.kernels.reference_kv import dequantize_blocks, quantize_blocks
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import KVCache, PackedCache
-from qoff.kvcache.placement import DEVICE, DISK, HOST, TIERS, KVPlacement
-from qoff.kvcache.store import BlockStore
-from qoff.kvcache.tiered import RING_SLOTS, BlockPlan, TieredBlocks
+from qoff.kvcache.store.base import BlockStore
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS, KVPlacement
+from qoff.kvcache.store.tiered import RING_SLOTS, BlockPlan, TieredBlocks
 from qoff.memory.arena import PAGE, Arena
-from qoff.memory.copies import Copies
-from qoff.memory.disk import DiskReader
-from qoff.memory.spill import Pwritev, SpillFile
+from qoff.memory.io.copies import Copies
+from qoff.memory.io.disk import DiskReader
+from qoff.memory.io.spill import Pwritev, SpillFile
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 PLAIN, WINDOWED = HeadShape(4, 2, 64, 0.125), HeadShape(4, 2, 64, 0.125, 150)

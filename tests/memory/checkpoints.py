@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, CheckpointWriter, read_weight
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import Tile, TiledMatrix, WeightStore
-from qoff.memory.units import EMBEDDING, LM_HEAD, Unit, local_names, unit_files, unit_weights
+from qoff.memory.plan.units import EMBEDDING, LM_HEAD, Unit, local_names, unit_files, unit_weights
 from tests.kernels.operands import random_weight
 
 HIDDEN, MLP, VOCAB = 64, 128, 100

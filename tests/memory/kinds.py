@@ -12,10 +12,10 @@ from torch import Tensor
 
 from qoff.memory import DiskReader, Transfers
 from qoff.memory.arena import map_pages
-from qoff.memory.copy_stream import Copy, CopyStream, Event
-from qoff.memory.cuda_transfers import CudaTransfers
-from qoff.memory.thread_transfers import ThreadTransfers
-from qoff.memory.workers import Workers
+from qoff.memory.io.copy_stream import Copy, CopyStream, Event
+from qoff.memory.io.cuda_transfers import CudaTransfers
+from qoff.memory.io.thread_transfers import ThreadTransfers
+from qoff.memory.io.workers import Workers
 
 KINDS = ["threads", "simulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 STAGING = {"threads": 0, "simulated": 2, "cuda": 2}

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from qoff.errors import BudgetError, DiskReadError, DiskWriteError
 from qoff.memory.activations import ActivationStore
 from qoff.memory.arena import PAGE, Arena
-from qoff.memory.copies import Copies
-from qoff.memory.disk import DiskReader
-from qoff.memory.link import Link
-from qoff.memory.spill import SpillFile
+from qoff.memory.io.copies import Copies
+from qoff.memory.io.disk import DiskReader
+from qoff.memory.io.link import Link
+from qoff.memory.io.spill import SpillFile
 
 TOKENS, HIDDEN = 40, 24
 TIERS = ["host", "disk"]

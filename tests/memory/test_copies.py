@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from qoff.errors import DiskReadError
-from qoff.memory.copies import Copies
-from qoff.memory.link import Link
-from qoff.memory.timeline import Timeline
+from qoff.memory.io.copies import Copies
+from qoff.memory.io.link import Link
+from qoff.memory.io.timeline import Timeline
 
 TIMEOUT_S = 30
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from qoff.errors import DiskReadError
 from qoff.memory.arena import map_pages
-from qoff.memory.direct import Preadv
-from qoff.memory.disk import DiskReader
+from qoff.memory.io.direct import Preadv
+from qoff.memory.io.disk import DiskReader
 
 SIZE = 300_001
 CHUNKS = st.sampled_from([4096, 8192, 65536, 1 << 20])

@@ -28,9 +28,9 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
-from qoff.memory.residency import streamed_images
-from qoff.memory.spread import spread_evenly
-from qoff.memory.units import EMBEDDING, LM_HEAD
+from qoff.memory.plan.residency import streamed_images
+from qoff.memory.plan.spread import spread_evenly
+from qoff.memory.plan.units import EMBEDDING, LM_HEAD
 from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpoint
 
 LAYERS = 4

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.memory import WeightStore, plan_residency, residency_of
-from qoff.memory.residency import streamed_image
-from qoff.memory.units import HEAD, unit_files, unit_weights
+from qoff.memory.plan.residency import streamed_image
+from qoff.memory.plan.units import HEAD, unit_files, unit_weights
 from tests.memory.checkpoints import all_names, write_checkpoint
 
 PACKINGS = ["cpu16", "half32"]

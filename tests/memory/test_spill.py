@@ -23,9 +23,9 @@ from torch import Tensor
 
 from qoff.errors import BudgetError, DiskReadError, DiskWriteError
 from qoff.memory.arena import PAGE, map_pages
-from qoff.memory.disk import DiskReader
-from qoff.memory.spill import Pwritev, SpillFile
-from qoff.memory.timeline import Timeline
+from qoff.memory.io.disk import DiskReader
+from qoff.memory.io.spill import Pwritev, SpillFile
+from qoff.memory.io.timeline import Timeline
 
 PAGES = 64
 TIMEOUT_S = 30
@@ -123,7 +123,7 @@ def test_a_file_system_that_refuses_direct_writes(
     tmp_path: Path, reader: DiskReader, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when both threads are refused at once."""
-    monkeypatch.setattr("qoff.memory.spill._try_direct", lambda fd: True)
+    monkeypatch.setattr("qoff.memory.io.spill._try_direct", lambda fd: True)
     together = threading.Barrier(failures)
 
     def refuse(fd: int, views: Sequence[memoryview], offset: int) -> int:
@@ -325,8 +325,8 @@ def test_close_waits_for_reads_and_fails_queued_writes(tmp_path: Path) -> None:
 SPILL = """
 import sys, time
 from pathlib import Path
-from qoff.memory.disk import DiskReader
-from qoff.memory.spill import SpillFile
+from qoff.memory.io.disk import DiskReader
+from qoff.memory.io.spill import SpillFile
 file = SpillFile(Path(sys.argv[1]), 64 << 20, DiskReader())
 print("ready", flush=True)
 time.sleep(300)

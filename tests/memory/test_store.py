@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import OpError
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import (
     HEAD,
     DiskReader,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from qoff.checkpoint import Checkpoint, QuantEntry
 from qoff.errors import BudgetError
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import (
     HEAD,
     DiskReader,
@@ -28,9 +28,9 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
-from qoff.memory.residency import streamed_images
-from qoff.memory.tiles import TILE_ROWS, slot_bytes, split_rows
-from qoff.memory.units import EMBEDDING, LM_HEAD
+from qoff.memory.plan.residency import streamed_images
+from qoff.memory.plan.tiles import TILE_ROWS, slot_bytes, split_rows
+from qoff.memory.plan.units import EMBEDDING, LM_HEAD
 from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpoint
 
 LAYERS = 3

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, ChecksumError, DiskReadError
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import (
     HEAD,
     DiskReader,
@@ -30,11 +30,11 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
-from qoff.memory.cuda_transfers import CudaTransfers
-from qoff.memory.image import FileRange
-from qoff.memory.residency import streamed_images
-from qoff.memory.staged_read import clip
-from qoff.memory.units import EMBEDDING
+from qoff.memory.io.cuda_transfers import CudaTransfers
+from qoff.memory.io.staged_read import clip
+from qoff.memory.plan.image import FileRange
+from qoff.memory.plan.residency import streamed_images
+from qoff.memory.plan.units import EMBEDDING
 from tests.memory.checkpoints import Truth, all_names, check_pass, same_bits, write_checkpoint
 from tests.memory.kinds import KINDS, STAGING, SimulatedStream, make
 
@@ -390,7 +390,7 @@ def test_cuda_is_not_initialized_by_what_does_not_use_it(pristine: Checkpoint) -
         "c = Checkpoint.open(sys.argv[1]);"
         "WeightStore(c, plan_residency(c, None)).close();"
         "assert not torch.cuda.is_initialized();"
-        "assert 'qoff.memory.cuda_transfers' not in sys.modules"
+        "assert 'qoff.memory.io.cuda_transfers' not in sys.modules"
     )
     run = subprocess.run(
         [sys.executable, "-c", code, str(pristine.path)],

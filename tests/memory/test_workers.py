@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from qoff.errors import DiskReadError
-from qoff.memory.workers import Workers
+from qoff.memory.io.workers import Workers
 
 
 class Recorded:

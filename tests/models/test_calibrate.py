@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
 from qoff.errors import ArgumentError, QuantizationError, UnsupportedModelError
 from qoff.models import names
-from qoff.models.building import Builder
-from qoff.models.convert import convert
-from qoff.models.layerwise import Layerwise
-from qoff.models.sources import open_source
-from qoff.models.unconverted import Unconverted
+from qoff.models.convert.builder import Builder
+from qoff.models.convert.convert import convert
+from qoff.models.convert.layerwise import Layerwise
+from qoff.models.convert.unconverted import Unconverted
+from qoff.models.sources.safetensors import open_source
 from qoff.quant import Format, QuantConfig
 from tests.module_models import module_source
 from tests.tiny_models import EXPERTS, FAMILIES, VOCAB, reference_model, tiny_model

@@ -25,8 +25,8 @@ from qoff.errors import (
     QuantizationError,
     UnsupportedModelError,
 )
-from qoff.kernels.qtensor import QTensor
-from qoff.models.convert import convert
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.models.convert.convert import convert
 from qoff.models.names import interleave16
 from qoff.quant import QuantConfig, quantize
 
@@ -147,7 +147,7 @@ def test_pieces_do_not_change_values(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("whole", "pieces"):
         for for_cpu in (False, True):
             convert(tmp_path / "model", tmp_path / f"{name}{for_cpu}", quant=QUANT, for_cpu=for_cpu)
-        monkeypatch.setattr("qoff.models.building.PIECE", 1)
+        monkeypatch.setattr("qoff.models.convert.builder.PIECE", 1)
     for for_cpu in (False, True):
         whole, pieces = (read_all(tmp_path / f"{name}{for_cpu}") for name in ("whole", "pieces"))
         for name, a in whole.items():
@@ -391,7 +391,7 @@ MEASURE = """
 import sys, resource
 import torch
 from pathlib import Path
-from qoff.models.convert import convert
+from qoff.models.convert.convert import convert
 from qoff.quant import QuantConfig
 from qoff.models.spec import DecoderSpec
 torch.set_num_threads(1)

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import FormatError, QoffError, UnsupportedModelError
-from qoff.kernels.qtensor import QTensor
-from qoff.models.convert import convert
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.models.convert.convert import convert
 from qoff.models.names import interleave16
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig, quantize

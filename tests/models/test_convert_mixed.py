@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 import qoff
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
 from qoff.errors import QuantizationError
-from qoff.kernels.qtensor import QTensor
-from qoff.kernels.ragged import Ragged
-from qoff.models.convert import convert
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.ragged import Ragged
+from qoff.models.convert.convert import convert
 from qoff.models.runtime import Batch, Runtime
 from qoff.quant import Format, QuantConfig
 from tests.models.test_convert_gguf import Model as GGUFModel

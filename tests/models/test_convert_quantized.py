@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import FormatError, QuantizationError, UnsupportedModelError
-from qoff.kernels import cpu, reference_ops
-from qoff.kernels.qtensor import QTensor
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
 from qoff.models.batch import Batch
-from qoff.models.convert import convert
+from qoff.models.convert.convert import convert
 from qoff.models.names import interleave16
 from qoff.quant import QuantConfig, quantize
 from tests.quant.packed_matrices import (
@@ -140,7 +141,7 @@ def matrices(values: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_codes_are_taken_over(
     kind: str, for_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qoff.models.building.PIECE", 48 * 128)  # several pieces a matrix
+    monkeypatch.setattr("qoff.models.convert.builder.PIECE", 48 * 128)  # several pieces a matrix
     config, store = EXACT[kind]
     values = save_model(tmp_path / "model", config, store)
     out = convert(tmp_path / "model", tmp_path / "out", quant=QUANT, for_cpu=for_cpu)

@@ -21,7 +21,7 @@ from tokenizers import (
 from transformers import AutoTokenizer
 
 from qoff.errors import FormatError, UnsupportedModelError
-from qoff.models.gguf_tokenizer import KINDS, build_tokenizer
+from qoff.models.sources.gguf_tokenizer import KINDS, build_tokenizer
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

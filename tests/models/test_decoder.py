@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qoff.kernels import cpu, reference_ops
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import PlainCache
 from qoff.models.batch import Batch
 from tests.tiny_models import FAMILIES, PlainRun, reference_model, tiny_checkpoint

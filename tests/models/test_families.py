@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from qoff.checkpoint import Checkpoint
-from qoff.kernels import reference_ops
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
 from qoff.models.batch import Batch
-from qoff.models.convert import convert
+from qoff.models.convert.convert import convert
 from qoff.quant import QuantConfig
 from tests.tiny_models import FAMILIES, TINY, PlainRun, save_model
 from tests.tolerances import relative_rms

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.ragged import Ragged
 from qoff.models.batch import Batch
 from qoff.models.runtime import Runtime
 from tests.tiny_models import budgets, tiny_checkpoint

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from qoff.errors import FormatError, UnsupportedModelError
-from qoff.models.gguf_tokenizer import build_tokenizer
+from qoff.models.sources.gguf_tokenizer import build_tokenizer
 
 UNK, BOS, EOS, USER = "<unk>", "<s>", "</s>", "<|user|>"
 CONTROL = [UNK, BOS, EOS]

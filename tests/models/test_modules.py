@@ -22,12 +22,12 @@ from qoff.errors import (
     UnsupportedModelError,
 )
 from qoff.hf.torch_threads import one_torch_thread
-from qoff.kernels import reference_ops
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import KVQuant
 from qoff.memory import residency_of
 from qoff.models.batch import Batch
-from qoff.models.convert import convert
+from qoff.models.convert.convert import convert
 from qoff.models.families import FAMILIES, SOURCES
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.runtime import Runtime

@@ -19,9 +19,9 @@ from transformers.masking_utils import (
 
 from qoff.errors import OpError
 from qoff.hf.torch_threads import one_torch_thread
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVQuant, PackedCache
-from qoff.models.convert import convert
+from qoff.models.convert.convert import convert
 from qoff.models.modules.packed_cache import PackedModuleCache
 from qoff.models.modules.probe import is_standard
 from qoff.models.runtime import Batch, Runtime
@@ -141,7 +141,7 @@ def test_a_family_with_a_decoder_of_its_own_gives_the_same(
     save_model(tmp_path / "model", family, **NATIVE[family])
     save_tokenizer(tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "native", quant=QUANT, for_cpu=True)
-    monkeypatch.setattr("qoff.models.convert.is_native", lambda config: False)
+    monkeypatch.setattr("qoff.models.convert.convert.is_native", lambda config: False)
     convert(tmp_path / "model", tmp_path / "modules", quant=QUANT, for_cpu=True)
     found = all_logits(tmp_path / "modules", UNPACKED)
     assert_close(found, all_logits(tmp_path / "modules"), tolerance=DECODER_LOGITS)

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from qoff.errors import ArgumentError
-from qoff.models.rope import RotaryTable, table_bytes
+from qoff.models.native.rope import RotaryTable, table_bytes
 from qoff.models.spec import DecoderSpec
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, ChecksumError, DiskReadError, OpError
-from qoff.kernels import cpu
-from qoff.kernels.qtensor import QTensor
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import PlainCache
 from qoff.memory import DiskReader, Residency, ThreadTransfers, residency_of
-from qoff.memory.units import unit_files
+from qoff.memory.plan.units import unit_files
 from qoff.models import names
 from qoff.models.batch import Batch
-from qoff.models.linear import Steps
+from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from tests.tiny_models import budgets, tiny_checkpoint
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
-from qoff.kernels import cpu, reference_ops
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
-from qoff.kernels.qtensor import QTensor
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import KVCache
 from qoff.memory import (
     HEAD,
@@ -27,9 +28,9 @@ from qoff.memory import (
 )
 from qoff.models import names
 from qoff.models.batch import Batch, Scratch
-from qoff.models.convert import convert
-from qoff.models.decoder import Decoder
-from qoff.models.linear import Steps
+from qoff.models.convert.convert import convert
+from qoff.models.native.decoder import Decoder
+from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError, OpError
-from qoff.kernels import cpu, reference_ops
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import KVQuant
 from qoff.memory import plan_residency
 from qoff.models.batch import Batch
-from qoff.models.convert import convert
-from qoff.models.graphs import Replays
+from qoff.models.convert.convert import convert
+from qoff.models.native.graphs import Replays
 from qoff.models.runtime import Runtime
 from tests.tiny_models import QUANT, PlainRun, save_model
 from tests.tolerances import FLOAT16_LOGITS, assert_close
 
-triton_ops = pytest.importorskip("qoff.kernels.triton_ops", exc_type=ImportError)
+triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
@@ -94,12 +95,12 @@ class Runs:
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program costs the interpreter much the same, however many rows it computes."""
-    from qoff.kernels import w4_gemv
+    from qoff.kernels.triton.linear import gemv
 
     if torch.cuda.is_available():
         return
-    config = w4_gemv.GemvConfig(block_n=256, warps=1)
-    monkeypatch.setattr(w4_gemv, "choose", lambda *_: config)
+    config = gemv.GemvConfig(block_n=256, warps=1)
+    monkeypatch.setattr(gemv, "choose", lambda *_: config)
 
 
 @interpreted

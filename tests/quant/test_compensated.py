@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qoff.errors import QuantizationError
-from qoff.kernels.packing import unpack_codes
+from qoff.kernels.layout.packing import unpack_codes
 from qoff.quant import Format, quantize
 from qoff.quant.compensated import compensated
 

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from qoff.errors import FormatError
-from qoff.kernels.packing import unpack_codes
+from qoff.kernels.layout.packing import unpack_codes
 from qoff.quant import GGUFFile, QTensor
 from tests.quant.packed_matrices import GGUF_LAYOUTS, gguf_blocks
 

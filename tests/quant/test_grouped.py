@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import QuantizationError
-from qoff.kernels.packing import unpack_codes
+from qoff.kernels.layout.packing import unpack_codes
 from qoff.quant import quantize, widened
 from qoff.quant.grouped import unpack_bits
 from tests.quant.packed_matrices import bit_strings

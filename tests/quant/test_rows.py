@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qoff.errors import QuantizationError
-from qoff.kernels.packing import PACKINGS
+from qoff.kernels.layout.packing import PACKINGS
 from qoff.quant import concat_rows, quantize, unpermute_rows
 from qoff.quant.rows import reordered, whole_blocks
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import FormatError, UnsupportedModelError
-from qoff.kernels.packing import unpack_codes
+from qoff.kernels.layout.packing import unpack_codes
 from qoff.quant import QTensor, Scheme, TensorInfo, read_scheme
 from tests.quant.packed_matrices import (
     Matrix,

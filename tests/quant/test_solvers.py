@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qoff.errors import QuantizationError
-from qoff.kernels import reference
-from qoff.kernels.packing import unpack_codes
+from qoff.kernels.layout.packing import unpack_codes
+from qoff.kernels.reference import quantization
 from qoff.quant import QuantConfig, quantize
 from qoff.quant.solvers import HQQ_NORM, SOLVERS
 
@@ -77,7 +77,7 @@ def test_result_does_not_depend_on_chunks_or_packing(weight, solver, bits, rows)
 def test_rtn_is_the_reference(weight, bits, dtype):
     w, group = weight[0].to(dtype), weight[1]
     q = quantize(w, bits, group, "rtn")
-    codes, scale, minimum = reference.quantize(w, bits, group)
+    codes, scale, minimum = quantization.quantize(w, bits, group)
     assert torch.equal(unpack_codes(q.codes, q.shape, bits, "half32"), codes)
     assert torch.equal(q.scale_min, torch.stack((scale.T, minimum.T), 2))
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from qoff.errors import OpError
-from qoff.kernels.heads import HeadShape
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
-from qoff.kernels.ragged import Ragged
 from qoff.kvcache import KVCache
 
 from .passes import ModulePass

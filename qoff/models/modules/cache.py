@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError, OpError
-from qoff.kernels.ragged import Ragged
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVCache
 
 

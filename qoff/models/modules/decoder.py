@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
 from qoff.errors import ArgumentError, FormatError, OpError
-from qoff.kernels.heads import HeadShape
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops
 from qoff.kvcache import KVQuant
-from qoff.kvcache.host import host_cache
+from qoff.kvcache.host.build import host_cache
 from qoff.models.batch import Batch
-from qoff.models.linear import Steps
+from qoff.models.native.linear import Steps
 from qoff.models.tensor_names import EMBEDDING, HEAD
 
 from . import probe
 from .attention import NAME, PackedAttention, register
+from .binding import Lender, lend_embedding
 from .cache import ModuleCache, new_columns
 from .configs import DTYPE, LAYOUT, build, read_config
-from .lending import Lender, lend_embedding
 from .linear import Head, Multiply
 from .passes import ModulePass, current
 from .quantizable import matrices_of

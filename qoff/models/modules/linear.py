@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
-from qoff.kernels.qtensor import QTensor
 from qoff.memory import HEAD, TiledMatrix
 from qoff.models.tensor_names import HEAD as LM_HEAD
 

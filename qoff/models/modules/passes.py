@@ -8,9 +8,9 @@ from typing import Any, cast
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from qoff.kernels.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import Tile, TiledMatrix, Unit, Weights
-from qoff.models.linear import Steps
+from qoff.models.native.linear import Steps
 
 
 class ModulePass(greenlet):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qoff.errors import UnsupportedModelError
-from qoff.kernels.heads import HeadShape
+from qoff.kernels.layout.heads import HeadShape
 
 from .attention import masked, window_of
 from .passes import ModulePass

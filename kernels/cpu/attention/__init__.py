@@ -1,0 +1,1 @@
+"""Attention over an uncompressed KV cache on the CPU."""

@@ -1,0 +1,102 @@
+"""Queries and keys normalized and rotated in place, keys and values appended to the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qoff.kernels.cpu.jit import simd
+from qoff.kernels.cpu.jit.compiled import inner
+from qoff.kernels.cpu.jit.pool import finish, take, wait
+
+from .fields import (
+    CAPACITY,
+    COS,
+    DIM,
+    HEADS,
+    K_NORM,
+    KEYS,
+    KV_HEADS,
+    NORM_EPS,
+    PAIRS,
+    PLACES,
+    POSITIONS,
+    Q_NORM,
+    QKV,
+    QKV_STRIDE,
+    SIN,
+    SLOTS,
+    VALUES,
+    M,
+)
+
+
+@inner
+def _normalize_head(x, dim, norm, eps):
+    total = np.float32(0.0)
+    for i in range(0, 4 * dim, 4):
+        v = simd.peek_f32(x + i)
+        total += v * v
+    factor = np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps)
+    for i in range(0, 4 * dim, 4):
+        simd.poke_f32(x + i, simd.peek_f32(x + i) * factor * simd.peek_f32(norm + i))
+
+
+@inner
+def _rotate_head(x, pairs, cos, sin):
+    """Rotate pairs (i, i + pairs) by the angles of one position; what lies behind them stays."""
+    half = 4 * pairs
+    whole = half // 64 * 64
+    minus = simd.splat_f32(np.float32(-1.0))
+    for i in range(0, whole, 64):
+        a, b = simd.load_f32(x + i), simd.load_f32(x + half + i)
+        c, s = simd.load_f32(cos + i), simd.load_f32(sin + i)
+        simd.store_f32(x + i, simd.mul_add(a, c, simd.mul(simd.mul(b, s), minus)))
+        simd.store_f32(x + half + i, simd.mul_add(b, c, simd.mul(a, s)))
+    for i in range(whole, half, 4):
+        p, q = simd.peek_f32(x + i), simd.peek_f32(x + half + i)
+        u, w = simd.peek_f32(cos + i), simd.peek_f32(sin + i)
+        simd.poke_f32(x + i, p * u - q * w)
+        simd.poke_f32(x + half + i, q * u + p * w)
+
+
+@inner
+def _append_token(args, token):
+    """Normalize and rotate one token's queries and keys in place; copy its keys and values."""
+    dim, heads = simd.peek_i64(args + DIM), simd.peek_i64(args + HEADS)
+    kv_heads, capacity = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + CAPACITY)
+    row = simd.peek_i64(args + QKV) + token * simd.peek_i64(args + QKV_STRIDE)
+    position = simd.peek_i64(simd.peek_i64(args + POSITIONS) + 8 * token)
+    place = simd.peek_i64(simd.peek_i64(args + PLACES) + 8 * token)
+    slot = simd.peek_i64(simd.peek_i64(args + SLOTS) + 8 * token)
+    eps = simd.peek_f32(args + NORM_EPS)
+    cos = simd.peek_i64(args + COS)
+    pairs = simd.peek_i64(args + PAIRS)
+    angles = position * pairs * 4
+    for head in range(heads + kv_heads):
+        x = row + 4 * dim * head
+        norm = simd.peek_i64(args + Q_NORM) if head < heads else simd.peek_i64(args + K_NORM)
+        if norm != 0:
+            _normalize_head(x, dim, norm, eps)
+        if cos != 0:
+            _rotate_head(x, pairs, cos + angles, simd.peek_i64(args + SIN) + angles)
+    for head in range(kv_heads):
+        to = 4 * ((slot * kv_heads + head) * capacity * dim)
+        key = row + 4 * dim * (heads + head)
+        value = row + 4 * dim * (heads + kv_heads + head)
+        keys = simd.peek_i64(args + KEYS) + to + 4 * (place // 16 * 16 * dim + place % 16)
+        values = simd.peek_i64(args + VALUES) + to + 4 * place * dim
+        for i in range(dim):
+            simd.poke_f32(keys + 64 * i, simd.peek_f32(key + 4 * i))
+            simd.poke_f32(values + 4 * i, simd.peek_f32(value + 4 * i))
+
+
+@inner
+def append_all(pool, args):
+    """Phase 0 of the attention jobs: all tokens."""
+    tokens = simd.peek_i64(args + M)
+    token = take(pool, 0)
+    while token < tokens:
+        _append_token(args, token)
+        finish(pool, 0)
+        token = take(pool, 0)
+    wait(pool, 0, tokens)

@@ -1,0 +1,134 @@
+"""The attention op on the CPU: append to the cache, then attend, in one job."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.cpu.jit.pool import Pool, default_pool
+from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
+from qoff.kernels.cpu.packed_attention.attention import packed_attention
+from qoff.kernels.cpu.packed_attention.operands import Chosen
+from qoff.kernels.cpu.packed_attention.select import select_blocks
+from qoff.kernels.cpu.packed_attention.token_attention import token_attention
+from qoff.kernels.layout.heads import HeadShape, cache_shapes
+from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.ragged import Ragged
+
+from .decode import RUN, append_attend_job, partial_bytes
+from .fields import AttentionArguments
+from .prefill import append_prefill_job, tile_bytes
+
+_OP = "attention"
+
+
+def _check(qkv: Tensor, shape: HeadShape, cache: LayerCache, ragged: Ragged, out: Tensor) -> None:
+    keys, values, places = cache.keys, cache.values, cache.places
+    check_rows(_OP, "qkv", qkv, ragged.tokens, shape.qkv_width)
+    check_rows(_OP, "out", out, ragged.tokens, shape.heads * shape.head_dim)
+    if shape.head_dim % 16 or shape.heads % shape.kv_heads:
+        fail(_OP, f"head_dim must be a multiple of 16 and heads one of kv_heads: {shape}")
+    if values.dim() != 4:
+        fail(_OP, f"values must have 4 dimensions, not {list(values.shape)}")
+    sequences, capacity = values.shape[0], values.shape[2]
+    key_shape, value_shape = cache_shapes(sequences, shape, capacity)
+    check_dense(_OP, "keys", keys, key_shape)
+    check_dense(_OP, "values", values, value_shape)
+    if places.dtype != torch.int64 or places.shape != (ragged.tokens,):
+        fail(_OP, f"places must be int64 [{ragged.tokens}], not {list(places.shape)}")
+    if cache.longest >= capacity:
+        fail(_OP, f"place {cache.longest} is beyond the cache's {capacity} tokens")
+    if ragged.sequences > sequences:
+        fail(_OP, f"{ragged.sequences} sequences, but the cache holds {sequences}")
+
+
+def _check_small(
+    rotary: tuple[Tensor, Tensor] | None, norms: tuple[Tensor | None, ...], dim: int, longest: int
+) -> None:
+    pairs = 0 if rotary is None else rotary[0].shape[1]
+    for table in rotary or ():
+        if table.dim() != 2 or table.shape[0] <= longest or table.shape[1] > dim // 2:
+            fail(
+                _OP,
+                f"cos and sin must be [positions, up to {dim // 2}] and reach position {longest}, "
+                f"not {list(table.shape)}",
+            )
+        check_dense(_OP, "cos and sin", table, (table.shape[0], pairs))
+    for norm in norms:
+        if norm is not None:
+            check_dense(_OP, "query and key norms", norm, (dim,))
+
+
+def attention(
+    qkv: Tensor,
+    shape: HeadShape,
+    cache: LayerCache,
+    ragged: Ragged,
+    *,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    pool: Pool | None = None,
+) -> Tensor:
+    """Norm and rotate queries and keys, append keys and values to the cache, attend to it.
+
+    qkv: float32 [M, (heads + 2 kv_heads) * head_dim], one row a token of `ragged`; it is
+    overwritten. cache: the layer's, with room for every place. rotary: cos and sin, float32
+    [positions, R / 2]: of the first R of head_dim channels. q_norm, k_norm: float32 [head_dim],
+    RMSNorm over each head. sinks: float32 [heads], scores of a key without a value.
+    Attention is causal within each sequence, and to what `cache.top` leaves of the packed blocks.
+    Returns float32 [M, heads * head_dim]. Raises OpError for operands of the wrong form.
+    """
+    if out is None:
+        out = torch.empty(ragged.tokens, shape.heads * shape.head_dim)
+    _check(qkv, shape, cache, ragged, out)
+    _check_small(rotary, (q_norm, k_norm), shape.head_dim, ragged.longest)
+    if sinks is not None:
+        check_dense(_OP, "sinks", sinks, (shape.heads,))
+    cos, sin = rotary or (None, None)
+    pool = pool or default_pool()
+    pairs = 0 if cos is None else cos.shape[1]
+    lse = None if not cache.packed and sinks is None else torch.empty(ragged.tokens, shape.heads)
+    runs = cache.longest // RUN + 1
+    if ragged.is_decode:
+        job = append_attend_job
+        scratch = ragged.tokens * shape.heads * runs * partial_bytes(shape.head_dim)
+    else:
+        job, scratch = append_prefill_job, pool.threads * tile_bytes(shape.head_dim)
+    with pool.lock:
+        args = AttentionArguments(
+            qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
+            shape.head_dim, address(q_norm), address(k_norm), address(cos), address(sin), pairs,
+            ragged.positions.data_ptr(), cache.places.data_ptr(), ragged.slots.data_ptr(),
+            cache.keys.data_ptr(), cache.values.data_ptr(), cache.values.shape[2],
+            shape.window or 0, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
+            pool.workspace(scratch), shape.norm_eps, shape.scale, shape.soft_cap,
+        )  # fmt: skip
+        pool.run(job.address, ctypes.addressof(args))
+    chosen: Sequence[Chosen | None] = [None] * len(cache.packed)
+    if cache.packed and cache.top < 1 and ragged.is_decode:
+        chosen = select_blocks(
+            qkv, shape.heads, cache.packed, cache.top, window=shape.window, threads=pool
+        )
+    for packed, blocks in zip(cache.packed, chosen, strict=True):
+        if packed.form.k_form == "token":
+            assert lse is not None
+            token_attention(
+                qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
+                window=shape.window, rotated=cache.values_rotated, out=out, lse=lse,
+            )  # fmt: skip
+            continue
+        packed_attention(
+            qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
+            window=shape.window, chosen=blocks, out=out, lse=lse, rotated=cache.values_rotated,
+            threads=pool,
+        )  # fmt: skip
+    if sinks is not None:
+        assert lse is not None
+        out.unflatten(1, (shape.heads, -1)).mul_(torch.sigmoid(lse - sinks)[..., None])
+    return out

@@ -1,0 +1,1 @@
+"""How CPU kernels are compiled and run: vector instructions, numba's cache, the thread pool."""

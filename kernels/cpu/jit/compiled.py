@@ -1,0 +1,106 @@
+"""How the CPU kernels are compiled: numba decorators whose disk cache knows all their sources.
+
+numba's own cache watches only the file that a function stands in; these kernels inline code from
+the other files of this folder. The locator below stamps every cached function with a hash of the
+whole folder. `NUMBA_CACHE_DIR` moves the cache as it does for any numba function.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import types
+from numba.core.caching import (
+    CacheImpl,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
+
+_FOLDER = Path(__file__).resolve().parents[1]  # kernels/cpu
+_LOADING_S = 0.5  # no longer does it take to load a kernel from the cache
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _folder_stamp() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(_FOLDER.rglob("*.py")):
+        digest.update(str(source.relative_to(_FOLDER)).encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _locator(base: Any) -> type:
+    class FolderLocator(base):
+        """A numba cache locator for the files of this folder alone."""
+
+        def get_source_stamp(self) -> str:
+            return _folder_stamp()
+
+        @classmethod
+        def from_function(cls, py_func: Callable, py_file: str) -> Any:
+            if _FOLDER not in Path(py_file).resolve().parents:
+                return None
+            return super().from_function(py_func, py_file)
+
+    return FolderLocator
+
+
+CacheImpl._locator_classes[:0] = [
+    _locator(UserProvidedCacheLocator),
+    _locator(UserWideCacheLocator),
+    _locator(InTreeCacheLocator),
+]
+
+JOB = types.void(types.int64, types.int64, types.int64, types.int64)
+
+
+def _with_disk_cache(compile_: Callable[[bool], Any]) -> Any:
+    """Compile with numba's disk cache, or without where no folder for it can be written."""
+    try:
+        return compile_(True)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        warnings.warn(
+            f"{error}: kernels are compiled anew in every process; set NUMBA_CACHE_DIR to a "
+            "folder that can be written",
+            stacklevel=3,
+        )
+        return compile_(False)
+
+
+def inner(function: Callable) -> Any:
+    """Compile a function that jobs call."""
+    return _with_disk_cache(
+        lambda cache: numba.njit(nogil=True, cache=cache, error_model="numpy")(function)
+    )
+
+
+def job(function: Callable[[int, int, int, int], None]) -> Any:
+    """Compile `function(pool, thread, threads, args)` so that a `Pool` can run it; see `pool`.
+
+    The result has the compiled function's `address`. It is compiled here and now; the first that
+    does not come from the cache is announced, for those who wait.
+    """
+    started = time.perf_counter()
+    compiled = _with_disk_cache(
+        lambda cache: numba.cfunc(JOB, nopython=True, cache=cache, error_model="numpy")(function)
+    )
+    if time.perf_counter() - started > _LOADING_S:
+        _announce()
+    return compiled
+
+
+@functools.cache
+def _announce() -> None:
+    logger.warning("compiling the CPU kernels for this processor: some seconds, once")

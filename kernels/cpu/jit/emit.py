@@ -1,0 +1,201 @@
+"""LLVM instructions on vectors of 16 lanes: functions that emit them through an IRBuilder.
+
+LLVM splits the vectors where the processor's registers are narrower, so the same code runs on
+AVX-512, AVX2 or NEON; only the dot product of bytes is chosen by the processor. Addresses are int64
+values; loads and stores need no alignment.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils
+
+from qoff.kernels.processor import host_features
+
+LANES = 16
+
+I8, I32, I64, F16, F32 = (
+    ir.IntType(8),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.HalfType(),
+    ir.FloatType(),
+)
+V_I32 = ir.VectorType(I32, LANES)
+V_F32 = ir.VectorType(F32, LANES)
+V_F16 = ir.VectorType(F16, LANES)
+
+
+def at(b, address, offset, pointee):
+    """Pointer to `pointee` at `address + offset` bytes (offset: int or i64 value)."""
+    if isinstance(offset, int):
+        offset = ir.Constant(I64, offset)
+    return b.inttoptr(b.add(address, offset), pointee.as_pointer())
+
+
+def load(b, address, offset, type_):
+    return b.load(at(b, address, offset, type_), align=1)
+
+
+def store(b, value, address, offset):
+    b.store(value, at(b, address, offset, value.type), align=1)
+
+
+def prefetch(b, address, offset):
+    """Ask for the cache line at `address + offset` to be brought into the second-level cache."""
+    fnty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, fnty, "llvm.prefetch.p0")
+    read, second_level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+    b.call(function, [at(b, address, offset, I8), read, second_level, data])
+
+
+def splat(b, scalar, vector_type):
+    """All lanes equal to `scalar`."""
+    one = b.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(I32, 0))
+    mask = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    return b.shuffle_vector(one, ir.Constant(vector_type, ir.Undefined), mask)
+
+
+def const_i32(value):
+    return ir.Constant(V_I32, [value] * LANES)
+
+
+def const_i64(value):
+    return ir.Constant(I64, value)
+
+
+def const_f32(value):
+    return ir.Constant(V_F32, [value] * LANES)
+
+
+def call_llvm(b, name, result, args):
+    """Call an LLVM intrinsic by its mangled name."""
+    fnty = ir.FunctionType(result, [a.type for a in args])
+    return b.call(cgutils.get_or_insert_function(b.module, fnty, name), args)
+
+
+def fma(b, x, y, z):
+    return call_llvm(b, "llvm.fma.v16f32", V_F32, [x, y, z])
+
+
+def maximum(b, x, y):
+    """The larger; y where one is NaN."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def loop(b, count, carried):
+    """Open a loop over 0..count-1: (index, phis, close); close(next values) returns the last."""
+    before = b.block
+    body, after = b.append_basic_block("loop"), b.append_basic_block("after")
+    b.branch(body)
+    b.position_at_end(body)
+    index = b.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), before)
+    phis = []
+    for value in carried:
+        phi = b.phi(value.type)
+        phi.add_incoming(value, before)
+        phis.append(phi)
+
+    def close(values):
+        following = b.add(index, ir.Constant(I64, 1))
+        index.add_incoming(following, b.block)
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, b.block)
+        b.cbranch(b.icmp_signed("<", following, count), body, after)
+        b.position_at_end(after)
+        return values
+
+    return index, phis, close
+
+
+def switch(b, number, cases):
+    """Run the one of `cases` (number -> function) that `number` says."""
+    after = b.append_basic_block("switch_done")
+    choice = b.switch(number, after)
+    for case, emit in cases.items():
+        block = b.append_basic_block("case")
+        choice.add_case(const_i64(case), block)
+        b.position_at_end(block)
+        emit()
+        b.branch(after)
+    b.position_at_end(after)
+
+
+_FEATURES = host_features()
+
+
+def dot_u8s8(b, acc, u8, s8, features=_FEATURES):
+    """acc[lane] += sum over 4 bytes of u8 (unsigned) * s8 (signed); exact in int32.
+
+    One instruction where the processor has it (VNNI), five to ten on AVX2 and AVX-512, plain
+    32-bit multiplications elsewhere.
+    """
+    if "avx512vnni" in features:
+        return _vpdpbusd(b, acc, u8, s8, 512)
+    if "avxvnni" in features:
+        return _by_halves(b, lambda x, y, z: _vpdpbusd(b, x, y, z, 256), acc, u8, s8)
+    if "avx512bw" in features:
+        return _multiply_add(
+            b, acc, u8, s8, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"
+        )
+    if "avx2" in features:
+        return _by_halves(
+            b,
+            lambda x, y, z: _multiply_add(
+                b, x, y, z, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
+            ),
+            acc,
+            u8,
+            s8,
+        )
+    for byte in range(4):
+        shift = const_i32(8 * byte)
+        unsigned = b.and_(b.lshr(u8, shift), const_i32(255))
+        signed = b.ashr(b.shl(s8, const_i32(24 - 8 * byte)), const_i32(24))
+        acc = b.add(acc, b.mul(unsigned, signed))
+    return acc
+
+
+def _bytes(b, x):
+    return b.bitcast(x, ir.VectorType(I8, 4 * x.type.count))
+
+
+def _vpdpbusd(b, acc, u8, s8, width):
+    if llvm.llvm_version_info[0] >= 22:  # since then the operands are vectors of bytes
+        u8, s8 = _bytes(b, u8), _bytes(b, s8)
+    return call_llvm(b, f"llvm.x86.avx512.vpdpbusd.{width}", acc.type, [acc, u8, s8])
+
+
+def _multiply_add(b, acc, u8, s8, by_bytes, by_words):
+    """Products of bytes added in pairs to int16, those in pairs to int32.
+
+    255 * 128 * 2 does not fit int16, so the nibbles of u8 go separately: 15 * 128 * 2 does.
+    """
+    words = ir.VectorType(ir.IntType(16), 2 * acc.type.count)
+
+    def constant(value):
+        return ir.Constant(acc.type, [value] * acc.type.count)
+
+    ones = ir.Constant(words, [1] * words.count)
+    for shift in (0, 4):
+        nibbles = b.and_(b.lshr(u8, constant(shift)), constant(0x0F0F0F0F))
+        pairs = call_llvm(b, by_bytes, words, [_bytes(b, nibbles), _bytes(b, s8)])
+        sums = call_llvm(b, by_words, acc.type, [pairs, ones])
+        acc = b.add(acc, b.shl(sums, constant(shift)))
+    return acc
+
+
+def lanes(b, first, second, start, count):
+    """`count` lanes of two vectors in a row, from lane `start` on."""
+    mask = ir.Constant(ir.VectorType(I32, count), [start + i for i in range(count)])
+    return b.shuffle_vector(first, second, mask)
+
+
+def _by_halves(b, function, *vectors):
+    """Apply `function` to the lower and to the upper half of the vectors."""
+    low, high = (
+        function(*(lanes(b, v, v, start, LANES // 2) for v in vectors)) for start in (0, LANES // 2)
+    )
+    return lanes(b, low, high, 0, LANES)

@@ -1,0 +1,1 @@
+"""The quantized matmul on the CPU."""

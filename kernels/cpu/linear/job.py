@@ -1,0 +1,244 @@
+"""The compiled job of the quantized matmul: quantize activations, tiles, epilogue."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from qoff.kernels.cpu.jit import simd
+from qoff.kernels.cpu.jit.compiled import inner, job
+from qoff.kernels.cpu.jit.pool import finish, take, wait
+
+from .tile import tile
+
+
+class LinearArguments(ctypes.Structure):
+    """The job's arguments: addresses and strides in bytes, sizes, flags."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "x", "x_stride", "tokens", "k", "n", "norm", "codes", "scale_min", "wide", "group",
+                "bits", "bias", "residual", "residual_stride", "silu_mul", "out", "out_stride",
+                "high", "low", "scales", "scratch", "planes",
+            )
+        ),
+        ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
+(X, X_STRIDE, M, K, N, NORM, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, RESIDUAL, RESIDUAL_STRIDE,
+ SILU_MUL, OUT, OUT_STRIDE, HIGH, LOW, SCALES, SCRATCH, PLANES, EPS) = (
+    getattr(LinearArguments, field[0]).offset for field in LinearArguments._fields_
+)  # fmt: skip
+SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
+_LARGEST = (127, 32512)  # of one int8 plane, and of two: 127 * 256, so that both stay in range
+LONG = 2048  # inputs that are worth splitting between threads
+_TOKENS = 4  # tokens of the widest tile
+CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
+
+
+@inner
+def _inverse_rms(x, k, eps):
+    total = simd.splat_f32(np.float32(0.0))
+    for i in range(0, 4 * k, 64):
+        v = simd.load_f32(x + i)
+        total = simd.mul_add(v, v, total)
+    return np.float32(1.0) / np.sqrt(simd.sum_f32(total) / np.float32(k) + eps)
+
+
+@inner
+def _input(x, norm, factor, offset):
+    v = simd.load_f32(x + offset)
+    if norm != 0:
+        v = simd.mul(simd.mul(v, simd.splat_f32(factor)), simd.load_f32(norm + offset))
+    return v
+
+
+@inner
+def quantize_group(x, norm, factor, start, stop, planes, high, low, scales):
+    """Elements [start, stop) of one token as one or two int8 planes, scale and sum."""
+    limit = np.float32(_LARGEST[planes - 1])
+    largest = simd.splat_f32(np.float32(0.0))
+    total = simd.splat_f32(np.float32(0.0))
+    for i in range(start, stop, 16):
+        v = simd.absolute(_input(x, norm, factor, 4 * i))
+        largest = simd.maximum(v, largest)
+        total = simd.add(v, total)
+    peak = simd.max_f32(largest)
+    inverse = np.float32(0.0)
+    if peak > np.float32(1e-30):
+        inverse = limit / peak
+    scale = peak / limit
+    if not simd.sum_f32(total) < np.float32(np.inf):
+        scale = np.float32(np.nan)  # NaN or infinity comes out as NaN, never as a number
+    factors = simd.splat_f32(inverse)
+    integers = simd.zero_i32()
+    for i in range(start, stop, 16):
+        q = simd.round_i32(simd.mul(_input(x, norm, factor, 4 * i), factors))
+        if planes == 2:
+            simd.store_high_low(high + i, low + i, q)
+        else:
+            simd.store_i8(high + i, q)
+        integers = simd.add_i32(integers, q)
+    simd.poke_f32(scales, scale)
+    simd.poke_f32(scales + 4, scale * np.float32(simd.sum_i32(integers)))
+
+
+@inner
+def _quantize_token(args, token, first, last):
+    """Groups [first, last) of one token, normalized if there is a norm."""
+    k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
+    x = simd.peek_i64(args + X) + token * simd.peek_i64(args + X_STRIDE)
+    norm = simd.peek_i64(args + NORM)
+    factor = np.float32(1.0)
+    if norm != 0:
+        factor = _inverse_rms(x, k, simd.peek_f32(args + EPS))
+    high = simd.peek_i64(args + HIGH) + token * k
+    low = simd.peek_i64(args + LOW) + token * k
+    scales = simd.peek_i64(args + SCALES) + token * (k // group) * 8
+    planes = simd.peek_i64(args + PLANES)
+    for g in range(first, last):
+        start = g * group
+        quantize_group(x, norm, factor, start, start + group, planes, high, low, scales + 8 * g)
+
+
+@inner
+def _quantize_all(pool, threads, args):
+    """Phase 0: all activations; long tokens are split when there are few."""
+    tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
+    groups = k // simd.peek_i64(args + GROUP)
+    parts = min(threads, groups) if tokens < 2 * threads and k >= LONG else 1
+    items = tokens * parts
+    item = take(pool, 0)
+    while item < items:
+        part = item % parts
+        _quantize_token(args, item // parts, part * groups // parts, (part + 1) * groups // parts)
+        finish(pool, 0)
+        item = take(pool, 0)
+    wait(pool, 0, items)
+
+
+@inner
+def silu(x):
+    one = simd.splat_f32(np.float32(1.0))
+    negative = simd.mul(x, simd.splat_f32(np.float32(-1.0)))
+    return simd.div(x, simd.add(one, simd.exp(negative)))
+
+
+@inner
+def _write(value, valid, residual, out, scratch):
+    """Add the residual, if any, and write the first `valid` of 16 outputs."""
+    if valid >= 16:
+        if residual != 0:
+            value = simd.add(value, simd.load_f32(residual))
+        simd.store_f32(out, value)
+        return
+    simd.store_f32(scratch, value)
+    for i in range(0, 4 * valid, 4):
+        number = simd.peek_f32(scratch + i)
+        if residual != 0:
+            number += simd.peek_f32(residual + i)
+        simd.poke_f32(out + i, number)
+
+
+@inner
+def _with_bias(address, bias, row, n):
+    value = simd.load_f32(address)
+    if bias != 0:
+        if row + 16 <= n:
+            value = simd.add(value, simd.load_f32(bias + 4 * row))
+        else:
+            for i in range(n - row):
+                number = simd.peek_f32(address + 4 * i) + simd.peek_f32(bias + 4 * (row + i))
+                simd.poke_f32(address + 4 * i, number)
+            value = simd.load_f32(address)
+    return value
+
+
+@inner
+def _epilogue(args, scratch, block, row_blocks, token, tokens):
+    """Bias, gate and residual for one tile of accumulators [row_blocks, tokens, 16]."""
+    n, bias = simd.peek_i64(args + N), simd.peek_i64(args + BIAS)
+    out, out_stride = simd.peek_i64(args + OUT), simd.peek_i64(args + OUT_STRIDE)
+    residual = simd.peek_i64(args + RESIDUAL)
+    residual_stride = simd.peek_i64(args + RESIDUAL_STRIDE)
+    for t in range(tokens):
+        to = out + (token + t) * out_stride
+        plus = residual + (token + t) * residual_stride if residual != 0 else 0
+        if simd.peek_i64(args + SILU_MUL) != 0:
+            gate = _with_bias(scratch + 64 * t, bias, 16 * block, n)
+            up = _with_bias(scratch + 64 * (tokens + t), bias, 16 * block + 16, n)
+            column = 4 * 8 * block
+            if plus != 0:
+                plus += column
+            _write(simd.mul(silu(gate), up), 16, plus, to + column, scratch)
+        else:
+            for r in range(row_blocks):
+                row = 16 * (block + r)
+                address = scratch + 64 * (r * tokens + t)
+                value = _with_bias(address, bias, row, n)
+                here = plus + 4 * row if plus != 0 else 0
+                _write(value, n - row, here, to + 4 * row, address)
+
+
+@inner
+def _tile(args, scratch, block, row_blocks, token, tokens):
+    """One tile of accumulators into scratch."""
+    k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
+    bits, wide = simd.peek_i64(args + BITS), simd.peek_i64(args + WIDE)
+    groups = k // group
+    codes_stride, scale_stride = 2 * k * bits, groups * (64 << wide)
+    codes = simd.peek_i64(args + CODES) + block * codes_stride
+    scale_min = simd.peek_i64(args + SCALE_MIN) + block * scale_stride
+    high = simd.peek_i64(args + HIGH) + token * k
+    low = simd.peek_i64(args + LOW) + token * k
+    scales = simd.peek_i64(args + SCALES) + token * groups * 8
+    tile(bits, row_blocks, tokens, simd.peek_i64(args + PLANES), codes, codes_stride, scale_min,
+         scale_stride, wide, group, groups, high, low, k, scales, scratch)  # fmt: skip
+
+
+@inner
+def _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last):
+    token = first
+    while token < last:
+        left = last - token
+        tokens = 4 if left >= 4 else (2 if left >= 2 else 1)
+        if row_blocks == 1:
+            tokens = 1
+        _tile(args, scratch, block, row_blocks, token, tokens)
+        _epilogue(args, scratch, block, row_blocks, token, tokens)
+        token += tokens
+
+
+@inner
+def _linear(pool, thread, threads, args):
+    """The whole op on one thread of the pool."""
+    _quantize_all(pool, threads, args)
+    tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
+    blocks = (simd.peek_i64(args + N) + 15) // 16
+    scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
+    step = 2 * max(1, blocks // (16 * threads))
+    part = ((blocks + step - 1) // step + threads - 1) // threads  # chunks a thread
+    chunks = part * threads
+    together = max(_TOKENS, CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
+    runs = (tokens + together - 1) // together
+    item = take(pool, 1)
+    while item < runs * chunks:
+        first = item // chunks * together
+        last = min(first + together, tokens)
+        # Threads that take turns walk through a part of their own, as the tile's prefetch expects.
+        chunk = item % threads * part + item % chunks // threads
+        start = chunk * step
+        for block in range(start, min(start + step, blocks), 2):
+            row_blocks = 2 if block + 2 <= blocks else 1
+            _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last)
+        item = take(pool, 1)
+
+
+@job
+def linear_job(pool, thread, threads, args):
+    """The whole op; its arguments are the fields above."""
+    _linear(pool, thread, threads, args)

@@ -1,0 +1,199 @@
+"""The inner tile of the quantized matmul: weights against a few tokens, sums in registers.
+
+A tile is `row_blocks` blocks of 16 outputs (one block = one vector, packing `cpu16`) times
+`tokens` tokens, over all of K. Activations come as two int8 planes, x = scale * (256 * high + low),
+so 16-bit integers; codes are unsigned bytes. Both dot products are exact in int32, and only the sum
+of a whole group is turned into float32 and scaled:
+
+    y[n, m] = sum over groups g of  (codes . x)[n, m, g] * scale[n, g] * xscale[m, g]
+                                    + minimum[n, g] * xsum[m, g]
+
+The order of operations for one output does not depend on how many tokens or threads there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from llvmlite import ir
+from numba import types
+
+from qoff.kernels.cpu.jit.emit import (
+    F32,
+    I32,
+    I64,
+    V_F16,
+    V_F32,
+    V_I32,
+    at,
+    const_f32,
+    const_i32,
+    dot_u8s8,
+    fma,
+    load,
+    loop,
+    prefetch,
+    splat,
+)
+from qoff.kernels.cpu.jit.simd import vector_intrinsic
+
+VECTOR_BYTES = 64
+UNROLL = 32  # elements of K handled by one pass of the inner loop: the smallest group
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tile's operands, all int64: addresses and strides in bytes."""
+
+    codes: ir.Value  # first row block's codes
+    codes_stride: ir.Value  # to the next row block
+    scale_min: ir.Value  # first row block's scales and minima
+    scale_min_stride: ir.Value
+    wide_scales: ir.Value  # 1: float32 scales and minima, 0: float16
+    group_size: ir.Value
+    groups: ir.Value
+    high: ir.Value  # int8 [tokens, K]
+    low: ir.Value  # int8 [tokens, K]
+    token_stride: ir.Value  # K
+    scales: ir.Value  # float32 [tokens, groups, 2]: xscale, xsum
+    out: ir.Value  # float32 [row_blocks, tokens, 16]
+
+
+def _const(value):
+    return ir.Constant(I64, value)
+
+
+def _code_parts(b, codes, bits):
+    """One vector of packed codes as vectors of 4 unsigned bytes per row, in order of K."""
+    if bits == 8:
+        return [codes]
+    mask = const_i32(0x0F0F0F0F)
+    return [b.and_(codes, mask), b.and_(b.lshr(codes, const_i32(4)), mask)]
+
+
+def _dot_32(b, bits, codes, ahead, planes, accumulators):
+    """Add 32 elements of K to `accumulators[row block][token][plane]`.
+
+    planes: the activations' addresses, [plane][token]. ahead: bytes from a row block's codes to
+    those that the next tile reads.
+    """
+    per_vector = 8 if bits == 4 else 4
+    if len(planes[0]) == 1:  # with more tokens, memory is not what it waits for
+        for address in codes:
+            for step in range(UNROLL // per_vector):
+                prefetch(b, b.add(address, ahead), step * VECTOR_BYTES)
+    for step in range(UNROLL // per_vector):
+        for row, address in enumerate(codes):
+            parts = _code_parts(b, load(b, address, step * VECTOR_BYTES, V_I32), bits)
+            for i, part in enumerate(parts):
+                k = step * per_vector + 4 * i
+                for plane, addresses in enumerate(planes):
+                    for token, at_token in enumerate(addresses):
+                        x = splat(b, load(b, at_token, k, I32), V_I32)
+                        sums = accumulators[row][token]
+                        sums[plane] = dot_u8s8(b, sums[plane], part, x)
+
+
+def _scale_and_minimum(b, address, wide):
+    """Scales and minima of one group of a row block, as two float32 vectors."""
+    with b.if_else(b.icmp_signed("!=", wide, _const(0))) as (if_wide, if_narrow):
+        with if_wide:
+            from_wide = [load(b, address, offset, V_F32) for offset in (0, 64)]
+            wide_block = b.block
+        with if_narrow:
+            from_narrow = [b.fpext(load(b, address, o, V_F16), V_F32) for o in (0, 32)]
+            narrow_block = b.block
+    result = []
+    for first, second in zip(from_wide, from_narrow, strict=True):
+        phi = b.phi(V_F32)
+        phi.add_incoming(first, wide_block)
+        phi.add_incoming(second, narrow_block)
+        result.append(phi)
+    return result
+
+
+def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
+    """Emit the whole tile: loops over groups and, inside, over runs of 32 elements.
+
+    planes: 2 for 16-bit activations, 1 for 8-bit ones, which are the high plane alone.
+    """
+    runs = b.sdiv(o.group_size, _const(UNROLL))
+    run_bytes = UNROLL * 16 * bits // 8
+    group_bytes = b.mul(runs, _const(run_bytes))
+    scale_bytes = b.shl(_const(VECTOR_BYTES), o.wide_scales)
+    pairs = [(r, t) for r in range(row_blocks) for t in range(tokens)]
+
+    group, sums, close_groups = loop(b, o.groups, [const_f32(0.0)] * len(pairs))
+    codes_at = b.add(o.codes, b.mul(group, group_bytes))
+    k_at = b.mul(group, o.group_size)
+
+    zero = const_i32(0)
+    run, integers, close_runs = loop(b, runs, [zero] * (planes * len(pairs)))
+    codes_at = b.add(codes_at, b.mul(run, _const(run_bytes)))
+    k_at = b.add(k_at, b.mul(run, _const(UNROLL)))
+    codes = [b.add(codes_at, b.mul(o.codes_stride, _const(r))) for r in range(row_blocks)]
+    rows = [b.add(k_at, b.mul(o.token_stride, _const(t))) for t in range(tokens)]
+    flat = iter(integers)
+    accumulators = [
+        [[next(flat) for _ in range(planes)] for _ in range(tokens)] for _ in range(row_blocks)
+    ]
+    activations = [[b.add(plane, x) for x in rows] for plane in (o.high, o.low)[:planes]]
+    _dot_32(
+        b,
+        bits,
+        codes,
+        b.mul(o.codes_stride, _const(row_blocks)),
+        activations,
+        accumulators,
+    )
+    integers = close_runs([value for row in accumulators for sums in row for value in sums])
+
+    scale_at = b.add(o.scale_min, b.mul(group, scale_bytes))
+    token_scales = [
+        b.add(o.scales, b.mul(_const(8), b.add(group, b.mul(o.groups, _const(t)))))
+        for t in range(tokens)
+    ]
+    totals: list[ir.Value] = []
+    for row in range(row_blocks):
+        address = b.add(scale_at, b.mul(o.scale_min_stride, _const(row)))
+        scale, minimum = _scale_and_minimum(b, address, o.wide_scales)
+        for token in range(tokens):
+            i = len(totals)
+            exact = integers[planes * i]
+            if planes == 2:
+                exact = b.add(b.shl(exact, const_i32(8)), integers[2 * i + 1])
+            x_scale = splat(b, load(b, token_scales[token], 0, F32), V_F32)
+            x_sum = splat(b, load(b, token_scales[token], 4, F32), V_F32)
+            total = fma(b, b.sitofp(exact, V_F32), b.fmul(scale, x_scale), sums[i])
+            totals.append(fma(b, minimum, x_sum, total))
+    for i, total in enumerate(close_groups(totals)):
+        b.store(total, at(b, o.out, i * VECTOR_BYTES, V_F32), align=1)
+
+
+_SHAPES = [(2, 4), (2, 2), (2, 1), (1, 1)]
+_VARIANTS = [(bits, *shape, planes) for bits in (4, 8) for shape in _SHAPES for planes in (2, 1)]
+
+
+@vector_intrinsic(types.void, *[types.int64] * (4 + len(fields(Operands))))
+def tile(b, bits, row_blocks, tokens, planes, *operands):
+    """Run the tile of this shape: 2 row blocks with 4, 2 or 1 tokens, or 1 with 1.
+
+    planes: 2 for 16-bit activations, 1 for 8-bit ones.
+
+    Operands are those of `Operands`, in order; any other shape writes nothing.
+    """
+    key = _const(0)
+    for part in (bits, row_blocks, tokens, planes):
+        key = b.add(b.shl(key, _const(4)), part)
+    after = b.append_basic_block("tile_done")
+    choice = b.switch(key, after)
+    for variant in _VARIANTS:
+        block = b.append_basic_block("tile")
+        number = 0
+        for part in variant:
+            number = (number << 4) + part
+        choice.add_case(_const(number), block)
+        b.position_at_end(block)
+        emit_tile(b, *variant, Operands(*operands))
+        b.branch(after)
+    b.position_at_end(after)

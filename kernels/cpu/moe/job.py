@@ -1,0 +1,281 @@
+"""The two compiled jobs of a mixture of experts: gate_up with its activation, down with the sum.
+
+Pairs of a token and one of its experts are sorted by expert; a segment is the run of pairs of one
+expert. Items of work are a segment times a few blocks of rows, so an expert's weights are read
+once for all of its tokens, and experts that nobody chose are not read at all. What a pair gets
+does not depend on what else its segment holds, and a token's pairs are summed in its own order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from qoff.kernels.cpu.jit import simd
+from qoff.kernels.cpu.jit.compiled import inner, job
+from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.linear.job import CACHED_BYTES, LONG, quantize_group
+from qoff.kernels.cpu.linear.tile import tile
+
+from .gates import activate
+
+
+def _int64s(*names: str) -> tuple[tuple[str, type], ...]:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+class MatrixArguments(ctypes.Structure):
+    """One matrix of each expert and the quantized inputs of its pairs; distances are in bytes."""
+
+    _fields_ = _int64s(
+        "n", "k", "codes", "codes_stride", "scale_min", "scale_min_stride", "wide", "group", "bits",
+        "bias", "high", "low", "scales",
+    )  # fmt: skip
+
+
+class ExpertsArguments(ctypes.Structure):
+    """The arguments of both jobs: addresses and strides in bytes, sizes, flags."""
+
+    _fields_ = (
+        ("gate_up", MatrixArguments),
+        ("down", MatrixArguments),
+        *_int64s(
+            "x", "x_stride", "tokens", "per_token", "experts", "chosen", "share", "activation",
+            "residual", "residual_stride", "out", "out_stride", "planes", "pairs", "count",
+            "order", "segments", "counts", "inner", "weighted", "scratch",
+        ),
+    )  # fmt: skip
+
+
+(
+    N,
+    K,
+    CODES,
+    CODES_STRIDE,
+    SCALE_MIN,
+    SCALE_MIN_STRIDE,
+    WIDE,
+    GROUP,
+    BITS,
+    BIAS,
+    HIGH,
+    LOW,
+    SCALES,
+) = (getattr(MatrixArguments, field[0]).offset for field in MatrixArguments._fields_)
+(GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, CHOSEN, SHARE, ACTIVATION, RESIDUAL,
+ RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, PAIRS, COUNT, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
+ SCRATCH) = (
+    getattr(ExpertsArguments, field[0]).offset for field in ExpertsArguments._fields_
+)  # fmt: skip
+SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
+SEGMENT_BYTES = 24  # of a segment: expert, first pair, pair after the last
+_COLUMNS = 512  # of a token's sum, in one item
+_TOKENS = 4  # of the widest tile
+
+
+@inner
+def _sort(args):
+    """Order the pairs by expert; leaves `pairs` 0 if an expert is not there."""
+    pairs = simd.peek_i64(args + M) * simd.peek_i64(args + PER_TOKEN)
+    experts, chosen = simd.peek_i64(args + EXPERTS), simd.peek_i64(args + CHOSEN)
+    counts, order = simd.peek_i64(args + COUNTS), simd.peek_i64(args + ORDER)
+    segment = simd.peek_i64(args + SEGMENTS)
+    simd.poke_i64(args + PAIRS, 0)
+    simd.poke_i64(args + COUNT, 0)
+    for e in range(experts):
+        simd.poke_i64(counts + 8 * e, 0)
+    for p in range(pairs):
+        e = simd.peek_i64(chosen + 8 * p)
+        if e < 0 or e >= experts:
+            return
+        simd.poke_i64(counts + 8 * e, simd.peek_i64(counts + 8 * e) + 1)
+    total, found = 0, 0
+    for e in range(experts):
+        count = simd.peek_i64(counts + 8 * e)
+        if count > 0:
+            simd.poke_i64(segment, e)
+            simd.poke_i64(segment + 8, total)
+            simd.poke_i64(segment + 16, total + count)
+            simd.poke_i64(counts + 8 * e, total)
+            segment += SEGMENT_BYTES
+            total += count
+            found += 1
+    for p in range(pairs):
+        place = counts + 8 * simd.peek_i64(chosen + 8 * p)
+        simd.poke_i64(order + 8 * simd.peek_i64(place), p)
+        simd.poke_i64(place, simd.peek_i64(place) + 1)
+    simd.poke_i64(args + PAIRS, pairs)
+    simd.poke_i64(args + COUNT, found)
+
+
+@inner
+def _quantize(pool, phase, threads, args, matrix, row_bytes):
+    """Inputs of all pairs, sorted, as int8 planes; row_bytes: of `inner`, 0 for rows of x."""
+    pairs, k = simd.peek_i64(args + PAIRS), simd.peek_i64(matrix + K)
+    group, planes = simd.peek_i64(matrix + GROUP), simd.peek_i64(args + PLANES)
+    groups = k // group
+    parts = min(threads, groups) if pairs < 2 * threads and k >= LONG else 1
+    items = pairs * parts
+    item = take(pool, phase)
+    while item < items:
+        place = item // parts
+        if row_bytes != 0:
+            x = simd.peek_i64(args + INNER) + place * row_bytes
+        else:
+            pair = simd.peek_i64(simd.peek_i64(args + ORDER) + 8 * place)
+            token = pair // simd.peek_i64(args + PER_TOKEN)
+            x = simd.peek_i64(args + X) + token * simd.peek_i64(args + X_STRIDE)
+        high = simd.peek_i64(matrix + HIGH) + place * k
+        low = simd.peek_i64(matrix + LOW) + place * k
+        scales = simd.peek_i64(matrix + SCALES) + place * groups * 8
+        part = item % parts
+        for g in range(part * groups // parts, (part + 1) * groups // parts):
+            start = g * group
+            quantize_group(
+                x, 0, np.float32(1.0), start, start + group, planes, high, low, scales + 8 * g
+            )
+        finish(pool, phase)
+        item = take(pool, phase)
+    wait(pool, phase, items)
+
+
+@inner
+def _with_bias(address, bias, row):
+    value = simd.load_f32(address)
+    if bias != 0:
+        value = simd.add(value, simd.load_f32(bias + 4 * row))
+    return value
+
+
+@inner
+def _write_gated(args, matrix, bias, scratch, block, place, tokens):
+    """Activations of 16 columns of `inner`, from blocks of gate and of up."""
+    n, kind = simd.peek_i64(matrix + N), simd.peek_i64(args + ACTIVATION)
+    for t in range(tokens):
+        gate = _with_bias(scratch + 64 * t, bias, 16 * block)
+        up = _with_bias(scratch + 64 * (tokens + t), bias, 16 * block + 16)
+        to = simd.peek_i64(args + INNER) + (place + t) * 2 * n + 32 * block
+        simd.store_f32(to, activate(kind, gate, up))
+
+
+@inner
+def _write_weighted(args, matrix, bias, scratch, block, place, tokens):
+    """Share times output, 32 columns, to the place of the pair in its token."""
+    n = simd.peek_i64(matrix + N)
+    for t in range(tokens):
+        pair = simd.peek_i64(simd.peek_i64(args + ORDER) + 8 * (place + t))
+        share = simd.splat_f32(simd.peek_f32(simd.peek_i64(args + SHARE) + 4 * pair))
+        to = simd.peek_i64(args + WEIGHTED) + pair * 4 * n
+        for r in range(2):
+            row = 16 * (block + r)
+            value = _with_bias(scratch + 64 * (r * tokens + t), bias, row)
+            simd.store_f32(to + 4 * row, simd.mul(value, share))
+
+
+@inner
+def _tile(args, matrix, scratch, expert, block, place, tokens):
+    """One tile of accumulators [2, tokens, 16] into scratch."""
+    k, group = simd.peek_i64(matrix + K), simd.peek_i64(matrix + GROUP)
+    bits, wide = simd.peek_i64(matrix + BITS), simd.peek_i64(matrix + WIDE)
+    groups = k // group
+    codes_stride, scale_stride = 2 * k * bits, groups * (64 << wide)
+    codes = simd.peek_i64(matrix + CODES) + expert * simd.peek_i64(matrix + CODES_STRIDE)
+    scale_min = simd.peek_i64(matrix + SCALE_MIN)
+    scale_min += expert * simd.peek_i64(matrix + SCALE_MIN_STRIDE)
+    high = simd.peek_i64(matrix + HIGH) + place * k
+    low = simd.peek_i64(matrix + LOW) + place * k
+    scales = simd.peek_i64(matrix + SCALES) + place * groups * 8
+    tile(bits, 2, tokens, simd.peek_i64(args + PLANES), codes + block * codes_stride, codes_stride,
+         scale_min + block * scale_stride, scale_stride, wide, group, groups, high, low, k, scales,
+         scratch)  # fmt: skip
+
+
+@inner
+def _rows_of_expert(args, matrix, scratch, gated, expert, first, last, start, stop):
+    """Row blocks [start, stop) of one expert times its pairs [first, last)."""
+    k, bias = simd.peek_i64(matrix + K), simd.peek_i64(matrix + BIAS)
+    if bias != 0:
+        bias += expert * 4 * simd.peek_i64(matrix + N)
+    together = max(_TOKENS, CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
+    for run in range(first, last, together):
+        end = min(run + together, last)
+        for block in range(start, stop, 2):
+            place = run
+            while place < end:
+                left = end - place
+                tokens = 4 if left >= 4 else (2 if left >= 2 else 1)
+                _tile(args, matrix, scratch, expert, block, place, tokens)
+                if gated != 0:
+                    _write_gated(args, matrix, bias, scratch, block, place, tokens)
+                else:
+                    _write_weighted(args, matrix, bias, scratch, block, place, tokens)
+                place += tokens
+
+
+@inner
+def _multiply(pool, phase, thread, threads, args, matrix, gated):
+    """All segments, in items of a few row blocks; waits until all are done."""
+    blocks = simd.peek_i64(matrix + N) // 16
+    step = 2 * max(1, blocks // (16 * threads))
+    chunks = (blocks + step - 1) // step  # of a segment
+    total = simd.peek_i64(args + COUNT) * chunks
+    part = (total + threads - 1) // threads  # chunks a thread
+    scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
+    item = take(pool, phase)
+    while item < part * threads:
+        # Threads that take turns walk through a part of their own, as the tile's prefetch expects.
+        place = item % threads * part + item // threads
+        if place < total:
+            segment = simd.peek_i64(args + SEGMENTS) + place // chunks * SEGMENT_BYTES
+            expert = simd.peek_i64(segment)
+            first, last = simd.peek_i64(segment + 8), simd.peek_i64(segment + 16)
+            start = place % chunks * step
+            stop = min(start + step, blocks)
+            _rows_of_expert(args, matrix, scratch, gated, expert, first, last, start, stop)
+        finish(pool, phase)
+        item = take(pool, phase)
+    wait(pool, phase, part * threads)
+
+
+@inner
+def _add_up(pool, phase, args, matrix):
+    """Residual and a token's weighted outputs, in the order in which it chose its experts."""
+    tokens, per_token = simd.peek_i64(args + M), simd.peek_i64(args + PER_TOKEN)
+    n = simd.peek_i64(matrix + N)
+    parts = (n + _COLUMNS - 1) // _COLUMNS
+    residual = simd.peek_i64(args + RESIDUAL)
+    item = take(pool, phase)
+    while item < tokens * parts:
+        token, first = item // parts, item % parts * _COLUMNS
+        to = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE)
+        plus = residual + token * simd.peek_i64(args + RESIDUAL_STRIDE)
+        summands = simd.peek_i64(args + WEIGHTED) + token * per_token * 4 * n
+        for column in range(4 * first, 4 * min(first + _COLUMNS, n), 64):
+            total = simd.load_f32(summands + column)
+            for t in range(1, per_token):
+                total = simd.add(total, simd.load_f32(summands + t * 4 * n + column))
+            if residual != 0:
+                total = simd.add(total, simd.load_f32(plus + column))
+            simd.store_f32(to + column, total)
+        item = take(pool, phase)
+
+
+@job
+def gate_up_job(pool, thread, threads, args):
+    """Sort the pairs, and compute their activations; the arguments are the fields above."""
+    item = take(pool, 0)
+    if item == 0:
+        _sort(args)
+        finish(pool, 0)
+    wait(pool, 0, 1)
+    _quantize(pool, 1, threads, args, args + GATE_UP, 0)
+    _multiply(pool, 2, thread, threads, args, args + GATE_UP, 1)
+
+
+@job
+def down_job(pool, thread, threads, args):
+    """Down projections of sorted pairs, and the sum of each token's."""
+    _quantize(pool, 0, threads, args, args + DOWN, 4 * simd.peek_i64(args + DOWN + K))
+    _multiply(pool, 1, thread, threads, args, args + DOWN, 0)
+    _add_up(pool, 2, args, args + DOWN)

@@ -1,0 +1,13 @@
+"""The ops on the CPU, as the decoder calls them; see `kernels.ops`."""
+
+from __future__ import annotations
+
+from .attention.attention import attention
+from .jit.pool import default_pool
+from .linear.linear import w4_linear
+from .moe.experts import experts
+
+PACKING = "cpu16"  # what w4_linear reads
+CACHE, USES_OUT = "host", True
+
+__all__ = ["CACHE", "PACKING", "USES_OUT", "attention", "default_pool", "experts", "w4_linear"]

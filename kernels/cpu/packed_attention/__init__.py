@@ -1,0 +1,1 @@
+"""Attention over the packed KV cache on the CPU, where the cache is."""

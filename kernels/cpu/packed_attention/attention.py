@@ -1,0 +1,80 @@
+"""Attention over the packed KV cache on the CPU, where the cache is."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.cpu.jit.pool import Pool, default_pool
+from qoff.kernels.cpu.operands import address, check_dense, check_rows
+from qoff.kernels.layout.layer_cache import PackedTokens
+from qoff.kernels.triton.attention.rotation import value_run
+
+from .block import ROWS
+from .job import THREAD_BYTES, PackedArguments, packed_job, partial_floats
+from .operands import Chosen, check_chosen, check_packed
+
+_OP = "packed_attention"
+_RUN = 16  # blocks whose partial result is one item; fixed, so that threads change no bit
+
+
+def packed_attention(
+    queries: Tensor,
+    heads: int,
+    packed: PackedTokens,
+    *,
+    scale: float,
+    soft_cap: float = 0.0,
+    window: int | None = None,
+    chosen: Chosen | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    rotated: bool = False,
+    threads: Pool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend the new tokens of each sequence to its packed tokens, all of which are older.
+
+    queries: float32 [M, at least heads * D], rotated, rows as the pass of the block table says.
+    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap), 0 for as they are.
+    window: a query sees this many of the newest tokens, itself included. chosen: the blocks that
+    are attended, for one new token a sequence; None: all.
+    Returns float32 [M, heads * D] and the natural log-sum-exp [M, heads] (0 and -inf for a query
+    that sees no packed token). If `out` and `lse` are given, they hold attention to other tokens,
+    and what is found here is merged into them. rotated: V is as `rotated.rotate_values` leaves it;
+    the output is rotated back. Raises OpError for operands of another form.
+    """
+    form, pool, table = packed.form, packed.pool, packed.table
+    tokens = table.ragged.tokens
+    check_packed(_OP, queries, heads, packed)
+    if chosen is not None:
+        check_chosen(_OP, chosen, packed)
+    merge = out is not None and lse is not None
+    if out is None:
+        out = torch.empty(tokens, heads * form.head_dim)
+    if lse is None:
+        lse = torch.empty(tokens, heads)
+    check_rows(_OP, "out", out, tokens, heads * form.head_dim)
+    check_dense(_OP, "lse", lse, (tokens, heads))
+    # Only few queries need their blocks split between threads, and can afford partial results.
+    run = _RUN if table.ragged.is_decode else max(1, table.longest)
+    longest = table.longest if chosen is None else chosen.blocks.shape[2]
+    runs = max(1, -(-longest // run))
+    workers = threads or default_pool()
+    with workers.lock:
+        floats = partial_floats(form.half)
+        scratch = workers.threads * (THREAD_BYTES + 4 * ROWS * floats)
+        base = workers.workspace(scratch + 4 * tokens * runs * heads * floats)
+        args = PackedArguments(
+            queries.data_ptr(), 4 * queries.stride(0), tokens, heads, pool.shape[1], form.half,
+            form.k_bits, form.v_bits, pool.data_ptr(), form.nbytes, pool.stride(0),
+            table.blocks.data_ptr(), table.blocks.shape[1], table.items.data_ptr(),
+            len(table.items), window or 0, runs, run, base + scratch, base, out.data_ptr(),
+            4 * out.stride(0), lse.data_ptr(), merge,
+            address(None if chosen is None else chosen.blocks),
+            address(None if chosen is None else chosen.counts), longest,
+            value_run(form.head_dim) if rotated else 0, scale, soft_cap,
+        )  # fmt: skip
+        workers.run(packed_job.address, ctypes.addressof(args))
+    return out, lse

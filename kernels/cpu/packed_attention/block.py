@@ -1,0 +1,260 @@
+"""Attention of a few query rows over one block of the packed KV cache, in one thread, in steps.
+
+Queries, with K's scales folded in, become 16-bit integers (two int8 planes); probabilities, with
+V's scales folded in, become 8-bit ones, relative to the largest of the block; the dot products are
+exact in int32. What rounding a probability takes from or adds to the mean value code is given back.
+What a row has seen so far is a running maximum, a sum, and an output that is relative to that
+maximum (Milakov and Gimelshein, 2018); scores and maxima are exponents of two.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qoff.kernels.cpu.attention.soft_cap import capped
+from qoff.kernels.cpu.jit import simd
+from qoff.kernels.cpu.jit.compiled import inner
+from qoff.kernels.cpu.jit.powers import log2_above
+
+from . import block_emit as emit
+from .block_emit import TOKENS
+from .fold import OFFSET, SCALE, fold_queries
+from .softmax import (
+    BOUND,
+    CORRECTION,
+    FACTORS_BYTES,
+    LARGEST,
+    PART_BYTES,
+    SHIFT,
+    STEP,
+    VALUES_BYTES,
+    find_weights,
+)
+
+ROWS = 16  # rows of one call
+TOGETHER = emit.ROWS
+LN_2 = np.float32(np.log(2.0))
+LOG2_E = np.float32(1 / np.log(2.0))
+
+# A thread's scratch, in bytes from its start; what belongs to a row is there for TOGETHER rows.
+QUERY = 0  # int8 [rows, 2, up to 256]
+SCORES = QUERY + TOGETHER * 512  # float32 [rows, 64]
+WEIGHTS = SCORES + TOGETHER * 4 * TOKENS  # uint8 [2 parts, rows, 64]
+FACTORS = WEIGHTS + 2 * TOGETHER * TOKENS  # see packed_softmax
+KEYS = FACTORS + FACTORS_BYTES  # float32 [2, up to 256], scales and minima
+VALUES = KEYS + 2 * 4 * 256  # see packed_softmax
+SCRATCH = VALUES + VALUES_BYTES
+
+
+@inner
+def chunk_count(half):
+    """Chunks of 64 lanes that the channels of V take."""
+    return 1 if half == 32 else 2 * ((half + 63) // 64)
+
+
+@inner
+def kind_of(half, bits):
+    if bits == 8:
+        return emit.WHOLE
+    return emit.NARROW if half == 32 else emit.NIBBLES
+
+
+@inner
+def plane_bytes(half, kind):
+    """Bytes of one plane of a query: its channels, padded to whole chunks."""
+    if kind == emit.NIBBLES:
+        return 128 * ((half + 63) // 64)
+    return 64 * ((half + 31) // 32)
+
+
+@inner
+def _spread_halves(plane, half):
+    """Move channels half.. to the next multiple of 64 and zero the channels between."""
+    padded = (half + 63) // 64 * 64
+    for i in range(half - 8, -8, -8):
+        simd.poke_i64(plane + padded + i, simd.peek_i64(plane + half + i))
+    for i in range(half, padded, 8):
+        simd.poke_i64(plane + i, 0)
+        simd.poke_i64(plane + padded + i, 0)
+
+
+@inner
+def _widen_values(v_scale, parts, v_bits, scratch):
+    """What probabilities are multiplied by, in float32."""
+    # Weights count a code of V from its middle: what rounding them takes weighs least there.
+    middle = simd.splat_f32(np.float32(_middle(v_bits)))
+    v_minimum = v_scale + 2 * TOKENS * parts
+    bounds = scratch + VALUES + BOUND
+    for i in range(0, 4 * TOKENS, 64):
+        simd.store_f32(bounds + i, simd.splat_f32(np.float32(0.0)))
+    for part in range(parts):
+        largest = simd.splat_f32(np.float32(0.0))
+        for i in range(0, 2 * TOKENS, 32):
+            largest = simd.maximum(simd.load_f16(v_scale + 2 * TOKENS * part + i), largest)
+        peak = simd.max_f32(largest)
+        simd.store_f32(scratch + VALUES + LARGEST + 64 * part, simd.splat_f32(peak))
+        inverse = np.float32(1.0) / peak if peak > np.float32(0.0) else np.float32(0.0)
+        by = simd.splat_f32(inverse)
+        for i in range(0, TOKENS, 16):
+            at = 2 * (TOKENS * part + i)
+            scale, minimum = simd.load_f16(v_scale + at), simd.load_f16(v_minimum + at)
+            to = scratch + VALUES + PART_BYTES * part + 4 * i
+            simd.store_f32(to, simd.mul(scale, by))
+            simd.store_f32(to + 4 * TOKENS, simd.mul_add(scale, middle, minimum))
+            bound = simd.maximum(simd.mul(scale, by), simd.load_f32(bounds + 4 * i))
+            simd.store_f32(bounds + 4 * i, bound)
+    for i in range(0, 4 * TOKENS, 64):
+        simd.store_f32(bounds + i, log2_above(simd.load_f32(bounds + i)))
+
+
+@inner
+def _middle(bits):
+    """The mean of 4-bit codes; what 8-bit ones are lessened by."""
+    return 7.5 if bits == 4 else 128.0
+
+
+@inner
+def _pad_planes(rows, half, kind, plane, scratch):
+    """Put the channels of folded queries where the codes have theirs, with zeros between."""
+    for at in range(scratch + QUERY, scratch + QUERY + 2 * plane * rows, plane):
+        if kind == emit.NIBBLES and half % 64 != 0:
+            _spread_halves(at, half)
+        elif kind == emit.WHOLE:
+            for i in range(2 * half, plane, 8):
+                simd.poke_i64(at + i, 0)
+
+
+@inner
+def _score_rows(codes, rows, half, kind, plane, ahead, scratch):
+    query, out = scratch + QUERY, scratch + SCORES
+    if kind == emit.NARROW:
+        for token in range(0, TOKENS, 16):
+            emit.block_scores(kind, rows, codes + 32 * token, 64, ahead, 1, query, plane,
+                              out + 4 * token, 4 * TOKENS)  # fmt: skip
+    else:
+        stride = 2 * half if kind == emit.WHOLE else half
+        chunks = (stride + 63) // 64
+        for token in range(0, TOKENS, 16):
+            emit.block_scores(kind, rows, codes + stride * token, stride, ahead, chunks, query,
+                              plane, out + 4 * token, 4 * TOKENS)  # fmt: skip
+
+
+@inner
+def _restrict_scores(rows, firsts, soft_cap, scratch):
+    """Finish scores here, where they level off or some tokens are not attended.
+
+    firsts: 0 for all tokens; soft_cap: 0 for none. The factors left for later change nothing.
+    """
+    factors = scratch + FACTORS
+    for row in range(rows):
+        scores = scratch + SCORES + 4 * TOKENS * row
+        scale = simd.splat_f32(simd.peek_f32(factors + SCALE + 16 * row))
+        offset = simd.splat_f32(simd.peek_f32(factors + OFFSET + 16 * row))
+        for i in range(0, 4 * TOKENS, 64):
+            score = simd.mul_add(simd.load_f32(scores + i), scale, offset)
+            if soft_cap != np.float32(0.0):
+                score = simd.mul(capped(score, soft_cap), simd.splat_f32(LOG2_E))
+            simd.store_f32(scores + i, score)
+        first = simd.peek_i64(firsts + 8 * row) if firsts != 0 else 0
+        for i in range(0, 4 * min(first, TOKENS), 4):
+            simd.poke_f32(scores + i, np.float32(-np.inf))
+    simd.store_f32(factors + SCALE, simd.splat_f32(np.float32(1.0)))
+    simd.store_f32(factors + OFFSET, simd.splat_f32(np.float32(0.0)))
+
+
+@inner
+def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits, scratch):
+    """Find the scores of some rows, to be finished with the factors beside them.
+
+    The first of three steps. What a step leaves in the scratch is taken by the next one; the first
+    step of the rows that follow may come before the third, so that its arithmetic fills the time
+    in which a step would wait for results. record: the block's address; ahead: bytes from there to
+    the block that is read next. row: 0 for the first rows that see the block, which leave in the
+    scratch what all of them need. queries: int64 [rows], the address of each, float32 [dim].
+    factor: of the scores.
+    """
+    dim = 2 * half
+    kind = kind_of(half, k_bits)
+    plane = plane_bytes(half, kind)
+    if row == 0:
+        _widen(record, ahead, half, k_bits, v_bits, scratch)
+    fold_queries(
+        rows, queries, scratch + KEYS, dim // 16, scratch + QUERY, plane, scratch + FACTORS, factor
+    )
+    _pad_planes(rows, half, kind, plane, scratch)
+    _score_rows(record, rows, half, kind, plane, ahead, scratch)
+
+
+@inner
+def _widen(record, ahead, half, k_bits, v_bits, scratch):
+    """Scales and minima in float32; those of the block that is read next are asked for.
+
+    Its codes are as those of this block are read.
+    """
+    parts = 1 if half == 32 else 2
+    k_scale = record + TOKENS * 2 * half * k_bits // 8
+    v_scale = _v_codes(record, half, k_bits) + TOKENS * 2 * half * v_bits // 8
+    for i in range(0, 8 * half, 64):
+        simd.prefetch(k_scale + ahead + i)
+    for i in range(0, 4 * TOKENS * parts, 64):
+        simd.prefetch(v_scale + ahead + i)
+    for i in range(0, 4 * half, 16):
+        simd.store_f32(scratch + KEYS + 4 * i, simd.load_f16(k_scale + 2 * i))
+    _widen_values(v_scale, parts, v_bits, scratch)
+
+
+@inner
+def weigh_block(rows, firsts, soft_cap, half, v_bits, maxima, sums, scratch):
+    """Turn scores into weights of the values: the second step.
+
+    firsts: int64 [rows], tokens of the block before it are not attended; 0: all are. soft_cap: of
+    scaled scores, 0 for none. maxima, sums: float32 [rows, 4], each number four times; maxima are
+    exponents of two.
+    """
+    parts = 1 if half == 32 else 2
+    if firsts != 0 or soft_cap != np.float32(0.0):
+        _restrict_scores(rows, firsts, soft_cap, scratch)
+    back = np.float32(_middle(v_bits) if v_bits == 4 else 0.0)
+    find_weights(
+        rows, parts, scratch + SCORES, scratch + FACTORS, maxima, sums, scratch + VALUES, back,
+        scratch + WEIGHTS,
+    )  # fmt: skip
+
+
+@inner
+def sum_block(record, ahead, rows, half, k_bits, v_bits, out, scratch):
+    """Add the weighed values to the outputs, the last step.
+
+    out: float32 [rows, chunks, 64], relative to the maxima, in the lanes that `lane_of` says.
+    """
+    kind = kind_of(half, v_bits)
+    chunks = chunk_count(half)
+    stride = 2 * half if kind == emit.WHOLE else half
+    for chunk in range(chunks):
+        upper = 1 if chunks > 1 and chunk >= chunks // 2 else 0
+        column = 64 * (chunk - upper * (chunks // 2))
+        if kind == emit.WHOLE and upper:
+            column += half
+        weights = scratch + WEIGHTS + upper * TOGETHER * TOKENS
+        factors = scratch + FACTORS
+        emit.block_weigh(
+            kind, upper, rows, _v_codes(record, half, k_bits) + column, stride, ahead, weights,
+            factors + CORRECTION, factors + STEP + 64 * upper,
+            factors + SHIFT + 64 * upper, out + 256 * chunk, 256 * chunks,
+        )  # fmt: skip
+
+
+@inner
+def _v_codes(record, half, k_bits):
+    return record + TOKENS * 2 * half * k_bits // 8 + 8 * half
+
+
+@inner
+def lane_of(channel, half, v_bits):
+    """The lane of the output [chunks * 64] that holds four channels from a multiple of 4 on."""
+    if kind_of(half, v_bits) == emit.NARROW:
+        return channel
+    upper = channel // half if half > 32 else 0
+    inside = channel - upper * half
+    chunk, inside = inside // 64 + upper * (chunk_count(half) // 2), inside % 64
+    return 64 * chunk + inside % 16 // 4 * 16 + inside // 16 * 4

@@ -1,0 +1,283 @@
+"""Vector code for one block of the packed KV cache: scores of queries, and values weighed by them.
+
+The dot product of bytes sums four neighbouring bytes in each of 16 lanes. Keys are summed over
+channels, so 16 tokens by 16 words of codes are transposed in registers: a vector then holds four
+channels of 16 tokens. Values are summed over tokens, so the bytes of four tokens are interleaved: a
+vector then holds four tokens of 16 channels. Nothing unpacked is ever written to memory.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+
+from qoff.kernels.cpu.jit.emit import (
+    F32,
+    I8,
+    I32,
+    V_F32,
+    V_I32,
+    at,
+    const_i32,
+    const_i64,
+    dot_u8s8,
+    fma,
+    load,
+    loop,
+    prefetch,
+    splat,
+    switch,
+)
+from qoff.kernels.cpu.jit.simd import vector_intrinsic
+
+TOKENS = 64
+ROWS = 4  # queries at a time: their sums and 16 words of keys fill the registers
+BYTES = ir.VectorType(I8, 64)
+_LOW = 0x0F0F0F0F
+_i64 = types.int64
+
+# How the codes of a token lie in a record.
+NIBBLES = 0  # 4 bits, a plane of 64 channels in 64 bytes; the planes one above the other
+NARROW = 1  # 4 bits, head size 64: both planes in 32 bytes
+WHOLE = 2  # 8 bits
+
+
+def _transpose_words(b, rows):
+    """Transpose 16 vectors of 16 words by butterflies; of 8 vectors, both halves of 8 words."""
+    for step in (8, 4, 2, 1):
+        for i in range(len(rows)):
+            if step == len(rows) or i & step:
+                continue
+            first, second = rows[i], rows[i | step]
+            keep = [lane if not lane & step else 16 + (lane ^ step) for lane in range(16)]
+            swap = [(lane | step) if not lane & step else 16 + lane for lane in range(16)]
+            for target, mask in ((i, keep), (i | step, swap)):
+                constant = ir.Constant(ir.VectorType(I32, 16), mask)
+                rows[target] = b.shuffle_vector(first, second, constant)
+    return rows
+
+
+def _low_nibbles(b, words):
+    return b.and_(words, const_i32(_LOW))
+
+
+def _high_nibbles(b, words):
+    return b.and_(b.lshr(words, const_i32(4)), const_i32(_LOW))
+
+
+def _load_rows(b, codes, stride, count, ahead):
+    rows = []
+    for i in range(count):
+        address = b.add(codes, b.mul(stride, const_i64(i)))
+        prefetch(b, b.add(address, ahead), 0)
+        rows.append(load(b, address, 0, V_I32))
+    return rows
+
+
+class _Query:
+    """The int8 planes of a few queries: [row, plane, channels], `plane` bytes a plane."""
+
+    def __init__(self, b, address, rows, plane):
+        self._b = b
+        self._rows = [
+            [b.add(address, b.mul(plane, const_i64(2 * row + high_low))) for high_low in range(2)]
+            for row in range(rows)
+        ]
+
+    def dot(self, sums, codes, offset, turn=0):
+        """Add four channels, `offset` bytes into the planes, to the sums of a turn."""
+        b, mine = self._b, sums[turn % len(sums)]
+        for row, planes in enumerate(self._rows):
+            for plane, address in enumerate(planes):
+                x = splat(b, load(b, b.add(address, offset), 0, I32), V_I32)
+                mine[2 * row + plane] = dot_u8s8(b, mine[2 * row + plane], codes, x)
+
+
+def _zero_sums(rows):
+    """Sums of [row, plane]; two of each where so few would wait for each other."""
+    return [[const_i32(0)] * (2 * rows) for _ in range(2 if rows <= 2 else 1)]
+
+
+def _exact(b, sums, row):
+    """256 * high + low, as float32."""
+    high, low = (_total(b, [one[2 * row + plane] for one in sums]) for plane in (0, 1))
+    return b.sitofp(b.add(b.shl(high, const_i32(8)), low), V_F32)
+
+
+def _total(b, vectors):
+    return vectors[0] if len(vectors) == 1 else b.add(*vectors)
+
+
+def _emit_narrow_scores(b, rows, codes, ahead, query, plane, out, out_stride):
+    """16 tokens of head size 64: a vector of codes holds an even token, then an odd one."""
+    columns = _transpose_words(b, _load_rows(b, codes, const_i64(64), 8, ahead))
+    q, sums = _Query(b, query, rows, plane), _zero_sums(rows)
+    for word, column in enumerate(columns):
+        q.dot(sums, _low_nibbles(b, column), const_i64(4 * word), 0)
+        q.dot(sums, _high_nibbles(b, column), const_i64(32 + 4 * word), 1)
+    mask = ir.Constant(ir.VectorType(I32, 16), [i // 2 + 8 * (i % 2) for i in range(16)])
+    for row in range(rows):
+        found = _exact(b, sums, row)
+        to = b.add(out, b.mul(out_stride, const_i64(row)))
+        b.store(b.shuffle_vector(found, found, mask), at(b, to, 0, V_F32), align=1)
+
+
+def _emit_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out, out_stride):
+    """16 tokens, a chunk of 64 bytes of their codes at a time."""
+    sums = _zero_sums(rows)
+    chunk, flat, close = loop(b, chunks, [value for one in sums for value in one])
+    sums = [flat[i : i + 2 * rows] for i in range(0, len(flat), 2 * rows)]
+    start = b.mul(chunk, const_i64(64))
+    columns = _transpose_words(b, _load_rows(b, b.add(codes, start), stride, 16, ahead))
+    q = _Query(b, query, rows, plane)
+    high_plane = b.add(start, b.mul(chunks, const_i64(64)))
+    for word, column in enumerate(columns):
+        at_word = const_i64(4 * word)
+        if kind == WHOLE:
+            q.dot(sums, column, b.add(start, at_word), word)
+        else:
+            q.dot(sums, _low_nibbles(b, column), b.add(start, at_word), 0)
+            q.dot(sums, _high_nibbles(b, column), b.add(high_plane, at_word), 1)
+    close([value for one in sums for value in one])
+    for row in range(rows):
+        to = b.add(out, b.mul(out_stride, const_i64(row)))
+        b.store(_exact(b, sums, row), at(b, to, 0, V_F32), align=1)
+
+
+def _unpacked(b, first, second, width, high):
+    """Elements of `width` bytes of two vectors in turn, from half of each 16 bytes."""
+    mask = []
+    for lane in range(4):
+        start = 16 * lane + (8 if high else 0)
+        for element in range(0, 8, width):
+            mask += [start + element + i for i in range(width)]
+            mask += [64 + start + element + i for i in range(width)]
+    constant = ir.Constant(ir.VectorType(I32, 64), mask)
+    return b.shuffle_vector(first, second, constant)
+
+
+def _interleave_tokens(b, rows):
+    """Four vectors of 64 channels of a token each: four vectors of 16 channels of 4 tokens."""
+    first, second, third, fourth = (b.bitcast(row, BYTES) for row in rows)
+    out = []
+    for high in (False, True):
+        two, other_two = _unpacked(b, first, second, 1, high), _unpacked(b, third, fourth, 1, high)
+        out += [_unpacked(b, two, other_two, 2, half) for half in (False, True)]
+    return [b.bitcast(vector, V_I32) for vector in out]
+
+
+def _narrow_values(b, codes, ahead):
+    """Head size 64: four vectors of 16 channels of 4 tokens, two of which are 64 bytes of codes."""
+    pairs = _load_rows(b, codes, const_i64(64), 2, ahead)
+    out = []
+    for nibbles in (_low_nibbles, _high_nibbles):
+        first, second = (b.bitcast(nibbles(b, pair), BYTES) for pair in pairs)
+        for start in (0, 16):
+            mask = [32 * token + start + i for i in range(16) for token in range(4)]
+            constant = ir.Constant(ir.VectorType(I32, 64), mask)
+            out.append(b.bitcast(b.shuffle_vector(first, second, constant), V_I32))
+    return out
+
+
+def _values(b, kind, codes, stride, ahead, upper):
+    """Four tokens of one chunk of 64 channels: four vectors of 16 channels, as signed bytes."""
+    if kind == NARROW:
+        return _narrow_values(b, codes, ahead)
+    # Asked for once more with the upper channels: some of the first requests go unheard.
+    rows = _load_rows(b, codes, stride, 4, ahead)
+    if kind == WHOLE:
+        flip = const_i32(-0x7F7F7F80)  # 0x80808080: code - 128
+        return _interleave_tokens(b, [b.xor(row, flip) for row in rows])
+    return _interleave_tokens(b, [(_high_nibbles if upper else _low_nibbles)(b, x) for x in rows])
+
+
+def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, out, out_stride):
+    """All 64 tokens of one chunk of channels."""
+    flat = [const_i32(0)] * (4 * rows)
+    quad, flat, close = loop(b, const_i64(16), flat)
+    sums = list(flat)
+    here = b.add(codes, b.mul(b.mul(stride, const_i64(4)), quad))
+    values = _values(b, kind, here, stride, ahead, upper)
+    for row in range(rows):
+        address = b.add(weights, b.add(b.mul(quad, const_i64(4)), const_i64(TOKENS * row)))
+        p = splat(b, load(b, address, 0, I32), V_I32)
+        for v, value in enumerate(values):
+            sums[4 * row + v] = dot_u8s8(b, sums[4 * row + v], p, value)
+    close(sums)
+    for row in range(rows):
+        correction, step, shift = (
+            splat(b, load(b, address, 16 * row, F32), V_F32) for address in factors
+        )
+        to = b.add(out, b.mul(out_stride, const_i64(row)))
+        for v in range(4):
+            weighed = fma(b, b.sitofp(sums[4 * row + v], V_F32), step, shift)
+            value = fma(b, load(b, to, 64 * v, V_F32), correction, weighed)
+            b.store(value, at(b, to, 64 * v, V_F32), align=1)
+
+
+def each_row_count(emit):
+    """Cases for `switch`: `emit` with each number of rows."""
+    return {rows: lambda rows=rows: emit(rows) for rows in range(1, ROWS + 1)}
+
+
+@vector_intrinsic(types.void, *[_i64] * 10)
+def block_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out, out_stride):
+    """out[row, tokens] = sum over channels of code * (256 * high + low), as float32.
+
+    16 tokens of `rows` queries, 1 to ROWS. codes: of the first token; the next is `stride` bytes
+    on, `chunks` times 64 bytes of it are read; `ahead`: bytes to what is needed next from memory.
+    query: int8 [rows, 2, plane], the high and the low plane, channels in the
+    order of the codes, zero where a chunk has none.
+    """
+    narrow = lambda n: _emit_narrow_scores(b, n, codes, ahead, query, plane, out, out_stride)  # noqa: E731
+
+    def wide(case):
+        return lambda n: _emit_scores(
+            b, case, n, codes, stride, ahead, chunks, query, plane, out, out_stride
+        )
+
+    emitters = {NIBBLES: wide(NIBBLES), NARROW: narrow, WHOLE: wide(WHOLE)}
+    switch(
+        b,
+        kind,
+        {
+            case: lambda emit=emit: switch(b, rows, each_row_count(emit))
+            for case, emit in emitters.items()
+        },
+    )
+
+
+@vector_intrinsic(types.void, *[_i64] * 12)
+def block_weigh(
+    b, kind, upper, rows, codes, stride, ahead, weights, correction, step, shift, out, out_stride
+):
+    """out[row, 64 lanes] = out * correction + step * sum over 64 tokens of weight * code + shift.
+
+    One chunk of 64 channels, in the lanes that `packed_block.lane_of` says. Codes of the first
+    token as for `block_scores`; upper: 1 for the high nibbles. Codes of 8 bits count as code - 128.
+    weights: uint8 [rows, 64].
+    correction, step, shift: float32 [rows, 4], of which the first is taken. out: float32, rows
+    `out_stride` bytes apart.
+    """
+    args = (codes, stride, ahead, weights, (correction, step, shift), out, out_stride)
+    cases = {
+        NIBBLES: lambda: switch(
+            b,
+            upper,
+            {
+                which: lambda which=which: switch(
+                    b,
+                    rows,
+                    each_row_count(lambda n: _emit_weigh(b, NIBBLES, which, n, *args)),
+                )
+                for which in (0, 1)
+            },
+        ),
+        NARROW: lambda: switch(
+            b, rows, each_row_count(lambda n: _emit_weigh(b, NARROW, 0, n, *args))
+        ),
+        WHOLE: lambda: switch(
+            b, rows, each_row_count(lambda n: _emit_weigh(b, WHOLE, 0, n, *args))
+        ),
+    }
+    switch(b, kind, cases)

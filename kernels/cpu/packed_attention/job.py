@@ -1,0 +1,312 @@
+"""The compiled job of attention over packed blocks: runs of blocks, then their merge."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from qoff.kernels.cpu.attention.hadamard import rotate, rotate_back
+from qoff.kernels.cpu.jit import simd
+from qoff.kernels.cpu.jit.compiled import inner, job
+from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.layout.layer_cache import ITEM_FIELDS
+
+from .block import (
+    LN_2,
+    LOG2_E,
+    ROWS,
+    SCRATCH,
+    TOGETHER,
+    TOKENS,
+    chunk_count,
+    lane_of,
+    score_block,
+    sum_block,
+    weigh_block,
+)
+
+# The scratch of a block; of all rows maxima, sums and the addresses of their queries; of the rows
+# of a group the first token that they attend to.
+_MAXIMA, _SUMS = SCRATCH, SCRATCH + 16 * ROWS
+_QUERIES, _FIRSTS = SCRATCH + 32 * ROWS, SCRATCH + 40 * ROWS
+THREAD_BYTES = _FIRSTS + 64  # a whole cache line
+_ITEM_BYTES = 8 * len(ITEM_FIELDS)
+
+
+class PackedArguments(ctypes.Structure):
+    """Addresses, strides in bytes, sizes in elements."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
+                "pool", "record", "block_bytes", "table", "table_width", "items", "item_count",
+                "window", "runs", "run_blocks", "partials", "scratch", "out", "out_stride", "lse",
+                "merge", "chosen", "counts", "width", "rotated",
+            )
+        ),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+    )  # fmt: skip
+
+
+(QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,
+ TABLE_WIDTH, ITEMS, ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE,
+ LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATED, SCALE, SOFT_CAP) = (
+    getattr(PackedArguments, field[0]).offset for field in PackedArguments._fields_
+)  # fmt: skip
+
+
+def partial_floats(half: int) -> int:
+    """Floats of one query's partial result: maximum, sum, output."""
+    chunks = 1 if half == 32 else 2 * -(-half // 64)
+    return 2 + 64 * chunks
+
+
+@inner
+def _record(args, slot, kv_head, block):
+    entry = simd.peek_i64(args + TABLE) + 4 * (slot * simd.peek_i64(args + TABLE_WIDTH) + block)
+    base = simd.peek_i64(args + POOL) + simd.peek_i32(entry) * simd.peek_i64(args + BLOCK_BYTES)
+    return base + kv_head * simd.peek_i64(args + RECORD)
+
+
+@inner
+def _block(chosen, place):
+    """An entry of a list of blocks; without one all blocks are listed."""
+    return simd.peek_i32(chosen + 4 * place) if chosen != 0 else place
+
+
+@inner
+def _partial(args, token, run, head):
+    """Addresses of the state (maximum, sum) and of the output of one query over one run."""
+    runs, heads = simd.peek_i64(args + RUNS), simd.peek_i64(args + HEADS)
+    index = (token * runs + run) * heads + head
+    states = simd.peek_i64(args + PARTIALS)
+    outs = states + 8 * simd.peek_i64(args + M) * runs * heads
+    return states + 8 * index, outs + 256 * chunk_count(simd.peek_i64(args + HALF)) * index
+
+
+@inner
+def _range(args, item, kv_head, run, token):
+    """What a run attends to: [begin, end) of the list of blocks at an address, 0 for all blocks."""
+    blocks, window = simd.peek_i64(args + RUN_BLOCKS), simd.peek_i64(args + WINDOW)
+    first, last = run * blocks, (run + 1) * blocks
+    chosen, counts = simd.peek_i64(args + CHOSEN), simd.peek_i64(args + COUNTS)
+    if counts != 0:
+        index = simd.peek_i64(item) * simd.peek_i64(args + KV_HEADS) + kv_head
+        chosen += 4 * index * simd.peek_i64(args + WIDTH)
+        return first, min(last, simd.peek_i32(counts + 4 * index)), chosen
+    position, packed = simd.peek_i64(item + 24) + token, simd.peek_i64(item + 32)
+    oldest = max(0, position + 1 - window) if window > 0 else 0
+    return max(first, oldest // TOKENS), min(last, packed // TOKENS), chosen
+
+
+@inner
+def _first_record(args, number, otherwise):
+    """The record that an item of the work begins with; `otherwise` where it has none."""
+    item, kv_head, run = _item(args, number)
+    begin, end, chosen = _range(args, item, kv_head, run, 0)
+    if begin >= end:
+        return otherwise
+    return _record(args, simd.peek_i64(item + 16), kv_head, _block(chosen, begin))
+
+
+@inner
+def _item(args, number):
+    """Address, KV head and run of an item of the work."""
+    runs = simd.peek_i64(args + RUNS)
+    each = simd.peek_i64(args + KV_HEADS) * runs
+    item = simd.peek_i64(args + ITEMS) + _ITEM_BYTES * (number // each)
+    return item, number // runs % simd.peek_i64(args + KV_HEADS), number % runs
+
+
+@inner
+def _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, after, scratch):
+    """Attend listed blocks, a group of TOGETHER rows at a time; see `_attend_rows`.
+
+    A turn takes the first step of a block and group between the other two of the last ones: no step
+    stands directly behind the one whose results it waits for.
+    """
+    slot, half = simd.peek_i64(item + 16), simd.peek_i64(args + HALF)
+    k_bits, v_bits = simd.peek_i64(args + K_BITS), simd.peek_i64(args + V_BITS)
+    soft_cap, factor = simd.peek_f32(args + SOFT_CAP), simd.peek_f32(args + SCALE)
+    if soft_cap == np.float32(0.0):
+        factor *= LOG2_E
+    out_bytes = 256 * chunk_count(half)
+    groups = (rows + TOGETHER - 1) // TOGETHER
+    turns = max(0, end - begin) * groups
+    block, record, ahead = 0, 0, 0
+    for turn in range(turns + 1):
+        last_block, last_record, last_ahead = block, record, ahead
+        last_row = (turn - 1) % groups * TOGETHER
+        last_rows = min(TOGETHER, rows - last_row)
+        if turn > 0:
+            firsts = _firsts(args, last_block, last_row, last_rows, position, heads, scratch)
+            weigh_block(
+                last_rows, firsts, soft_cap, half, v_bits, scratch + _MAXIMA + 16 * last_row,
+                scratch + _SUMS + 16 * last_row, scratch,
+            )  # fmt: skip
+        if turn < turns:
+            place, row = begin + turn // groups, turn % groups * TOGETHER
+            if row == 0:
+                block = _block(chosen, place)
+                record = _record(args, slot, kv_head, block)
+                following = after
+                if place + 1 < end:
+                    following = _record(args, slot, kv_head, _block(chosen, place + 1))
+                ahead = following - record
+            score_block(
+                record, ahead, row, min(TOGETHER, rows - row), scratch + _QUERIES + 8 * row, factor,
+                half, k_bits, v_bits, scratch,
+            )  # fmt: skip
+        if turn > 0:
+            sum_block(
+                last_record, last_ahead, last_rows, half, k_bits, v_bits,
+                scratch + THREAD_BYTES + out_bytes * last_row, scratch,
+            )  # fmt: skip
+
+
+@inner
+def _firsts(args, block, row, rows, position, heads, scratch):
+    """Address of the first token of a block that rows from `row` on attend to; 0: all to all."""
+    window = simd.peek_i64(args + WINDOW)
+    if window <= 0:
+        return 0
+    any_left_out = False
+    for i in range(rows):
+        first = position + (row + i) // heads + 1 - window - block * TOKENS
+        simd.poke_i64(scratch + _FIRSTS + 8 * i, first)
+        any_left_out = any_left_out or first > 0
+    return scratch + _FIRSTS if any_left_out else 0
+
+
+@inner
+def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, after, scratch):
+    """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most."""
+    first_row, position = simd.peek_i64(item), simd.peek_i64(item + 24) + token
+    half = simd.peek_i64(args + HALF)
+    rows, floats = heads * tokens, 64 * chunk_count(half)
+    begin, end, chosen = _range(args, item, kv_head, run, token)
+    maxima, sums = scratch + _MAXIMA, scratch + _SUMS
+    for i in range(0, 16 * ROWS, 64):
+        simd.store_f32(maxima + i, simd.splat_f32(np.float32(-np.inf)))
+        simd.store_f32(sums + i, simd.splat_f32(np.float32(0.0)))
+    # Rows of a token are neighbours in the partial results only if there is one token or run.
+    out = scratch + THREAD_BYTES
+    for i in range(0, 4 * rows * floats, 64):
+        simd.store_f32(out + i, simd.splat_f32(np.float32(0.0)))
+    stride = simd.peek_i64(args + STRIDE)
+    query = simd.peek_i64(args + QUERIES) + (first_row + token) * stride + 8 * half * head
+    for row in range(rows):
+        at = query + row // heads * stride + 8 * half * (row % heads)
+        simd.poke_i64(scratch + _QUERIES + 8 * row, at)
+    _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, after, scratch)
+    for row in range(rows):
+        state, to = _partial(args, first_row + token + row // heads, run, head + row % heads)
+        total = simd.peek_f32(sums + 16 * row)
+        peak = simd.peek_f32(maxima + 16 * row) * LN_2
+        # A sum that is no number has to show in the output.
+        simd.poke_f32(state, np.float32(-np.inf) if total == np.float32(0.0) else peak)
+        simd.poke_f32(state + 4, total)
+        for i in range(0, 4 * floats, 64):
+            simd.store_f32(to + i, simd.load_f32(out + 4 * row * floats + i))
+
+
+@inner
+def _attend_item(args, item, kv_head, run, after, scratch):
+    """One run of blocks for all query heads of one KV head and some tokens of a sequence."""
+    group = simd.peek_i64(args + HEADS) // simd.peek_i64(args + KV_HEADS)
+    tokens = simd.peek_i64(item + 8)
+    heads = min(group, ROWS)
+    together = ROWS // heads
+    for token in range(0, tokens, together):
+        for head in range(0, group, heads):
+            _attend_rows(
+                args, item, kv_head, run, kv_head * group + head, min(heads, group - head), token,
+                min(together, tokens - token), after, scratch,
+            )  # fmt: skip
+
+
+@inner
+def _merge(args, token, head, scratch):
+    """Join the runs of one query, and what `out` and `lse` hold of it already if MERGE says so."""
+    half, runs = simd.peek_i64(args + HALF), simd.peek_i64(args + RUNS)
+    to = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE) + 8 * half * head
+    lse = simd.peek_i64(args + LSE) + 4 * (token * simd.peek_i64(args + HEADS) + head)
+    before = np.float32(-np.inf)
+    if simd.peek_i64(args + MERGE) != 0:
+        before = simd.peek_f32(lse)
+    peak = np.float32(-np.inf)
+    for run in range(runs):
+        state, _ = _partial(args, token, run, head)
+        peak = max(peak, simd.peek_f32(state))
+    if peak == np.float32(-np.inf) and before > peak:
+        return  # nothing to add
+    peak = max(peak, before)
+    if peak == np.float32(-np.inf):
+        for i in range(0, 8 * half, 4):
+            simd.poke_f32(to + i, np.float32(0.0))
+        simd.poke_f32(lse, peak)
+        return
+    run_channels = simd.peek_i64(args + ROTATED)
+    kept = np.exp(before - peak)
+    if run_channels != 0 and kept > np.float32(0.0):
+        rotate(to, 2 * half, run_channels)
+    total = kept + _sum_runs(args, token, head, peak, scratch)
+    v_bits = simd.peek_i64(args + V_BITS)
+    for channel in range(0, 2 * half, 4):
+        lane = lane_of(channel, half, v_bits)
+        for i in range(4):
+            value = simd.peek_f32(scratch + 4 * (lane + i))
+            if kept > np.float32(0.0):
+                value += kept * simd.peek_f32(to + 4 * (channel + i))
+            simd.poke_f32(to + 4 * (channel + i), value / total)
+    if run_channels != 0:
+        rotate_back(to, 2 * half, run_channels)
+    simd.poke_f32(lse, peak + np.log(total))
+
+
+@inner
+def _sum_runs(args, token, head, peak, to):
+    """Sum what the runs of one query found, relative to `peak`: outputs at an address, and sums."""
+    total = np.float32(0.0)
+    lanes = 64 * chunk_count(simd.peek_i64(args + HALF))
+    for i in range(0, 4 * lanes, 64):
+        simd.store_f32(to + i, simd.splat_f32(np.float32(0.0)))
+    for run in range(simd.peek_i64(args + RUNS)):
+        state, out = _partial(args, token, run, head)
+        weight = np.exp(simd.peek_f32(state) - peak)
+        total += weight * simd.peek_f32(state + 4)
+        weights = simd.splat_f32(weight)
+        for i in range(0, 4 * lanes, 64):
+            found = simd.mul_add(simd.load_f32(out + i), weights, simd.load_f32(to + i))
+            simd.store_f32(to + i, found)
+    return total
+
+
+@job
+def packed_job(pool, thread, threads, args):
+    """All items, KV heads and runs, then all queries."""
+    kv_heads, runs = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + RUNS)
+    lanes = 64 * chunk_count(simd.peek_i64(args + HALF))
+    scratch = simd.peek_i64(args + SCRATCH_AT) + thread * (THREAD_BYTES + 4 * ROWS * lanes)
+    work = simd.peek_i64(args + ITEM_COUNT) * kv_heads * runs
+    item = take(pool, 0)
+    while item < work:
+        following = take(pool, 0)
+        after = simd.peek_i64(args + POOL)
+        if following < work:
+            after = _first_record(args, following, after)
+        at, kv_head, run = _item(args, item)
+        _attend_item(args, at, kv_head, run, after, scratch)
+        finish(pool, 0)
+        item = following
+    wait(pool, 0, work)
+    queries = simd.peek_i64(args + M) * simd.peek_i64(args + HEADS)
+    heads = simd.peek_i64(args + HEADS)
+    item = take(pool, 1)
+    while item < queries:
+        _merge(args, item // heads, item % heads, scratch)
+        item = take(pool, 1)

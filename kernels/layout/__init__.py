@@ -1,0 +1,1 @@
+"""How operands lie in memory: quantized matrices, ragged batches, the records of the KV cache."""

@@ -1,0 +1,1 @@
+"""What each op means, in plain torch; the other implementations are tested against it."""

@@ -1,0 +1,63 @@
+"""The MLP of a mixture of experts in plain torch: what `experts` of `ops.Ops` means."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qoff.kernels.layout.qexperts import QExperts, check_mlp
+
+_TURN = 16  # columns of gate, then as many of up
+
+
+def activate(z: Tensor, activation: str) -> Tensor:
+    """Return the gated activation of z [M, 2I], whose columns alternate 16 of gate, 16 of up.
+
+    activation: "silu", "gelu" (by erf) or "gelu_tanh" of the gate times up; "clamped_swiglu" is
+    that of gpt-oss, (up + 1) * gate * sigmoid(1.702 gate), gate at most 7 and up within -7..7.
+    """
+    gate, up = (x.reshape(len(z), -1) for x in z.view(len(z), -1, 2, _TURN).unbind(2))
+    if activation == "silu":
+        return F.silu(gate) * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    share: Tensor,
+    gate_up: QExperts,
+    down: QExperts,
+    *,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation_bits: int = 16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return residual + sum over t of share * (down @ activate(gate_up @ x + bias) + bias) [M, H].
+
+    x: [M, H], any float dtype, in which all is computed. chosen: int64 [M, T], the experts of each
+    token; share: [M, T], how much each counts. gate_up: E x [2I, H], rows in blocks of 16 of gate
+    and of up in turn; down: E x [H, I]. Biases: [E, 2I] in that order, and [E, H].
+    activation_bits is how precisely others may round; here nothing is rounded. Raises OpError.
+    """
+    check_mlp(gate_up, down, activation)
+    y = torch.zeros_like(x)
+    for e in chosen.unique().tolist():
+        token, place = (chosen == e).nonzero(as_tuple=True)
+        z = x[token] @ gate_up.expert(e).dequantize().to(x.dtype).T
+        if gate_up_bias is not None:
+            z = z + gate_up_bias[e].to(x.dtype)
+        z = activate(z, activation) @ down.expert(e).dequantize().to(x.dtype).T
+        if down_bias is not None:
+            z = z + down_bias[e].to(x.dtype)
+        y.index_add_(0, token, share[token, place, None].to(x.dtype) * z)
+    if residual is not None:
+        y = y + residual
+    return y if out is None else out.copy_(y)

@@ -1,0 +1,185 @@
+"""What the ops of the packed KV cache mean, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+
+from .elementwise import rope
+
+
+def hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The orthonormal Hadamard matrix [n, n] of Sylvester's construction, n a power of two."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while h.shape[0] < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)), 0)
+    return (h / n**0.5).to(dtype)
+
+
+def quantize_blocks(k: Tensor, v: Tensor, form: KVFormat, opening: Tensor | None = None) -> Tensor:
+    """Pack K and V, [..., 64, D] of any float dtype, to records uint8 [..., form.nbytes].
+
+    Scale = (max - min) / (2**bits - 1) and minimum are rounded to float16; the codes are the
+    nearest for the rounded ones. A group of equal values has scale 0 and codes 0. Where `opening`
+    (bool, of a shape that broadcasts to [...]) is true, the block begins a sequence, and K per
+    channel gets scales and minima that keep the first token to float16: `_anchored`.
+    """
+    records = torch.zeros(*k.shape[:-2], form.nbytes, dtype=torch.uint8, device=k.device)
+    k_codes, k_scale, k_min, v_codes, v_scale, v_min = form.views(records)
+    keys = k.float() @ hadamard(form.head_dim).to(k.device) if form.rotated else k.float()
+    if form.k_form == "channel":
+        channels = keys.mT[..., None, :, :]  # [..., 1, D, 64]
+        _quantize(channels, form.k_bits, k_codes, k_scale, k_min, opening, transposed=True)
+    else:
+        _quantize(_parts(keys, form), form.k_bits, k_codes, k_scale, k_min)
+    _quantize(_parts(v.float(), form), form.v_bits, v_codes, v_scale, v_min)
+    return records
+
+
+def dequantize_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+    """Undo `quantize_blocks`: float32 K and V, [..., 64, D]. K of a rotated form stays rotated."""
+    k_codes, k_scale, k_min, v_codes, v_scale, v_min = form.views(records)
+    k = _unpack(k_codes, form.k_bits)
+    if form.k_form == "channel":
+        k = k * k_scale.float()[..., None, :] + k_min.float()[..., None, :]
+    else:
+        k = _dequantize(k, k_scale, k_min, form)
+    return k, _dequantize(_unpack(v_codes, form.v_bits), v_scale, v_min, form)
+
+
+def unpack_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+    """`dequantize_blocks` with K turned back where the form is rotated."""
+    k, v = dequantize_blocks(records, form)
+    return (k @ hadamard(form.head_dim).to(k.device) if form.rotated else k), v
+
+
+def _parts(x: Tensor, form: KVFormat) -> Tensor:
+    """[..., 64, D] -> [..., parts, 64, D / parts]: the last dimension is what shares a scale."""
+    return x.unflatten(-1, (form.parts, -1)).movedim(-2, -3)
+
+
+def _quantize(
+    groups: Tensor,
+    bits: int,
+    codes: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
+    opening: Tensor | None = None,
+    transposed: bool = False,
+) -> None:
+    """Write codes, scale and minimum of groups [..., parts, rows, g] of float32."""
+    low, high = torch.aminmax(groups, dim=-1)
+    # By a tensor: on a GPU, torch multiplies by the inverse of a number, which rounds differently.
+    step = (high - low) / low.new_tensor(2**bits - 1)
+    if opening is not None:
+        anchored = opening.expand(low.shape[:-2])[..., None, None]
+        own = _anchored(groups[..., 0], low, high, step, 2**bits - 1)
+        step, low = (torch.where(anchored, x, y) for x, y in zip(own, (step, low), strict=True))
+    scale.copy_(step.flatten(-2))
+    minimum.copy_(low.flatten(-2))
+    wide = scale.float().view_as(low)[..., None]
+    levels = (groups - minimum.float().view_as(low)[..., None]) / torch.where(
+        wide == 0, torch.inf, wide
+    )
+    levels = levels.round().clamp(0, 2**bits - 1).to(torch.uint8)
+    # [..., 1, D, 64] or [..., parts, 64, D / parts] -> [..., 64, D]
+    levels = levels.squeeze(-3).mT if transposed else levels.movedim(-3, -2).flatten(-2)
+    if bits == 4:
+        low_half, high_half = levels.chunk(2, dim=-1)
+        levels = low_half | (high_half << 4)
+    codes.copy_(levels)
+
+
+def _anchored(
+    first: Tensor, low: Tensor, high: Tensor, step: Tensor, top: int
+) -> tuple[Tensor, Tensor]:
+    """Scale and minimum for low..high with a level at `first`; all float32 of one shape.
+
+    Attention that looks for nothing goes to a sequence's first token, so an error of that key
+    moves more of it than all others' do. The distance to the farther end is divided by as many
+    steps as `step` would take, rounded down; a 64th of a step may be missing at either end.
+    """
+    level = torch.where(step == 0, 0.0, (first - low) / step)
+    below = level < top / 2
+    steps = (torch.where(below, top - level, level) + 1 / 64).floor()
+    scale = torch.where(below, high - first, first - low) / steps
+    return scale, first - torch.where(below, top - steps, steps) * scale.half().float()
+
+
+def _unpack(codes: Tensor, bits: int) -> Tensor:
+    """Codes as float32 [..., 64, D]."""
+    if bits == 8:
+        return codes.float()
+    return torch.cat((codes & 15, codes >> 4), dim=-1).float()
+
+
+def _dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, form: KVFormat) -> Tensor:
+    shape = (form.parts, BLOCK_TOKENS)
+    s, m = (x.float().unflatten(-1, shape)[..., None] for x in (scale, minimum))
+    values = _parts(codes, form) * s + m  # [..., parts, 64, D / parts]
+    return values.movedim(-3, -2).flatten(-2)
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    start: Tensor,
+    row_start: Tensor,
+    recent_k: Tensor,
+    recent_v: Tensor,
+    pool: Tensor,
+    block_table: Tensor,
+    before: Tensor,
+    after: Tensor,
+    form: KVFormat,
+    interleaved: bool = False,
+) -> None:
+    """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
+
+    k, v: [T, kv_heads, D], rows row_start[s]..row_start[s+1]-1 of sequence s at positions start[s]
+    on. cos, sin: [P, R/2] as for `reference_elementwise.rope`, or None for keys that are turned
+    already. Tokens before[s]..after[s]-1, whole blocks, go into pool [blocks, kv_heads, nbytes]
+    where block_table [S, max_blocks] says: those from start[s] on from k and v, older ones from the
+    ring recent_k, recent_v [S, W, kv_heads, D], which holds position p in slot p % W. Then tokens
+    from after[s] on go into the ring. K is rounded to its dtype before it is packed.
+    """
+    window = recent_k.shape[1]
+    starts, firsts, befores, afters = (x.tolist() for x in (start, row_start, before, after))
+    for s, (first, old, new) in enumerate(zip(starts, befores, afters, strict=True)):
+        rows = slice(firsts[s], firsts[s + 1])
+        positions = torch.arange(first, first + rows.stop - rows.start, device=k.device)
+        key, value = k[rows], v[rows]
+        if cos is not None and sin is not None:
+            key = rope(key, positions, cos, sin, interleaved)
+        if new > old:
+            slots = torch.arange(old, min(first, new), device=k.device) % window
+            done = max(new - first, 0)
+            blocks = [
+                torch.cat((recent[s, slots], fresh[max(old - first, 0) : done]))
+                .unflatten(0, (-1, BLOCK_TOKENS))
+                .transpose(1, 2)  # [blocks, kv_heads, 64, D]
+                for recent, fresh in ((recent_k, key), (recent_v, value))
+            ]
+            logical = torch.arange(old // BLOCK_TOKENS, new // BLOCK_TOKENS, device=k.device)
+            records = quantize_blocks(blocks[0], blocks[1], form, logical[:, None] == 0)
+            pool[block_table[s, logical].long()] = records
+        kept = positions >= new
+        recent_k[s, positions[kept] % window] = key[kept].to(recent_k.dtype)
+        recent_v[s, positions[kept] % window] = value[kept].to(recent_v.dtype)
+
+
+def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Join partial attention results outs [P, T, H, D] by their log-sum-exps [P, T, H].
+
+    Returns the output [T, H, D] in the dtype of outs, and its log-sum-exp. A part with -inf counts
+    nothing, whatever it holds; where all have -inf, the output is 0 and the log-sum-exp -inf.
+    """
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))[..., None]
+    wide = outs if outs.dtype == torch.float64 else outs.float()
+    out = torch.where(weights > 0, wide * weights, 0.0).sum(0)
+    return out.to(outs.dtype), lse

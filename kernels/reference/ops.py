@@ -1,0 +1,194 @@
+"""What the decoder's ops mean, in plain torch: signatures of `ops.Ops`, any packing or dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, read_keys
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.triton.attention.rotation import rotate_values
+
+from .experts import experts
+from .kv_blocks import unpack_blocks
+from .select_blocks import select_blocks
+
+PACKING = "half32"
+CACHE, USES_OUT = "host", True
+
+__all__ = ["CACHE", "PACKING", "USES_OUT", "attention", "experts", "w4_linear"]
+
+
+def embedding(ids: Tensor, weight: QTensor) -> Tensor:
+    """Return rows `ids` (int64 [T]) of the dequantized weight [N, K]: float32 [T, K]."""
+    return weight.dequantize()[ids]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x**2) + eps) * weight, the mean over the last axis."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+
+
+def gated_silu(z: Tensor) -> Tensor:
+    """Return silu(gate) * up; columns of z [M, N] alternate 16 of gate, 16 of up: [M, N / 2]."""
+    gate, up = z.view(z.shape[0], -1, 2, 16).unbind(2)
+    return (F.silu(gate) * up).reshape(z.shape[0], -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + r/2) of x [..., d] by the angles whose cos and sin [..., r/2] are given.
+
+    RoPE (Su et al., 2021) in the half-split arrangement of GPT-NeoX, of the first r channels.
+    """
+    pairs = cos.shape[-1]
+    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def w4_linear(
+    x: Tensor,
+    weight: QTensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+    activation_bits: int = 16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `gated_silu` or nothing. x: [M, K].
+
+    activation_bits is how precisely others may round x; here it is not rounded.
+    """
+    y = x if norm is None else rms_norm(x, norm, eps)
+    y = y @ weight.dequantize().to(x.dtype).T
+    if bias is not None:
+        y = y + bias.to(x.dtype)
+    if silu_mul:
+        y = gated_silu(y)
+    if residual is not None:
+        y = y + residual
+    return y if out is None else out.copy_(y)
+
+
+def attention(
+    qkv: Tensor,
+    shape: HeadShape,
+    cache: LayerCache,
+    ragged: Ragged,
+    *,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
+
+    qkv: [M, (heads + 2 kv_heads) * head_dim]; cache: the layer's keys and values, and which part
+    of its packed blocks is attended in a pass of one new token a sequence. sinks: [heads], scores
+    of a key without a value. Returns [M, heads * head_dim].
+    """
+    heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
+    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    if q_norm is not None:
+        query = rms_norm(query, q_norm, shape.norm_eps)
+    if k_norm is not None:
+        key = rms_norm(key, k_norm, shape.norm_eps)
+    if rotary is not None:
+        cos, sin = (t[ragged.positions][:, None].to(qkv.dtype) for t in rotary)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    if out is None:
+        out = qkv.new_empty(qkv.shape[0], shape.heads * shape.head_dim)
+    for span in ragged.spans:
+        rows = slice(span.start, span.start + span.count)
+        _append(cache, span, key[rows], value[rows])
+        key_value = _remembered(cache, span)
+        seen = None
+        if cache.packed and cache.top < 1 and ragged.is_decode:
+            seen = _chosen(cache, span, query[span.start], shape.window)
+        out[rows] = _attend(shape, *key_value, span, query[rows], seen, sinks)
+    return out
+
+
+def _packed_tokens(cache: LayerCache, span: Span) -> int:
+    return sum(part.table.counts[span.slot] for part in cache.packed)
+
+
+def _append(cache: LayerCache, span: Span, key: Tensor, value: Tensor) -> None:
+    keys, values = cache.keys, cache.values
+    place = torch.arange(span.past, span.past + span.count) - _packed_tokens(cache, span)
+    block, lane = place // KEYS_PER_VECTOR, place % KEYS_PER_VECTOR
+    keys[span.slot, :, block, :, lane] = key.to(keys.dtype)
+    values[span.slot, :, place] = value.transpose(0, 1).to(values.dtype)
+
+
+def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
+    """All keys and values of a sequence, [kv_heads, tokens, head_dim] each."""
+    packed = _packed_tokens(cache, span)
+    recent = span.past + span.count - packed
+    key = read_keys(cache.keys, span.slot, recent)
+    value = cache.values[span.slot, :, :recent]
+    for part in cache.packed:
+        table = part.table
+        blocks = table.blocks[span.slot, : table.counts[span.slot] // BLOCK_TOKENS].long()
+        first = table.first[span.slot] if table.first else 0
+        # [blocks, kv_heads, 64, D] -> [kv_heads, tokens, D], between the older and the newer ones
+        old_key, old_value = (
+            x.transpose(0, 1).flatten(1, 2) for x in unpack_blocks(part.pool[blocks], part.form)
+        )
+        if cache.values_rotated:
+            old_value = rotate_values(old_value, back=True)
+        key, value = (
+            torch.cat((x[:, :first], old, x[:, first:]), 1)
+            for x, old in ((key, old_key), (value, old_value))
+        )
+    return key, value
+
+
+def _chosen(cache: LayerCache, span: Span, query: Tensor, window: int | None) -> Tensor:
+    """Which tokens each KV head attends to, bool [kv_heads, tokens]: all that are not packed."""
+    recent = span.past + 1 - _packed_tokens(cache, span)
+    seen = torch.ones(cache.values.shape[1], recent, dtype=torch.bool)
+    chosen = select_blocks(query, cache.packed, span, cache.top, window)
+    for part, blocks in zip(cache.packed, chosen, strict=True):
+        first = part.table.first[span.slot] if part.table.first else 0
+        tokens = blocks.repeat_interleave(BLOCK_TOKENS, 1)
+        seen = torch.cat((seen[:, :first], tokens, seen[:, first:]), 1)
+    return seen
+
+
+def _attend(
+    shape: HeadShape,
+    key: Tensor,
+    value: Tensor,
+    span: Span,
+    query: Tensor,
+    chosen: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of query [T, heads, dim] of one sequence: [T, heads * dim].
+
+    chosen: bool [kv_heads, tokens], what is attended at all. sinks: [heads].
+    """
+    length = span.past + span.count
+    repeat = shape.heads // shape.kv_heads
+    key, value = (x.to(query.dtype).repeat_interleave(repeat, 0) for x in (key, value))
+    scores = torch.einsum("thd,hkd->htk", query, key) * shape.scale
+    if shape.soft_cap:
+        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+    at = torch.arange(span.past, length)[:, None] - torch.arange(length)  # distance back
+    seen = at >= 0 if shape.window is None else (at >= 0) & (at < shape.window)
+    if chosen is not None:
+        seen = seen & chosen.repeat_interleave(repeat, 0)[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sunk = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+        scores = torch.cat((scores, sunk), -1)
+    weights = scores.softmax(-1)[..., : key.shape[1]]
+    return torch.einsum("htk,hkd->thd", weights, value).reshape(span.count, -1)

@@ -1,0 +1,1 @@
+"""The packed KV cache on a GPU: append, pack, decode and prefill attention, merge."""

@@ -1,0 +1,343 @@
+"""Attention of one new token per sequence over its packed blocks and its recent window, on a GPU.
+
+Keys are the rows of the score tile and the queries of a GQA group its columns: a tile of packed
+codes is the left operand of a tensor-core instruction as it comes out of memory, and eight columns
+do where the other way round sixteen rows would be needed. All sums over channels and tokens are
+such dots too: of K's minima with the queries, of probabilities with V's minima and with ones. So a
+block costs a few operations per tile beside the unpacking, whatever the number of queries.
+
+A sequence is cut into runs of blocks, one program each, and its recent window, one more; `merge`
+joins them (flash-decoding).
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.gpu import capability, processors
+from qoff.kernels.triton.launch.variant import LAUNCH, TENSOR_CORES, WIDE_CODES, Variant
+from qoff.kernels.triton.linear.nibbles import use_asm
+
+from .decode_tiles import attend_blocks, attend_ring, load_queries
+from .kv_tiles import LN2, LOG2E, TOKENS, form_constants
+from .merge import merge
+from .rotation import rotate
+
+_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "NEAR")
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How a block is spread over warps, and how many programs a processor is given."""
+
+    num_warps: int
+    num_stages: int = 1
+    prefetch: int = 0  # 1: the next block is brought to L2 ahead (capability 90 and later)
+    programs: int = 16  # per processor, at most
+    min_blocks: int = 4  # in a run
+
+
+@triton.jit
+def decode_attention_kernel(
+    q,  # [S, Hq, D]
+    q_packed,  # the same, rotated as the packed K are
+    pool,
+    block_table,
+    compressed,
+    length,
+    recent_k,
+    recent_v,
+    sinks,
+    near,
+    outs,  # [runs + 1, S, Hq, D]
+    lses,
+    scale,  # softmax scale * log2(e)
+    scale_packed,  # the same for q_packed
+    soft_cap,  # * log2(e)
+    window,
+    run,  # blocks in a run
+    max_blocks,
+    ring,  # W
+    kv_heads,
+    q_stride,
+    packed_stride,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_TOKEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    NBYTES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    NEAR: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """One run of blocks, or (the first of a sequence) its recent window, for COLUMNS queries."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TILES: tl.constexpr = (GROUP + COLUMNS - 1) // COLUMNS
+    kv_head = tl.program_id(0) // TILES
+    part = tl.program_id(1)
+    s = tl.program_id(2)
+    in_group = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
+    head = kv_head * GROUP + in_group
+    channel = 2 * tl.arange(0, PAIRS)
+    mask = (in_group < GROUP)[None, :] & (channel < HALF)[:, None]
+    at = head[None, :] * HEAD_DIM + channel[:, None]
+    end = tl.load(length + s)
+    in_blocks = tl.load(compressed + s)
+    first_key = tl.maximum(end - window, 0) if WINDOW else 0
+    if part == 0:
+        source = q + s.to(tl.int64) * q_stride + at
+        q0, q1, q2, q3 = load_queries(source, mask, HALF)
+        row = kv_heads * HEAD_DIM
+        ring_base = s.to(tl.int64) * ring * row + kv_head * HEAD_DIM
+        o0, o1, o2, o3, top, total = attend_ring(
+            q0, q1, q2, q3, recent_k + ring_base, recent_v + ring_base, row, ring,
+            tl.maximum(in_blocks, first_key), end, scale, soft_cap,
+            COLUMNS, HEAD_DIM, PAIRS, SOFT_CAP, ASM,
+        )  # fmt: skip
+        if SINKS:
+            sink = tl.load(sinks + head, mask=in_group < GROUP, other=0.0) * LOG2E
+            new_top = tl.maximum(top, sink)
+            fade = tl.exp2(top - new_top)
+            total = total * fade + tl.exp2(sink - new_top)
+            top = new_top
+            o0 = o0 * fade[None, :]
+            o1 = o1 * fade[None, :]
+            o2 = o2 * fade[None, :]
+            o3 = o3 * fade[None, :]
+    else:
+        source = q_packed + s.to(tl.int64) * packed_stride + at
+        q0, q1, q2, q3 = load_queries(source, mask, HALF)
+        first_block = first_key // TOKENS
+        if NEAR:
+            first_block = tl.maximum(first_block, tl.load(near + s) // TOKENS)
+        begin = (part - 1) * run + first_block
+        stop = tl.minimum(begin + run, in_blocks // TOKENS)
+        o0, o1, o2, o3, top, total = attend_blocks(
+            q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16),
+            pool + kv_head * NBYTES, kv_heads * NBYTES, block_table + s.to(tl.int64) * max_blocks,
+            begin, stop, first_key, scale_packed, soft_cap,
+            COLUMNS, HEAD_DIM, PAIRS, K_BITS, V_BITS, K_TOKEN, PARTS, K_SCALE, V_CODES, V_SCALE,
+            SOFT_CAP, WINDOW, PREFETCH, STAGES, ASM,
+        )  # fmt: skip
+    safe = tl.where(total == 0, 1.0, total)
+    inverse = (1.0 / safe)[None, :]
+    lse = tl.where(total == 0, -float("inf"), (top + tl.log2(safe)) * LN2)
+    row = (part * tl.num_programs(2) + s).to(tl.int64) * (kv_heads * GROUP)
+    tl.store(lses + row + head, lse, mask=in_group < GROUP)
+    target = outs + row * HEAD_DIM + at
+    DTYPE: tl.constexpr = outs.dtype.element_ty
+    tl.store(target, (o0 * inverse).to(DTYPE), mask=mask)
+    tl.store(target + 1, (o1 * inverse).to(DTYPE), mask=mask)
+    tl.store(target + HALF, (o2 * inverse).to(DTYPE), mask=mask)
+    tl.store(target + HALF + 1, (o3 * inverse).to(DTYPE), mask=mask)
+
+
+def decode_attention(
+    q: Tensor,
+    pool: Tensor,
+    block_table: Tensor,
+    compressed: Tensor,
+    length: Tensor,
+    recent_k: Tensor,
+    recent_v: Tensor,
+    form: KVFormat,
+    scale: float,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    near: Tensor | None = None,
+    max_compressed: int | None = None,
+    config: DecodeConfig | None = None,
+    run: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [S, Hq, D] in q's type and log-sum-exp float32 [S, Hq]: one query per sequence.
+
+    The arguments are those of `reference_attention.decode_attention`. All tensors are contiguous
+    but q, whose rows may lie apart. near: int32 [S], multiples of 64, at most `compressed`: older
+    tokens are in no block of the pool, and are not attended (default: 0). max_compressed is at
+    least every `compressed` less `near` (default: what block_table can hold); run is how many
+    blocks a program attends to (default: `blocks_per_run`).
+    """
+    sequences, heads, _ = q.shape
+    kv_heads = pool.shape[1]
+    group = heads // kv_heads
+    columns = _columns(group)
+    if config is None:
+        entry = tuned.lookup("decode_attention", q.device, _key(form, group))
+        config = DecodeConfig(**entry) if entry else _heuristic(capability(q.device), form, group)
+    blocks = block_table.shape[1] if max_compressed is None else max_compressed // BLOCK_TOKENS
+    if window:  # a window that starts inside a block reaches into one more
+        blocks = min(blocks, window // BLOCK_TOKENS + 1)
+    tiles = kv_heads * triton.cdiv(group, columns)
+    if run is None:
+        run = blocks_per_run(sequences * tiles, blocks, processors(q.device), config)
+    parts = 1 + triton.cdiv(blocks, run)
+    outs = torch.empty(parts, sequences, heads, form.head_dim, dtype=q.dtype, device=q.device)
+    lses = torch.empty(parts, sequences, heads, dtype=torch.float32, device=q.device)
+    packed, factor = rotate(q) if form.rotated else (q, 1.0)
+    if sequences:
+        decode_attention_kernel[(tiles, parts, sequences)](
+            q,
+            packed,
+            pool,
+            block_table,
+            compressed,
+            length,
+            recent_k,
+            recent_v,
+            sinks,
+            near,
+            outs,
+            lses,
+            scale * LOG2E.value,
+            scale * factor * LOG2E.value,
+            soft_cap * LOG2E.value,
+            window,
+            run,
+            block_table.stride(0),
+            recent_k.shape[1],
+            kv_heads,
+            q.stride(0),
+            packed.stride(0),
+            **_constants(form, group, config),
+            SOFT_CAP=soft_cap != 0,
+            WINDOW=window != 0,
+            SINKS=sinks is not None,
+            NEAR=near is not None,
+            PREFETCH=bool(config.prefetch) and use_asm(),
+            ASM=use_asm(),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **LAUNCH,
+        )
+    if parts == 1:
+        return outs[0], lses[0]
+    return merge(outs, lses)
+
+
+def blocks_per_run(tiles: int, blocks: int, processors: int, config: DecodeConfig) -> int:
+    """How many blocks a program attends to: few enough to fill the GPU, many enough to be worth it.
+
+    tiles: programs without splitting; blocks: of the longest sequence. Runs are equally long in all
+    sequences, so a long one among short ones gets more programs.
+    """
+    wanted = triton.cdiv(processors * config.programs, max(1, tiles))
+    return max(config.min_blocks, triton.cdiv(blocks, wanted))
+
+
+def _columns(group: int) -> int:
+    """Queries in a tile: 8, or 16 where that spares a second pass over the keys."""
+    return 8 if group <= 8 else 16
+
+
+def _key(form: KVFormat, group: int) -> str:
+    return f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}-{_columns(group)}"
+
+
+def _heuristic(capability: int, form: KVFormat, group: int) -> DecodeConfig:
+    """As few warps as hold a block in registers: one warp needs no barriers.
+
+    Where memory is fast for the number of processors, the loads of a block alone are too few bytes
+    on the way. On Turing Triton multiplies without tensor cores, which takes more registers.
+    """
+    if capability < 80:
+        return DecodeConfig(num_warps=8)
+    small = form.head_dim <= 128
+    warps = (1 if small else 2) * (_columns(group) // 8)
+    return DecodeConfig(num_warps=warps, prefetch=int(small and capability in (90, 100)))
+
+
+def _constants(form: KVFormat, group: int, config: DecodeConfig) -> dict[str, int | bool]:
+    return {
+        **form_constants(form),
+        "PAIRS": max(16, triton.next_power_of_2(form.head_dim // 4)),
+        "GROUP": group,
+        "COLUMNS": _columns(group),
+        "STAGES": config.num_stages,
+    }
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability (but Turing's of head size 256 and of
+    groups over 8, which run there, with registers spilled).
+
+    Each form with groups of 4 queries; groups of other sizes, the extras together (soft cap,
+    window, sinks and a first block) and bfloat16 queries with the default form.
+    """
+    for form in _forms():
+        if capability > 75 or form.head_dim <= 128:
+            yield _variant(capability, "fp16", form, 4)
+    for group in (1, 8, 16) if capability > 75 else (1, 8):
+        yield _variant(capability, "fp16", KVFormat(128), group)
+    yield _variant(capability, "fp16", KVFormat(128), 4, **dict.fromkeys(_EXTRAS, True))
+    if capability > 75:
+        for head_dim in (64, 128):
+            yield _variant(capability, "bf16", KVFormat(head_dim), 4)
+
+
+def _forms() -> Iterator[KVFormat]:
+    for head_dim in HEAD_DIMS:
+        yield KVFormat(head_dim)
+    yield KVFormat(128, k_bits=8)
+    yield KVFormat(128, k_bits=8, v_bits=8)
+    yield KVFormat(128, k_form="token", rotated=True)
+    yield KVFormat(64, k_form="token")
+
+
+def _variant(capability: int, dtype: str, form: KVFormat, group: int, **extras: bool) -> Variant:
+    config = _heuristic(capability, form, group)
+    kind = f"k{form.k_bits}{form.k_form}-v{form.v_bits}"
+    constants: dict[str, Any] = {
+        **_constants(form, group, config),
+        **{name: extras.get(name, False) for name in _EXTRAS},
+        "PREFETCH": bool(config.prefetch),
+        "ASM": True,
+    }
+    types = dict.fromkeys(("q", "q_packed", "recent_k", "recent_v", "outs"), f"*{dtype}")
+    types |= {"pool": "*u8", "lses": "*fp32"}
+    types |= dict.fromkeys(("block_table", "compressed", "length"), "*i32")
+    types |= dict.fromkeys(("scale", "scale_packed", "soft_cap"), "fp32")
+    sizes = ("window", "run", "max_blocks", "ring", "kv_heads", "q_stride", "packed_stride")
+    types |= dict.fromkeys(sizes, "i32")
+    for name, pointer in (("sinks", "*fp32"), ("near", "*i32")):
+        if constants[name.upper()]:
+            types[name] = pointer
+        else:
+            constants[name] = None
+    traits = {TENSOR_CORES} if capability > 75 else set()
+    # Rows of 40 bytes are 8 bytes apart; for Turing's products 32 bytes are cut into pieces of 8.
+    if form.head_dim != 80 and (capability > 75 or form.head_dim > 64):
+        traits.add(WIDE_CODES)
+    return Variant(
+        op="decode_attention",
+        name=f"{dtype}-{form.head_dim}-{kind}-group{group}" + ("-extras" if extras else ""),
+        kernel=decode_attention_kernel,
+        types=types,
+        constants=constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        unaligned=frozenset({"window", "run", "max_blocks", "kv_heads"}),
+        traits=frozenset(traits),
+    )

@@ -1,0 +1,84 @@
+"""What decode and prefill attention share inside their Triton kernels.
+
+Packed K and V are multiplied in float16 whatever the type of the model: scales and minima are
+float16, and 11 bits of a query or probability are better than the 8 of bfloat16.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+
+TOKENS = tl.constexpr(BLOCK_TOKENS)
+OFFSET = tl.constexpr(1024.0)  # float16 of the bits 0x6400
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Thread 0 asks for $2 bytes at $1 to be brought to L2 (compute capability 90 and later).
+PREFETCH = tl.constexpr("""{
+    .reg .pred first;
+    mov.u32 $0, %tid.x;
+    setp.eq.u32 first, $0, 0;
+    @first cp.async.bulk.prefetch.L2.global [$1], $2;
+}""")
+
+
+def form_constants(form: KVFormat) -> dict[str, int | bool]:
+    """The constants that describe `form` to the kernels of this module's users."""
+    return {
+        "HEAD_DIM": form.head_dim,
+        "K_BITS": form.k_bits,
+        "V_BITS": form.v_bits,
+        "K_TOKEN": form.k_form == "token",
+        "PARTS": form.parts,
+        "K_SCALE": form.k_scale,
+        "V_CODES": form.v_codes,
+        "V_SCALE": form.v_scale,
+        "NBYTES": form.nbytes,
+    }
+
+
+@triton.jit
+def load_token_params(params, PARTS: tl.constexpr):
+    """Scales of both planes and minima of both planes, float16 [64] each."""
+    SECOND: tl.constexpr = (PARTS - 1) * TOKENS
+    at = params.to(tl.pointer_type(tl.float16)) + tl.arange(0, TOKENS)
+    a = tl.load(at)
+    b = tl.load(at + SECOND)
+    c = tl.load(at + PARTS * TOKENS)
+    d = tl.load(at + PARTS * TOKENS + SECOND)
+    return a, b, c, d
+
+
+@triton.jit
+def multiply(a, b, acc, ASM: tl.constexpr):
+    """acc + a @ b in float32. Triton's interpreter cannot multiply bfloat16."""
+    if not ASM:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc=acc)
+
+
+@triton.jit
+def prefetch(record, NBYTES: tl.constexpr):
+    """Start bringing NBYTES (a multiple of 16) at `record` to L2, without waiting."""
+    tl.inline_asm_elementwise(
+        PREFETCH,
+        "=r,l,r",
+        [record.to(tl.int64, bitcast=True), tl.full([], NBYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def cap_scores(s, soft_cap):
+    """soft_cap * tanh(s / soft_cap) in float32, without overflow for any s."""
+    e = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / soft_cap))
+    t = soft_cap * (1.0 - e) / (1.0 + e)
+    return tl.where(s < 0, 0.0 - t, t)

@@ -1,0 +1,154 @@
+"""Joining the results of attention over disjoint sets of keys, on a GPU."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """`parts` whose loads are under way together, `rows` (a head of a token each) in a program."""
+
+    parts: int
+    rows: int
+    num_warps: int
+
+
+@triton.jit
+def merge_kernel(
+    outs,
+    lses,
+    out,
+    lse,
+    parts,
+    rows,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Online softmax over the parts, PARTS at a time; most of a row's parts are in one thread."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, D_PADDED)
+    inside = row < rows
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    joined = tl.zeros((ROWS, D_PADDED), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        there = (part < parts)[:, None] & inside[None, :]
+        at = part.to(tl.int64)[:, None] * rows + row[None, :]
+        log = tl.load(lses + at, mask=there, other=float("-inf")) * LOG2E
+        mask = there[:, :, None] & (channel < D)[None, None, :]
+        values = tl.load(outs + at[:, :, None] * D + channel[None, None, :], mask=mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(log, axis=0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(log - base[None, :])
+        keep = tl.exp2(top - base)
+        # A part without keys may hold anything, NaN too.
+        used = tl.where(weight[:, :, None] > 0.0, values.to(tl.float32), 0.0)
+        joined = joined * keep[:, None] + tl.sum(used * weight[:, :, None], axis=0)
+        total = total * keep + tl.sum(weight, axis=0)
+        top = new_top
+    result = (joined / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    mask = inside[:, None] & (channel < D)[None, :]
+    tl.store(out + row[:, None] * D + channel[None, :], result, mask=mask)
+    tl.store(lse + row, (top + tl.log2(total)) / LOG2E, mask=inside)
+
+
+def merge(
+    outs: Tensor,
+    lses: Tensor,
+    dtype: torch.dtype | None = None,
+    config: MergeConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Join partial attention results outs [P, T, H, D] by their log-sum-exps, float32 [P, T, H].
+
+    Returns the output [T, H, D] in `dtype` (default: that of outs) and its natural log-sum-exp
+    [T, H]. A part with -inf counts nothing, whatever it holds; where all have -inf, the output is 0
+    and the log-sum-exp -inf. Values are those of `reference_kv.merge`.
+    """
+    parts, tokens, heads, head_dim = outs.shape
+    out = torch.empty((tokens, heads, head_dim), dtype=dtype or outs.dtype, device=outs.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=outs.device)
+    rows = tokens * heads
+    if config is None:
+        entry = tuned.lookup("merge", outs.device, f"{head_dim}-{outs.dtype}-{parts}")
+        config = MergeConfig(**entry) if entry else _heuristic(parts, head_dim)
+    merge_kernel[(triton.cdiv(rows, config.rows),)](
+        outs,
+        lses,
+        out,
+        lse,
+        parts,
+        rows,
+        **_constants(head_dim, config),
+        num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+    return out, lse
+
+
+def _heuristic(parts: int, head_dim: int) -> MergeConfig:
+    """Up to 32 parts under way; a warp for 1024 values, which is the least, else one for 512."""
+    padded = triton.next_power_of_2(head_dim)
+    together = min(32, triton.next_power_of_2(parts))
+    rows = max(1, 1024 // (together * padded))
+    values = together * rows * padded
+    return MergeConfig(together, rows, 1 if values <= 1024 else min(8, values // 512))
+
+
+def _constants(head_dim: int, config: MergeConfig) -> dict[str, int]:
+    return {
+        "D": head_dim,
+        "D_PADDED": triton.next_power_of_2(head_dim),
+        "PARTS": config.parts,
+        "ROWS": config.rows,
+    }
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability: each size of a tile of up to 32 parts.
+
+    Types and head sizes take turns: each pair of types is there several times, each head size too.
+    """
+    pairs = [("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "fp16")]
+    if capability > 75:
+        pairs += [("bf16", "bf16"), ("fp32", "bf16")]
+    sizes = [(64, 1), (64, 2), (80, 4), (64, 8), (64, 16), (64, 32)]
+    sizes += [(128, 1), (96, 2), (128, 4), (80, 8), (96, 16), (128, 32)]
+    sizes += [(256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (256, 32)]
+    for i, (head_dim, parts) in enumerate(sizes):
+        source, target = pairs[i % len(pairs)]
+        config = _heuristic(parts, head_dim)
+        yield Variant(
+            op="merge",
+            name=f"{source}-{target}-{head_dim}-{parts}parts",
+            kernel=merge_kernel,
+            types={
+                "outs": f"*{source}",
+                "lses": "*fp32",
+                "out": f"*{target}",
+                "lse": "*fp32",
+                "parts": "i32",
+                "rows": "i32",
+            },
+            constants=_constants(head_dim, config),
+            num_warps=config.num_warps,
+            num_stages=1,
+            unaligned=frozenset({"parts"}),
+        )

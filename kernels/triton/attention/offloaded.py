@@ -1,0 +1,77 @@
+"""Attention to blocks in host memory, on the CPU, while a GPU attends to the other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.cpu.packed_attention.attention import packed_attention
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.layer_cache import PackedTokens
+
+from .merge import merge
+
+
+class FarAttention:
+    """One layer of one pass: queries go to the host when it is made, results come back in `join`.
+
+    query: float16 or bfloat16 [M, heads, D], rotated, in the order of the rows of `far`, whose
+    pools and tables are in host memory.
+    """
+
+    def __init__(self, query: Tensor, far: Sequence[PackedTokens], shape: HeadShape) -> None:
+        self._far, self._shape = far, shape
+        self._query = torch.empty(query.shape, dtype=query.dtype, pin_memory=query.is_cuda)
+        self._query.copy_(query, non_blocking=True)
+        self._arrived = _mark(query)
+
+    def join(self, attended: Tensor, lse: Tensor) -> Tensor:
+        """Merge what is found into attention to other tokens, [M, heads, D] and its log-sum-exp.
+
+        lse: natural, float32 [M, heads]. Work launched before goes on meanwhile. Raises OpError for
+        blocks of a form that the CPU does not attend to.
+        """
+        found, found_lse = self._attend()
+        outs, lses = attended.new_empty(2, *attended.shape), lse.new_empty(2, *lse.shape)
+        for both, near, far in ((outs, attended, found), (lses, lse, found_lse)):
+            both[0].copy_(near)
+            both[1].copy_(far.view(near.shape), non_blocking=True)
+        return merge(outs, lses)[0]
+
+    def _attend(self) -> tuple[Tensor, Tensor]:
+        """Output [M, heads * D] in the queries' dtype and log-sum-exp [M, heads], on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        queries = self._query.flatten(1).float()
+        out: Tensor | None = None
+        lse: Tensor | None = None
+        for part in self._far:
+            out, lse = packed_attention(
+                queries,
+                self._shape.heads,
+                part,
+                scale=self._shape.scale,
+                soft_cap=self._shape.soft_cap,
+                window=self._shape.window,
+                out=out,
+                lse=lse,
+            )
+        assert out is not None
+        assert lse is not None
+        if self._arrived is None:
+            return out.to(self._query.dtype), lse
+        return (
+            out.new_empty(out.shape, dtype=self._query.dtype, pin_memory=True).copy_(out),
+            lse.pin_memory(),
+        )
+
+
+def _mark(x: Tensor) -> torch.cuda.Event | None:
+    """The point that work on a GPU has come to; None where x is in host memory."""
+    if not x.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,404 @@
+"""Causal attention of new tokens over packed blocks, recent window and themselves, on a GPU.
+
+A program has the queries of one tile: consecutive positions of one sequence, times the heads of one
+GQA group, so that a tile of keys serves them all. It reads packed blocks and dequantizes them in
+registers ("direct"). Every tile of queries does so again; where there are many, all blocks are
+dequantized once into a scratch of bounded size and read from there ("staged").
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.gpu import capability
+from qoff.kernels.triton.launch.variant import (
+    LAUNCH,
+    TENSOR_CORES,
+    WARPS_OVER_ROWS,
+    WIDE_CODES,
+    Variant,
+)
+from qoff.kernels.triton.linear.nibbles import use_asm
+
+from . import prefill_scratch
+from .kv_tiles import LN2, LOG2E, TOKENS
+from .prefill_scratch import stage, stage_constants, staged_heads
+from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
+from .rotation import rotate
+
+_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "NEAR")
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """`rows` queries of a tile (positions times heads), and when blocks are staged."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+    # Dequantizing a block costs a tile of queries about a third of its products; writing it out and
+    # reading it back costs as much as five to eight tiles. Tiles per sequence and KV head:
+    staged_tiles: int = 8
+    scratch_mib: int = 256
+
+
+@triton.jit
+def prefill_attention_kernel(
+    q,  # [T, Hq, D]
+    q_packed,  # the same, rotated as the packed K are
+    k,  # [T, kv_heads, D]
+    v,
+    row_start,
+    start,
+    pool,
+    block_table,
+    compressed,
+    recent_k,
+    recent_v,
+    staged_k,  # [S, heads of the launch, staged_tokens, D] or not read
+    staged_v,
+    sinks,
+    near,
+    out,
+    lse,
+    scale,  # softmax scale * log2(e)
+    scale_packed,  # the same for q_packed
+    soft_cap,  # * log2(e)
+    window,
+    max_blocks,
+    ring,  # W
+    kv_heads,
+    first_head,
+    staged_tokens,
+    q_stride,
+    packed_stride,
+    k_stride,
+    v_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_TOKEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    NBYTES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    NEAR: tl.constexpr,
+    STAGED: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """One tile of queries against all keys; the tiles with the most keys come first."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = first_head + tl.program_id(1)
+    s = tl.program_id(2)
+    first_row = tl.load(row_start + s)
+    rows = tl.load(row_start + s + 1) - first_row
+    if tile * ROWS >= rows * GROUP:
+        return
+    begin = tl.load(start + s)
+    in_blocks = tl.load(compressed + s)
+    index = tile * ROWS + tl.arange(0, ROWS)
+    row = index // GROUP
+    position = begin + row
+    head = kv_head * GROUP + index % GROUP
+    inside = row < rows
+    lowest = begin + (tile * ROWS) // GROUP
+    first_key = tl.maximum(lowest - window + 1, 0) if WINDOW else 0
+    first_block = first_key // TOKENS
+    if NEAR:
+        older = tl.load(near + s)
+        first_block = tl.maximum(first_block, older // TOKENS)
+
+    low = tl.zeros([ROWS, PAD], tl.float32)
+    high = tl.zeros([ROWS, PAD], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    place = (first_row + row).to(tl.int64)
+    q_row = place * packed_stride + head * HEAD_DIM
+    q_low, q_high = load_halves(q_packed, q_row, inside, HALF, PAD, True)
+    q_low = q_low.to(tl.float16)
+    q_high = q_high.to(tl.float16)
+    if STAGED:
+        staged = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * staged_tokens * HEAD_DIM
+        if NEAR:
+            staged -= older.to(tl.int64) * HEAD_DIM
+        low, high, top, total = attend_rows(
+            q_low, q_high, staged_k + staged, staged_v + staged, HEAD_DIM, HEAD_DIM,
+            first_block * TOKENS, in_blocks, in_blocks, 1, 0,
+            position, window, scale_packed, soft_cap, low, high, top, total,
+            HALF, PAD, SOFT_CAP, WINDOW, False, False, STAGES, ASM,
+        )  # fmt: skip
+    else:
+        table = block_table + s.to(tl.int64) * max_blocks
+        stop = in_blocks // TOKENS
+        block = tl.load(table + first_block, mask=first_block < stop, other=0)
+        for b in tl.range(first_block, stop, num_stages=STAGES):
+            record = pool + (block.to(tl.int64) * kv_heads + kv_head) * NBYTES
+            block = tl.load(table + b + 1, mask=b + 1 < stop, other=0)
+            k_low, k_high, v_low, v_high = load_packed_tile(
+                record, HEAD_DIM, PAD, K_BITS, V_BITS, K_TOKEN, PARTS, K_SCALE, V_CODES, V_SCALE,
+                ASM,
+            )  # fmt: skip
+            key = b * TOKENS + tl.arange(0, TOKENS)
+            seen = key[None, :] > position[:, None] - window
+            low, high, top, total = attend(
+                q_low, q_high, k_low, k_high, v_low, v_high, seen, scale_packed, soft_cap,
+                low, high, top, total, SOFT_CAP, WINDOW, ASM,
+            )  # fmt: skip
+
+    q_row = place * q_stride + head * HEAD_DIM
+    q_low, q_high = load_halves(q, q_row, inside, HALF, PAD, True)
+    row_size = kv_heads * HEAD_DIM
+    ring_base = s.to(tl.int64) * ring * row_size + kv_head * HEAD_DIM
+    low, high, top, total = attend_rows(
+        q_low, q_high, recent_k + ring_base, recent_v + ring_base, row_size, row_size,
+        tl.maximum(in_blocks, first_key), begin, begin, ring, 0,
+        position, window, scale, soft_cap, low, high, top, total,
+        HALF, PAD, SOFT_CAP, WINDOW, False, True, 1, ASM,
+    )  # fmt: skip
+    k_base = k + first_row.to(tl.int64) * k_stride + kv_head * HEAD_DIM
+    v_base = v + first_row.to(tl.int64) * v_stride + kv_head * HEAD_DIM
+    fresh = tl.maximum(begin, first_key)
+    # Tiles of keys that all queries of the tile see need no mask.
+    plain = fresh + tl.maximum(lowest + 1 - fresh, 0) // TOKENS * TOKENS
+    low, high, top, total = attend_rows(
+        q_low, q_high, k_base, v_base, k_stride, v_stride, fresh, plain, plain, 1, begin,
+        position, window, scale, soft_cap, low, high, top, total,
+        HALF, PAD, SOFT_CAP, WINDOW, False, False, STAGES, ASM,
+    )  # fmt: skip
+    end = tl.minimum(begin + rows, begin + (tile * ROWS + ROWS - 1) // GROUP + 1)
+    low, high, top, total = attend_rows(
+        q_low, q_high, k_base, v_base, k_stride, v_stride, plain, end, end, 1, begin,
+        position, window, scale, soft_cap, low, high, top, total,
+        HALF, PAD, SOFT_CAP, WINDOW, True, False, 1, ASM,
+    )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head, mask=inside, other=0.0) * LOG2E
+        new_top = tl.maximum(top, sink)
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.exp2(sink - new_top)
+        low = low * fade[:, None]
+        high = high * fade[:, None]
+        top = new_top
+    # A query sees itself, so that no total is 0.
+    heads = kv_heads * GROUP
+    tl.store(lse + place * heads + head, (top + tl.log2(total)) * LN2, mask=inside)
+    inverse = (1.0 / total)[:, None]
+    channel = tl.arange(0, PAD)
+    mask = inside[:, None] & (channel < HALF)[None, :]
+    target = out + ((place * heads + head) * HEAD_DIM)[:, None] + channel[None, :]
+    tl.store(target, (low * inverse).to(out.dtype.element_ty), mask=mask)
+    tl.store(target + HALF, (high * inverse).to(out.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_start: Tensor,
+    start: Tensor,
+    pool: Tensor,
+    block_table: Tensor,
+    compressed: Tensor,
+    recent_k: Tensor,
+    recent_v: Tensor,
+    form: KVFormat,
+    scale: float,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    near: Tensor | None = None,
+    max_rows: int | None = None,
+    max_compressed: int | None = None,
+    config: PrefillConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [T, Hq, D] in q's type and log-sum-exp float32 [T, Hq] of new tokens.
+
+    The arguments are those of `reference_attention.prefill_attention`. All tensors are contiguous
+    but q, k and v, whose rows may lie apart. near: int32 [S], multiples of 64, at most
+    `compressed`: older tokens are in no block of the pool, and are not attended (default: 0).
+    max_rows is at least the rows of every sequence (default: T), max_compressed every `compressed`
+    less `near` (default: what block_table can hold).
+    """
+    tokens, heads, dim = q.shape
+    sequences, kv_heads = start.shape[0], pool.shape[1]
+    group = heads // kv_heads
+    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    if not tokens:
+        return out, lse
+    config = config or _configured(q.device, form)
+    blocks = block_table.shape[1] if max_compressed is None else max_compressed // BLOCK_TOKENS
+    tiles = triton.cdiv((tokens if max_rows is None else max_rows) * group, config.rows)
+    values = sequences * blocks * BLOCK_TOKENS * dim
+    piece = 0
+    if tiles >= config.staged_tiles:
+        piece = staged_heads(values, kv_heads, config.scratch_mib)
+    shape = (sequences, piece or 0, blocks * BLOCK_TOKENS, dim)
+    scratch = torch.empty(2, *shape, dtype=torch.float16, device=q.device)
+    packed, factor = rotate(q) if form.rotated else (q, 1.0)
+    constants = stage_constants(form)
+    for first in range(0, kv_heads, piece or kv_heads):
+        count = min(piece or kv_heads, kv_heads - first)
+        if piece:
+            stage(pool, block_table, compressed, start, near, scratch, form, window, first, count)
+        prefill_attention_kernel[(tiles, count, sequences)](
+            q,
+            packed,
+            k,
+            v,
+            row_start,
+            start,
+            pool,
+            block_table,
+            compressed,
+            recent_k,
+            recent_v,
+            scratch[0],
+            scratch[1],
+            sinks,
+            near,
+            out,
+            lse,
+            scale * LOG2E.value,
+            scale * factor * LOG2E.value,
+            soft_cap * LOG2E.value,
+            window,
+            block_table.stride(0),
+            recent_k.shape[1],
+            kv_heads,
+            first,
+            shape[2],
+            q.stride(0),
+            packed.stride(0),
+            k.stride(0),
+            v.stride(0),
+            **constants,
+            GROUP=group,
+            ROWS=config.rows,
+            SOFT_CAP=soft_cap != 0,
+            WINDOW=window != 0,
+            SINKS=sinks is not None,
+            NEAR=near is not None,
+            STAGED=bool(piece),
+            STAGES=config.num_stages,
+            ASM=use_asm(),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **LAUNCH,
+        )
+    return out, lse
+
+
+def scratch_bytes(
+    sequences: int, blocks: int, kv_heads: int, form: KVFormat, device: torch.device
+) -> int:
+    """The most bytes a call takes to stage up to `blocks` blocks of each sequence."""
+    values = sequences * blocks * BLOCK_TOKENS * form.head_dim
+    return 4 * values * staged_heads(values, kv_heads, _configured(device, form).scratch_mib)
+
+
+def _configured(device: torch.device, form: KVFormat) -> PrefillConfig:
+    dim = form.head_dim
+    entry = tuned.lookup("prefill_attention", device, f"{dim}-k{form.k_bits}-v{form.v_bits}")
+    return PrefillConfig(**entry) if entry else _heuristic(capability(device), dim)
+
+
+def _heuristic(capability: int, head_dim: int) -> PrefillConfig:
+    """As large a tile as registers and shared memory of the architecture hold."""
+    if capability < 80:  # no tensor cores in Triton there: products take many registers
+        return PrefillConfig(16, num_warps=8, num_stages=1, staged_tiles=0, scratch_mib=1 << 14)
+    if head_dim > 128:
+        rows = 32 if capability in (89, 120) else 64
+        # There older Tritons run out of registers when blocks are dequantized on the way.
+        staged = 8 if capability != 80 or WARPS_OVER_ROWS else 0
+        return PrefillConfig(rows, num_warps=8, num_stages=1, staged_tiles=staged)
+    if capability == 100:
+        return PrefillConfig(rows=64, num_warps=4, num_stages=2 if head_dim <= 64 else 3)
+    if capability == 120:
+        return PrefillConfig(rows=64, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
+    # Before Hopper every warp dequantizes for itself, so that staging pays earlier.
+    tiles = 8 if capability == 90 else 3
+    rows = 64 if capability == 89 or head_dim == 96 else 128
+    return PrefillConfig(rows, num_warps=8, num_stages=2, staged_tiles=tiles)
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability (but Turing's of head size 256, which
+    runs there, with registers spilled).
+
+    Each head size with the default form, direct and staged; other forms, the extras together (soft
+    cap, window, sinks and a first block) and bfloat16 with head size 128; the kernel that stages.
+    """
+    yield from prefill_scratch.variants(capability)
+    for head_dim in HEAD_DIMS if capability > 75 else HEAD_DIMS[:-1]:
+        direct = _heuristic(capability, head_dim).staged_tiles > 0
+        for staged in (False, True) if direct else (True,):
+            yield _variant(capability, "fp16", KVFormat(head_dim), STAGED=staged)
+    extras = {**dict.fromkeys(_EXTRAS, True), "STAGED": capability == 75}
+    yield _variant(capability, "fp16", KVFormat(128), **extras)
+    if capability > 75:
+        yield _variant(capability, "fp16", KVFormat(128, k_form="token", rotated=True))
+        yield _variant(capability, "fp16", KVFormat(128, k_bits=8, v_bits=8))
+        for staged in (False, True):
+            yield _variant(capability, "bf16", KVFormat(128), STAGED=staged)
+
+
+def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Variant:
+    config = _heuristic(capability, form.head_dim)
+    names = (*_EXTRAS, "STAGED")
+    constants: dict[str, Any] = {
+        **stage_constants(form),
+        **{name: flags.get(name, False) for name in names},
+        "GROUP": 4,
+        "ROWS": config.rows,
+        "STAGES": config.num_stages,
+        "ASM": True,
+    }
+    types = dict.fromkeys(("q", "q_packed", "k", "v", "recent_k", "recent_v", "out"), f"*{dtype}")
+    types |= {"pool": "*u8", "lse": "*fp32", "staged_k": "*fp16", "staged_v": "*fp16"}
+    types |= dict.fromkeys(("row_start", "start", "block_table", "compressed"), "*i32")
+    types |= dict.fromkeys(("scale", "scale_packed", "soft_cap"), "fp32")
+    sizes = ["window", "max_blocks", "ring", "kv_heads", "first_head", "staged_tokens"]
+    sizes += ["q_stride", "packed_stride", "k_stride", "v_stride"]
+    types |= dict.fromkeys(sizes, "i32")
+    for name, pointer in (("sinks", "*fp32"), ("near", "*i32")):
+        if constants[name.upper()]:
+            types[name] = pointer
+        else:
+            constants[name] = None
+    kind = f"{dtype}-{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"
+    label = "".join(f"-{name.lower()}" for name in names if constants[name])
+    traits = set() if constants["STAGED"] or form.k_form == "token" else {WIDE_CODES}
+    if capability > 75:
+        traits.add(TENSOR_CORES)
+    return Variant(
+        op="prefill_attention",
+        name=kind + label,
+        kernel=prefill_attention_kernel,
+        types=types,
+        constants=constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        unaligned=frozenset({"window", "max_blocks", "kv_heads", "first_head"}),
+        traits=frozenset(traits),
+    )

@@ -1,0 +1,172 @@
+"""Packed blocks to float16, once for all queries of a prefill that has many."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
+from qoff.kernels.triton.launch.variant import LAUNCH, WIDE_CODES, Variant
+from qoff.kernels.triton.linear.nibbles import use_asm
+
+from .kv_tiles import TOKENS, form_constants
+from .prefill_tiles import load_packed_tile
+
+WARPS = 4
+
+
+@triton.jit
+def stage_kernel(
+    pool,
+    block_table,
+    compressed,
+    start,
+    near,
+    staged_k,  # [S, heads of the launch, staged_tokens, D]
+    staged_v,
+    window,
+    max_blocks,
+    kv_heads,
+    first_head,
+    staged_tokens,
+    HEAD_DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_TOKEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    NBYTES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NEAR: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Dequantize one block of one KV head, if any query can see it."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    b = tl.program_id(0)
+    s = tl.program_id(2)
+    token = b * TOKENS + tl.arange(0, TOKENS)
+    if NEAR:
+        b += tl.load(near + s) // TOKENS
+    if b * TOKENS >= tl.load(compressed + s):
+        return
+    if WINDOW and (b + 1) * TOKENS <= tl.load(start + s) - window + 1:
+        return
+    block = tl.load(block_table + s.to(tl.int64) * max_blocks + b).to(tl.int64)
+    record = pool + (block * kv_heads + first_head + tl.program_id(1)) * NBYTES
+    k_low, k_high, v_low, v_high = load_packed_tile(
+        record, HEAD_DIM, PAD, K_BITS, V_BITS, K_TOKEN, PARTS, K_SCALE, V_CODES, V_SCALE, ASM
+    )
+    channel = tl.arange(0, PAD)
+    base = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * staged_tokens * HEAD_DIM
+    at = base + token[:, None] * HEAD_DIM + channel[None, :]
+    mask = (token >= 0)[:, None] & (channel < HALF)[None, :]
+    tl.store(staged_k + at, k_low, mask=mask)
+    tl.store(staged_k + HALF + at, k_high, mask=mask)
+    tl.store(staged_v + at, v_low, mask=mask)
+    tl.store(staged_v + HALF + at, v_high, mask=mask)
+
+
+def stage(
+    pool: Tensor,
+    block_table: Tensor,
+    compressed: Tensor,
+    start: Tensor,
+    near: Tensor | None,
+    scratch: Tensor,
+    form: KVFormat,
+    window: int,
+    first_head: int,
+    heads: int,
+) -> None:
+    """Dequantize the KV heads first_head.. of all blocks that any query can see.
+
+    scratch: float16 [2, S, >= heads, tokens, D], written as K and V [S, heads, tokens, D] from
+    the start of either half, without tokens before `near` (int32 [S], multiples of 64).
+    """
+    tokens = scratch.shape[3]
+    if not tokens:
+        return
+    stage_kernel[(tokens // TOKENS.value, heads, scratch.shape[1])](
+        pool,
+        block_table,
+        compressed,
+        start,
+        near,
+        scratch[0],
+        scratch[1],
+        window,
+        block_table.stride(0),
+        pool.shape[1],
+        first_head,
+        tokens,
+        **stage_constants(form),
+        WINDOW=window != 0,
+        NEAR=near is not None,
+        ASM=use_asm(),
+        num_warps=WARPS,
+        num_stages=1,
+        **LAUNCH,
+    )
+
+
+def stage_constants(form: KVFormat) -> dict[str, int | bool]:
+    """`form`, with halves of a head padded to a power of two."""
+    return {**form_constants(form), "PAD": triton.next_power_of_2(form.half)}
+
+
+def staged_heads(values: int, kv_heads: int, scratch_mib: int) -> int:
+    """KV heads whose K and V fit the scratch together; 0 if not even one does.
+
+    values: of K of one head of all sequences.
+    """
+    return min(kv_heads, (scratch_mib << 20) // (2 * 2 * max(1, values)))
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability.
+
+    Each head size with the default form, one of them with a window and a first block; 8-bit codes
+    and tokens' parameters of K with head size 128.
+    """
+    for head_dim in HEAD_DIMS:
+        yield _variant(KVFormat(head_dim), window=head_dim == 64)
+    yield _variant(KVFormat(128, k_bits=8, v_bits=8))
+    yield _variant(KVFormat(128, k_form="token"))
+
+
+def _variant(form: KVFormat, window: bool = False) -> Variant:
+    constants: dict[str, Any] = {
+        **stage_constants(form),
+        "WINDOW": window,
+        "NEAR": window,
+        "ASM": True,
+    }
+    types = {"pool": "*u8", "staged_k": "*fp16", "staged_v": "*fp16"}
+    types |= dict.fromkeys(("block_table", "compressed", "start"), "*i32")
+    if window:
+        types["near"] = "*i32"
+    else:
+        constants["near"] = None
+    sizes = ("window", "max_blocks", "kv_heads", "first_head", "staged_tokens")
+    types |= dict.fromkeys(sizes, "i32")
+    kind = f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"
+    return Variant(
+        op="prefill_attention",
+        name=f"stage-{kind}" + ("-window" if window else ""),
+        kernel=stage_kernel,
+        types=types,
+        constants=constants,
+        num_warps=WARPS,
+        num_stages=1,
+        unaligned=frozenset({"window", "max_blocks", "kv_heads", "first_head"}),
+        traits=frozenset() if form.head_dim == 80 else frozenset({WIDE_CODES}),
+    )

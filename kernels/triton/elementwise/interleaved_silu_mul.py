@@ -1,0 +1,58 @@
+"""silu(gate) * up of a fused projection whose rows alternate in blocks of 16, on a GPU."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+
+TURN = tl.constexpr(16)  # columns of gate, then as many of up
+_BLOCK = 1024  # columns of a row in a program
+_WARPS = 4
+
+
+@triton.jit
+def gated_silu_kernel(z, out, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    source = z + row * (2 * columns) + column // TURN * (2 * TURN) + column % TURN
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + TURN, mask=mask, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+def gated_silu(z: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up [T, C] for contiguous z [T, 2C], 16 columns of gate, 16 of up in turn.
+
+    C is a multiple of 16. `out` is contiguous. Values are those of `reference_ops.gated_silu` in
+    float32, rounded once.
+    """
+    tokens, columns = z.shape[0], z.shape[1] // 2
+    out = z.new_empty(tokens, columns) if out is None else out
+    if tokens:
+        gated_silu_kernel[(tokens, triton.cdiv(columns, _BLOCK))](
+            z, out, columns, BLOCK=_BLOCK, num_warps=_WARPS, num_stages=1, **LAUNCH
+        )
+    return out
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability: both dtypes."""
+    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
+        yield Variant(
+            op="gated_silu",
+            name=dtype,
+            kernel=gated_silu_kernel,
+            types={"z": f"*{dtype}", "out": f"*{dtype}", "columns": "i32"},
+            constants={"BLOCK": _BLOCK},
+            num_warps=_WARPS,
+            num_stages=1,
+        )

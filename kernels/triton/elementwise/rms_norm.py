@@ -1,0 +1,126 @@
+"""RMS norm of rows, with the residual sum before it fused in, on a GPU: one pass over memory."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+
+
+@dataclass(frozen=True)
+class RmsNormConfig:
+    """`rows` in a program: short rows (the norm of a head) share one."""
+
+    rows: int
+    num_warps: int
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    new_residual,
+    tokens,
+    columns,
+    eps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two from `columns` up
+    ADD: tl.constexpr,
+):
+    """out = norm(x + residual) * weight, new_residual = x + residual; without ADD only x."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    within = column < columns
+    mask = (row < tokens)[:, None] & within[None, :]
+    offset = row[:, None] * columns + column[None, :]
+    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(new_residual + offset, value.to(new_residual.dtype.element_ty), mask=mask)
+    inverse = tl.rsqrt(tl.sum(value * value, axis=1) / columns + eps)
+    normed = value * inverse[:, None] * gain[None, :]
+    tl.store(out + offset, normed.to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    config: RmsNormConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return norm(x + residual) * weight and x + residual; without a residual the latter is x.
+
+    x, residual: contiguous [T, C] of one dtype, weight [C]. The sum is rounded to the dtype of x
+    where it is returned, but not where it is normed. Values are those of
+    `reference_elementwise.rms_norm` and `add_rms_norm`.
+    """
+    tokens, columns = x.shape
+    out = torch.empty_like(x)
+    new_residual = x if residual is None else torch.empty_like(x)
+    if config is None:
+        entry = tuned.lookup("rms_norm", x.device, f"{columns}")
+        config = RmsNormConfig(**entry) if entry else _heuristic(columns)
+    rms_norm_kernel[(triton.cdiv(tokens, config.rows),)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        new_residual,
+        tokens,
+        columns,
+        eps,
+        ROWS=config.rows,
+        COLUMNS=triton.next_power_of_2(columns),
+        ADD=residual is not None,
+        num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+    return out, new_residual
+
+
+def _heuristic(columns: int) -> RmsNormConfig:
+    """16 values a thread, so that a row needs few loads one after another; at most 32 warps."""
+    width = triton.next_power_of_2(columns)
+    rows = max(1, 1024 // width)
+    return RmsNormConfig(rows, min(32, max(1, rows * width // 512)))
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability: rows of 64 up to 16384 columns.
+
+    With and without a residual by turns, so that both are there with each dtype.
+    """
+    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
+    for i, columns in enumerate((64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)):
+        dtype, add = dtypes[i // 2 % len(dtypes)], i % 2 == 0
+        config = _heuristic(columns)
+        names = ("x", "residual", "weight", "out", "new_residual")
+        yield Variant(
+            op="rms_norm",
+            name=f"{dtype}-{columns}{'-add' if add else ''}",
+            kernel=rms_norm_kernel,
+            types={
+                **dict.fromkeys(names, f"*{dtype}"),
+                "tokens": "i32",
+                "columns": "i32",
+                "eps": "fp32",
+            },
+            constants={"ROWS": config.rows, "COLUMNS": columns, "ADD": add},
+            num_warps=config.num_warps,
+            num_stages=1,
+            unaligned=frozenset({"tokens"}),
+        )

@@ -1,0 +1,170 @@
+"""Rotary position embedding on a GPU: one pass over memory, pairs turned in registers."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """`heads` of a token in a program."""
+
+    heads: int
+    num_warps: int = 4
+
+
+@triton.jit
+def turned(a, b, cos, sin, DTYPE: tl.constexpr):
+    """The pair (a, b) turned by an angle, rounded to DTYPE."""
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    return (a * cos - b * sin).to(DTYPE), (b * cos + a * sin).to(DTYPE)
+
+
+@triton.jit
+def rope_kernel(
+    x,
+    positions,
+    cos,
+    sin,
+    out,
+    heads,
+    token_stride,  # of x
+    PAIRS: tl.constexpr,  # R / 2
+    PAIRS_PADDED: tl.constexpr,
+    REST: tl.constexpr,  # D - R
+    REST_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Turn HEADS heads of one token."""
+    D: tl.constexpr = 2 * PAIRS + REST
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, PAIRS_PADDED)[None, :]
+    angle = tl.load(positions + token).to(tl.int64) * PAIRS + pair
+    c = tl.load(cos + angle, mask=pair < PAIRS, other=0.0)
+    s = tl.load(sin + angle, mask=pair < PAIRS, other=0.0)
+    source = x + token * token_stride + head[:, None] * D
+    target = out + token * heads * D + head[:, None] * D
+    if INTERLEAVED:
+        channel = tl.arange(0, 2 * PAIRS_PADDED)[None, :]
+        mask = (head < heads)[:, None] & (channel < 2 * PAIRS)
+        both = tl.load(source + channel, mask=mask, other=0.0)
+        a, b = tl.split(tl.reshape(both, (HEADS, PAIRS_PADDED, 2)))
+        a, b = turned(a, b, c, s, DTYPE)
+        both = tl.reshape(tl.join(a, b), (HEADS, 2 * PAIRS_PADDED))
+        tl.store(target + channel, both, mask=mask)
+    else:
+        mask = (head < heads)[:, None] & (pair < PAIRS)
+        a = tl.load(source + pair, mask=mask, other=0.0)
+        b = tl.load(source + PAIRS + pair, mask=mask, other=0.0)
+        a, b = turned(a, b, c, s, DTYPE)
+        tl.store(target + pair, a, mask=mask)
+        tl.store(target + PAIRS + pair, b, mask=mask)
+    if REST > 0:
+        channel = tl.arange(0, REST_PADDED)[None, :]
+        mask = (head < heads)[:, None] & (channel < REST)
+        kept = tl.load(source + channel + 2 * PAIRS, mask=mask, other=0.0)
+        tl.store(target + channel + 2 * PAIRS, kept, mask=mask)
+
+
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    config: RopeConfig | None = None,
+) -> Tensor:
+    """Return x [T, H, D] with pairs of its first R channels turned by the angles of positions [T].
+
+    The tokens of x may lie apart (a slice of a fused projection), each token's heads are
+    contiguous. positions: int32 or int64, below P. cos, sin: float32 [P, R/2]. Column i turns
+    channels i and i + R/2, or with `interleaved` 2i and 2i + 1; channels from R on are copied.
+    Values are those of `reference_elementwise.rope`: float32 inside, rounded once.
+    """
+    tokens, heads, head_dim = x.shape
+    pairs = cos.shape[1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if config is None:
+        entry = tuned.lookup("rope", x.device, f"{heads}-{head_dim}")
+        config = RopeConfig(**entry) if entry else _heuristic(heads, head_dim)
+    rope_kernel[(tokens, triton.cdiv(heads, config.heads))](
+        x,
+        positions,
+        cos,
+        sin,
+        out,
+        heads,
+        x.stride(0),
+        **_constants(head_dim, pairs, interleaved, config),
+        num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+    return out
+
+
+def _heuristic(heads: int, head_dim: int) -> RopeConfig:
+    """Up to 2048 values in a program, 16 a thread."""
+    padded = triton.next_power_of_2(head_dim)
+    together = min(max(1, 2048 // padded), triton.next_power_of_2(heads))
+    return RopeConfig(together, max(1, together * padded // 512))
+
+
+def _constants(
+    head_dim: int, pairs: int, interleaved: bool, config: RopeConfig
+) -> dict[str, int | bool]:
+    rest = head_dim - 2 * pairs
+    return {
+        "PAIRS": pairs,
+        "PAIRS_PADDED": triton.next_power_of_2(pairs),
+        "REST": rest,
+        "REST_PADDED": triton.next_power_of_2(max(rest, 1)),
+        "HEADS": config.heads,
+        "INTERLEAVED": interleaved,
+    }
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration of 32 heads for a compute capability, and some rotary widths.
+
+    Each head size is there with neighbouring channels as pairs and with channels half a rotary
+    width apart, whole and partial rotation too; dtypes take turns.
+    """
+    widths = ((64, 64), (80, 32), (80, 80), (96, 96), (128, 128), (256, 64), (256, 256))
+    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
+    for i, (head_dim, rotary) in enumerate(widths):
+        for interleaved in (False, True):
+            dtype = dtypes[(i + interleaved) % len(dtypes)]
+            config = _heuristic(32, head_dim)
+            yield Variant(
+                op="rope",
+                name=f"{dtype}-{head_dim}-{rotary}{'-interleaved' if interleaved else ''}",
+                kernel=rope_kernel,
+                types={
+                    "x": f"*{dtype}",
+                    "positions": "*i64",
+                    "cos": "*fp32",
+                    "sin": "*fp32",
+                    "out": f"*{dtype}",
+                    "heads": "i32",
+                    "token_stride": "i32",
+                },
+                constants=_constants(head_dim, rotary // 2, interleaved, config),
+                num_warps=config.num_warps,
+                num_stages=1,
+                unaligned=frozenset({"heads"}),
+            )

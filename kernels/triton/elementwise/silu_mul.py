@@ -1,0 +1,72 @@
+"""silu(gate) * up on a GPU: one pass over memory."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+
+
+@dataclass(frozen=True)
+class SiluMulConfig:
+    """`block` columns of a row in a program."""
+
+    block: int = 1024
+    num_warps: int = 4
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    source = gate_up + row * (2 * columns) + column
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+def silu_mul(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
+    """Return silu(gate) * up [T, C] for contiguous gate_up [T, 2C], gate its first C columns.
+
+    Values are those of `reference_elementwise.silu_mul`: float32 inside, rounded once.
+    """
+    tokens, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, columns)
+    if config is None:
+        entry = tuned.lookup("silu_mul", gate_up.device, f"{columns}")
+        config = SiluMulConfig(**entry) if entry else SiluMulConfig()
+    silu_mul_kernel[(tokens, triton.cdiv(columns, config.block))](
+        gate_up,
+        out,
+        columns,
+        BLOCK=config.block,
+        num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+    return out
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability: both dtypes."""
+    config = SiluMulConfig()
+    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
+        yield Variant(
+            op="silu_mul",
+            name=dtype,
+            kernel=silu_mul_kernel,
+            types={"gate_up": f"*{dtype}", "out": f"*{dtype}", "columns": "i32"},
+            constants={"BLOCK": config.block},
+            num_warps=config.num_warps,
+            num_stages=1,
+        )

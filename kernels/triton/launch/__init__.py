@@ -1,0 +1,1 @@
+"""What launchers share: the GPU at hand, tuned configurations, kernels as data to compile."""

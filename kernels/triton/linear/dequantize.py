@@ -1,0 +1,144 @@
+"""Packed codes back to float16 or bfloat16 on a GPU: for large matmuls, which cuBLAS then does."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.variant import LAUNCH, WIDE_CODES, Variant
+
+from .nibbles import byte_values, load_scale_min, low_high, use_asm
+
+
+@dataclass(frozen=True)
+class DequantizeConfig:
+    """Runs of `run` bytes of codes, `block` bytes in a program: registers against programs."""
+
+    block: int = 4096
+    num_warps: int = 4
+
+
+@triton.jit
+def dequantize_kernel(
+    codes,
+    scale_min,
+    out,
+    runs,  # of RUN code bytes with one scale: N * K / group in all
+    groups,  # K / group
+    scale_stride,  # pairs from one group of a row to its next
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    BITS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """out[run] = codes[run] * scale + minimum for RUNS runs, which lie row after row."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
+    inside = run < runs
+    byte = tl.arange(0, RUN)
+    mask = inside[:, None] & (byte >= 0)[None, :]
+    packed = tl.load(codes + run[:, None] * RUN + byte[None, :], mask=mask, other=0)
+    pair = (run % groups) * scale_stride + run // groups
+    scale, minimum = load_scale_min(scale_min, pair, inside)
+    if BITS == 4:
+        low, high = low_high(packed, tl.float16, ASM)
+        low_value = low.to(tl.float32) * scale[:, None] + minimum[:, None]
+        high_value = high.to(tl.float32) * scale[:, None] + minimum[:, None]
+        element = (byte // 16) * 32 + byte % 16
+        target = out + run[:, None] * (2 * RUN) + element[None, :]
+        tl.store(target, low_value.to(DTYPE), mask=mask)
+        tl.store(target + 16, high_value.to(DTYPE), mask=mask)
+    else:
+        values = byte_values(packed, tl.float16, ASM).to(tl.float32)
+        values = values * scale[:, None] + minimum[:, None]
+        tl.store(out + run[:, None] * RUN + byte[None, :], values.to(DTYPE), mask=mask)
+
+
+def dequantize(
+    codes: Tensor,
+    scale_min: Tensor,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    config: DequantizeConfig | None = None,
+) -> Tensor:
+    """Return the matrix [N, K] in `dtype`: code * scale + minimum in float32, rounded once.
+
+    codes: uint8, packing half32, 4 or 8 bits. scale_min: [K/g, N, 2] float16 or float32.
+    """
+    out = torch.empty(codes.shape[0], codes.shape[1] * 8 // bits, dtype=dtype, device=codes.device)
+    dequantize_into(codes, scale_min, bits, group_size, out, config)
+    return out
+
+
+def dequantize_into(
+    codes: Tensor,
+    scale_min: Tensor,
+    bits: int,
+    group_size: int,
+    out: Tensor,
+    config: DequantizeConfig | None = None,
+) -> None:
+    """Dequantize into contiguous `out` [N, K]; `scale_min` may be rows sliced from a larger one."""
+    if not codes.numel():
+        return
+    if config is None:
+        entry = tuned.lookup("dequantize", codes.device, f"{bits}-{group_size}")
+        config = DequantizeConfig(**entry) if entry else DequantizeConfig()
+    run = group_size * bits // 8
+    per_program = max(1, config.block // run)
+    runs = codes.numel() // run
+    dequantize_kernel[(triton.cdiv(runs, per_program),)](
+        codes,
+        scale_min,
+        out,
+        runs,
+        runs // codes.shape[0],
+        scale_min.stride(0) // 2,
+        RUN=run,
+        RUNS=per_program,
+        BITS=bits,
+        ASM=use_asm(),
+        num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability: widths and groups with all dtypes.
+
+    The dtype of scales alternates, so that both are there with each width and dtype.
+    """
+    config = DequantizeConfig()
+    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
+    for i, (bits, group) in enumerate(product((4, 8), (32, 64, 128))):
+        for j, dtype in enumerate(dtypes):
+            scale = ("fp16", "fp32")[(i + j) % 2]
+            run = group * bits // 8
+            yield Variant(
+                op="dequantize",
+                name=f"{dtype}-{bits}bit-group{group}-scale{scale}",
+                kernel=dequantize_kernel,
+                types={
+                    "codes": "*u8",
+                    "scale_min": f"*{scale}",
+                    "out": f"*{dtype}",
+                    "runs": "i32",
+                    "groups": "i32",
+                    "scale_stride": "i32",
+                },
+                constants={"RUN": run, "RUNS": config.block // run, "BITS": bits, "ASM": True},
+                num_warps=config.num_warps,
+                num_stages=1,
+                traits=frozenset({WIDE_CODES}),
+            )

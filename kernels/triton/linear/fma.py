@@ -1,0 +1,186 @@
+"""y = x W^T for a few tokens without tensor cores, for GPUs on which Triton cannot use them (7.5).
+
+Each program takes a few rows, a long piece of K at a time, in float32: about four instructions per
+weight, which such GPUs have. Every token reads the codes anew.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.variant import LAUNCH, WIDE_CODES, Variant
+
+from .nibbles import byte_values, load_scale_min, low_high, use_asm
+
+TOKENS_MAX = 4
+
+
+@dataclass(frozen=True)
+class FmaConfig:
+    """block_n: rows of a program. block_bytes: of codes of a row in a step, at most."""
+
+    block_n: int = 4
+    block_bytes: int = 1024
+    warps: int = 4
+
+
+@triton.jit
+def fma_sums(
+    x,  # the token's row
+    codes,
+    scale_min,
+    row,  # [BLOCK_N], those from N on are read as the last one
+    N,
+    row_bytes,
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows of W times a token, GROUPS groups at a time: float32 [BLOCK_N]."""
+    BLOCK_N: tl.constexpr = row.shape[0]
+    SPREAD: tl.constexpr = 8 // BITS
+    safe_row = tl.minimum(row, N - 1)
+    group = tl.arange(0, GROUPS)
+    byte = tl.arange(0, GROUP_BYTES)
+    element = byte if BITS == 8 else (byte // 16) * 32 + byte % 16
+    code_row = codes + safe_row[:, None, None].to(tl.int64) * row_bytes
+    code_pointer = code_row + (group * GROUP_BYTES)[None, :, None] + byte[None, None, :]
+    x_element = (group * GROUP_BYTES * SPREAD)[None, :, None] + element[None, None, :]
+    x_pointer = x + x_element
+    pair = group[None, :] * N + safe_row[:, None]
+    total = tl.zeros((BLOCK_N, GROUPS, GROUP_BYTES), tl.float32)
+    groups = row_bytes // GROUP_BYTES
+    for first in range(0, groups, GROUPS):
+        inside = first + group < groups
+        wide = inside[None, :, None] & (row >= 0)[:, None, None] & (byte >= 0)[None, None, :]
+        x_wide = inside[None, :, None] & (byte >= 0)[None, None, :]
+        packed = tl.load(code_pointer + first * GROUP_BYTES, mask=wide, other=0)
+        live = inside[None, :] & (row >= 0)[:, None]
+        scale, minimum = load_scale_min(scale_min, pair + first * N, live)
+        x_here = x_pointer + first * (GROUP_BYTES * SPREAD)
+        values = tl.load(x_here, mask=x_wide, other=0.0).to(tl.float32)
+        x_sum = values
+        if BITS == 4:
+            low, high = low_high(packed, tl.float16, ASM)
+            second = tl.load(x_here + 16, mask=x_wide, other=0.0).to(tl.float32)
+            part = low.to(tl.float32) * values + high.to(tl.float32) * second
+            x_sum += second
+        else:
+            part = byte_values(packed, tl.float16, ASM).to(tl.float32) * values
+        total += part * scale[:, :, None]
+        total += x_sum * minimum[:, :, None]
+    return tl.sum(tl.reshape(total, (BLOCK_N, GROUPS * GROUP_BYTES)), axis=1)
+
+
+@triton.jit
+def fma_kernel(
+    x,
+    codes,
+    scale_min,
+    bias,
+    out,
+    N,
+    row_bytes,
+    x_stride,
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows program_id(0) * BLOCK_N .. of W times token program_id(1)."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1).to(tl.int64)
+    y = fma_sums(
+        x + token * x_stride, codes, scale_min, row, N, row_bytes, GROUP_BYTES, BITS, GROUPS, ASM
+    )
+    if BIAS:
+        y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)
+    tl.store(out + token * N + row, y.to(out.dtype.element_ty), mask=row < N)
+
+
+def fma(
+    x: Tensor,
+    codes: Tensor,
+    scale_min: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    config: FmaConfig | None = None,
+) -> Tensor:
+    """x @ W.T + bias; operands as `w4_linear` takes them."""
+    n, row_bytes = codes.shape
+    if config is None:
+        entry = tuned.lookup("w4_fma", x.device, f"{bits}-{group_size}-{n}x{x.shape[1]}")
+        config = FmaConfig(**entry) if entry else FmaConfig()
+    group_bytes = group_size * bits // 8
+    groups = min(
+        config.block_bytes // group_bytes, triton.next_power_of_2(row_bytes // group_bytes)
+    )
+    out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    fma_kernel[(triton.cdiv(n, config.block_n), x.shape[0])](
+        x,
+        codes,
+        scale_min,
+        bias,
+        out,
+        n,
+        row_bytes,
+        x.stride(0),
+        GROUP_BYTES=group_bytes,
+        BITS=bits,
+        BLOCK_N=config.block_n,
+        GROUPS=groups,
+        BIAS=bias is not None,
+        ASM=use_asm(),
+        num_warps=config.warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+    return out
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability: none where tensor cores can be used."""
+    if capability >= 80:
+        return
+    config = FmaConfig()
+    for bits, group in ((4, 32), (4, 64), (4, 128), (8, 64)):
+        group_bytes = group * bits // 8
+        yield Variant(
+            op="w4_linear",
+            name=f"fma-fp16-{bits}bit-group{group}",
+            kernel=fma_kernel,
+            types={
+                "x": "*fp16",
+                "codes": "*u8",
+                "scale_min": "*fp16",
+                "bias": "*fp16",
+                "out": "*fp16",
+                "N": "i32",
+                "row_bytes": "i32",
+                "x_stride": "i32",
+            },
+            constants={
+                "GROUP_BYTES": group_bytes,
+                "BITS": bits,
+                "BLOCK_N": config.block_n,
+                "GROUPS": config.block_bytes // group_bytes,
+                "BIAS": True,
+                "ASM": True,
+            },
+            num_warps=config.warps,
+            num_stages=1,
+            traits=frozenset({WIDE_CODES}),
+        )

@@ -1,0 +1,151 @@
+"""Rounding a matrix to packed codes with a scale and a minimum per group, on a GPU."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """`block` weights in a program: registers against programs."""
+
+    block: int = 4096
+    num_warps: int = 4
+
+
+@triton.jit
+def _levels(w, minimum, inverse, TOP: tl.constexpr):
+    """The nearest of the levels 0..TOP as int32; adding 2**23 rounds to nearest, ties to even."""
+    level = (w - minimum[:, None]) * inverse[:, None]
+    level = tl.minimum(tl.maximum(level, 0.0), TOP)
+    return (level + 8388608.0).to(tl.int32, bitcast=True) & 255
+
+
+@triton.jit
+def quantize_kernel(
+    w,
+    codes,
+    scale_min,
+    runs,  # of GROUP weights: N * K / GROUP
+    groups,  # K / GROUP
+    rows,  # N
+    GROUP: tl.constexpr,
+    RUNS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Quantize RUNS groups. Each is read as its first and second half of every 32 weights."""
+    TOP: tl.constexpr = 2.0**BITS - 1.0
+    HALF: tl.constexpr = GROUP // 2
+    SCALE: tl.constexpr = scale_min.dtype.element_ty
+    run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
+    inside = run < runs
+    index = tl.arange(0, HALF)
+    mask = inside[:, None] & (index >= 0)[None, :]
+    element = run[:, None] * GROUP + ((index // 16) * 32 + index % 16)[None, :]
+    first = tl.load(w + element, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(w + element + 16, mask=mask, other=0.0).to(tl.float32)
+    low = tl.min(tl.minimum(first, second), axis=1)
+    high = tl.max(tl.maximum(first, second), axis=1)
+    poison = tl.sum(first * 0.0 + second * 0.0, axis=1)  # NaN if any weight is not finite
+    scale = (tl.div_rn(high - low, tl.full((RUNS,), TOP, tl.float32)) + poison).to(SCALE)
+    minimum = (low + poison).to(SCALE)
+    wide = scale.to(tl.float32)
+    # Below 2**-126 the inverse could overflow; such a group is its minimum, to within 2**-118.
+    tiny = wide < 1.1754943508222875e-38
+    inverse = tl.div_rn(tl.full((RUNS,), 1.0, tl.float32), tl.where(tiny, 1.0, wide))
+    inverse = tl.where(tiny, 0.0, inverse)
+    base = minimum.to(tl.float32)
+    first_level = _levels(first, base, inverse, TOP)
+    second_level = _levels(second, base, inverse, TOP)
+    if BITS == 4:
+        packed = (first_level | (second_level << 4)).to(tl.uint8)
+        tl.store(codes + run[:, None] * HALF + index[None, :], packed, mask=mask)
+    else:
+        tl.store(codes + element, first_level.to(tl.uint8), mask=mask)
+        tl.store(codes + element + 16, second_level.to(tl.uint8), mask=mask)
+    pair = scale_min + ((run % groups) * rows + run // groups) * 2
+    tl.store(pair, scale, mask=inside)
+    tl.store(pair + 1, minimum, mask=inside)
+
+
+def quantize(
+    w: Tensor,
+    bits: int,
+    group_size: int,
+    scale_dtype: torch.dtype = torch.float16,
+    config: QuantizeConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Round w [N, K] to the nearest of 2**bits levels between each group's minimum and maximum.
+
+    w: contiguous float16, bfloat16 or float32. Returns codes (uint8, packing half32) and scale_min
+    [K/g, N, 2] in `scale_dtype`. Values are those of `reference.quantize`, but a code may be the
+    neighbour where the quotient is within float32 rounding of a half. A group with NaN or infinity
+    gets a scale and minimum of NaN, one whose range `scale_dtype` cannot hold gets infinity:
+    nothing is raised, so that the GPU need not be waited for; check that scale_min is finite.
+    """
+    codes_shape, scale_min_shape = packed_shapes(
+        (w.shape[0], w.shape[1]), bits, group_size, "half32"
+    )
+    codes = torch.empty(codes_shape, dtype=torch.uint8, device=w.device)
+    scale_min = torch.empty(scale_min_shape, dtype=scale_dtype, device=w.device)
+    if config is None:
+        entry = tuned.lookup("quantize", w.device, f"{bits}-{group_size}")
+        config = QuantizeConfig(**entry) if entry else QuantizeConfig()
+    runs = w.numel() // group_size
+    per_program = max(1, config.block // group_size)
+    quantize_kernel[(triton.cdiv(runs, per_program),)](
+        w,
+        codes,
+        scale_min,
+        runs,
+        w.shape[1] // group_size,
+        w.shape[0],
+        GROUP=group_size,
+        RUNS=per_program,
+        BITS=bits,
+        num_warps=config.num_warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+    return codes, scale_min
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration for a compute capability: widths with all dtypes and scales.
+
+    Group sizes take turns, so that each is there with both widths.
+    """
+    config = QuantizeConfig()
+    dtypes = ("fp16", "fp32") if capability == 75 else ("fp16", "fp32", "bf16")
+    for i, (dtype, scale) in enumerate(product(dtypes, ("fp16", "fp32"))):
+        for bits in (4, 8):
+            group = (32, 64, 128)[(i + bits // 4) % 3]
+            yield Variant(
+                op="quantize",
+                name=f"{dtype}-{bits}bit-group{group}-scale{scale}",
+                kernel=quantize_kernel,
+                types={
+                    "w": f"*{dtype}",
+                    "codes": "*u8",
+                    "scale_min": f"*{scale}",
+                    "runs": "i32",
+                    "groups": "i32",
+                    "rows": "i32",
+                },
+                constants={"GROUP": group, "RUNS": config.block // group, "BITS": bits},
+                num_warps=config.num_warps,
+                num_stages=1,
+            )

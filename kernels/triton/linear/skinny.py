@@ -1,0 +1,374 @@
+"""y = x W^T for some tens of tokens: weights dequantized in registers, products on tensor cores.
+
+A weight is (code - centre) * scale + (minimum + centre * scale) in the dtype of x, with the centre
+in the middle of the codes: both terms then round to a few parts in ten thousand of the weight's
+size even in bfloat16. Codes are the left operand, x^T the right one. The leading dimension of the
+products splits K over warps; it also keeps them on `mma.sync` where `wgmma` would want a layout of
+the left operand that can only be read two bytes at a time.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.variant import (
+    LAUNCH,
+    TENSOR_CORES,
+    WARPS_OVER_ROWS,
+    WIDE_CODES,
+    Variant,
+)
+
+from .nibbles import byte_values, dot16, load_scale_min, low_high, use_asm
+from .split_k import Gpu, add_splits, partial_sums
+
+SPLITS_MAX = 16
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """What a program of the kernel does, and how often K is split.
+
+    block_n, block_m: rows of W (a multiple of 16) and tokens of a program. row_bytes: bytes of
+    codes of a row in a step, 32 at least. parts: steps that different warps do at once. warps: in
+    all. stages: of the software pipeline. splits: programs along K.
+    registers: of a thread at most; 0 leaves it to the compiler.
+    """
+
+    block_n: int = 64
+    block_m: int = 16
+    row_bytes: int = 64
+    parts: int = 4
+    warps: int = 4
+    stages: int = 3
+    splits: int = 1
+    registers: int = 255
+
+
+@triton.jit
+def _spread(values, DTYPE: tl.constexpr, REPEAT: tl.constexpr):
+    """[P, N, groups] to DTYPE [P, N, groups * REPEAT]: each value REPEAT times."""
+    PARTS: tl.constexpr = values.shape[0]
+    ROWS: tl.constexpr = values.shape[1]
+    GROUPS: tl.constexpr = values.shape[2]
+    wide = tl.broadcast_to(values.to(DTYPE)[:, :, :, None], (PARTS, ROWS, GROUPS, REPEAT))
+    return tl.reshape(wide, (PARTS, ROWS, GROUPS * REPEAT))
+
+
+@triton.jit
+def _weights(codes, OFFSET: tl.constexpr, factor, middle, ASM: tl.constexpr):
+    """(codes - OFFSET) * factor + middle; the difference is exact."""
+    DTYPE: tl.constexpr = codes.dtype
+    if ASM:
+        weights = tl.fma((codes - OFFSET).to(DTYPE), factor, middle)
+    else:  # the interpreter has no bfloat16 arithmetic, and truncates to it instead of rounding
+        exact = codes.to(tl.float32) - OFFSET
+        weights = exact * factor.to(tl.float32) + middle.to(tl.float32)
+    return weights
+
+
+@triton.jit
+def skinny_sums(
+    x,
+    codes,
+    scale_min,
+    row,  # [BLOCK_N], those from N on are read as the last one
+    token,  # [BLOCK_M], rows of x
+    N,
+    row_bytes,  # of the codes of a row
+    x_stride,
+    start,  # first piece of BYTES along K
+    steps,
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,  # of a row in a step, a multiple of GROUP_BYTES or a part of it
+    PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows of W times rows of x: float32 [BLOCK_N, BLOCK_M]."""
+    BLOCK_N: tl.constexpr = row.shape[0]
+    BLOCK_M: tl.constexpr = token.shape[0]
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    GROUPS: tl.constexpr = max(1, BYTES // GROUP_BYTES)
+    SPREAD: tl.constexpr = 8 // BITS  # elements in a byte
+    CENTRE: tl.constexpr = 8.0 if BITS == 4 else 128.0
+    safe_row = tl.minimum(row, N - 1)
+    column = tl.arange(0, BLOCK_M) >= 0  # of x: all, as a mask
+    part = tl.arange(0, PARTS)
+    byte = tl.arange(0, BYTES)
+    group = tl.arange(0, GROUPS)
+    element = byte if BITS == 8 else (byte // 16) * 32 + byte % 16
+
+    first_byte = (start + part) * BYTES
+    code_row = codes + safe_row[None, :, None].to(tl.int64) * row_bytes
+    code_pointer = code_row + first_byte[:, None, None] + byte[None, None, :]
+    x_row = x + token[None, None, :].to(tl.int64) * x_stride
+    x_pointer = x_row + (first_byte * SPREAD)[:, None, None] + element[None, :, None]
+    every = (part >= 0)[:, None, None] & (row >= 0)[None, :, None]
+    total = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        done = step * (PARTS * BYTES)
+        if EVEN:
+            packed = tl.load(code_pointer + done)
+            first = tl.load(x_pointer + done * SPREAD)
+            second = first
+            if BITS == 4:
+                second = tl.load(x_pointer + done * SPREAD + 16)
+            live = every & (group >= 0)[None, None, :]
+        else:
+            left = row_bytes - done - first_byte
+            inside = every & (byte[None, None, :] < left[:, None, None])
+            packed = tl.load(code_pointer + done, mask=inside, other=0)
+            inside = (byte[None, :, None] < left[:, None, None]) & column[None, None, :]
+            first = tl.load(x_pointer + done * SPREAD, mask=inside, other=0.0)
+            second = first
+            if BITS == 4:
+                second = tl.load(x_pointer + done * SPREAD + 16, mask=inside, other=0.0)
+            live = every & ((group * GROUP_BYTES)[None, None, :] < left[:, None, None])
+        first_group = (first_byte + done) // GROUP_BYTES
+        pair = (first_group[:, None, None] + group[None, None, :]) * N + safe_row[None, :, None]
+        scale, minimum = load_scale_min(scale_min, pair, live)
+        factor = _spread(scale, DTYPE, BYTES // GROUPS)
+        middle = _spread(minimum + CENTRE * scale, DTYPE, BYTES // GROUPS)
+        if BITS == 4:
+            low, high = low_high(packed, DTYPE, ASM, True)
+            OFFSET: tl.constexpr = (1024.0 if tl.float16 == DTYPE else 128.0) + CENTRE
+            low = _weights(low, OFFSET, factor, middle, ASM)
+            high = _weights(high, OFFSET, factor, middle, ASM)
+            total = dot16(low, first, total, ASM)
+            total = dot16(high, second, total, ASM)
+        else:
+            values = byte_values(packed, DTYPE, ASM)
+            values = _weights(values, CENTRE, factor, middle, ASM)
+            total = dot16(values, first, total, ASM)
+    return tl.sum(total, axis=0)  # [BLOCK_N, BLOCK_M]
+
+
+@triton.jit(do_not_specialize=["M", "steps"])
+def skinny_kernel(
+    x,
+    codes,
+    scale_min,
+    bias,
+    out,  # [M, N], or float32 [splits, M, N] of partial sums
+    M,
+    N,
+    row_bytes,  # of the codes of a row
+    x_stride,
+    steps,  # of a program along K
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BYTES: tl.constexpr,  # of a row in a step, a multiple of GROUP_BYTES or a part of it
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows program_id(0) * BLOCK_N .. of W times tokens program_id(1) * BLOCK_M .. ."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    y = skinny_sums(
+        x,
+        codes,
+        scale_min,
+        row,
+        tl.minimum(token, M - 1),
+        N,
+        row_bytes,
+        x_stride,
+        tl.program_id(2) * steps * PARTS,
+        steps,
+        GROUP_BYTES,
+        BITS,
+        BYTES,
+        PARTS,
+        EVEN,
+        STAGES,
+        ASM,
+    )
+    if BIAS:
+        y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)[:, None]
+    target = out + token[None, :].to(tl.int64) * N + row[:, None]
+    if PARTIAL:
+        target += tl.program_id(2).to(tl.int64) * M * N
+    keep = (row < N)[:, None] & (token < M)[None, :]
+    tl.store(target, y.to(out.dtype.element_ty), mask=keep)
+
+
+def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -> SkinnyConfig:
+    """The configuration without a measured one.
+
+    Each block of rows reads all of x, so more tokens want more rows; few rows want programs along
+    K until each multiprocessor has one.
+    """
+    # Scales of small groups need the registers; so do the copies of a tile in older Tritons.
+    fits = group_bytes >= 32 and (WARPS_OVER_ROWS or gpu.capability in (90, 120))
+    block_m = min(64 if fits else 32, max(8, triton.next_power_of_2(tokens)))
+    config = SkinnyConfig(block_m=block_m)
+    if block_m > 16 and WARPS_OVER_ROWS:
+        config = replace(config, block_n=128, row_bytes=32 if block_m == 64 else 64, parts=2)
+    elif block_m > 16:
+        config = replace(config, row_bytes=32)
+    programs = triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, block_m)
+    step = config.parts * config.row_bytes
+    splits = min(gpu.multiprocessors // programs, row_bytes // (2 * step), SPLITS_MAX)
+    return replace(config, splits=splits if splits >= 2 else 1)
+
+
+def skinny(
+    x: Tensor,
+    codes: Tensor,
+    scale_min: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    config: SkinnyConfig | None = None,
+) -> Tensor:
+    """x @ W.T + bias; operands as `w4_linear` takes them."""
+    m, n, row_bytes = x.shape[0], *codes.shape
+    group_bytes = group_size * bits // 8
+    if config is None:
+        key = f"{str(x.dtype)[6:]}-{bits}-{group_size}-{triton.next_power_of_2(m)}-{n}x{x.shape[1]}"
+        entry = tuned.lookup("w4_skinny", x.device, key)
+        config = (
+            SkinnyConfig(**entry)
+            if entry
+            else choose(m, n, row_bytes, group_bytes, Gpu.of(x.device))
+        )
+    per_step = config.parts * config.row_bytes * config.splits
+    steps = triton.cdiv(row_bytes, per_step)
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    target = out if config.splits == 1 else partial_sums(config.splits, out)
+    grid = (triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m), config.splits)
+    skinny_kernel[grid](
+        x,
+        codes,
+        scale_min,
+        bias,
+        target,
+        m,
+        n,
+        row_bytes,
+        x.stride(0),
+        steps,
+        **constants(config, group_bytes, bits, steps * per_step == row_bytes, bias is not None),
+        ASM=use_asm(),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **options(config),
+    )
+    if config.splits > 1:
+        add_splits(target, bias, out)
+    return out
+
+
+def options(config: SkinnyConfig) -> dict[str, int]:
+    """Further options of the compiler: a cap on registers above what it would choose by itself."""
+    return {**LAUNCH, "maxnreg": config.registers} if config.registers else {**LAUNCH}
+
+
+def constants(
+    config: SkinnyConfig, group_bytes: int, bits: int, even: bool, bias: bool
+) -> dict[str, int | bool]:
+    """The constants of `skinny_kernel` but ASM."""
+    return {
+        "GROUP_BYTES": group_bytes,
+        "BITS": bits,
+        "BLOCK_N": config.block_n,
+        "BLOCK_M": config.block_m,
+        "BYTES": config.row_bytes,
+        "PARTS": config.parts,
+        "BIAS": bias and config.splits == 1,
+        "PARTIAL": config.splits > 1,
+        "EVEN": even,
+        "STAGES": config.stages,
+    }
+
+
+TYPES = {
+    "codes": "*u8",
+    "M": "i32",
+    "N": "i32",
+    "row_bytes": "i32",
+    "x_stride": "i32",
+    "steps": "i32",
+}
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """The configurations `choose` gives a compute capability, for each dtype, group and width.
+
+    Both dtypes with both sizes of tiles of many tokens; widths, other groups, uneven K, programs
+    along K, float32 scales and no bias once.
+    """
+    if capability < 80:
+        return  # Triton has no tensor cores there
+    listed = [
+        _variant(capability, dtype, 4, group, tokens)
+        for dtype in ("fp16", "bf16")
+        for group, tokens in ((64, 17), (64, 33), (32, 33))
+    ]
+    listed += [
+        _variant(capability, "fp16", 4, 64, 33, even=False),
+        _variant(capability, "bf16", 4, 64, 33, rows=1 << 10),
+        _variant(capability, "bf16", 4, 64, 33, scale="fp32", bias=False),
+        _variant(capability, "bf16", 4, 32, 8),
+        _variant(capability, "fp16", 4, 32, 16),
+        _variant(capability, "bf16", 4, 128, 33),
+        _variant(capability, "fp16", 8, 64, 33),
+    ]
+    # Where tiles have 32 tokens at most, 17 and 33 tokens give the same variant.
+    yield from {variant.name: variant for variant in listed}.values()
+
+
+def _variant(
+    capability: int,
+    dtype: str,
+    bits: int,
+    group: int,
+    tokens: int,
+    even: bool = True,
+    rows: int = 1 << 16,
+    scale: str = "fp16",
+    bias: bool = True,
+) -> Variant:
+    group_bytes = group * bits // 8
+    config = choose(tokens, rows, 1 << 16, group_bytes, Gpu(capability, 128))
+    name = f"skinny-{dtype}-{bits}bit-group{group}-m{config.block_m}"
+    name += "-splits" if config.splits > 1 else ""
+    name += ("" if even else "-uneven") + ("" if bias else f"-scale{scale}-nobias")
+    types = {**TYPES, "x": f"*{dtype}", "scale_min": f"*{scale}"}
+    types["out"] = "*fp32" if config.splits > 1 else f"*{dtype}"
+    fixed: dict[str, Any] = {**constants(config, group_bytes, bits, even, bias), "ASM": True}
+    if bias:
+        types["bias"] = f"*{dtype}"
+    else:
+        fixed["bias"] = None
+    return Variant(
+        op="w4_linear",
+        name=name,
+        kernel=skinny_kernel,
+        types=types,
+        constants=fixed,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        unaligned=frozenset({"M", "steps"}),
+        traits=frozenset({TENSOR_CORES, WIDE_CODES}),
+        options=options(config),
+    )

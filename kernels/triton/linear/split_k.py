@@ -1,0 +1,91 @@
+"""Partial sums of matmuls that split K over programs, added in a fixed order."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+
+_BLOCK = 256
+
+
+class Gpu(NamedTuple):
+    """What the choice of a configuration depends on."""
+
+    capability: int  # compute capability times ten
+    multiprocessors: int
+
+    @staticmethod
+    @cache
+    def of(device: torch.device) -> Gpu:
+        """The GPU `device`; for Triton's interpreter on a CPU, a small one."""
+        if device.type != "cuda":
+            return Gpu(80, 4)
+        found = torch.cuda.get_device_properties(device)
+        return Gpu(10 * found.major + found.minor, found.multi_processor_count)
+
+
+@triton.jit
+def add_splits_kernel(
+    partial, bias, out, size, N, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = bias + the sum of SPLITS partial results of `size` = M * N elements each."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial + split * size + index, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias + index % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
+
+
+def partial_sums(splits: int, out: Tensor) -> Tensor:
+    """Memory for the partial sums of `splits` programs along K of a result `out` [M, N]."""
+    return torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
+
+
+def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [M, N] = bias [N] + the sum of float32 partial [splits, M, N]."""
+    add_splits_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+        partial,
+        bias,
+        out,
+        out.numel(),
+        out.shape[1],
+        SPLITS=partial.shape[0],
+        BIAS=bias is not None,
+        BLOCK=_BLOCK,
+        num_warps=2,
+        num_stages=3,
+        **LAUNCH,
+    )
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Each dtype for a compute capability, with a few of the numbers of programs along K."""
+    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
+        yield Variant(
+            op="w4_linear",
+            name=f"add-splits-{dtype}",
+            kernel=add_splits_kernel,
+            types={
+                "partial": "*fp32",
+                "bias": f"*{dtype}",
+                "out": f"*{dtype}",
+                "size": "i32",
+                "N": "i32",
+            },
+            constants={"SPLITS": 4, "BIAS": True, "BLOCK": _BLOCK},
+            num_warps=2,
+            num_stages=3,
+        )

@@ -1,0 +1,1 @@
+"""The MLP of a mixture of experts on a GPU."""

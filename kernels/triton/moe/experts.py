@@ -1,0 +1,157 @@
+"""The MLP of a mixture of experts on a GPU, on 4- or 8-bit codes: two products and a sum.
+
+Few pairs of a token and an expert are computed each by itself (`w4_experts_pairs`), many are sorted
+by expert and computed in tiles (`w4_experts_tiles`). Outputs times shares are kept in float32 and
+summed for each token in the order of its experts.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.linear.split_k import Gpu
+
+from . import pairs as pairs_kernel
+from . import tiles as tiles_kernel
+from .pairs import fma_pairs, gemv_pairs
+from .product import Product
+from .tiles import Tiles, block_for, config_for, tile_product, tiles
+
+PAIRS_MAX = 1 << 15  # in one launch; more tokens go one part after the other
+_BLOCK = 512
+_WARPS = 4
+
+
+@triton.jit
+def experts_sum_kernel(
+    weighted,  # float32 [M * T, H]
+    residual,
+    out,
+    H,
+    PER_TOKEN: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out [M, H] = residual + the sum of each token's PER_TOKEN rows, in their order."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < H
+    total = tl.zeros((BLOCK,), tl.float32)
+    for t in tl.static_range(PER_TOKEN):
+        total += tl.load(weighted + (token * PER_TOKEN + t) * H + column, mask=mask, other=0.0)
+    if RESIDUAL:
+        total += tl.load(residual + token * H + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    share: Tensor,
+    gate_up: QExperts,
+    down: QExperts,
+    *,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    block: int | None = None,
+) -> Tensor:
+    """Return residual + sum over t of share * (down @ f(gate_up @ x + bias) + bias) [M, H].
+
+    x: float16 or bfloat16 [M, H]; chosen: int64 [M, T], not checked, as that would wait for the
+    GPU; share: float32 [M, T]. gate_up: E x [2I, H], rows in blocks of 16 of gate and of up in
+    turn; down: E x [H, I]; packing half32, every expert's codes and scales at multiples of 16
+    bytes. Biases: [E, 2I] and [E, H], residual and out: [M, H], in the dtype of x; out may be x or
+    the residual. All contiguous. Activations are rounded to the dtype of x, nothing else is but the
+    result. block: pairs of a tile, 0 for each by itself; None leaves it to the rule.
+    """
+    out = torch.empty_like(x) if out is None else out
+    together = max(1, PAIRS_MAX // chosen.shape[1])
+    for first in range(0, len(x), together):
+        rows = slice(first, first + together)
+        picked, weights = chosen[rows], share[rows]
+        one = Product.gate_up(x[rows], picked, weights, gate_up, gate_up_bias, activation)
+        two = Product.down(one.out, picked, weights, down, down_bias)
+        _compute(one, two, block)
+        add_up(two.out, None if residual is None else residual[rows], out[rows])
+    return out
+
+
+def _compute(one: Product, two: Product, block: int | None) -> None:
+    """Both products, in the way that the rule says."""
+    gpu = Gpu.of(one.x.device)
+    if block is None:
+        block = rule(one.pairs, one.weight.count, gpu.capability)
+    if not block:
+        for product in (one, two):
+            (fma_pairs if gpu.capability < 80 else gemv_pairs)(product)
+        return
+    found: dict[int, Tiles] = {}  # by size; small groups want smaller ones on some GPUs
+    for product in (one, two):
+        config = config_for(block, product.group_bytes)
+        size = config.block_m
+        if size not in found:
+            found[size] = tiles(one.chosen, one.weight.count, size)
+        tile_product(product, found[size], config)
+
+
+def rule(pairs: int, experts: int, capability: int) -> int:
+    """Pairs of a tile, or 0 for pairs each by itself: where few experts have several."""
+    if capability < 80 or pairs <= max(16, experts):
+        return 0
+    return block_for(pairs, experts)
+
+
+def add_up(weighted: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    """out [M, H] = residual + the sum of each token's rows of float32 weighted [M * T, H]."""
+    tokens, hidden = out.shape
+    experts_sum_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
+        weighted,
+        residual,
+        out,
+        hidden,
+        PER_TOKEN=len(weighted) // tokens,
+        RESIDUAL=residual is not None,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+        num_stages=1,
+        **LAUNCH,
+    )
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every shipped configuration of all kernels for a compute capability."""
+    yield from pairs_kernel.variants(capability)
+    yield from tiles_kernel.variants(capability)
+    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
+        for per_token, residual in ((8, True), (4, False)):
+            yield Variant(
+                op="w4_experts",
+                name=f"sum-{dtype}-of{per_token}" + ("-residual" if residual else ""),
+                kernel=experts_sum_kernel,
+                types={
+                    "weighted": "*fp32",
+                    "out": f"*{dtype}",
+                    "H": "i32",
+                    **({"residual": f"*{dtype}"} if residual else {}),
+                },
+                constants={
+                    "PER_TOKEN": per_token,
+                    "RESIDUAL": residual,
+                    "BLOCK": _BLOCK,
+                    **({} if residual else {"residual": None}),
+                },
+                num_warps=_WARPS,
+                num_stages=1,
+            )

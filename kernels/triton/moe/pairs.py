@@ -1,0 +1,312 @@
+"""A product of a mixture of experts for few pairs of a token and an expert: each by itself.
+
+A program computes some rows of one pair, as `w4_gemv` does for a token, or without tensor cores as
+`w4_fma` does. Pairs of one expert each read its codes, from the second-level cache at best.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from qoff.kernels.triton.launch.variant import (
+    LAUNCH,
+    NO_SHARED_IN_LOOP,
+    TENSOR_CORES,
+    WIDE_CODES,
+    Variant,
+)
+from qoff.kernels.triton.linear.fma import FmaConfig, fma_sums
+from qoff.kernels.triton.linear.gemv import COLUMNS, GemvConfig, gemv_sums, groups_per_step, options
+from qoff.kernels.triton.linear.nibbles import use_asm
+
+from .product import Product, expert_of, finish
+
+GEMV = GemvConfig(block_n=32)  # rows of a program: 16 of gate and 16 of up
+FMA = FmaConfig(block_n=32, block_bytes=128)
+
+
+@triton.jit(do_not_specialize=["per_token", "code_distance", "scale_distance", "steps"])
+def experts_gemv_kernel(
+    x,
+    codes,
+    scale_min,
+    bias,
+    share,
+    out,
+    chosen,
+    per_token,  # pairs that share a row of x
+    code_distance,
+    scale_distance,
+    N,
+    row_bytes,
+    x_stride,
+    steps,
+    GROUPS: tl.constexpr,
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WARPS: tl.constexpr,
+    COLS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows program_id(0) * BLOCK_N .. of pair program_id(1); see `gemv_sums` and `finish`."""
+    pair = tl.program_id(1)
+    first_row = tl.program_id(0) * BLOCK_N
+    expert = tl.load(chosen + pair)
+    expert_codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
+    y = gemv_sums(
+        x + (pair // per_token).to(tl.int64) * x_stride,
+        expert_codes,
+        scales,
+        first_row + tl.arange(0, BLOCK_N),
+        1,
+        N,
+        row_bytes,
+        x_stride,
+        0,
+        steps,
+        1,
+        GROUPS,
+        GROUP_BYTES,
+        BITS,
+        WARPS,
+        COLS,
+        EVEN,
+        STAGES,
+        ASM,
+    )
+    column = tl.arange(0, COLS // GROUPS)
+    expert_bias = bias + expert * N if BIAS else bias
+    finish(y, first_row, pair + column, column < 1, expert_bias, share, out, N, BIAS, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["per_token", "code_distance", "scale_distance"])
+def experts_fma_kernel(
+    x,
+    codes,
+    scale_min,
+    bias,
+    share,
+    out,
+    chosen,
+    per_token,
+    code_distance,
+    scale_distance,
+    N,
+    row_bytes,
+    x_stride,
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows program_id(0) * BLOCK_N .. of pair program_id(1); see `fma_sums` and `finish`."""
+    pair = tl.program_id(1)
+    first_row = tl.program_id(0) * BLOCK_N
+    expert = tl.load(chosen + pair)
+    expert_codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
+    y = fma_sums(
+        x + (pair // per_token).to(tl.int64) * x_stride,
+        expert_codes,
+        scales,
+        first_row + tl.arange(0, BLOCK_N),
+        N,
+        row_bytes,
+        GROUP_BYTES,
+        BITS,
+        GROUPS,
+        ASM,
+    )
+    column = tl.arange(0, 1)
+    expert_bias = bias + expert * N if BIAS else bias
+    finish(
+        y[:, None], first_row, pair + column, column < 1, expert_bias, share, out, N, BIAS,
+        ACTIVATION,
+    )  # fmt: skip
+
+
+def gemv_pairs(p: Product, config: GemvConfig = GEMV) -> None:
+    """Compute the product on tensor cores; `config.splits` does not count."""
+    groups = groups_per_step(1, p.group_bytes)
+    step = groups * p.group_bytes * config.warps
+    steps = triton.cdiv(p.row_bytes, step)
+    n = p.weight.shape[0]
+    experts_gemv_kernel[(triton.cdiv(n, config.block_n), p.pairs)](
+        p.x,
+        p.weight.codes,
+        p.weight.scale_min,
+        p.bias,
+        p.share,
+        p.out,
+        p.chosen,
+        p.per_token,
+        *p.distances,
+        n,
+        p.row_bytes,
+        p.x.shape[1],
+        steps,
+        **_gemv_constants(
+            config,
+            p.group_bytes,
+            p.weight.bits,
+            steps * step == p.row_bytes,
+            p.bias is not None,
+            p.activation,
+        ),
+        ASM=use_asm(),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **options(config),
+    )
+
+
+def fma_pairs(p: Product, config: FmaConfig = FMA) -> None:
+    """Compute the product without tensor cores."""
+    n = p.weight.shape[0]
+    experts_fma_kernel[(triton.cdiv(n, config.block_n), p.pairs)](
+        p.x,
+        p.weight.codes,
+        p.weight.scale_min,
+        p.bias,
+        p.share,
+        p.out,
+        p.chosen,
+        p.per_token,
+        *p.distances,
+        n,
+        p.row_bytes,
+        p.x.shape[1],
+        **_fma_constants(config, p.group_bytes, p.weight.bits, p.bias is not None, p.activation),
+        ASM=use_asm(),
+        num_warps=config.warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+
+
+def _gemv_constants(
+    config: GemvConfig, group_bytes: int, bits: int, even: bool, bias: bool, activation: str
+) -> dict[str, Any]:
+    """The constants of `experts_gemv_kernel` but ASM."""
+    return {
+        "GROUPS": groups_per_step(1, group_bytes),
+        "GROUP_BYTES": group_bytes,
+        "BITS": bits,
+        "BLOCK_N": config.block_n,
+        "WARPS": config.warps,
+        "COLS": COLUMNS,
+        "BIAS": bias,
+        "ACTIVATION": activation,
+        "EVEN": even,
+        "STAGES": config.stages,
+    }
+
+
+def _fma_constants(
+    config: FmaConfig, group_bytes: int, bits: int, bias: bool, activation: str
+) -> dict[str, Any]:
+    """The constants of `experts_fma_kernel` but ASM."""
+    return {
+        "GROUP_BYTES": group_bytes,
+        "BITS": bits,
+        "BLOCK_N": config.block_n,
+        "GROUPS": max(1, config.block_bytes // group_bytes),
+        "BIAS": bias,
+        "ACTIVATION": activation,
+    }
+
+
+_Form = tuple[str, int, int, str, bool, str, bool]
+_FORMS: tuple[_Form, ...] = (  # dtype, bits, group, activation, even, scale, bias
+    ("fp16", 4, 64, "silu", True, "fp16", False),
+    ("bf16", 4, 64, "", False, "fp16", False),
+    ("bf16", 4, 32, "clamped_swiglu", True, "fp16", True),
+    ("fp16", 4, 128, "gelu_tanh", True, "fp16", False),
+    ("fp16", 4, 32, "", True, "fp32", True),
+    ("fp16", 8, 64, "gelu", True, "fp16", True),
+    ("bf16", 8, 128, "", True, "fp16", False),
+)
+TYPES = {
+    "codes": "*u8",
+    "share": "*fp32",
+    **dict.fromkeys(("per_token", "code_distance", "scale_distance"), "i32"),
+    **dict.fromkeys(("N", "row_bytes", "x_stride"), "i32"),
+}
+UNALIGNED = frozenset({"per_token", "code_distance", "scale_distance", "steps"})
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Both products for a compute capability, with dtypes, widths, groups and activations."""
+    for form in _FORMS:
+        yield _fma_variant(*form[1:]) if capability < 80 else _gemv_variant(*form)
+
+
+def form_name(dtype: str, bits: int, group: int, activation: str, scale: str, bias: bool) -> str:
+    """What a variant's name says of its operands."""
+    name = f"{dtype}-{bits}bit-group{group}-{activation or 'down'}"
+    return name + ("" if scale == "fp16" else f"-scale{scale}") + ("-bias" if bias else "")
+
+
+def types_and_bias(
+    dtype: str, activation: str, scale: str, bias: bool
+) -> tuple[dict[str, str], dict[str, None]]:
+    """Types of the operands of a variant, and a bias that is not there as a constant."""
+    types = {**TYPES, "x": f"*{dtype}", "scale_min": f"*{scale}"}
+    types["out"] = f"*{dtype}" if activation else "*fp32"
+    if bias:
+        return {**types, "bias": f"*{dtype}"}, {}
+    return types, {"bias": None}
+
+
+def _gemv_variant(
+    dtype: str, bits: int, group: int, activation: str, even: bool, scale: str, bias: bool
+) -> Variant:
+    types, fixed = types_and_bias(dtype, activation, scale, bias)
+    constants = _gemv_constants(GEMV, group * bits // 8, bits, even, bias, activation)
+    name = form_name(dtype, bits, group, activation, scale, bias)
+    return Variant(
+        op="w4_experts",
+        name=f"gemv-{name}" + ("" if even else "-uneven"),
+        kernel=experts_gemv_kernel,
+        types={**types, "chosen": "*i64", "steps": "i32"},
+        constants={**fixed, **constants, "ASM": True},
+        num_warps=GEMV.warps,
+        num_stages=GEMV.stages,
+        unaligned=UNALIGNED,
+        traits=frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP}),
+        options=options(GEMV),
+    )
+
+
+def _fma_variant(
+    bits: int, group: int, activation: str, even: bool, scale: str, bias: bool
+) -> Variant:
+    types, fixed = types_and_bias("fp16", activation, scale, bias)
+    return Variant(
+        op="w4_experts",
+        name=f"fma-{form_name('fp16', bits, group, activation, scale, bias)}",
+        kernel=experts_fma_kernel,
+        types={**types, "chosen": "*i64"},
+        constants={
+            **fixed,
+            **_fma_constants(FMA, group * bits // 8, bits, bias, activation),
+            "ASM": True,
+        },
+        num_warps=FMA.warps,
+        num_stages=1,
+        unaligned=UNALIGNED - {"steps"},
+        traits=frozenset({WIDE_CODES}),
+    )

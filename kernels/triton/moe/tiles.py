@@ -1,0 +1,243 @@
+"""A product of a mixture of experts for many pairs: sorted by expert, in tiles of one expert each.
+
+The tiles are numbered on the GPU without waiting for it: as many programs are launched as there
+can be tiles, and those beyond the last do nothing. A tile is a product as in `w4_skinny`, with rows
+of x gathered.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.kernels.triton.launch.variant import TENSOR_CORES, WIDE_CODES, Variant
+from qoff.kernels.triton.linear.nibbles import use_asm
+from qoff.kernels.triton.linear.skinny import SkinnyConfig, options, skinny_sums
+
+from .pairs import UNALIGNED, form_name, types_and_bias
+from .product import Product, expert_of, finish
+
+BLOCKS = (16, 32, 64)  # pairs of a tile
+SMALL_GROUP = 32  # bytes of codes; smaller groups have no tiles of more than 32 pairs
+
+
+class Tiles(NamedTuple):
+    """Which pairs each tile has."""
+
+    order: Tensor  # int32 [pairs], pairs sorted by expert
+    table: Tensor  # int32 [3, tiles]: expert, place of the first pair, place after the last
+
+
+@triton.jit(
+    do_not_specialize=["per_token", "code_distance", "scale_distance", "steps", "tile_count"]
+)
+def experts_tile_kernel(
+    x,
+    codes,
+    scale_min,
+    bias,
+    share,
+    out,
+    order,
+    table,
+    tile_count,
+    per_token,
+    code_distance,
+    scale_distance,
+    N,
+    row_bytes,
+    x_stride,
+    steps,
+    GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BYTES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows program_id(0) * BLOCK_N .. of tile program_id(1); see `skinny_sums` and `finish`."""
+    tile = tl.program_id(1)
+    first_row = tl.program_id(0) * BLOCK_N
+    expert = tl.load(table + tile).to(tl.int64)
+    first = tl.load(table + tile_count + tile)
+    last = tl.load(table + 2 * tile_count + tile)
+    place = first + tl.arange(0, BLOCK_M)
+    keep = place < last
+    pair = tl.load(order + place, mask=keep, other=0)
+    expert_codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
+    y = skinny_sums(
+        x,
+        expert_codes,
+        scales,
+        first_row + tl.arange(0, BLOCK_N),
+        pair // per_token,
+        N,
+        row_bytes,
+        x_stride,
+        0,
+        tl.where(last > first, steps, 0),
+        GROUP_BYTES,
+        BITS,
+        BYTES,
+        PARTS,
+        EVEN,
+        STAGES,
+        ASM,
+    )
+    expert_bias = bias + expert * N if BIAS else bias
+    finish(y, first_row, pair, keep, expert_bias, share, out, N, BIAS, ACTIVATION)
+
+
+def tiles(chosen: Tensor, experts: int, block: int) -> Tiles:
+    """Sort the pairs of chosen, int64 [M, T], by expert, and cut each expert's by `block`.
+
+    Experts that are not there get no tile. There are at least as many entries as tiles; the others
+    have no pairs.
+    """
+    pairs = chosen.numel()
+    sorted_, order = chosen.reshape(-1).sort(stable=True)
+    edges = torch.searchsorted(sorted_, torch.arange(experts + 1, device=chosen.device))  # [E+1]
+    counts = (edges.diff() + (block - 1)) // block  # tiles of each expert
+    ends = counts.cumsum(0)
+    number = torch.arange(min(pairs, experts + pairs // block), device=chosen.device)
+    expert = torch.searchsorted(ends, number, right=True)
+    there = expert < experts
+    expert = expert.clamp(max=experts - 1)
+    first = edges[expert] + (number - (ends - counts)[expert]) * block
+    last = torch.where(there, torch.minimum(edges[expert + 1], first + block), first)
+    table = torch.stack((expert, first, last)).to(torch.int32)
+    return Tiles(order.to(torch.int32), table)
+
+
+def block_for(pairs: int, experts: int) -> int:
+    """Pairs of a tile: about as many as an expert has."""
+    mean = pairs / experts
+    return next((block for block in BLOCKS if block >= mean), BLOCKS[-1])
+
+
+def config_for(block: int, group_bytes: int) -> SkinnyConfig:
+    """The configuration of tiles of `block` pairs, or of 32 where groups are small.
+
+    Smaller than those of `w4_skinny`: addresses of gathered rows take registers, too.
+    """
+    if block <= BLOCKS[0]:
+        return SkinnyConfig(block_m=block)
+    most = BLOCKS[-1] if group_bytes >= SMALL_GROUP else BLOCKS[1]  # scales take registers
+    return SkinnyConfig(block_n=32, block_m=min(block, most), row_bytes=32)
+
+
+def tile_product(p: Product, tiles_: Tiles, config: SkinnyConfig) -> None:
+    """Compute the product; the tiles are of `config.block_m` pairs."""
+    step = config.parts * config.row_bytes
+    steps = triton.cdiv(p.row_bytes, step)
+    n, count = p.weight.shape[0], tiles_.table.shape[1]
+    experts_tile_kernel[(triton.cdiv(n, config.block_n), count)](
+        p.x,
+        p.weight.codes,
+        p.weight.scale_min,
+        p.bias,
+        p.share,
+        p.out,
+        tiles_.order,
+        tiles_.table,
+        count,
+        p.per_token,
+        *p.distances,
+        n,
+        p.row_bytes,
+        p.x.shape[1],
+        steps,
+        **_constants(
+            config,
+            p.group_bytes,
+            p.weight.bits,
+            steps * step == p.row_bytes,
+            p.bias is not None,
+            p.activation,
+        ),
+        ASM=use_asm(),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **options(config),
+    )
+
+
+def _constants(
+    config: SkinnyConfig, group_bytes: int, bits: int, even: bool, bias: bool, activation: str
+) -> dict[str, Any]:
+    """The constants of `experts_tile_kernel` but ASM."""
+    return {
+        "GROUP_BYTES": group_bytes,
+        "BITS": bits,
+        "BLOCK_N": config.block_n,
+        "BLOCK_M": config.block_m,
+        "BYTES": config.row_bytes,
+        "PARTS": config.parts,
+        "BIAS": bias,
+        "ACTIVATION": activation,
+        "EVEN": even,
+        "STAGES": config.stages,
+    }
+
+
+_FORMS = (  # dtype, bits, group, block, activation, even, scale, bias
+    ("fp16", 4, 64, 16, "silu", True, "fp16", False),
+    ("bf16", 4, 64, 32, "silu", True, "fp16", False),
+    ("fp16", 4, 64, 32, "", True, "fp16", False),
+    ("fp16", 4, 64, 64, "silu", True, "fp16", False),
+    ("bf16", 4, 64, 64, "", True, "fp16", False),
+    ("bf16", 4, 32, 32, "clamped_swiglu", True, "fp16", True),
+    ("bf16", 4, 32, 16, "", True, "fp16", True),
+    ("fp16", 4, 128, 64, "gelu_tanh", True, "fp16", False),
+    ("bf16", 4, 64, 64, "", False, "fp32", False),
+    ("fp16", 8, 64, 64, "gelu", True, "fp16", True),
+)
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Both products for a compute capability, with sizes of tiles, dtypes and forms in turn."""
+    if capability < 80:
+        return  # Triton has no tensor cores there
+    for form in _FORMS:
+        yield _variant(*form)
+
+
+def _variant(
+    dtype: str,
+    bits: int,
+    group: int,
+    block: int,
+    activation: str,
+    even: bool,
+    scale: str,
+    bias: bool,
+) -> Variant:
+    group_bytes = group * bits // 8
+    config = config_for(block, group_bytes)
+    types, fixed = types_and_bias(dtype, activation, scale, bias)
+    name = form_name(dtype, bits, group, activation, scale, bias)
+    constants = _constants(config, group_bytes, bits, even, bias, activation)
+    return Variant(
+        op="w4_experts",
+        name=f"tiles-{name}-m{config.block_m}" + ("" if even else "-uneven"),
+        kernel=experts_tile_kernel,
+        types={**types, "order": "*i32", "table": "*i32", "tile_count": "i32", "steps": "i32"},
+        constants={**fixed, **constants, "ASM": True},
+        num_warps=config.warps,
+        num_stages=config.stages,
+        unaligned=UNALIGNED | {"tile_count"},
+        traits=frozenset({TENSOR_CORES, WIDE_CODES}),
+        options=options(config),
+    )

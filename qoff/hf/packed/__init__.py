@@ -1,0 +1,1 @@
+"""torch modules whose weights are packed codes."""

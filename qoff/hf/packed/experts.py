@@ -1,0 +1,237 @@
+"""The experts that transformers' models get: packed codes of all of them, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.ops import ops_for
+from qoff.kernels.reference.experts import activate
+from qoff.kernels.reference.experts import experts as dense_experts
+from qoff.models.names import from_halves, from_pairs
+
+from .module import CodesModule, packing_for, qtensor_of
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of transformers' experts modules
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Operands(NamedTuple):
+    """What experts compute with: matrices and biases, rows of gate and up in blocks of 16."""
+
+    gate_up: QExperts
+    down: QExperts
+    activation: str
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def packed_experts(x: Tensor, chosen: Tensor, share: Tensor, operands: Operands) -> Tensor:
+    """Return the weighted sum of the outputs of each token's experts, [M, H] in the dtype of x.
+
+    x: [M, H] of any float dtype, under autocast cast to its dtype. chosen: int64 [M, T]. share:
+    [M, T]. Differentiable in x and share; weights and biases are frozen. The forward pass is the
+    device's `experts`, the backward pass dequantizes one expert after another. Raises OpError.
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    if torch.is_grad_enabled() and (x.requires_grad or share.requires_grad):
+        result: Tensor = _PackedExperts.apply(x, chosen, share, operands)
+        return result
+    return _forward(x, chosen, share, operands)
+
+
+class _PackedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chosen: Tensor, share: Tensor, operands: Operands) -> Tensor:
+        ctx.save_for_backward(x, chosen, share)
+        ctx.operands = operands
+        return _forward(x, chosen, share, operands)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        x, chosen, share = ctx.saved_tensors
+        of_x, of_share = torch.zeros_like(x), torch.zeros_like(share)
+        for e in chosen.unique().tolist():
+            token, place = (chosen == e).nonzero(as_tuple=True)
+            rows = x[token].detach().requires_grad_()
+            weights = share[token, place].detach().requires_grad_()
+            with torch.enable_grad():
+                found = _one_expert(rows, e, ctx.operands) * weights[:, None].to(x.dtype)
+            by_rows, by_weights = torch.autograd.grad(found, (rows, weights), grad[token])
+            of_x.index_add_(0, token, by_rows)
+            of_share[token, place] = by_weights
+        return of_x, None, of_share, None
+
+
+def _one_expert(x: Tensor, e: int, operands: Operands) -> Tensor:
+    """The MLP of an expert on rows x [m, H]."""
+    z = x @ operands.gate_up.expert(e).dequantize(x.dtype).T
+    if operands.gate_up_bias is not None:
+        z = z + operands.gate_up_bias[e].to(x.dtype)
+    z = activate(z, operands.activation) @ operands.down.expert(e).dequantize(x.dtype).T
+    return z if operands.down_bias is None else z + operands.down_bias[e].to(x.dtype)
+
+
+def _forward(x: Tensor, chosen: Tensor, share: Tensor, operands: Operands) -> Tensor:
+    if not len(x):
+        return torch.zeros_like(x)
+    on_cpu = x.device.type == "cpu"
+    taken = x.detach().float() if on_cpu else x.detach()
+    if on_cpu or x.dtype in _HALVES:
+        compute: Callable[..., Tensor] = ops_for(x.device).experts
+    else:
+        compute = dense_experts  # no kernel takes this dtype
+    biases = [None if b is None else b.detach() for b in (operands[3], operands[4])]
+    y = compute(
+        taken.contiguous(),
+        chosen.contiguous(),
+        share.detach().float().contiguous(),
+        operands.gate_up,
+        operands.down,
+        activation=operands.activation,
+        gate_up_bias=biases[0] if biases[0] is None else biases[0].to(taken.dtype),
+        down_bias=biases[1] if biases[1] is None else biases[1].to(taken.dtype),
+    )
+    return y.to(x.dtype)
+
+
+class PackedExperts(CodesModule):
+    """The matrices of all experts, [experts, N, K]; in the packing of the device they are on."""
+
+    def __init__(self, packed: QExperts, dtype: torch.dtype) -> None:
+        """dtype: of the dense weight."""
+        super().__init__()
+        self.packed_shape = packed.shape
+        self.hold_codes(packed, dtype)
+
+    @property
+    def qexperts(self) -> QExperts:
+        """All of them; repacked once on a device whose kernels read another packing."""
+        codes, scale_min = self.codes, self.scale_min
+        packed: QExperts | None = self.__dict__.get("_packed")
+        if packed is None or packed.codes is not codes or packed.scale_min is not scale_min:
+            packed = qexperts_of(codes, scale_min, self.packed_shape)
+        if packed.packing != packing_for(packed.device):
+            packed = stacked([packed.expert(e) for e in range(packed.count)])
+            self.codes, self.scale_min = packed.codes, packed.scale_min
+        self.__dict__["_packed"] = packed
+        return packed
+
+
+class QoffExperts(nn.Module):
+    """Experts of a transformers model whose matrices are packed, rows of gate and up in blocks.
+
+    Biases stay parameters, under transformers' names and in its order of rows.
+    """
+
+    def __init__(self, replaced: nn.Module, activation: str) -> None:
+        """replaced: an experts module of transformers. activation: see `kernels.ops`."""
+        super().__init__()
+        self.activation = activation
+        module = self.__dict__["_replaced"] = cast(Any, replaced)  # its weights are on meta
+        self.has_bias = bool(module.has_bias)
+        for name in (f"{GATE_UP}_bias", f"{DOWN}_bias") if self.has_bias else ():
+            self.register_parameter(name, getattr(module, name))
+
+    @property
+    def replaced(self) -> Any:
+        """The module that this one stands for; without its weights."""
+        return self.__dict__["_replaced"]
+
+    @property
+    def matrices(self) -> dict[str, PackedExperts]:
+        """By the names of transformers' parameters, those that are there."""
+        return {n: m for n, m in self.named_children() if isinstance(m, PackedExperts)}
+
+    def dense_shape(self, name: str) -> tuple[int, int, int]:
+        """Experts, rows and columns of the matrices of a parameter."""
+        count, rows, columns = getattr(self.replaced, name).shape
+        return (count, columns, rows) if self.replaced.is_transposed else (count, rows, columns)
+
+    def hold(self, name: str, packed: QExperts) -> None:
+        """Take the matrices of a parameter."""
+        self.add_module(name, PackedExperts(packed, getattr(self.replaced, name).dtype))
+
+    def packed_rows(self, name: str) -> Tensor:
+        """For each row of a parameter's matrices, the row of the packed ones, int64 [N]."""
+        rows = torch.arange(self.dense_shape(name)[1])
+        if name != GATE_UP:
+            return rows
+        return (
+            from_halves(len(rows) // 2)(rows) if self.replaced.is_concatenated else from_pairs(rows)
+        )
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+        """hidden_states: [..., H]; chosen: int64 [M, T]; share: [M, T]. Returns [..., H]."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        found = packed_experts(x, chosen, share, self.operands())
+        return found.view(hidden_states.shape)
+
+    def operands(self) -> Operands:
+        """What it computes with."""
+        matrices = self.matrices
+        gate_up, down = matrices[GATE_UP].qexperts, matrices[DOWN].qexperts
+        if not self.has_bias:
+            return Operands(gate_up, down, self.activation, None, None)
+        bias: Tensor = getattr(self, f"{GATE_UP}_bias")
+        return Operands(
+            gate_up, down, self.activation, self._in_blocks(bias), getattr(self, f"{DOWN}_bias")
+        )
+
+    def dense(self, dtype: torch.dtype) -> nn.Module:
+        """The module that it replaced, with dequantized weights."""
+        module = self.replaced
+        for name, packed in self.matrices.items():
+            order, matrices = self.packed_rows(name), packed.qexperts
+            rows = order.to(matrices.device)
+            found = [matrices.expert(e).dequantize(dtype)[rows] for e in range(matrices.count)]
+            weight = torch.stack([x.T if module.is_transposed else x for x in found])
+            module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+        for name, bias in self.named_parameters(recurse=False):
+            module.register_parameter(name, bias)
+        return cast(nn.Module, module.train(self.training))
+
+    def _in_blocks(self, bias: Tensor) -> Tensor:
+        """The bias of gate and up in the order of the packed rows; kept while it is the same."""
+        key = (bias.data_ptr(), bias._version, bias.dtype)
+        kept = self.__dict__.get("_bias")
+        if kept is None or kept[0] != key:
+            order = self.packed_rows(GATE_UP).argsort().to(bias.device)
+            kept = self.__dict__["_bias"] = (key, bias.detach()[:, order].contiguous())
+        blocks: Tensor = kept[1]
+        return blocks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what addresses tell apart."""
+        return {key: value for key, value in self.__dict__.items() if key != "_bias"}
+
+
+def qexperts_of(codes: Tensor, scale_min: Tensor, shape: tuple[int, int]) -> QExperts:
+    """Return the QExperts [E, N, K] that two tensors are. Raises OpError for others."""
+    first = qtensor_of(codes[0], scale_min[0], shape)
+    return QExperts(codes, scale_min, shape, first.bits, first.group_size, first.packing)
+
+
+def stacked(matrices: Sequence[QTensor]) -> QExperts:
+    """Matrices of one form as one, copied, in the packing of their device."""
+    here = [m.to_packing(packing_for(m.device)) for m in matrices]
+    codes = torch.stack([m.codes for m in here])
+    scale_min = torch.stack([m.scale_min for m in here])
+    return qexperts_of(codes, scale_min, here[0].shape)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module has the experts of transformers' interface, gated, and nothing more."""
+    known = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+    if not all(hasattr(module, name) for name in known):
+        return False
+    return bool(module.has_gate) and not module.has_post_expert_norm

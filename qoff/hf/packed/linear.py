@@ -1,0 +1,114 @@
+"""The linear layer that transformers' models get: packed codes, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qoff.errors import OpError
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.ops import ops_for
+
+from .module import PackedModule, row_pieces
+
+_PIECE = 1 << 22  # weights that are dequantized at a time: 16 MiB in float32
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def packed_linear(x: Tensor, packed: QTensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ W.T + bias in the dtype of x, differentiable in x and bias; W is frozen.
+
+    x: [..., K] of any float dtype, under autocast cast to its dtype. packed: [N, K], in the packing
+    of its device. bias: [N]. The forward pass is the device's `w4_linear` (on a GPU for float16 and
+    bfloat16); the backward pass dequantizes W a piece of rows at a time. Raises OpError.
+    """
+    if x.shape[-1:] != (packed.shape[1],):
+        raise OpError(f"x must be [..., {packed.shape[1]}], not {list(x.shape)}")
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    learns = torch.is_grad_enabled()
+    apart = bias is not None and learns and bias.requires_grad
+    rows = x.reshape(-1, packed.shape[1])
+    fused = None if apart else bias
+    if learns and x.requires_grad:
+        y: Tensor = _PackedLinear.apply(rows, packed, fused)
+    else:
+        y = _forward(rows, packed, fused)
+    if apart and bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.view(*x.shape[:-1], packed.shape[0])
+
+
+class _PackedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
+        ctx.packed = packed
+        return _forward(x, packed, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _backward(grad, ctx.packed), None, None
+
+
+def _forward(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] to [M, N]."""
+    if not len(x):
+        return x.new_empty(0, packed.shape[0])
+    on_cpu = x.device.type == "cpu"
+    if not on_cpu and x.dtype not in _HALVES:
+        return _by_pieces(x, packed, bias)
+    taken = x.float() if on_cpu else x
+    dense_bias = None if bias is None else bias.detach().to(taken.dtype)
+    y = ops_for(x.device).w4_linear(taken.detach().contiguous(), packed, bias=dense_bias)
+    return y.to(x.dtype)
+
+
+def _by_pieces(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
+    """The same where no kernel takes the dtype of x."""
+    pieces = row_pieces(packed, _PIECE)
+    y = torch.cat([x @ packed.rows(a, b).dequantize(x.dtype).T for a, b in pieces], dim=1)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _backward(grad: Tensor, packed: QTensor) -> Tensor:
+    """grad [M, N] @ W, in the dtype of grad; on a CPU computed in float32."""
+    dtype = torch.float32 if grad.device.type == "cpu" else grad.dtype
+    wide = torch.zeros(len(grad), packed.shape[1], dtype=torch.float32, device=grad.device)
+    for start, stop in row_pieces(packed, _PIECE):
+        wide += grad[:, start:stop].to(dtype) @ packed.rows(start, stop).dequantize(dtype)
+    return wide.to(grad.dtype)
+
+
+class QoffLinear(PackedModule, nn.Linear):
+    """nn.Linear on packed codes. `weight` can be read, not written; its gradient is never made."""
+
+    weight = PackedModule.weight
+
+    def __init__(
+        self,
+        packed: QTensor | PackedModule,
+        bias: nn.Parameter | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """packed: a matrix [N, K], or the module whose matrix this one is. dtype: of `weight`."""
+        nn.Module.__init__(self)
+        if isinstance(packed, PackedModule):
+            self.tie(packed)
+            self.out_features, self.in_features = packed.owner.packed_shape
+        else:
+            self.hold(packed, dtype)
+            self.out_features, self.in_features = packed.shape
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `packed_linear` of x [..., in_features]."""
+        return packed_linear(x, self.qtensor, self.bias)
+
+    def extra_repr(self) -> str:
+        packed = self.qtensor
+        return f"{super().extra_repr()}, bits={packed.bits}, group_size={packed.group_size}"

@@ -1,0 +1,95 @@
+"""From a padded batch to ragged sequences and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+from qoff.kernels.layout.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where the real tokens of a padded [B, T] batch are."""
+
+    shape: tuple[int, int]  # (B, T)
+    ragged: Ragged
+    offsets: tuple[int, ...]  # column of each row's first real token
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, int], mask: Tensor | None, pasts: list[int], past_columns: int
+    ) -> Columns:
+        """mask: [B, past_columns + T], 1 where a token is real, or None when all are.
+
+        `pasts` is how many real tokens of each row are cached. Raises OpError when the real tokens
+        of a row are not in one piece, there are none, or the cached ones are not as many.
+        """
+        batch, width = shape
+        if not batch or not width:
+            raise OpError(f"input_ids is {list(shape)}: there must be a token in each row")
+        if mask is None:
+            return cls(shape, Ragged.of([width] * batch, pasts), (0,) * batch)
+        if mask.shape != (batch, past_columns + width):
+            raise OpError(
+                f"attention_mask must be [{batch}, {past_columns + width}] for {past_columns} "
+                f"columns in the cache and {width} new ones, not {list(mask.shape)}"
+            )
+        real = mask.bool()
+        if past_columns and real[:, :past_columns].sum(1).tolist() != pasts:
+            raise OpError(f"attention_mask must have ones for {pasts} cached tokens, as before")
+        real = real[:, past_columns:]
+        if bool(real.all()):
+            return cls(shape, Ragged.of([width] * batch, pasts), (0,) * batch)
+        counts = real.sum(1)
+        first = real.int().argmax(1)
+        column = torch.arange(width)
+        whole = (column >= first[:, None]) & (column < (first + counts)[:, None])
+        if bool((counts == 0).any()) or not torch.equal(real, whole):
+            raise OpError(
+                "the real tokens of each row must be one run of ones in attention_mask: "
+                "pad on the left (tokenizer.padding_side = 'left') or on the right"
+            )
+        return cls(shape, Ragged.of(counts.tolist(), pasts), tuple(first.tolist()))
+
+    def tokens(self, input_ids: Tensor) -> Tensor:
+        """Return the real tokens of [B, T] ids, row after row: int64 [M]."""
+        if self.ragged.tokens == input_ids.numel():
+            return input_ids.reshape(-1)
+        pieces = [
+            input_ids[row, at : at + span.count]
+            for row, (at, span) in enumerate(zip(self.offsets, self.ragged.spans, strict=True))
+        ]
+        return torch.cat(pieces)
+
+    def check_positions(self, position_ids: Tensor | None) -> None:
+        """Raise OpError if the caller wants other positions than those that follow from padding."""
+        if position_ids is None:
+            return
+        wanted = self.tokens(position_ids.expand(self.shape))
+        if not torch.equal(wanted, self.ragged.positions):
+            raise OpError(
+                "position_ids must count each row's real tokens from 0; qoff derives them from "
+                "attention_mask, so leave them out"
+            )
+
+    def logit_rows(self, keep: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of the last `keep` columns (0: all), and where their logits go.
+
+        Both int64 [R]: row among the M tokens, and index into [B * keep] of the result. Padding has
+        no row.
+        """
+        batch, width = self.shape
+        kept = min(keep, width) if keep else width
+        if kept == 1 and self.ragged.is_decode:
+            return torch.arange(batch), torch.arange(batch)
+        rows, places = [], []
+        for i, (at, span) in enumerate(zip(self.offsets, self.ragged.spans, strict=True)):
+            end = at + span.count
+            column = torch.arange(min(max(at, width - kept), end), end)
+            rows.append(column - at + span.start)
+            places.append(column - (width - kept) + i * kept)
+        return torch.cat(rows), torch.cat(places)

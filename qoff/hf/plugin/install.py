@@ -1,0 +1,148 @@
+"""Putting packed modules into a transformers model in place of its own, and taking them out."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qoff.errors import UnsupportedModelError
+from qoff.hf.packed.embedding import QoffEmbedding, packed_embedding
+from qoff.hf.packed.experts import QoffExperts, is_experts
+from qoff.hf.packed.linear import QoffLinear
+from qoff.hf.packed.module import PackedModule
+from qoff.hf.packed.router import QoffRouter, is_router, packed_router
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
+
+Packed: TypeAlias = QTensor | QExperts
+
+
+def install(model: PreTrainedModel, name: str, packed: QTensor) -> set[str]:
+    """Give the linear, embedding or router `name` packed weights; return what parameters they are.
+
+    What is tied to it shares them. Where another matrix of its own was loaded for that, the two
+    differ, and are tied no longer, as transformers does. Raises UnsupportedModelError for a module
+    of another kind.
+    """
+    parameter = f"{name}.weight"
+    module = model.get_submodule(name)
+    if isinstance(module, PackedModule) and module.owner is not module:  # its owner came first
+        if _same(module.qtensor, packed):
+            return {parameter}
+        model.config.tie_word_embeddings = False
+    made = _packed(module, packed, name)
+    model.set_submodule(name, made)
+    tied = {t for t, source in model.all_tied_weights_keys.items() if source == parameter}
+    for target in tied:
+        _tie(model, target.removesuffix(".weight"), cast(PackedModule, made))
+        _forget_tie(model, target)
+    return {parameter, *tied}
+
+
+def experts_module(model: PreTrainedModel, path: str, activation: str) -> QoffExperts:
+    """The experts module at `path`; one for packed matrices takes the place of transformers' own.
+
+    Raises UnsupportedModelError for a module that is no experts module, or of another form.
+    """
+    module = model.get_submodule(path)
+    if isinstance(module, QoffExperts):
+        return module
+    if not is_experts(module):
+        raise UnsupportedModelError(
+            f"{path}: is a {type(module).__name__}; only gated experts of transformers' own "
+            "interface can be packed; use qoff.load"
+        )
+    made = QoffExperts(module, activation).train(module.training)
+    model.set_submodule(path, made)
+    return made
+
+
+def packed_modules(model: nn.Module) -> dict[str, PackedModule]:
+    """The packed modules of a model by their names, tied ones, too."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
+
+
+def packed_experts(model: nn.Module) -> dict[str, QExperts]:
+    """The packed experts of a model by the names of transformers' parameters."""
+    found = ((n, m) for n, m in model.named_modules() if isinstance(m, QoffExperts))
+    return {f"{n}.{key}": part.qexperts for n, m in found for key, part in m.matrices.items()}
+
+
+def restore(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Put modules of torch with dequantized weights in place of the packed ones."""
+    weights: dict[PackedModule, nn.Parameter] = {}
+    for name, module in packed_modules(model).items():
+        owner = module.owner
+        if owner not in weights:
+            weights[owner] = nn.Parameter(owner.qtensor.dequantize(dtype), requires_grad=False)
+        model.set_submodule(name, _dense(module, weights[owner]))
+    for name, experts in list(model.named_modules()):
+        if isinstance(experts, QoffExperts):
+            model.set_submodule(name, experts.dense(dtype))
+    for submodel in model.modules():
+        submodel.__dict__.pop("_tied_weights_keys", None)
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _packed(module: nn.Module, packed: QTensor, name: str) -> nn.Module:
+    made: nn.Module
+    if isinstance(module, nn.Embedding):
+        made = packed_embedding(module, packed, module.weight.dtype)
+    elif isinstance(module, nn.Linear):
+        made = QoffLinear(packed, module.bias, module.weight.dtype)
+    elif is_router(module):
+        made = packed_router(module, packed, cast(Tensor, module.weight).dtype)
+    else:
+        raise UnsupportedModelError(
+            f"{name}: is a {type(module).__name__}; only linears, embeddings and routers can be "
+            "packed"
+        )
+    return made.train(module.training)
+
+
+def _dense(module: PackedModule, weight: nn.Parameter) -> nn.Module:
+    made: nn.Module
+    if isinstance(module, QoffEmbedding | QoffRouter):
+        bases = type(module).__mro__
+        kind = nn.Embedding if bases[0] is QoffEmbedding else cast(type[nn.Module], bases[1])
+        made = kind.__new__(kind)
+        kept = {k: v for k, v in module.__dict__.items() if k not in ("_packed", "_dense")}
+        made.__dict__.update(kept)
+        packed = ("codes", "scale_min", "dtype_like")
+        made._buffers = {k: v for k, v in module._buffers.items() if k not in packed}
+        made._parameters = {**module._parameters, "weight": weight}
+    else:
+        with torch.device("meta"):
+            made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        made.register_parameter("weight", weight)
+        made.register_parameter("bias", cast("nn.Parameter | None", module.bias))
+    return made.train(module.training)
+
+
+def _tie(model: PreTrainedModel, name: str, owner: PackedModule) -> None:
+    module = model.get_submodule(name)
+    if isinstance(module, PackedModule) and not _same(module.qtensor, owner.qtensor):
+        model.config.tie_word_embeddings = False
+        return
+    if not isinstance(module, nn.Linear):
+        raise UnsupportedModelError(f"{name}: a tied {type(module).__name__} cannot be packed")
+    model.set_submodule(name, QoffLinear(owner, module.bias).train(module.training))
+
+
+def _forget_tie(model: PreTrainedModel, target: str) -> None:
+    """transformers shall not tie what shares packed weights already."""
+    model.all_tied_weights_keys.pop(target, None)
+    for prefix, submodel in model.named_modules():
+        ties = getattr(submodel, "_tied_weights_keys", None)
+        if isinstance(submodel, PreTrainedModel) and isinstance(ties, dict):
+            local = target.removeprefix(f"{prefix}." if prefix else "")
+            if local in ties:
+                submodel._tied_weights_keys = {k: v for k, v in ties.items() if k != local}
+
+
+def _same(a: QTensor, b: QTensor) -> bool:
+    alike = (a.shape, a.bits, a.group_size, a.packing) == (b.shape, b.bits, b.group_size, b.packing)
+    return alike and torch.equal(a.codes, b.codes) and torch.equal(a.scale_min, b.scale_min)

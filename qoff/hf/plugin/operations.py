@@ -1,0 +1,231 @@
+"""What happens to tensors while transformers loads them: taken apart, packed, put into modules."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.layout import CODES, SCALE_MIN
+from qoff.errors import FormatError, QoffError
+from qoff.hf.packed.experts import DOWN, GATE_UP, stacked
+from qoff.hf.packed.module import packing_for, qtensor_of
+from qoff.hf.packed.router import is_router
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.models.spec import DecoderSpec
+from qoff.quant import QuantConfig, quantize
+
+from .install import experts_module, install
+from .stored import Stored, check_stored, stored_weights
+from .wanted import Wanted, activation_of, experts_of
+
+
+class Operation(ConversionOps):
+    """A step of transformers' loading, which fills modules itself.
+
+    transformers would report an error as one of many and without its text, so the first of ours is
+    kept in `errors` for the quantizer to raise when transformers is done; nothing more is loaded.
+    """
+
+    supports_many_to_many = True
+
+    def __init__(self, errors: list[QoffError]) -> None:
+        self._errors = errors
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Operation:
+        return self  # transformers copies its converters for each tensor
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **about: Any,
+    ) -> dict[str, Any]:
+        """Return what transformers shall store itself, by name; the rest is in its modules."""
+        found = {key: self.given(x) for key, x in input_dict.items()}
+        ordered = {key: found[key] for key in source_patterns if key in found} or found
+        try:
+            if not self._errors:
+                name, missing = about["full_layer_name"], about["missing_keys"]
+                return self.load(ordered, about["model"], name, missing)
+        except QoffError as error:
+            self._errors.append(error)
+        about["missing_keys"].clear()
+        return {}
+
+    def given(self, tensors: Any) -> Any:
+        """What `load` gets of the tensors of a pattern: the only one there is."""
+        return tensors[0] if isinstance(tensors, list) else tensors
+
+    def load(
+        self, found: dict[str, Any], model: PreTrainedModel, name: str, missing: set[str]
+    ) -> dict[str, Tensor]:
+        """Take tensors in the order of their patterns. name: the first parameter they become."""
+        raise NotImplementedError
+
+    @staticmethod
+    def put(model: PreTrainedModel, parameter: str, packed: QTensor, missing: set[str]) -> None:
+        here = packed.to_packing(packing_for(packed.device))
+        missing -= install(model, parameter.removesuffix(".weight"), here)
+
+
+class Unfuse(Operation):
+    """A weight of a qoff checkpoint to the parameters that it was made of."""
+
+    def __init__(self, stored: Stored, errors: list[QoffError]) -> None:
+        super().__init__(errors)
+        self._stored = stored
+
+    def load(
+        self, found: dict[str, Tensor], model: PreTrainedModel, name: str, missing: set[str]
+    ) -> dict[str, Tensor]:
+        stored, weight, tensors = self._stored, self._stored.weight, tuple(found.values())
+        if weight.columns is None:
+            parts = stored.split(tensors[0])
+            dtypes = {key: model.get_parameter(key).dtype for key in parts}
+            return {k: v.to(dtypes[k]) for k, v in parts.items() if isinstance(v, Tensor)}
+        whole = qtensor_of(tensors[0], tensors[1], (weight.rows, weight.columns))
+        for target, part in stored.split(whole).items():
+            assert isinstance(part, QTensor)
+            self.put(model, target, part, missing)
+        return {}
+
+
+class PlaceExperts(Operation):
+    """Codes and scales of all experts of a layer to their module."""
+
+    def __init__(self, apart: bool, errors: list[QoffError]) -> None:
+        """apart: those of each expert come alone, in their order; else stacked."""
+        super().__init__(errors)
+        self._apart = apart
+
+    def given(self, tensors: Any) -> Any:
+        return tensors if self._apart else super().given(tensors)
+
+    def load(
+        self, found: dict[str, Any], model: PreTrainedModel, name: str, missing: set[str]
+    ) -> dict[str, Tensor]:
+        path, _, parameter = name.rpartition(".")
+        module = experts_module(model, path, activation_of(model))
+        shape = module.dense_shape(parameter)
+        parts = [list(x) for x in found.values()]
+        if len(parts) != 2 or len(parts[0]) != shape[0] or len(parts[1]) != shape[0]:
+            raise FormatError(
+                f"{name}: {shape[0]} experts have {CODES} and {SCALE_MIN} each, but here are those "
+                f"of {[len(x) for x in parts]}; convert or save the model again"
+            )
+        matrices = [qtensor_of(c, s, shape[1:]) for c, s in zip(*parts, strict=True)]
+        module.hold(parameter, stacked(matrices))
+        missing.discard(name)
+        return {}
+
+
+class Place(Operation):
+    """Codes and scales that were saved under the name of their module, to that module."""
+
+    def load(
+        self, found: dict[str, Tensor], model: PreTrainedModel, name: str, missing: set[str]
+    ) -> dict[str, Tensor]:
+        module = model.get_submodule(name.removesuffix(".weight"))
+        fits = isinstance(module, nn.Linear | nn.Embedding) or is_router(module)
+        if len(found) != 2 or not fits:
+            raise FormatError(
+                f"{name}: linears, embeddings and routers have {CODES} and {SCALE_MIN}, here is "
+                f"a {type(module).__name__} with {len(found)} of them; save the model again"
+            )
+        (n, k), (codes, scale_min) = model.get_parameter(name).shape, found.values()
+        self.put(model, name, qtensor_of(codes, scale_min, (n, k)), missing)
+        return {}
+
+
+class Quantize(Operation):
+    """A float weight, quantized as it arrives."""
+
+    def __init__(self, quant: QuantConfig, wanted: Wanted, errors: list[QoffError]) -> None:
+        super().__init__(errors)
+        self._quant, self._wanted = quant, wanted
+
+    def load(
+        self, found: dict[str, Tensor], model: PreTrainedModel, name: str, missing: set[str]
+    ) -> dict[str, Tensor]:
+        for key, weight in found.items():
+            if weight.dim() == 2:
+                self.put(model, key, self._packed(key, weight), missing)
+            else:
+                self._experts(key, weight, model, missing)
+        return {}
+
+    def _packed(self, name: str, weight: Tensor) -> QTensor:
+        quant = self._quant
+        return quantize(
+            weight,
+            self._wanted.bits[name],
+            quant.group_size,
+            quant.solver,
+            packing_for(weight.device),
+            quant.scale_dtype,
+            name=name,
+        )
+
+    def _experts(
+        self, name: str, weight: Tensor, model: PreTrainedModel, missing: set[str]
+    ) -> None:
+        """weight: [experts, N, K], or [experts, K, N] where the module has them transposed."""
+        path, _, parameter = name.rpartition(".")
+        module = experts_module(model, path, self._wanted.activation)
+        order = module.packed_rows(parameter).argsort().to(weight.device)
+        dense = (x.T if module.replaced.is_transposed else x for x in weight)
+        module.hold(parameter, stacked([self._packed(name, x[order].contiguous()) for x in dense]))
+        missing.discard(name)
+
+
+def unfusing(model: PreTrainedModel, folder: str, errors: list[QoffError]) -> list[WeightConverter]:
+    """A converter for each weight of the qoff checkpoint in a directory; one for all experts'.
+
+    Raises FormatError, or UnsupportedModelError for one that the model has no place for.
+    """
+    checkpoint = Checkpoint.open(folder)
+    spec = DecoderSpec.from_config(checkpoint.config)
+    units = stored_weights(spec, model)
+    check_stored(checkpoint, units)
+    found = [
+        _unfusing(stored, errors) for unit in units for stored in unit if stored.expert is None
+    ]
+    firsts = [stored for unit in units for stored in unit if stored.expert == 0]
+    return [*found, *(_placing_experts(stored, errors) for stored in firsts)]
+
+
+def placing(model: PreTrainedModel, errors: list[QoffError]) -> list[WeightConverter]:
+    """The converters for what `save_pretrained` wrote module by module."""
+    found = [WeightConverter([_end(CODES), _end(SCALE_MIN)], ".weight", [Place(errors)])]
+    for path in {name.rpartition(".")[2] for name in experts_of(model)}:
+        places: list[ConversionOps] = [PlaceExperts(False, errors)]
+        for name in (GATE_UP, DOWN):  # the first converter that fits is taken
+            target = f".{path}.{name}"
+            sources = [_end(f"{target}{part}") for part in (CODES, SCALE_MIN)]
+            found.insert(0, WeightConverter(sources, target, places))
+    return found
+
+
+def _unfusing(stored: Stored, errors: list[QoffError]) -> WeightConverter:
+    parts = ("",) if stored.weight.columns is None else (CODES, SCALE_MIN)
+    sources = ["^" + _end(stored.name + part) for part in parts]
+    return WeightConverter(sources, list(stored.targets), [Unfuse(stored, errors)])
+
+
+def _placing_experts(first: Stored, errors: list[QoffError]) -> WeightConverter:
+    """For the matrices of a layer that are like this one of the first expert."""
+    before, after = (re.escape(x) for x in first.name.split(".experts.0."))
+    sources = [rf"^{before}\.experts\.\d+\.{after}{_end(part)}" for part in (CODES, SCALE_MIN)]
+    return WeightConverter(sources, list(first.targets), [PlaceExperts(True, errors)])
+
+
+def _end(name: str) -> str:
+    return re.escape(name) + "$"

@@ -1,0 +1,132 @@
+"""Which parameters of a transformers model the weights of a qoff checkpoint are, row by row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.layout import QuantEntry, TensorEntry
+from qoff.errors import FormatError, UnsupportedModelError
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
+from qoff.models.spec import DecoderSpec
+from qoff.quant.rows import concat_rows, reordered, whole_blocks
+
+from .install import Packed, packed_experts, packed_modules
+
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")  # a matrix of one, in the names of a layer
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight of a checkpoint, by its full name there, and the parameters that its parts are.
+
+    expert: it is the matrix of this one of the experts that its only parameter has.
+    """
+
+    name: str
+    weight: Weight
+    targets: tuple[str, ...]
+    expert: int | None = None
+
+    def split(self, whole: QTensor | Tensor) -> dict[str, QTensor | Tensor]:
+        """Return the parameters: rows of a quantized matrix, in its packing, or of a vector."""
+        parts: dict[str, QTensor | Tensor] = {}
+        orders = [self.weight.destination(i, 0, p.rows) for i, p in enumerate(self.weight.parts)]
+        if isinstance(whole, QTensor) and any(whole_blocks(whole, o) is None for o in orders):
+            whole = whole.to_packing("half32")  # once for all parts
+        for part, target, order in zip(self.weight.parts, self.targets, orders, strict=True):
+            if isinstance(whole, QTensor):
+                parts[target] = reordered(whole, order)
+            else:
+                vector = reordered(whole, order) - part.plus
+                parts[target] = vector if part.flat is None else vector.view(-1, part.flat)
+        return parts
+
+    def join(self, parts: Mapping[str, Packed | Tensor]) -> QTensor | Tensor:
+        """The other way round: the weight; a vector in float32."""
+        found = [parts[target] for target in self.targets]
+        if self.expert is not None:
+            assert isinstance(found[0], QExperts)
+            return found[0].expert(self.expert)
+        orders = [self.weight.destination(i, 0, p.rows) for i, p in enumerate(self.weight.parts)]
+        order = torch.cat(orders).argsort()
+        matrices = [x for x in found if isinstance(x, QTensor)]
+        if matrices:
+            return reordered(concat_rows(matrices), order)
+        plus = [part.plus for part in self.weight.parts]
+        floats = [x.float().flatten() for x in found if isinstance(x, Tensor)]
+        vectors = [x + p for x, p in zip(floats, plus, strict=True)]
+        return torch.cat(vectors)[order.to(vectors[0].device)]
+
+
+def stored_weights(spec: DecoderSpec, model: PreTrainedModel) -> list[list[Stored]]:
+    """The weights of each layer, and at the end those outside, with the model's own names.
+
+    Raises UnsupportedModelError for a parameter that the model does not have.
+    """
+    called = _Names(model)
+    units = [(layer_prefix(i), layer_weights(spec, i)) for i in range(spec.num_layers)]
+    units.append(("", outer_weights(spec)))
+    return [[called.stored(prefix, w) for w in weights] for prefix, weights in units]
+
+
+def check_stored(checkpoint: Checkpoint, units: list[list[Stored]]) -> None:
+    """Raise FormatError unless a checkpoint holds these weights, of their shapes, and no others."""
+    for file, unit in zip(checkpoint.files, units, strict=True):
+        if {stored.name for stored in unit} != set(file.weights):
+            name = min({stored.name for stored in unit} ^ set(file.weights))
+            where = "is there, but not" if name in file.weights else "is not there, but"
+            raise FormatError(
+                f"{file.path}: {name!r} {where} asked for by config.json; convert the model again"
+            )
+        for stored in unit:
+            entry, weight = file.weights[stored.name], stored.weight
+            wanted = (weight.rows,) if weight.columns is None else (weight.rows, weight.columns)
+            kind = TensorEntry if weight.columns is None else QuantEntry
+            if not isinstance(entry, kind) or entry.shape != wanted:
+                raise FormatError(
+                    f"{file.path}: {stored.name!r} has shape {entry.shape}, but config.json wants "
+                    f"{wanted}; convert the model again"
+                )
+
+
+class _Names:
+    """What transformers' modules call the tensors of a family's checkpoints."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [x for x in mapping if isinstance(x, WeightRenaming)]
+        self._joining = [x for x in mapping if isinstance(x, WeightConverter)]
+        self._there = {name: True for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._there.update({f"{name}.weight": True for name in packed_modules(model)})
+        self._there.update(dict.fromkeys(packed_experts(model), True))
+
+    def stored(self, prefix: str, weight: Weight) -> Stored:
+        """A weight of a layer, and what it is in the model."""
+        found = _EXPERT.match(weight.name)
+        if found is None:
+            targets = tuple(self.parameter(part.source, []) for part in weight.parts)
+            return Stored(prefix + weight.name, weight, targets)
+        target = self.parameter(weight.parts[0].source, self._joining)
+        return Stored(prefix + weight.name, weight, (target,), int(found[1]))
+
+    def parameter(self, source: str, joining: list[WeightConverter]) -> str:
+        """The parameter that a tensor is, or that it is joined to others for."""
+        prefix = self._model.base_model_prefix
+        name, _ = rename_source_key(source, self._renamings, joining, prefix, self._there)
+        if name not in self._there:
+            raise UnsupportedModelError(
+                f"{source}: {type(self._model).__name__} has no such parameter; use qoff.load"
+            )
+        return str(name)

@@ -1,0 +1,94 @@
+"""Which parameters of a transformers model are quantized while it is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from qoff.errors import QuantizationError, UnsupportedModelError
+from qoff.hf.packed.experts import DOWN, GATE_UP
+from qoff.hf.packed.router import is_router
+from qoff.models.spec import DecoderSpec
+
+from .config import QoffConfig
+
+_SHARED_GATE = "shared_expert_gate"  # how much the output of a shared expert counts
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which parameters are quantized, with how many bits; the activation of experts among them."""
+
+    bits: Mapping[str, int]
+    activation: str = ""
+
+
+def quantizable(model: PreTrainedModel, config: QoffConfig) -> Wanted:
+    """Which parameters of a model are quantized as they arrive.
+
+    Raises QuantizationError where the group does not divide the columns, UnsupportedModelError for
+    experts of a family that qoff has no decoder for.
+    """
+    head = model.get_output_embeddings()
+    found: dict[str, int] = {}
+    experts, routers = experts_of(model), []
+    for name, module in model.named_modules():
+        if not should_convert_module(name, config.modules_to_not_convert):
+            experts.pop(name, None)
+            continue
+        sensitive = module is head or name.rpartition(".")[2] == _SHARED_GATE
+        if isinstance(module, nn.Embedding) or (sensitive and type(module) is nn.Linear):
+            found[f"{name}.weight"] = config.head_bits
+        elif is_router(module):
+            routers.append(f"{name}.weight")
+        elif type(module) is nn.Linear:
+            found[f"{name}.weight"] = config.bits
+        elif name in experts:
+            found.update({f"{name}.{matrices}": config.bits for matrices in (GATE_UP, DOWN)})
+    activation = ""
+    if experts:
+        activation = activation_of(model)
+        found.update(dict.fromkeys(routers, config.head_bits))
+    for target, source in model.all_tied_weights_keys.items():
+        if (target in found) != (source in found):  # one of two that share a weight stays as it is
+            found.pop(target, None)
+            found.pop(source, None)
+    for name in found:
+        own = experts.get(name.rpartition(".")[0])
+        turned = own is not None and own.is_transposed
+        columns = model.get_parameter(name).shape[-2 if turned else -1]
+        if columns % config.group_size:
+            raise QuantizationError(
+                f"{name}: group_size {config.group_size} does not divide its {columns} columns; "
+                "choose another, or name it in modules_to_not_convert"
+            )
+    return Wanted(found, activation)
+
+
+def experts_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The modules with experts by their names: those with matrices in three dimensions."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "expert" in name and any(p.dim() > 2 for p in module.parameters(recurse=False))
+    }
+
+
+def activation_of(model: PreTrainedModel) -> str:
+    """That of a model's experts. Raises UnsupportedModelError for a family without a decoder."""
+    config = json.loads(model.config.to_json_string())
+    try:
+        experts = DecoderSpec.from_config(config).experts
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"experts of {type(model).__name__} cannot be quantized while loading ({error}); use "
+            "qoff convert and qoff.load, or name them in modules_to_not_convert"
+        ) from error
+    assert experts is not None
+    return experts.activation

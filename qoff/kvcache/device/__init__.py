@@ -1,0 +1,1 @@
+"""The packed KV cache on a GPU, and the movement of its blocks."""

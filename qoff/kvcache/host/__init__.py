@@ -1,0 +1,1 @@
+"""KV caches in host memory: uncompressed, packed, and both by layer."""

@@ -1,0 +1,71 @@
+"""Tokens that are not packed: in float32, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, cache_shapes
+
+
+class RecentTokens:
+    """The unpacked tokens of each sequence in every layer, from place 0 on; `heads` says how."""
+
+    def __init__(self, shapes: Sequence[HeadShape], sequences: int, capacity: int) -> None:
+        self.shapes = shapes
+        self.capacity = _whole_vectors(capacity)
+        both = [cache_shapes(sequences, shape, self.capacity) for shape in shapes]
+        self.keys = [torch.empty(keys) for keys, _ in both]
+        self.values = [torch.empty(values) for _, values in both]
+
+    @staticmethod
+    def bytes_for(shapes: Sequence[HeadShape], sequences: int, capacity: int) -> int:
+        """Bytes that tokens of this many sequences take."""
+        return sum(
+            8 * sequences * shape.kv_heads * shape.head_dim * _whole_vectors(capacity)
+            for shape in shapes
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keep the given sequences, in this order."""
+        for tensors in (self.keys, self.values):
+            tensors[:] = [t[sequences].contiguous() for t in tensors]
+
+    def write(self, layer: int, slot: int, place: int, k: Tensor, v: Tensor) -> None:
+        """Put tokens, k and v [kv_heads, tokens, D], at a place on; multiples of 16 both."""
+        tokens = k.shape[1]
+        keys = k.unflatten(1, (-1, KEYS_PER_VECTOR)).transpose(2, 3)
+        first = place // KEYS_PER_VECTOR
+        self.keys[layer][slot, :, first : first + tokens // KEYS_PER_VECTOR] = keys
+        self.values[layer][slot, :, place : place + tokens] = v
+
+
+class Scratch:
+    """Room for the unpacked tokens of one layer at a time, shared by all that take turns."""
+
+    def __init__(self, floats: int = 0) -> None:
+        self._memory = torch.empty(floats)
+
+    @staticmethod
+    def floats_for(shape: HeadShape, sequences: int, tokens: int) -> int:
+        """Floats that `take` takes."""
+        return 2 * sequences * shape.kv_heads * shape.head_dim * _whole_vectors(tokens)
+
+    def take(self, shape: HeadShape, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values for this many tokens of each sequence, with anything in them."""
+        wanted = self.floats_for(shape, sequences, tokens)
+        if wanted > self._memory.numel():
+            self._memory = torch.empty(wanted)
+        keys, values = cache_shapes(sequences, shape, _whole_vectors(tokens))
+        halves = self._memory[:wanted].split(wanted // 2)
+        return halves[0].view(keys), halves[1].view(values)
+
+
+def _whole_vectors(tokens: int) -> int:
+    return -(-tokens // KEYS_PER_VECTOR) * KEYS_PER_VECTOR

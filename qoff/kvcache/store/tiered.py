@@ -1,0 +1,351 @@
+"""Packed blocks on device, host and disk, in memory of a fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from qoff.errors import BudgetError
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
+from qoff.kernels.layout.ragged import Ragged
+from qoff.memory.arena import PAGE, Arena, round_up
+from qoff.memory.io.copies import Copies
+from qoff.memory.io.spill import SpillFile
+
+from .allocator import BlockAllocator
+from .base import BlockStore, BlockView, block_table
+from .copy_plan import Route, runs
+from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
+from .ring import BlockRing, Fetch
+
+RING_SLOTS = 2  # one is filled while another is read
+_STAGE_BLOCKS = 8  # written to disk together at most
+_STAGES = 4
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Sizes of a `TieredBlocks`.
+
+    record_bytes: of a block in each layer, all KV heads. blocks: of each tier. ring_blocks: the
+    most that a pass has to be brought near. delegate: host blocks are attended where they are.
+    """
+
+    record_bytes: tuple[int, ...]
+    blocks: dict[str, int]
+    ring_blocks: int
+    delegate: bool
+
+    @property
+    def stride(self) -> int:
+        """Bytes from block to block on disk and in the ring."""
+        return round_up(max(self.record_bytes), PAGE)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of the ring."""
+        return self.ring_blocks * self.stride
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of memory on the way to disk."""
+        return _STAGES * _STAGE_BLOCKS * self.stride if self.blocks[DISK] else 0
+
+    def pool_bytes(self, tier: str) -> int:
+        """Bytes of the blocks of a tier, all layers."""
+        count = self.blocks[tier]
+        if tier == DISK:
+            return count * self.stride * len(self.record_bytes)
+        return sum(round_up(count * nbytes, PAGE) for nbytes in self.record_bytes)
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes by tier, all purposes together; the ring is on the device."""
+        ring = RING_SLOTS * self.slot_bytes
+        return {
+            DEVICE: self.pool_bytes(DEVICE) + ring,
+            HOST: self.pool_bytes(HOST) + self.stage_bytes,
+            DISK: self.pool_bytes(DISK),
+        }
+
+
+class TieredBlocks(BlockStore):
+    """Blocks of `plan` in two arenas and a file; `placement` says which of a sequence's lie where.
+
+    Blocks on disk, and on the host unless it is delegated to, are brought into a ring on the device
+    before attention reads them. poison: memory that holds no block is NaN.
+    """
+
+    def __init__(
+        self,
+        forms: Sequence[KVFormat],
+        kv_heads: Sequence[int],
+        plan: BlockPlan,
+        placement: KVPlacement,
+        arenas: dict[str, Arena],
+        copies: Copies,
+        spill: SpillFile | None,
+        *,
+        poison: bool = False,
+    ) -> None:
+        super().__init__(forms, kv_heads)
+        self.plan, self.placement = plan, placement
+        self.spill, self._copies = spill, copies
+        self._poison = poison
+        self._bases: dict[str, int] = {}  # first number of each tier's blocks
+        self._allocators: dict[str, BlockAllocator] = {}
+        self.pools: dict[str, list[Tensor]] = {}
+        base = 0
+        for tier in TIERS:
+            count = plan.blocks[tier]
+            self._bases[tier], base = base, base + count
+            self._allocators[tier] = BlockAllocator(count)
+            if tier != DISK:
+                self.pools[tier] = [
+                    self._pool(arenas[tier], layer, count) for layer in range(len(self.forms))
+                ]
+        slots = [
+            arenas[DEVICE].alloc(plan.slot_bytes, f"KV ring slot {i}")
+            for i in range(RING_SLOTS if plan.slot_bytes else 0)
+        ]
+        self.ring = BlockRing(slots, lambda: copies.alive, poison)
+        stage = plan.stage_bytes // _STAGES
+        self._stages = [
+            (arenas[HOST].alloc(stage, "KV blocks on their way to disk"), _done())
+            for _ in range(_STAGES if stage else 0)
+        ]
+        self._writes: dict[tuple[int, int], Future[None]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        tiers = self.plan.tier_bytes()
+        return tiers[DEVICE] + tiers[HOST]
+
+    def used(self, tier: str) -> int:
+        """Blocks of a tier that somebody uses."""
+        allocator = self._allocators[tier]
+        return allocator.capacity - allocator.free
+
+    def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
+        blocks: list[int] = []
+        for index in indices:
+            tier = self.placement.tier(index, expected)
+            allocator = self._allocators[tier]
+            if not allocator.free:
+                self.release(blocks)
+                raise BudgetError(f"all {allocator.capacity} KV blocks of the {tier} are in use")
+            blocks.append(self._bases[tier] + allocator.allocate())
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            tier, local = self.place(block)
+            self._allocators[tier].share([local])
+
+    def release(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            tier, local = self.place(block)
+            allocator = self._allocators[tier]
+            allocator.release([local])
+            if self._poison and tier != DISK and not allocator.users(local):
+                for pool in self.pools[tier]:
+                    pool[local] = 0xFF
+
+    def users(self, block: int) -> int:
+        """How many sequences use a block."""
+        tier, local = self.place(block)
+        return self._allocators[tier].users(local)
+
+    def tier(self, block: int) -> str:
+        """Where a block lies."""
+        return self.place(block)[0]
+
+    def place(self, block: int) -> tuple[str, int]:
+        """The tier of a block, and its number there."""
+        tier = next(tier for tier in reversed(TIERS) if block >= self._bases[tier])
+        return tier, block - self._bases[tier]
+
+    def write(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
+        on_disk = []
+        for block, record in zip(blocks, records, strict=True):
+            tier, local = self.place(block)
+            if tier == DISK:
+                on_disk.append((local, record))
+            else:
+                self.pools[tier][layer][local] = record
+        on_disk.sort(key=lambda pair: pair[0])
+        for run in runs(enumerate(local for local, _ in on_disk)):
+            neighbours = on_disk[run.at : run.at + run.count]
+            for start in range(0, run.count, _STAGE_BLOCKS):
+                self._spill(layer, neighbours[start : start + _STAGE_BLOCKS])
+
+    def read(self, layer: int, block: int) -> Tensor:
+        tier, local = self.place(block)
+        shape = (self.kv_heads[layer], self.forms[layer].nbytes)
+        if tier != DISK:
+            return self.pools[tier][layer][local]
+        assert self.spill is not None
+        self._settle(layer, [local])
+        memory = torch.empty(self.plan.stride, dtype=torch.uint8)
+        self.spill.read(self._offset(layer, local), memory).result()
+        return memory[: shape[0] * shape[1]].view(shape)
+
+    def view(self, rows: Sequence[Sequence[int]], ragged: Ragged, first: int) -> BlockView:
+        return _TieredView(self, rows, ragged, first)
+
+    def flush(self) -> None:
+        for write in self._writes.values():
+            write.result()
+        self._writes.clear()
+
+    def route(self, blocks: Sequence[int]) -> Route:
+        """The way of blocks that are not on the device to consecutive places of a ring slot."""
+        placed = [(at, *self.place(block)) for at, block in enumerate(blocks)]
+        by_tier = (
+            runs((at, local) for at, tier, local in placed if tier == name) for name in (DISK, HOST)
+        )
+        return Route(len(blocks), *by_tier)
+
+    def bring(self, layer: int, route: Route, memory: Tensor) -> list[Future[None]]:
+        """Start bringing blocks of a layer into a ring slot."""
+        stride, record = self.plan.stride, self.plan.record_bytes[layer]
+        futures: list[Future[None]] = []
+        for run in route.from_disk:  # all, before anything is on its way into the slot
+            self._settle(layer, range(run.local, run.local + run.count))
+        for run in route.from_disk:
+            assert self.spill is not None
+            dest = memory[run.at * stride : (run.at + run.count) * stride]
+            futures.append(self.spill.read(self._offset(layer, run.local), dest))
+        places = memory[: route.count * stride].view(route.count, stride)[:, :record]
+        pool = self.pools[HOST][layer].flatten(1)
+        pairs = [
+            (places[run.at : run.at + run.count], pool[run.local : run.local + run.count])
+            for run in route.from_host
+        ]
+        if pairs:
+            futures.append(self._copies.submit(pairs, "host to device", f"KV of layer {layer}"))
+        return futures
+
+    def _pool(self, arena: Arena, layer: int, count: int) -> Tensor:
+        heads, nbytes = self.kv_heads[layer], self.forms[layer].nbytes
+        memory = arena.alloc(count * heads * nbytes, f"KV blocks of layer {layer}")
+        if self._poison:
+            memory.fill_(0xFF)
+        return memory.view(count, heads, nbytes)
+
+    def _offset(self, layer: int, local: int) -> int:
+        return (layer * self.plan.blocks[DISK] + local) * self.plan.stride
+
+    def _spill(self, layer: int, run: Sequence[tuple[int, Tensor]]) -> None:
+        """Write neighbouring blocks of a layer to disk."""
+        assert self.spill is not None
+        stage, before = self._stages[0]
+        earlier = [self._writes.get((layer, local), before) for local, _ in run]
+        wait([before, *earlier])  # what failed is the blocks' own: see `_settle`
+        del self._stages[0]
+        memory = stage[: len(run) * self.plan.stride]
+        for place, (_, record) in zip(memory.split(self.plan.stride), run, strict=True):
+            place[: record.nbytes] = record.flatten()
+        write = self.spill.write(self._offset(layer, run[0][0]), memory)
+        self._stages.append((stage, write))
+        for local, _ in run:
+            self._writes[layer, local] = write
+
+    def _settle(self, layer: int, locals_: Iterable[int]) -> None:
+        """Wait until these blocks are on disk. Raises, each time, why one of them is not."""
+        if not self._writes:
+            return
+        for local in locals_:
+            write = self._writes.get((layer, local))
+            if write is not None:
+                write.result()
+                del self._writes[layer, local]
+
+
+class _TieredView(BlockView):
+    """Tables of the blocks in place, and of those that go through the ring."""
+
+    def __init__(
+        self, store: TieredBlocks, rows: Sequence[Sequence[int]], ragged: Ragged, first: int
+    ) -> None:
+        self._store = store
+        staged = {DISK} if store.plan.delegate else {DISK, HOST}
+        far = sorted({b for row in rows for b in row if store.place(b)[0] in staged})
+        index = {block: i for i, block in enumerate(far)}
+        self._route = store.route(far)
+        self._far_table = self._table(rows, ragged, first, index)
+        self._near: list[tuple[str, BlockTable]] = []
+        for tier in TIERS:
+            if tier not in staged:
+                places = ((b, store.place(b)) for row in rows for b in row)
+                table = self._table(
+                    rows, ragged, first, {b: i for b, (t, i) in places if t == tier}
+                )
+                if table is not None:
+                    self._near.append((tier, table))
+        self._fetches: dict[int, Fetch] = {}
+
+    def prefetch(self, layer: int) -> None:
+        if self._route.count and not self._fetched(layer):
+            self._fetch(layer, must=False)
+
+    def open(self, layer: int) -> tuple[PackedTokens, ...]:
+        store, form = self._store, self._store.forms[layer]
+        parts = []
+        if self._far_table is not None:
+            if not self._fetched(layer):
+                self._fetch(layer, must=True)
+            memory = store.ring.use(self._fetches[layer])
+            record = store.plan.record_bytes[layer]
+            count = self._route.count
+            places = memory[: count * store.plan.stride].view(count, -1)
+            pool = places[:, :record].unflatten(1, (store.kv_heads[layer], form.nbytes))
+            parts.append(PackedTokens(form, pool, self._far_table))
+        for tier, table in self._near:
+            parts.append(PackedTokens(form, store.pools[tier][layer], table))
+        return tuple(parts)
+
+    def close(self, layer: int) -> None:
+        fetch = self._fetches.pop(layer, None)
+        if fetch is not None:
+            self._store.ring.drop(fetch)
+
+    def abandon(self) -> None:
+        for layer in list(self._fetches):
+            self.close(layer)
+
+    def _fetched(self, layer: int) -> bool:
+        fetch = self._fetches.get(layer)
+        return fetch is not None and self._store.ring.holds(fetch)
+
+    def _fetch(self, layer: int, must: bool) -> None:
+        fetch = self._store.ring.start(
+            lambda memory: self._store.bring(layer, self._route, memory), must
+        )
+        if fetch is not None:
+            self._fetches[layer] = fetch
+
+    @staticmethod
+    def _table(
+        rows: Sequence[Sequence[int]], ragged: Ragged, first: int, index: dict[int, int]
+    ) -> BlockTable | None:
+        """The table of those blocks that have an index, which follow each other in each row."""
+        mine = [[i for i, block in enumerate(row) if block in index] for row in rows]
+        if not any(mine):
+            return None
+        for places in mine:
+            assert all(b == a + 1 for a, b in pairwise(places))
+        starts = [first + BLOCK_TOKENS * (places[0] if places else 0) for places in mine]
+        named = [[index[row[i]] for i in places] for row, places in zip(rows, mine, strict=True)]
+        return block_table(named, ragged, starts)
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

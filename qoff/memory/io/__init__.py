@@ -1,0 +1,1 @@
+"""Moving bytes: disk reads, copies between tiers, transfers to the device."""

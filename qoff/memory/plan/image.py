@@ -1,0 +1,164 @@
+"""Image: how weights of one file lie in a piece of memory, and how they get there.
+
+The wanted tensors are merged into maximal runs of the file; each run, widened to blocks of 4096
+bytes, is one aligned read, and the runs follow each other in memory ("raw"). Weights are views into
+that memory. Where the memory shall hold another packing than the file, the raw image is staged
+elsewhere and the weights are repacked, one after the other, into their places ("placed").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from qoff.checkpoint import (
+    QuantEntry,
+    TensorEntry,
+    WeightEntry,
+    WeightFile,
+    tensors_of,
+    view_weight,
+)
+from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.memory.arena import PAGE, round_up
+
+Weight = QTensor | Tensor
+_ALIGN = 64  # bytes, of the parts of a repacked weight: a cache line
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """One read: `nbytes` bytes at `offset` of the file go to `at` in the raw image."""
+
+    offset: int
+    nbytes: int
+    at: int
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """Some weights of a file in memory; offsets in `raw` and `placed` count from its start."""
+
+    file: WeightFile
+    ranges: tuple[FileRange, ...]
+    raw: Mapping[str, WeightEntry]  # as read; `raw_bytes` in all
+    raw_bytes: int
+    placed: Mapping[str, WeightEntry]  # as used; `nbytes` in all
+    nbytes: int
+
+    @property
+    def label(self) -> str:
+        """What timelines call it."""
+        stem = self.file.path.stem.removeprefix("model-")
+        return f"{stem} {next(iter(self.raw))}" if len(self.raw) == 1 else stem
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that are read from the file."""
+        return sum(r.nbytes for r in self.ranges)
+
+    @property
+    def repacked(self) -> bool:
+        """Whether the weights go through staging memory of `raw_bytes`."""
+        return self.placed is not self.raw
+
+    @property
+    def data_at(self) -> int | None:
+        """Where the file's data section starts in the raw image; None if not all of it is there."""
+        if len(self.ranges) != 1:
+            return None
+        only, start = self.ranges[0], self.file.data_start
+        whole = only.offset <= start and only.offset + only.nbytes == self.file.nbytes
+        return only.at + start - only.offset if whole else None
+
+    def views(self, memory: Tensor) -> dict[str, Weight]:
+        """The weights by their names in the image, as views into `memory`."""
+        return {name: view(entry, memory) for name, entry in self.placed.items()}
+
+
+def view(entry: WeightEntry, memory: Tensor) -> Weight:
+    """The weight whose tensors lie at their entries' offsets in `memory`, without a copy."""
+    return view_weight(entry, lambda t: memory[t.offset : t.offset + t.nbytes])
+
+
+def make_image(file: WeightFile, names: Iterable[str], packing: str) -> Image:
+    """Lay out the weights `names` of `file`, with quantized ones in `packing`."""
+    kept = set(names)
+    wanted = {name: entry for name, entry in file.weights.items() if name in kept}
+    return image_of(file, wanted, packing)
+
+
+def image_of(file: WeightFile, wanted: Mapping[str, WeightEntry], packing: str) -> Image:
+    """Lay out entries that describe weights of `file`, or parts of them, as they lie there."""
+    ranges = aligned_ranges([t for e in wanted.values() for t in tensors_of(e)], file.nbytes)
+    raw = {name: _shift(entry, ranges) for name, entry in wanted.items()}
+    return finish_image(file, ranges, raw, packing)
+
+
+def finish_image(
+    file: WeightFile, ranges: tuple[FileRange, ...], raw: Mapping[str, WeightEntry], packing: str
+) -> Image:
+    """The image of weights that are read as `raw` says, with quantized ones in `packing`."""
+    raw_bytes = round_up(max(r.at + r.nbytes for r in ranges), PAGE)
+    if all(isinstance(e, TensorEntry) or e.packing == packing for e in raw.values()):
+        return Image(file, ranges, raw, raw_bytes, raw, raw_bytes)
+    placed, nbytes = _place(raw, packing)
+    return Image(file, ranges, raw, raw_bytes, placed, nbytes)
+
+
+def aligned_ranges(tensors: list[TensorEntry], file_bytes: int) -> tuple[FileRange, ...]:
+    """Merge what touches, widened to pages; the end of the file ends the last range."""
+    spans: list[list[int]] = []
+    for t in sorted(tensors, key=lambda t: t.offset):
+        start = t.offset // PAGE * PAGE
+        stop = round_up(t.offset + t.nbytes, PAGE)
+        if spans and start <= spans[-1][1]:
+            spans[-1][1] = max(spans[-1][1], stop)
+        else:
+            spans.append([start, stop])
+    ranges, at = [], 0
+    for start, stop in spans:
+        ranges.append(FileRange(start, min(stop, file_bytes) - start, at))
+        at += stop - start
+    return tuple(ranges)
+
+
+def _shift(entry: WeightEntry, ranges: tuple[FileRange, ...]) -> WeightEntry:
+    """The entry with offsets in the raw image instead of in the file."""
+
+    def moved(t: TensorEntry) -> TensorEntry:
+        home = next(r for r in reversed(ranges) if r.offset <= t.offset)
+        return replace(t, offset=home.at + t.offset - home.offset)
+
+    if isinstance(entry, TensorEntry):
+        return moved(entry)
+    return replace(entry, codes=moved(entry.codes), scale_min=moved(entry.scale_min))
+
+
+def _place(raw: Mapping[str, WeightEntry], packing: str) -> tuple[dict[str, WeightEntry], int]:
+    """One weight after the other, quantized ones in `packing`."""
+    at = 0
+
+    def put(t: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+        nonlocal at
+        placed = replace(t, shape=shape, offset=at, nbytes=math.prod(shape) * t.dtype.itemsize)
+        at = round_up(at + placed.nbytes, _ALIGN)
+        return placed
+
+    placed: dict[str, WeightEntry] = {}
+    for name, entry in raw.items():
+        if isinstance(entry, QuantEntry):
+            codes, scale_min = packed_shapes(entry.shape, entry.bits, entry.group_size, packing)
+            placed[name] = replace(
+                entry,
+                packing=packing,
+                codes=put(entry.codes, codes),
+                scale_min=put(entry.scale_min, scale_min),
+            )
+        else:
+            placed[name] = put(entry, tuple(entry.shape))
+    return placed, round_up(at, PAGE)

@@ -1,0 +1,115 @@
+"""Tiles: ranges of rows in which a matrix larger than a slot streams (ZeRO-Infinity, section 5.3).
+
+In packing cpu16 the codes and the scales of a range of rows are each one range of the file. In
+half32 the codes are, and the scales are one strip for each group of columns; the strips are read to
+where they are used, without staging.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qoff.checkpoint import QuantEntry, TensorEntry, WeightFile
+from qoff.kernels.layout.packing import ROW_BLOCK, packed_shapes
+from qoff.memory.arena import PAGE, round_up
+
+from .image import FileRange, Image, aligned_ranges, finish_image, image_of
+from .units import Tile, WholeUnit
+
+TILE_ROWS = 32  # a tile has a multiple: two blocks of 16 rows, one of gate and one of up
+
+
+def split_rows(entry: QuantEntry, packing: str, nbytes: int) -> int:
+    """Rows of each tile of a matrix but the last: as few and as even tiles as fit `nbytes` each.
+
+    At least `TILE_ROWS`, even if these take more.
+    """
+    blocks = -(-entry.shape[0] // TILE_ROWS)
+    counts = range(1, blocks + 1)
+    most = bisect_right(counts, nbytes, key=lambda n: slot_bytes(entry, packing, n * TILE_ROWS))
+    tiles = -(-blocks // max(most, 1))
+    return -(-blocks // tiles) * TILE_ROWS
+
+
+def tiles_of(unit: WholeUnit, name: str, entry: QuantEntry, rows: int) -> Iterator[Tile]:
+    """The tiles of `rows` rows, and a last one, of the matrix that computations call `name`."""
+    for first in range(0, entry.shape[0], rows):
+        yield Tile(unit, name, first, min(rows, entry.shape[0] - first))
+
+
+def slot_bytes(entry: QuantEntry, packing: str, rows: int) -> int:
+    """An upper bound of what `tile_image(...).nbytes` is for any tile of so many rows."""
+    if packing == entry.packing:
+        return read_bytes(entry, rows)
+    return round_up(sum(_part_bytes(entry, packing, rows)), PAGE)
+
+
+def read_bytes(entry: QuantEntry, rows: int) -> int:
+    """An upper bound of what `tile_image(...).raw_bytes` is for any tile of so many rows."""
+    return sum(
+        round_up(part, PAGE) + PAGE  # both ends of a range are widened to pages
+        for part in _part_bytes(entry, entry.packing, rows)
+    )
+
+
+def tile_image(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) -> Image:
+    """Lay out a tile of the matrix `entry` of `file`, under the tile's name."""
+    first, rows = tile.first_row, tile.rows
+    if rows == entry.shape[0]:
+        return image_of(file, {tile.name: entry}, packing)
+    shape = (rows, entry.shape[1])
+    if entry.packing == "cpu16":
+        blocks = slice(first // ROW_BLOCK, -(-tile.stop // ROW_BLOCK))
+        codes, scale_min = (_slice(t, blocks) for t in (entry.codes, entry.scale_min))
+        part = replace(entry, shape=shape, codes=codes, scale_min=scale_min)
+        return image_of(file, {tile.name: part}, packing)
+    codes = _slice(entry.codes, slice(first, tile.stop))
+    (span,) = aligned_ranges([codes], file.nbytes)
+    at = round_up(span.nbytes, PAGE)
+    strips = _strips(entry.scale_min, first, rows, at)
+    raw = replace(
+        entry,
+        shape=shape,
+        codes=replace(codes, offset=codes.offset - span.offset),
+        scale_min=replace(
+            entry.scale_min,
+            shape=(len(strips), rows, 2),
+            offset=at,
+            nbytes=sum(strip.nbytes for strip in strips),
+        ),
+    )
+    return finish_image(file, (span, *strips), {tile.name: raw}, packing)
+
+
+def _part_bytes(entry: QuantEntry, packing: str, rows: int) -> tuple[int, int]:
+    """Bytes of codes and of scales and minima of so many rows; those of cpu16 in whole blocks."""
+    shape = (min(rows, entry.shape[0]), entry.shape[1])
+    codes, scale_min = packed_shapes(shape, entry.bits, entry.group_size, packing)
+    itemsize = entry.scale_min.dtype.itemsize
+    return math.prod(codes), math.prod(scale_min) * itemsize
+
+
+def _slice(entry: TensorEntry, rows: slice) -> TensorEntry:
+    """The entry of `tensor[rows]`."""
+    width = entry.nbytes // entry.shape[0]
+    count = rows.stop - rows.start
+    return replace(
+        entry,
+        shape=(count, *entry.shape[1:]),
+        offset=entry.offset + rows.start * width,
+        nbytes=count * width,
+    )
+
+
+def _strips(scale_min: TensorEntry, first: int, rows: int, at: int) -> list[FileRange]:
+    """Reads of `scale_min[:, first : first + rows]`, [K/g, N, 2], to one place from `at` on."""
+    groups, n, pair = scale_min.shape
+    item = pair * scale_min.dtype.itemsize
+    width = rows * item
+    return [
+        FileRange(scale_min.offset + (group * n + first) * item, width, at + group * width)
+        for group in range(groups)
+    ]

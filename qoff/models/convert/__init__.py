@@ -1,0 +1,1 @@
+"""Converting a model to a qoff checkpoint, a layer at a time."""

@@ -1,0 +1,238 @@
+"""Building the weights of a checkpoint from those of a source, in pieces of rows.
+
+Quantization goes row by row, so pieces and fusing change no value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.errors import FormatError, QuantizationError
+from qoff.kernels.layout.packing import GROUP_SIZES, packed_shapes
+from qoff.models.names import ROW_BLOCK, Part, Weight
+from qoff.models.sources.safetensors import Source
+from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize, widened
+from qoff.quant.matrix import CALIBRATED
+from qoff.quant.rows import reordered
+
+PIECE = 1 << 21  # weights read at a time
+
+
+@dataclass
+class Builder:
+    """Builds weights as they are written, and counts the formats it has seen."""
+
+    source: Source
+    quant: QuantConfig
+    requantize: bool
+    formats: Counter[tuple[Format, bool]] = field(default_factory=Counter)
+
+    def check(self, prefix: str, weights: Iterable[Weight]) -> int:
+        """Check from headers alone that weights can be built; return the bytes they will take."""
+        return sum(self._check(prefix, weight) for weight in weights)
+
+    def build(self, prefix: str, weight: Weight) -> QTensor | Tensor:
+        """Return a weight as it is written: a QTensor in the wanted packing, or float32 [rows]."""
+        if weight.columns is None:
+            return self._vector(weight)
+        form = self.note(prefix, weight)
+        out = _empty((weight.rows, weight.columns), form, self.quant)
+        for rows, piece in self._pieces(weight, form):
+            if piece.scale_min.dtype.itemsize > out.scale_min.dtype.itemsize:
+                out = replace(out, scale_min=out.scale_min.to(piece.scale_min.dtype))
+            _place(piece, out, rows)
+        return out
+
+    def note(self, prefix: str, weight: Weight) -> Format:
+        """Count the format of a matrix that is built now, and return it."""
+        form, imported = self.format(prefix, weight)
+        self.formats[form, imported] += not weight.sensitive
+        return form
+
+    def calibrates(self, prefix: str, weight: Weight) -> bool:
+        """Whether a weight is a matrix that the solver wants the inputs of."""
+        if weight.columns is None or weight.sensitive or self.quant.solver not in CALIBRATED:
+            return False
+        return not self.format(prefix, weight)[1]
+
+    def floats(self, weight: Weight) -> Tensor:
+        """Return the values of a weight as the source has them, float32 [rows, columns] or [rows].
+
+        Raises QuantizationError for NaN and infinity.
+        """
+        if weight.columns is None:
+            return self._vector(weight)
+        out = torch.empty(weight.rows, weight.columns)
+        for rows, piece, name in self._source_pieces(weight):
+            values = piece.dequantize() if isinstance(piece, QTensor) else _floats(piece, name)
+            out[rows] = values
+            if not bool(torch.isfinite(values).all()):
+                raise QuantizationError(f"{name}: holds NaN or infinity; get the model again")
+        return out
+
+    def description(self) -> dict[str, Any]:
+        """Return the `quantization_config` of what was built."""
+        (form, imported), _ = self.formats.most_common(1)[0]
+        chosen = {name: asdict(x) for name, x in self.quant.weights.items()}
+        return {
+            "quant_method": "qoff",
+            "version": 1,
+            "bits": form.bits,
+            "group_size": form.group_size,
+            "solver": "imported" if imported else self.quant.solver,
+            "packing": self.quant.packing,
+            **({"weights": chosen} if chosen else {}),
+        }
+
+    def _check(self, prefix: str, weight: Weight) -> int:
+        for number, part in enumerate(weight.parts):
+            found, wanted = self._info(part.source).shape, weight.stored_shape(number)
+            if part.expert is not None:
+                wanted = (found[0] if found[0] > part.expert else part.expert + 1, *wanted)
+            if part.times is not None:
+                wanted = (wanted[0], *found[1:])
+            if found != wanted:
+                raise FormatError(
+                    f"{self.source.path}: tensor {part.source} has shape {found}, "
+                    f"but config.json wants {wanted}; they are not of one model"
+                )
+        if weight.columns is None:
+            return weight.rows * 4
+        form, _ = self.format(prefix, weight)
+        group = form.group_size
+        if weight.columns % group:
+            fits = [str(g) for g in GROUP_SIZES if weight.columns % g == 0]
+            raise QuantizationError(
+                f"{prefix}{weight.name}: group size {group} does not divide its {weight.columns} "
+                f"columns; group sizes that do: {', '.join(fits) or 'none'}"
+            )
+        shapes = packed_shapes((weight.rows, weight.columns), form.bits, group, self.quant.packing)
+        codes, scale_min = (torch.Size(shape).numel() for shape in shapes)
+        return codes + scale_min * self.quant.scale_dtype.itemsize
+
+    def _info(self, name: str) -> TensorInfo:
+        info = self.source.info(name)
+        if info is None:
+            raise FormatError(
+                f"{self.source.path}: no tensor {name}, which its config.json asks for; "
+                "the model is incomplete, get it again"
+            )
+        return info
+
+    def format(self, prefix: str, weight: Weight) -> tuple[Format, bool]:
+        """Return the format of a matrix, and whether its codes are those of the source.
+
+        Codes that are taken over have the widest codes and smallest groups of the parts, as these
+        hold the others exactly, or a format chosen for this matrix that holds them, too.
+        """
+        stored = {part.source: self._info(part.source) for part in weight.parts}
+        for name, info in stored.items():
+            if info.obstacle and not self.requantize:
+                raise QuantizationError(
+                    f"{self.source.path}: {name} {info.obstacle}; pass requantize=True "
+                    "(--requantize) to quantize its values anew, at some loss"
+                )
+        chosen = self.quant.chosen(prefix + weight.name)
+        if found := [x.quantized for x in stored.values() if x.quantized]:
+            imported = any(x.quantized and not x.anew for x in stored.values())
+            own = Format(max(bits for bits, _ in found), min(group for _, group in found))
+            if chosen and imported and not chosen.holds(own):
+                raise QuantizationError(
+                    f"{prefix}{weight.name}: its codes, {own}, are taken over, which {chosen} does "
+                    "not hold; leave it out, or convert the model that it was quantized from"
+                )
+            return chosen or own, imported
+        bits = self.quant.head_bits if weight.sensitive else self.quant.bits
+        return chosen or Format(bits, self.quant.group_size), False
+
+    def _pieces(self, weight: Weight, form: Format) -> Iterator[tuple[Tensor, QTensor]]:
+        """Yield pieces of a matrix in the wanted packing, each with the rows it goes to."""
+        for to, data, name in self._source_pieces(weight):
+            order = to.argsort()
+            piece = self._quantized(data, form, name)
+            yield to[order], piece if _ascending(order) else reordered(piece, order)
+
+    def _source_pieces(self, weight: Weight) -> Iterator[tuple[Tensor, Tensor | QTensor, str]]:
+        """Yield pieces of a matrix, the rows that each goes to, and the tensor it comes from."""
+        assert weight.columns is not None
+        for i, part in enumerate(weight.parts):
+            rows = max(1, PIECE // weight.columns // part.unit) * part.unit
+            start = 0
+            for data in self._read(part, rows):
+                to = weight.destination(i, start, start + data.shape[0])
+                start += data.shape[0]
+                yield to, data, part.source
+
+    def _read(self, part: Part, rows: int) -> Iterator[Tensor | QTensor]:
+        """A part in pieces of `rows` rows."""
+        if part.expert is not None:
+            whole = self.source.item(part.source, part.expert)
+            whole = whole.T.contiguous() if part.transposed else whole
+            yield from whole.split(rows)
+            return
+        factor = None
+        if part.times is not None:
+            name, transposed = part.times
+            factor = torch.cat([_floats(x, name) for x in self.source.chunks(name, ROW_BLOCK)])
+            factor = factor.T if transposed else factor
+        for data in self.source.chunks(part.source, rows):
+            yield data if factor is None else _floats(data, part.source) @ factor
+
+    def _quantized(self, data: Tensor | QTensor, form: Format, name: str) -> QTensor:
+        quant, bits, group = self.quant, form.bits, form.group_size
+        if isinstance(data, QTensor):
+            return widened(data, bits, group).to_packing(quant.packing)
+        return quantize(
+            data, bits, group, quant.data_free, quant.packing, quant.scale_dtype, name=name
+        )
+
+    def _vector(self, weight: Weight) -> Tensor:
+        out = torch.empty(weight.rows)
+        for i, part in enumerate(weight.parts):
+            name = part.source
+            pieces = self.source.chunks(name, part.rows)
+            values = torch.cat([_floats(x, name).flatten() for x in pieces]) + part.plus
+            if not bool(torch.isfinite(values).all()):
+                raise QuantizationError(f"{name}: holds NaN or infinity; get the model again")
+            out[weight.destination(i, 0, part.rows)] = values
+        return out
+
+
+def _ascending(order: Tensor) -> bool:
+    return bool((order == torch.arange(len(order))).all())
+
+
+def _floats(data: Tensor | QTensor, name: str) -> Tensor:
+    if isinstance(data, QTensor) or not data.is_floating_point():
+        raise FormatError(f"{name}: expected a vector of floats; the model is damaged")
+    return data.float()
+
+
+def _empty(shape: tuple[int, int], form: Format, quant: QuantConfig) -> QTensor:
+    codes, scale_min = packed_shapes(shape, form.bits, form.group_size, quant.packing)
+    return QTensor(
+        torch.zeros(codes, dtype=torch.uint8),
+        torch.zeros(scale_min, dtype=quant.scale_dtype),
+        shape,
+        form.bits,
+        form.group_size,
+        quant.packing,
+    )
+
+
+def _place(piece: QTensor, out: QTensor, rows: Tensor) -> None:
+    """Write a piece into the rows of `out`, which are whole blocks of 16 but for the last."""
+    scale_min = piece.scale_min.to(out.scale_min.dtype)
+    if out.packing == "half32":
+        out.codes[rows] = piece.codes
+        out.scale_min[:, rows] = scale_min
+    else:
+        blocks = rows[::ROW_BLOCK] // ROW_BLOCK
+        out.codes[blocks] = piece.codes
+        out.scale_min[blocks] = scale_min

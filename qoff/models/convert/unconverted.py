@@ -1,0 +1,80 @@
+"""A model that is to be converted: what it consists of, and where that is read from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.errors import QuantizationError
+from qoff.models.families import converted
+from qoff.models.names import ROW_BLOCK, Weight, layer_prefix, layer_weights, outer_weights
+from qoff.models.sources.safetensors import Source
+from qoff.models.spec import DecoderSpec
+from qoff.models.tensor_names import TensorNames
+from qoff.quant import QTensor
+
+from .builder import PIECE
+
+
+@dataclass(frozen=True)
+class Unconverted:
+    """A model of a family that the native decoder runs.
+
+    units: the weights of each layer file and of the outer file, with what their names start with.
+    """
+
+    source: Source
+    config: dict[str, Any]
+    spec: DecoderSpec
+    units: tuple[tuple[str, tuple[Weight, ...]], ...]
+
+    @classmethod
+    def of(cls, source: Source) -> Unconverted:
+        """Read configuration and headers. Raises UnsupportedModelError or FormatError."""
+        config, names = converted(source.config(), lambda name: source.info(name) is not None)
+        spec = DecoderSpec.from_config(config)
+        if spec.tie_word_embeddings and _has_other_head(source, spec, names):
+            spec = replace(spec, tie_word_embeddings=False)
+        config = {**config, "tie_word_embeddings": spec.tie_word_embeddings}
+        layers = ((layer_prefix(i), layer_weights(spec, i, names)) for i in range(spec.num_layers))
+        return cls(source, config, spec, (*layers, ("", outer_weights(spec, names))))
+
+    def matrices(self) -> Iterator[tuple[str, Weight]]:
+        """All matrices with their full names, in file order."""
+        for prefix, weights in self.units:
+            yield from ((prefix + w.name, w) for w in weights if w.columns is not None)
+
+    def check_patterns(self, patterns: Mapping[str, object]) -> None:
+        """Raise QuantizationError for a pattern that is that of no matrix's name."""
+        names = [name for name, _ in self.matrices()]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise QuantizationError(
+                    f"{self.source.path}: no matrix is called {pattern!r}; names are like "
+                    f"{names[0]!r} and {names[-1]!r}, and * stands for any part of one"
+                )
+
+
+def _has_other_head(source: Source, spec: DecoderSpec, names: TensorNames) -> bool:
+    """Whether a head is there that differs from the embedding it is declared to be tied to.
+
+    transformers does not tie the two then.
+    """
+    embedding, head = names.embedding, names.head
+    if source.info(head) is None or source.info(embedding) is None:
+        return False
+    if source.info(head) != source.info(embedding):
+        return True
+    rows = max(ROW_BLOCK, PIECE // spec.hidden_size // ROW_BLOCK * ROW_BLOCK)
+    pairs = zip(source.chunks(embedding, rows), source.chunks(head, rows), strict=True)
+    return not all(_equal(a, b) for a, b in pairs)
+
+
+def _equal(a: Tensor | QTensor, b: Tensor | QTensor) -> bool:
+    first, second = (x.dequantize() if isinstance(x, QTensor) else x for x in (a, b))
+    return torch.equal(first, second)

@@ -1,0 +1,181 @@
+"""The native decoder: a forward pass that pauses before every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from qoff.errors import ArgumentError
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.ops import Ops
+from qoff.kvcache import DeviceCache, KVCache, KVQuant
+from qoff.kvcache.host.build import host_cache
+from qoff.memory import HEAD, Weights
+from qoff.models import names
+from qoff.models.batch import Batch, Pass, Scratch
+from qoff.models.spec import DecoderSpec
+
+from .graphs import Replays
+from .layer import Layer
+from .linear import Linear, Steps, tiled, vector
+from .norms import normalized
+from .rope import CPU, RotaryTable
+
+UNPACKED_ON_GPU = (
+    "on a GPU the KV cache is packed: say how, with kv=KVQuant(8, 8), the closest to none, or "
+    "kv=KVQuant(4, 4), the smallest"
+)
+
+
+def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
+    """The attention of each layer."""
+    return tuple(
+        HeadShape(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            window,
+            spec.norm_eps,
+            spec.attention_soft_cap,
+        )
+        for window in spec.sliding_window
+    )
+
+
+class Decoder:
+    """A decoder of the Llama family, computed by `ops` on weights that it is handed step by step.
+
+    `embed` turns token ids, int64 [M], into [M, hidden_size] of any float dtype. activation_bits:
+    of the inputs of each layer's matmuls, 16 or 8; the head's are always 16. device, dtype: of
+    hidden states; dense weights are on that device too. replays: layers at decode are recorded
+    there and replayed; None: never.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        ops: Ops,
+        embed: Callable[[Tensor], Tensor],
+        activation_bits: int = 16,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+        replays: Replays | None = None,
+    ) -> None:
+        self.spec = spec
+        self.device, self.dtype = device, dtype
+        self._ops = ops
+        self._replays = replays
+        self._embed = embed
+        ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+        kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
+        self._kinds = [None if rope is None else kinds.index(rope) for rope in ropes]
+        self.head_shapes = head_shapes(spec)
+        self._layer = Layer(spec, ops, self.head_shapes, activation_bits)
+        self._linear = Linear(ops, spec.norm_eps, activation_bits)
+
+    def new_cache(self, sequences: int, capacity: int = 0, kv: KVQuant | None = None) -> KVCache:
+        """An empty cache for this many sequences: float32, or packed as `kv` says.
+
+        A cache in float32, or on a GPU, has room for `capacity` tokens each at once. Raises OpError
+        for a head size that cannot be packed, ArgumentError for bits of a layer there is not, and
+        on a GPU without `kv`.
+        """
+        shapes = self.head_shapes
+        if self._ops.CACHE == "device":
+            if kv is None:
+                raise ArgumentError(UNPACKED_ON_GPU)
+            dims = [shape.head_dim for shape in shapes]
+            if kv.attention_top < 1 or kv.sinks:
+                raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
+            return DeviceCache(
+                shapes,
+                kv.packed_forms(dims),
+                sequences,
+                window=kv.window,
+                capacity=capacity,
+                steady=self._replays is not None,
+                values_rotated=kv.values_rotated,
+                device=self.device,
+                dtype=self.dtype,
+            )
+        return host_cache(shapes, sequences, kv, capacity)
+
+    def new_scratch(self, tokens: int, tiled: bool = False) -> Scratch:
+        """Working space for passes of up to this many tokens."""
+        return Scratch.of(self.spec, tokens, tiled) if self._ops.USES_OUT else Scratch(tiled=tiled)
+
+    def steps(self, batch: Batch) -> Steps:
+        """One forward pass, as a generator over its units.
+
+        It yields the unit it needs next (0, 1, ..., HEAD) and is sent that unit's weights, by
+        their names inside the layer, which it uses until it yields again. Where a matrix is a
+        `TiledMatrix`, it yields the tiles one by one, while the unit's other weights stay valid.
+        Which units it yields does not depend on the batch. A tied embedding comes as "lm_head". It
+        returns the logits, float32 [R, vocab_size]; the new tokens are then in the cache.
+        """
+        cache, ragged, activations = batch.cache, batch.ragged, batch.activations
+        self.spec.check_positions(ragged.longest + 1)
+        cache.begin(ragged)
+        tables = [table.upto(ragged.longest + 1) for table in self._rotary]
+        rotary = [None if kind is None else tables[kind] for kind in self._kinds]
+        activations.store(self._embedded(batch.tokens))
+        scratch = (batch.scratch or self.new_scratch(ragged.tokens)).upto(ragged.tokens)
+        run = Pass(batch, scratch, rotary)
+        for layer in range(self.spec.num_layers):
+            weights = yield layer
+            if tiled(weights) and not run.scratch.tiled:
+                run.scratch = self.new_scratch(ragged.tokens, tiled=True)
+            run.hidden = activations.load()
+            if not self._replayed(layer, weights, run):
+                yield from self._layer.steps(layer, weights, run)
+            activations.store(run.input)
+        weights = yield HEAD
+        rows = activations.load()[batch.logit_rows]
+        run.hidden = None
+        norm = vector(weights, names.NORM)
+        if self.spec.norm == "layer" and norm is not None:
+            rows, norm = normalized(self.spec, rows, weights, "model.norm"), None
+        logits = yield from self._linear(run, weights, names.HEAD, rows, norm=norm, bits=16)
+        cache.end(ragged)
+        return self._scaled(logits.float())
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        rows = self._embed(tokens)
+        if self.spec.embedding_scale != 1:
+            rows = rows * self.spec.embedding_scale
+        return rows.to(self.device, self.dtype)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        spec = self.spec
+        if spec.logit_scale != 1:
+            logits = logits * spec.logit_scale
+        if spec.logit_soft_cap:
+            logits = spec.logit_soft_cap * torch.tanh(logits / spec.logit_soft_cap)
+        return logits
+
+    def _replayed(self, layer: int, weights: Weights, run: Pass) -> bool:
+        """Compute a layer as its recording, or record it; whether that could be."""
+        if self._replays is None or not run.batch.ragged.is_decode or tiled(weights):
+            return False
+        opened = run.batch.cache.open(layer)
+        key = opened.replay_key() if isinstance(opened, DeviceLayerCache) else None
+        if key is None:
+            return False
+
+        def work(hidden: Tensor) -> None:
+            run.hidden, run.opened = hidden, cast(DeviceLayerCache, opened)
+            assert next(self._layer.steps(layer, weights, run), None) is None  # waits for tiles
+            run.opened = None
+
+        hidden = run.input
+        tables = tuple(table.data_ptr() for table in run.rotary[layer] or ())
+        whole = (layer, id(weights), tables, key)
+        self._replays.run(whole, weights, hidden, work)
+        run.hidden = hidden
+        return True

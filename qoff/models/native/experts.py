@@ -1,0 +1,87 @@
+"""A mixture of experts: which of them compute for a token, and where their weights are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+from torch import Tensor
+
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.ops import Ops
+from qoff.memory import Weights
+from qoff.models.spec import ExpertsSpec
+
+from .linear import vector
+
+_MATRICES = ("gate_up_proj", "down_proj")
+
+
+class ExpertWeights(NamedTuple):
+    """The matrices of a layer's experts, and their biases [experts, rows]."""
+
+    gate_up: QExperts
+    down: QExperts
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+class Experts:
+    """Computes the experts of a layer. activation_bits: of the inputs of their matmuls."""
+
+    def __init__(self, spec: ExpertsSpec, ops: Ops, activation_bits: int) -> None:
+        self.spec, self._ops, self._activation_bits = spec, ops, activation_bits
+        self._views: dict[tuple[int, int], tuple[QExperts, QExperts]] = {}  # by where they lie
+
+    def compute(self, x: Tensor, scores: Tensor, weights: Weights) -> Tensor:
+        """The weighted sum of the outputs of each token's experts, [M, hidden_size].
+
+        scores: the router's, [M, experts].
+        """
+        chosen, share = self.route(scores)
+        own = self.needed(weights, chosen)
+        return self._ops.experts(
+            x,
+            chosen,
+            share,
+            own.gate_up,
+            own.down,
+            activation=self.spec.activation,
+            gate_up_bias=own.gate_up_bias,
+            down_bias=own.down_bias,
+            activation_bits=self._activation_bits,
+        )
+
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of each token, int64 [M, chosen], and what they weigh, float32 [M, chosen]."""
+        scores = scores.float()
+        if self.spec.softmax == "all":
+            scores = scores.softmax(-1)
+        share, chosen = scores.topk(self.spec.chosen, dim=-1)
+        if self.spec.softmax == "chosen":
+            share = share.softmax(-1)
+        if self.spec.normalized:
+            share = share / share.sum(-1, keepdim=True)
+        return chosen, share
+
+    def needed(self, weights: Weights, chosen: Tensor) -> ExpertWeights:
+        """The weights of a layer's chosen experts, of those that it was handed: all of them."""
+        del chosen
+        first = cast(QTensor, weights["mlp.experts.0.gate_up_proj"])
+        last = cast(QTensor, weights[f"mlp.experts.{self.spec.count - 1}.down_proj"])
+        # Layers that stream come to the same places again and again.
+        key = (first.codes.data_ptr(), last.codes.data_ptr())
+        if key not in self._views:
+            self._views[key] = self._view(weights)
+        biases = (vector(weights, f"mlp.experts.{name}.bias") for name in _MATRICES)
+        rows = (None if bias is None else bias.view(self.spec.count, -1) for bias in biases)
+        return ExpertWeights(*self._views[key], *rows)
+
+    def _view(self, weights: Weights) -> tuple[QExperts, QExperts]:
+        gate_up, down = (
+            QExperts.of(
+                [cast(QTensor, weights[f"mlp.experts.{e}.{name}"]) for e in range(self.spec.count)]
+            )
+            for name in _MATRICES
+        )
+        return gate_up, down

@@ -1,0 +1,188 @@
+"""One decoder layer on the ops: attention, then an MLP or experts, each added to the input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.embedding import embedding
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.ops import Ops
+from qoff.memory import TiledMatrix, Weights
+from qoff.models import names
+from qoff.models.batch import MLP_TOKENS, Pass, first_rows
+from qoff.models.spec import DecoderSpec
+
+from .activations import activate, gate
+from .experts import Experts
+from .linear import ALL, Linear, Steps, fetch, tiled, vector
+from .norms import normalized, rms_normalized
+
+_BEFORE_ATTENTION, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
+
+
+class Layer:
+    """Computes a layer of a forward pass, in place of its hidden states.
+
+    activation_bits: of the inputs of its matmuls, 16 or 8.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape], activation_bits: int
+    ) -> None:
+        self._spec, self._ops, self._shapes = spec, ops, shapes
+        self._linear = Linear(ops, spec.norm_eps, activation_bits)
+        self._experts = (
+            None if spec.experts is None else Experts(spec.experts, ops, activation_bits)
+        )
+
+    def steps(self, layer: int, weights: Weights, run: Pass) -> Steps:
+        """Compute a layer; yields the tiles it waits for. Returns the hidden states."""
+        if names.POSITIONS in weights:
+            yield from self._add_positions(weights, run)
+        attended = yield from self._attention(layer, weights, run)
+        if self._spec.has_experts(layer):
+            yield from self._mixture(weights, run)
+        else:
+            yield from self._mlp(weights, run)
+        if self._spec.parallel:
+            run.input.add_(attended)
+        return run.input
+
+    def _add_positions(self, weights: Weights, run: Pass) -> Steps:
+        """hidden += the learned embedding of each token's position."""
+        rows = run.batch.ragged.positions + self._spec.position_offset
+        table = weights[names.POSITIONS]
+        if isinstance(table, TiledMatrix):
+            for tile in table.tiles:
+                some = yield from fetch(run, tile)
+                here = (rows >= tile.first_row) & (rows < tile.stop)
+                run.input[here] += _gathered(some, rows[here] - tile.first_row, run.input)
+        else:
+            run.input.add_(_gathered(cast(QTensor, table), rows, run.input))
+        return run.input
+
+    def _attention(self, layer: int, weights: Weights, run: Pass) -> Steps:
+        """hidden += attention(norm(hidden)); of a parallel one, return what is to be added."""
+        spec, batch, scratch = self._spec, run.batch, run.scratch
+        x, norm = self._input(weights, run, _BEFORE_ATTENTION)
+        qkv = yield from self._linear(run, weights, names.QKV, x, out=scratch.qkv, norm=norm)
+        q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
+        if spec.qk_norm == "all":
+            for which, first, stop in (
+                (q_norm, 0, spec.q_rows),
+                (k_norm, spec.q_rows, spec.q_rows + spec.kv_rows),
+            ):
+                heads = qkv[:, first:stop]
+                heads.copy_(rms_normalized(heads, cast(Tensor, which), spec.norm_eps))
+            q_norm = k_norm = None
+        attended = self._ops.attention(
+            qkv,
+            self._shapes[layer],
+            run.opened or batch.cache.open(layer),
+            batch.ragged,
+            rotary=run.rotary[layer],
+            q_norm=q_norm,
+            k_norm=k_norm,
+            sinks=vector(weights, "self_attn.sinks"),
+            out=scratch.attended,
+        )
+        batch.cache.close(layer)
+        return (yield from self._output(run, weights, "self_attn.o_proj", attended))
+
+    def _mlp(self, weights: Weights, run: Pass) -> Steps:
+        """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
+        count = len(run.input)
+        step = max(count, 1) if tiled(weights) else MLP_TOKENS
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
+            x, norm = self._input(weights, run, _BEFORE_MLP, part)
+            inner = yield from self._inner(weights, run, "mlp", x, norm, part)
+            yield from self._output(run, weights, "mlp.down_proj", inner, part)
+        return run.input
+
+    def _inner(
+        self,
+        weights: Weights,
+        run: Pass,
+        module: str,
+        x: Tensor | None,
+        norm: Tensor | None,
+        part: slice,
+    ) -> Steps:
+        """What goes into the down projection of an MLP."""
+        act = self._spec.activation
+        if not self._spec.gated:
+            up = yield from self._linear(run, weights, f"{module}.up_proj", x, part=part, norm=norm)
+            return activate(act, up)
+        name, fused = f"{module}.gate_up_proj", act == "silu"
+        own = fused and module == "mlp"
+        out = first_rows(run.scratch.gated, part.stop - part.start) if own else None
+        found = yield from self._linear(
+            run, weights, name, x, out=out, part=part, norm=norm, silu_mul=fused
+        )
+        return found if fused else gate(act, found)
+
+    def _mixture(self, weights: Weights, run: Pass) -> Steps:
+        """hidden += the chosen experts' outputs, and the shared one's."""
+        experts = self._experts
+        assert experts is not None
+        count = len(run.input)
+        for first in range(0, count, MLP_TOKENS):
+            part = slice(first, min(first + MLP_TOKENS, count))
+            x = normalized(self._spec, run.input[part], weights, _BEFORE_MLP)
+            scores = yield from self._linear(run, weights, names.ROUTER, x, bits=16)
+            added = experts.compute(x, scores, weights)
+            if experts.spec.shared_size:
+                shared = yield from self._inner(weights, run, "mlp.shared_expert", x, None, part)
+                shared = yield from self._linear(
+                    run, weights, "mlp.shared_expert.down_proj", shared
+                )
+                if experts.spec.shared_gate:
+                    score = yield from self._linear(run, weights, names.SHARED_GATE, x, bits=16)
+                    shared = shared * torch.sigmoid(score)
+                added = added + shared
+            run.input[part] += added
+        return run.input
+
+    def _input(
+        self, weights: Weights, run: Pass, module: str, part: slice = ALL
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Normalized hidden states, None for as they are; and the norm to fuse with a matmul."""
+        if not self._spec.pre_norm:
+            return None, None
+        if self._spec.norm == "rms":
+            return None, vector(weights, f"{module}.weight")
+        return normalized(self._spec, run.input[part], weights, module), None
+
+    def _output(
+        self, run: Pass, weights: Weights, name: str, x: Tensor, part: slice = ALL
+    ) -> Steps:
+        """Add a projection of x to the hidden states; of a parallel attention, return it."""
+        spec, module = self._spec, name.rpartition(".")[0]
+        aside = spec.parallel and module == "self_attn"
+        later = spec.post_norm or spec.norm_after_add or spec.residual_scale != 1
+        if not (aside or later):
+            return (yield from self._linear(run, weights, name, x, part=part, adds=True))
+        y = yield from self._linear(run, weights, name, x)
+        if spec.post_norm:
+            y = normalized(spec, y, weights, f"{module}.post_norm")
+        if spec.residual_scale != 1:
+            y = y * spec.residual_scale
+        if aside:
+            return y
+        hidden = run.input[part]
+        hidden += y
+        if spec.norm_after_add:
+            norm = _BEFORE_ATTENTION if module == "self_attn" else _BEFORE_MLP
+            hidden.copy_(normalized(spec, hidden, weights, norm))
+        return hidden
+
+
+def _gathered(table: QTensor, rows: Tensor, like: Tensor) -> Tensor:
+    """Rows of a matrix in memory, on the device and in the dtype of `like`."""
+    return embedding(rows.to(table.device), table).to(like.device, like.dtype)

@@ -1,0 +1,121 @@
+"""The quantized linear of a decoder, whose matrix may come in tiles of rows, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import cast
+
+from torch import Tensor
+
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.ops import Ops
+from qoff.memory import Tile, TiledMatrix, Unit, Weights
+from qoff.models.batch import Pass
+
+Steps = Generator[Unit, Weights, Tensor]
+ALL = slice(None)
+
+
+class Linear:
+    """f(norm(x) @ W.T + bias) on the weights that a forward pass was handed.
+
+    eps: of RMSNorms that are fused. activation_bits: of inputs, unless a call says otherwise.
+    """
+
+    def __init__(self, ops: Ops, eps: float, activation_bits: int) -> None:
+        self._ops, self._eps, self._activation_bits = ops, eps, activation_bits
+
+    def __call__(
+        self,
+        run: Pass,
+        weights: Weights,
+        name: str,
+        x: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        part: slice = ALL,
+        adds: bool = False,
+        norm: Tensor | None = None,
+        silu_mul: bool = False,
+        bits: int | None = None,
+    ) -> Steps:
+        """Return the result, in `out` if there is one.
+
+        Without x, the input is the hidden states of the tokens `part`; with `adds` the result is
+        added to them. A matrix in tiles is multiplied tile by tile; meanwhile the hidden states are
+        where the batch keeps them.
+        """
+        matrix, bias = weights[name], vector(weights, f"{name}.bias")
+        call = partial(
+            self._ops.w4_linear,
+            norm=norm,
+            eps=self._eps,
+            silu_mul=silu_mul,
+            activation_bits=bits or self._activation_bits,
+        )
+        if isinstance(matrix, TiledMatrix):
+            share = 2 if silu_mul else 1  # rows for a column of the result
+            result = yield from self._by_tiles(run, matrix, call, x, bias, out, part, adds, share)
+            return result
+        here = run.input[part] if x is None or adds else None
+        return call(
+            cast(Tensor, here) if x is None else x,
+            cast(QTensor, matrix),
+            bias=bias,
+            residual=here if adds else None,
+            out=here if adds else out,
+        )
+
+    def _by_tiles(
+        self,
+        run: Pass,
+        matrix: TiledMatrix,
+        call: Callable[..., Tensor],
+        x: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor | None,
+        part: slice,
+        adds: bool,
+        share: int,
+    ) -> Steps:
+        """A matrix of which each tile gives some columns of the result."""
+        for tile in matrix.tiles:
+            rows = yield from fetch(run, tile)
+            source = run.input[part] if x is None else x
+            if out is None and not adds:
+                out = source.new_empty(len(source), matrix.shape[0] // share)
+            whole = run.input[part] if adds else cast(Tensor, out)
+            target = whole[:, tile.first_row // share : tile.stop // share]
+            direct = self._ops.USES_OUT  # such ops take columns of a larger matrix
+            added = (target if direct else target.contiguous()) if adds else None
+            some = call(
+                source,
+                rows,
+                bias=None if bias is None else bias[tile.first_row : tile.stop],
+                residual=added,
+                out=target if direct else None,
+            )
+            if not direct:
+                target.copy_(some)
+        return run.input[part] if adds else cast(Tensor, out)
+
+
+def fetch(run: Pass, tile: Tile) -> Generator[Unit, Weights, QTensor]:
+    """Wait for a tile, with the hidden states put away meanwhile."""
+    if run.hidden is not None:
+        run.batch.activations.store(run.hidden)
+    weights = yield tile
+    if run.hidden is not None:
+        run.hidden = run.batch.activations.load()
+    return cast(QTensor, weights[tile.name])
+
+
+def vector(weights: Weights, name: str) -> Tensor | None:
+    """A dense weight, None where this model has none of that name."""
+    return cast("Tensor | None", weights.get(name))
+
+
+def tiled(weights: Weights) -> bool:
+    """Whether any matrix comes in tiles."""
+    return any(isinstance(weight, TiledMatrix) for weight in weights.values())

@@ -1,0 +1,1 @@
+"""What a conversion reads from: safetensors, quantized checkpoints, GGUF files."""

@@ -1,0 +1,232 @@
+"""A GGUF file as a source: Hugging Face names, `config.json` and tokenizer from its metadata.
+
+The keys are those of llama.cpp's `gguf-py/gguf/constants.py`; what they do not say has the value of
+transformers' config class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.errors import FormatError, UnsupportedModelError
+from qoff.models.native.rope import inverse_frequencies
+from qoff.models.spec import DecoderSpec
+from qoff.quant import GGUFFile, QTensor, TensorInfo, unpermute_rows
+from qoff.quant.gguf import DENSE, QUANTIZED, TO_FLOATS
+from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
+
+from .gguf_tokenizer import build_tokenizer
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+_PERMUTED = ("llama", "smollm3")  # architectures whose query and key rows are reordered
+_BITS_FROM_FLOATS = 8  # of types whose codes no QTensor holds
+_HEAD = "output.weight"
+_OUTER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": _HEAD,
+}
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+}
+# Llama 3.1 to 3.3 store their frequency factors as a tensor; these are the constants behind it
+_LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+class GGUFSource:
+    """A GGUF file of the Llama family. Raises FormatError if it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GGUFFile(path)
+        self._architecture = str(self._file.metadata.get("general.architecture"))
+        self._names = frozenset(self._file.tensors)
+
+    def config(self) -> dict[str, Any]:
+        arch = self._architecture
+        if arch not in ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{self.path}: general.architecture is {arch!r}; "
+                f"supported: {', '.join(ARCHITECTURES)}"
+            )
+        config = {name: self._need(key) for name, key in _KEYS.items()}
+        heads = config["num_attention_heads"]
+        ids = {k: self._tokenizer(f"{k}_token_id") for k in ("bos", "eos", "padding")}
+        config |= {
+            "model_type": arch,
+            "architectures": [ARCHITECTURES[arch]],
+            "num_key_value_heads": self._kv_heads(),
+            "head_dim": self._get("attention.key_length", config["hidden_size"] // max(heads, 1)),
+            "vocab_size": self._shape("token_embd.weight")[0],
+            "rope_parameters": self._rope(),
+            "tie_word_embeddings": _HEAD not in self._names,
+            "bos_token_id": ids["bos"],
+            "eos_token_id": ids["eos"],
+            "pad_token_id": ids["padding"],
+        }
+        if arch in ("llama", "qwen3", "smollm3"):
+            config["attention_bias"] = "blk.0.attn_q.bias" in self._names
+        if arch in ("llama", "smollm3"):
+            config["mlp_bias"] = "blk.0.ffn_up.bias" in self._names
+        self._check_value("rope.dimension_count", config["head_dim"])
+        self._check_value("expert_count", 0)
+        return self._with_rope_factors(config)
+
+    def info(self, name: str) -> TensorInfo | None:
+        stored = _gguf_name(name)
+        if stored not in self._names:
+            return None
+        kind, shape = self._file.tensor_type(stored), self._shape(stored)
+        if kind in DENSE:
+            return TensorInfo(shape, None)
+        if kind in TO_FLOATS:
+            return TensorInfo(shape, (_BITS_FROM_FLOATS, GROUP_SIZE), anew=True)
+        if kind in BLOCK_TYPES:
+            return TensorInfo(shape, (BLOCK_TYPES[kind].bits, GROUP_SIZE))
+        raise FormatError(
+            f"{self.path}: tensor {stored} has type {kind}; supported are "
+            f"{', '.join((*QUANTIZED, *DENSE))}. Use a file of one of these types"
+        )
+
+    def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
+        stored = _gguf_name(name)
+        for numbers in self._order(name, self._shape(stored)[0]).split(rows):
+            yield self._file.load(stored, numbers)
+
+    def item(self, name: str, index: int) -> Tensor:
+        raise FormatError(f"{self.path}: {name} has no parts of its own in a GGUF file")
+
+    def files(self) -> Mapping[str, bytes | Path]:
+        from transformers import GenerationConfig
+
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        ends = {i for key in keys if (i := self._tokenizer(key)) is not None}
+        generation = GenerationConfig(
+            bos_token_id=self._tokenizer("bos_token_id"),
+            eos_token_id=sorted(ends) if len(ends) > 1 else next(iter(ends), None),
+            pad_token_id=self._tokenizer("padding_token_id"),
+        )
+        tokenizer = build_tokenizer(self._file.metadata, self._need("context_length"))
+        with TemporaryDirectory() as directory:
+            tokenizer.save_pretrained(directory)
+            generation.save_pretrained(directory)
+            written = (path for path in sorted(Path(directory).iterdir()) if path.is_file())
+            return {path.name: path.read_bytes() for path in written}
+
+    def _order(self, name: str, rows: int) -> Tensor:
+        """Return where in the file each row of a tensor is, int64 [rows]."""
+        order = torch.arange(rows)
+        if self._architecture in _PERMUTED and ".q_proj." in name:
+            return unpermute_rows(order, self._need("attention.head_count"))
+        if self._architecture in _PERMUTED and ".k_proj." in name:
+            return unpermute_rows(order, self._kv_heads())
+        return order
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        return self._file.metadata.get(f"{self._architecture}.{key}", default)
+
+    def _need(self, key: str) -> Any:
+        value = self._get(key)
+        if not isinstance(value, int | float):
+            raise FormatError(
+                f"{self.path}: key {self._architecture}.{key} is {value!r}; expected a number"
+            )
+        return value
+
+    def _kv_heads(self) -> Any:
+        optional = self._get("attention.head_count_kv") is None
+        return self._need("attention.head_count" if optional else "attention.head_count_kv")
+
+    def _tokenizer(self, key: str) -> int | None:
+        value = self._file.metadata.get(f"tokenizer.ggml.{key}")
+        return value if isinstance(value, int) else None
+
+    def _shape(self, stored: str) -> tuple[int, ...]:
+        return self._file.shape(stored)
+
+    def _check_value(self, key: str, supported: int) -> None:
+        value = self._get(key, supported)
+        if value != supported:
+            raise UnsupportedModelError(
+                f"{self.path}: {self._architecture}.{key} is {value}; supported: {supported}"
+            )
+
+    def _rope(self) -> dict[str, Any]:
+        """Return transformers' `rope_parameters`."""
+        kind = self._get("rope.scaling.type", "none")
+        rope = {"rope_type": "default", "rope_theta": float(self._get("rope.freq_base", 10000.0))}
+        if kind == "none":
+            return rope
+        if kind not in ("linear", "yarn"):
+            raise UnsupportedModelError(
+                f"{self.path}: {self._architecture}.rope.scaling.type is {kind!r}; "
+                "supported: none, linear, yarn"
+            )
+        rope |= {"rope_type": kind, "factor": float(self._need("rope.scaling.factor"))}
+        if kind == "yarn":
+            original = self._need("rope.scaling.original_context_length")
+            rope["original_max_position_embeddings"] = original
+        return rope
+
+    def _with_rope_factors(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Put the divisors of the frequencies that Llama 3.1 and later store into the config.
+
+        Raises UnsupportedModelError if they are not those of transformers' kind "llama3".
+        """
+        if "rope_freqs.weight" not in self._names:
+            return config
+        factors = self._file.load("rope_freqs.weight")
+        assert isinstance(factors, Tensor)
+        rope = {**config["rope_parameters"], "rope_type": "llama3", "factor": float(factors.max())}
+        scaled = {**config, "rope_parameters": rope | _LLAMA3_ROPE}
+        wanted, _ = inverse_frequencies(DecoderSpec.from_config(scaled))
+        plain, _ = inverse_frequencies(DecoderSpec.from_config(config))
+        if factors.shape != plain.shape or not torch.allclose(plain / factors, wanted, 1e-4, 0.0):
+            raise UnsupportedModelError(
+                f"{self.path}: rope_freqs.weight does not hold the factors of rope_type 'llama3'; "
+                "convert the model's safetensors checkpoint instead"
+            )
+        return scaled
+
+
+def _gguf_name(name: str) -> str:
+    """Return the name in a GGUF file of a Hugging Face tensor."""
+    if match := _LAYER_NAME.fullmatch(name):
+        layer, module, kind = match.groups()
+        return f"blk.{layer}.{_LAYER_NAMES[module]}.{kind}"
+    return _OUTER_NAMES[name]

@@ -1,0 +1,78 @@
+"""A model directory whose linear weights are quantized, by a method of `qoff.quant.schemes`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from qoff.quant import CONFIG_FILES, QTensor, Scheme, TensorInfo, read_scheme
+from qoff.quant.mxfp4 import MXFP4
+
+from .safetensors import SafetensorsSource, read_json
+
+_KEY = "quantization_config"
+_OLD_KEY = "compression_config"  # of compressed-tensors
+_WEIGHT = ".weight"
+
+
+def open_quantized(tensors: SafetensorsSource) -> QuantizedSource | None:
+    """Return the source for a directory whose config names a quantization, None without one.
+
+    Raises UnsupportedModelError, naming file and key, for a quantization that cannot be read.
+    """
+    path = tensors.path / "config.json"
+    config = read_json(path)
+    for key in (_KEY, _OLD_KEY):
+        if found := config.get(key):
+            return QuantizedSource(tensors, read_scheme(found, f"{path}: {key}."))
+    for name, method in CONFIG_FILES.items():
+        if (file := tensors.path / name).is_file():
+            return QuantizedSource(tensors, read_scheme(read_json(file), f"{file}: ", method))
+    return None
+
+
+class QuantizedSource:
+    """A Hugging Face model directory with quantized linear weights.
+
+    What its method did not quantize (embedding, norms, biases, modules left out) are floats.
+    """
+
+    def __init__(self, tensors: SafetensorsSource, scheme: Scheme) -> None:
+        self.path = tensors.path
+        self._tensors = tensors
+        self._scheme = scheme
+        self._infos: dict[str, TensorInfo | None] = {}
+
+    def config(self) -> dict[str, Any]:
+        config = self._tensors.config()
+        return {key: value for key, value in config.items() if key not in (_KEY, _OLD_KEY)}
+
+    def info(self, name: str) -> TensorInfo | None:
+        return self._quantized(name) or self._stack(name) or self._tensors.info(name)
+
+    def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
+        if self._quantized(name) is None:
+            return self._tensors.chunks(name, rows)
+        return self._scheme.pieces(self._tensors, name.removesuffix(_WEIGHT), rows)
+
+    def item(self, name: str, index: int) -> Tensor:
+        if isinstance(self._scheme, MXFP4) and self._stack(name) is not None:
+            return self._scheme.item(self._tensors, name, index)
+        return self._tensors.item(name, index)
+
+    def files(self) -> Mapping[str, bytes | Path]:
+        return self._tensors.files()
+
+    def _stack(self, name: str) -> TensorInfo | None:
+        """Of a tensor of all experts."""
+        return self._scheme.stack(self._tensors, name) if isinstance(self._scheme, MXFP4) else None
+
+    def _quantized(self, name: str) -> TensorInfo | None:
+        if not name.endswith(_WEIGHT):
+            return None
+        if name not in self._infos:
+            self._infos[name] = self._scheme.info(self._tensors, name.removesuffix(_WEIGHT))
+        return self._infos[name]
