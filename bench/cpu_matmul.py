@@ -72,13 +72,13 @@ class Case:
 
 
 def random_weight(n: int, k: int, seed: int) -> QTensor:
-    """A matrix of random codes, packing cpu16, whose elements are about 1 / sqrt(K)."""
+    """A matrix of random codes, packing rows16, whose elements are about 1 / sqrt(K)."""
     generator = torch.Generator().manual_seed(seed)
-    codes_shape, scale_shape = packed_shapes((n, k), 4, GROUP, "cpu16")
+    codes_shape, scale_shape = packed_shapes((n, k), 4, GROUP, "rows16")
     codes = torch.randint(256, codes_shape, dtype=torch.uint8, generator=generator)
     scale = (0.5 + torch.rand(scale_shape, generator=generator)) / (4.6 * k**0.5)
     scale[:, :, 1] *= -7.5
-    return QTensor(codes, scale.half(), (n, k), 4, GROUP, "cpu16")
+    return QTensor(codes, scale.half(), (n, k), 4, GROUP, "rows16")
 
 
 class Operands:

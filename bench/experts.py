@@ -93,7 +93,7 @@ class Operands:
         ]
 
     def draws(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Return experts and shares of the tokens, DRAWS times; one after the other all occur."""
+        """Return top-k ids and weights of the tokens, DRAWS times; in turn all experts occur."""
         shape, found = self.shape, []
         generator = torch.Generator().manual_seed(tokens)
         numbers = torch.empty(0, dtype=torch.int64)
@@ -104,8 +104,8 @@ class Operands:
                     numbers = torch.randperm(shape.experts, generator=generator)
                 picked.append(numbers[: shape.per_token])
                 numbers = numbers[shape.per_token :]
-            share = torch.rand(tokens, shape.per_token, generator=generator)
-            found.append((torch.stack(picked), share.softmax(1)))
+            topk_weights = torch.rand(tokens, shape.per_token, generator=generator)
+            found.append((torch.stack(picked), topk_weights.softmax(1)))
         return found
 
     def calls(self, tokens: int) -> dict[str, Callable[[], Tensor]]:
@@ -125,22 +125,22 @@ class Operands:
             LOOP: lambda: self.loop(x, *next(loop)),
         }
 
-    def loop(self, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
-        """Expert by expert, over those that are chosen."""
+    def loop(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Expert by expert, over those that are topk_ids."""
         out = torch.zeros_like(x)
-        for e in chosen.unique().tolist():
-            token, place = torch.where(chosen == e)
+        for e in topk_ids.unique().tolist():
+            token, place = torch.where(topk_ids == e)
             gate_up, down = self.ready[e]
             gate, up = (x[token] @ gate_up).view(len(token), -1, 2, 16).unbind(2)
             y = (F.silu(gate) * up).reshape(len(token), -1) @ down
-            out.index_add_(0, token, y * share[token, place, None])
+            out.index_add_(0, token, y * topk_weights[token, place, None])
         return out
 
 
 def random_experts(shape: Shape) -> tuple[QExperts, QExperts]:
     """gate_up and down in one buffer, expert by expert; elements are about 1 / sqrt(K)."""
     sizes = ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
-    forms = [packed_shapes(size, 4, GROUP, "cpu16") for size in sizes]
+    forms = [packed_shapes(size, 4, GROUP, "rows16") for size in sizes]
     generator = torch.Generator().manual_seed(0)
     matrices: tuple[list[QTensor], list[QTensor]] = ([], [])
     counts = [(torch.Size(c).numel(), 2 * torch.Size(s).numel()) for c, s in forms]
@@ -157,7 +157,7 @@ def random_experts(shape: Shape) -> tuple[QExperts, QExperts]:
             scale = (0.5 + torch.rand(form[1], generator=generator)) / (4.6 * size[1] ** 0.5)
             scale[:, :, 1] *= -7.5
             scale_min.copy_(scale)
-            found.append(QTensor(codes, scale_min, size, 4, GROUP, "cpu16"))
+            found.append(QTensor(codes, scale_min, size, 4, GROUP, "rows16"))
             start = stop
     return QExperts.of(matrices[0]), QExperts.of(matrices[1])
 
@@ -184,10 +184,10 @@ def measure(
         operands = Operands(shape)
         check(operands)
         for m in tokens:
-            chosen = [len(draw[0].unique()) for draw in operands.draws(m)]
+            topk_ids = [len(draw[0].unique()) for draw in operands.draws(m)]
             calls = {name: timed(call, least_s) for name, call in operands.calls(m).items()}
             seconds = interleaved({**calls, **ways}, rounds)
-            nbytes = operands.nbytes * sum(chosen) / len(chosen)
+            nbytes = operands.nbytes * sum(topk_ids) / len(topk_ids)
             cases.append(Case(shape, m, nbytes, seconds, reading.best(seconds)))
     return cases
 

@@ -27,7 +27,7 @@ def random_weight(
     scale = (0.5 + torch.rand(k // group, n, device=device)) / 2**bits / k**0.5
     minimum = -scale * (2**bits - 1) * (0.3 + 0.4 * torch.rand(k // group, n, device=device))
     scale_min = torch.stack((scale, minimum), 2).to(scales)
-    return QTensor(codes, scale_min, (n, k), bits, group, "half32")
+    return QTensor(codes, scale_min, (n, k), bits, group, "split32")
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,11 @@ def plans(path: Path, work: Work) -> dict[str, Plan]:
             base, device_memory=rest + int(weights * part)
         )
     half = found["50% of the weights"]
-    found["50%, row by row"] = replace(half, order="row")
+    found["50%, sequential"] = replace(half, schedule="sequential")
     found["50%, the rest in host memory"] = replace(half, host_memory=weights + (64 << 20))
-    found["KV on the host, moved"] = replace(base, kv_placement=KVPlacement(0, 1), delegate="never")
+    found["KV on the host, moved"] = replace(
+        base, kv_placement=KVPlacement(0, 1), cpu_attention="never"
+    )
     found["KV on disk"] = replace(base, kv_placement=KVPlacement(0, 0))
     found["50%, half of KV on disk"] = replace(half, kv_placement=KVPlacement(0.5, 0))
     found["50%, hidden states on the host"] = replace(half, activations="host")

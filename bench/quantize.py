@@ -31,9 +31,9 @@ def _error(
     w = torch.randn(shape, device=device).to(dtype)
     codes, scale_min = quantize(w, bits, group)
     levels, scale, minimum = quantization.quantize(w, bits, group)
-    if not torch.equal(scale_min, pack_scale_min(scale, minimum, "half32")):
+    if not torch.equal(scale_min, pack_scale_min(scale, minimum, "split32")):
         return float("inf")
-    packed = pack_codes(levels, bits, "half32")
+    packed = pack_codes(levels, bits, "split32")
     off = (codes & 15).int() - (packed & 15).int() if bits == 4 else codes.int() - packed.int()
     high = (codes >> 4).int() - (packed >> 4).int() if bits == 4 else off
     worst = max(int(off.abs().max()), int(high.abs().max()))

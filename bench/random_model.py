@@ -40,14 +40,14 @@ _HEAD_BITS = 8
 
 
 def random_matrix(shape: tuple[int, int], bits: int, generator: torch.Generator) -> QTensor:
-    """A matrix of random codes, packing cpu16, with elements of deviation about 1 / sqrt(K)."""
-    codes_shape, scale_shape = packed_shapes(shape, bits, GROUP, "cpu16")
+    """A matrix of random codes, packing rows16, with elements of deviation about 1 / sqrt(K)."""
+    codes_shape, scale_shape = packed_shapes(shape, bits, GROUP, "rows16")
     codes = torch.empty(codes_shape, dtype=torch.uint8)
     codes.view(-1).view(torch.int64).random_(generator=generator)
     deviation = (2**bits) / 12**0.5  # of uniform codes
     scale = (0.5 + torch.rand(scale_shape, generator=generator)) / (deviation * shape[1] ** 0.5)
     scale[:, :, 1] = scale[:, :, 0] * -(2**bits - 1) / 2
-    return QTensor(codes, scale.half(), shape, bits, GROUP, "cpu16")
+    return QTensor(codes, scale.half(), shape, bits, GROUP, "rows16")
 
 
 def write_random_checkpoint(path: Path, config: Mapping[str, Any], seed: int = 0) -> None:
@@ -77,7 +77,7 @@ def write_random_checkpoint(path: Path, config: Mapping[str, Any], seed: int = 0
                     "bits": 4,
                     "group_size": GROUP,
                     "solver": "random",
-                    "packing": "cpu16",
+                    "packing": "rows16",
                 },
             }
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, the first to the left, the others to the right.
+    """PaddedBatch as wide as their widest cell, the first to the left, the others to the right.
 
     Rows may be shorter than the header; the last cell of such a row counts for no width.
     """

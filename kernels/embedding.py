@@ -22,7 +22,7 @@ def embedding(ids: Tensor, weight: QTensor) -> Tensor:
         raise OpError(
             f"embedding: ids from {int(ids.min())} to {int(ids.max())}, rows 0 to {n - 1}"
         )
-    if weight.packing == "half32":
+    if weight.packing == "split32":
         codes, scale_min = weight.codes[ids], weight.scale_min[:, ids].contiguous()
         rows = replace(weight, codes=codes, scale_min=scale_min, shape=(len(ids), k))
         return rows.dequantize()

@@ -39,8 +39,8 @@ class Ops(Protocol):
     def experts(
         self,
         x: Tensor,
-        chosen: Tensor,
-        share: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
         gate_up: QExperts,
         down: QExperts,
         *,

@@ -18,7 +18,7 @@ from qoff.hf.plugin.register import register_with_transformers
 
 if TYPE_CHECKING:
     from qoff.engine import LLM, SamplingParams
-    from qoff.hf.cache import KVCache
+    from qoff.hf.cache import QoffCache
     from qoff.hf.load import load
     from qoff.hf.plugin.config import QoffConfig
     from qoff.kvcache import KVPlacement, KVQuant
@@ -29,10 +29,10 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Format",
-    "KVCache",
     "KVPlacement",
     "KVQuant",
     "Plan",
+    "QoffCache",
     "QoffConfig",
     "QuantConfig",
     "SamplingParams",
@@ -42,7 +42,7 @@ __all__ = [
 
 _MODULES = {
     "Format": "qoff.quant",
-    "KVCache": "qoff.hf.cache",
+    "QoffCache": "qoff.hf.cache",
     "KVPlacement": "qoff.kvcache",
     "KVQuant": "qoff.kvcache",
     "LLM": "qoff.engine",

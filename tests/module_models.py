@@ -15,7 +15,7 @@ from qoff.checkpoint import Checkpoint, TensorEntry, WeightFile, read_weight
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.convert.convert import convert
 from qoff.models.modules.quantizable import matrices_of
-from qoff.models.modules.structure import CACHE_ARGUMENTS, Place, Structure
+from qoff.models.modules.structure import CACHE_ARGUMENTS, Structure, UnitWeight
 from qoff.models.tensor_names import EMBEDDING, HEAD
 from tests.tiny_models import BOS, EOS, PAD, QUANT, TINY, save_tokenizer
 
@@ -139,11 +139,11 @@ def module_source(base: Path, name: str) -> Path:
     return path
 
 
-def module_checkpoint(base: Path, name: str, packing: str = "cpu16") -> Path:
+def module_checkpoint(base: Path, name: str, packing: str = "rows16") -> Path:
     """The checkpoint of `module_source`, under `base`; made once."""
     path = base / "module-checkpoints" / f"{name}-{packing}"
     if not path.exists():
-        convert(module_source(base, name), path, quant=QUANT, for_cpu=packing == "cpu16")
+        convert(module_source(base, name), path, quant=QUANT, for_cpu=packing == "rows16")
     return path
 
 
@@ -163,7 +163,7 @@ def module_reference(base: Path, name: str) -> Any:
     return model
 
 
-def _put(file: WeightFile, place: Place, structure: Structure) -> None:
+def _put(file: WeightFile, place: UnitWeight, structure: Structure) -> None:
     weight = getattr(place.module, place.attribute)
     name = structure.stored_as(place)
     if isinstance(file.weights.get(name), TensorEntry) or name in (EMBEDDING, HEAD):

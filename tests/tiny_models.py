@@ -291,11 +291,11 @@ def tiny_model(base: Path, family: str = "llama") -> Path:
     return path
 
 
-def tiny_checkpoint(base: Path, family: str = "llama", packing: str = "cpu16") -> Path:
+def tiny_checkpoint(base: Path, family: str = "llama", packing: str = "rows16") -> Path:
     """The checkpoint of `tiny_model`, under `base`; made once."""
     path = base / "tiny-checkpoints" / f"{family}-{packing}"
     if not path.exists():
-        convert(tiny_model(base, family), path, quant=QUANT, for_cpu=packing == "cpu16")
+        convert(tiny_model(base, family), path, quant=QUANT, for_cpu=packing == "rows16")
     return path
 
 

@@ -7,7 +7,7 @@ from .jit.pool import default_pool
 from .linear.linear import w4_linear
 from .moe.experts import experts
 
-PACKING = "cpu16"  # what w4_linear reads
+PACKING = "rows16"  # what w4_linear reads
 CACHE, USES_OUT = "host", True
 
 __all__ = ["CACHE", "PACKING", "USES_OUT", "attention", "default_pool", "experts", "w4_linear"]

@@ -19,7 +19,8 @@ class DevicePass:
 
     Rows are the new tokens in the order of their slots. A slot without new tokens counts as empty:
     zeros everywhere. Tensors are on the device, numbers are what the host knows without waiting.
-    The tokens before `near` are in host memory; those from `packed` to `far_after` will be.
+    The tokens before `resident_from` are in host memory; those from `packed` to `offloaded_until`
+    will be.
     """
 
     start: Tensor  # int32 [S], position of the first new token
@@ -27,18 +28,20 @@ class DevicePass:
     length: Tensor  # int32 [S], tokens with the new ones
     packed: Tensor  # int32 [S], tokens in blocks before the pass
     after: Tensor  # int32 [S], tokens in blocks after it
-    # int32 [S, columns]: the block of tokens 64 i and on, from `near` on, the new blocks too; from
-    # `packed` to `far_after` the place in the stage.
+    # int32 [S, columns]: the block of tokens 64 i and on, from `resident_from` on, the new blocks
+    # too; from `packed` to `offloaded_until` the place in the write-back buffer.
     table: Tensor
     positions: Tensor  # int32 or int64 [M], of each row
     order: Tensor | None  # int64 [M], where each row is among the new tokens; None: the same place
     slots: Tensor | None  # int64 [M], of each row, at decode; None: row i is slot i, of all S
     max_rows: int  # of a sequence; 1 for decode
-    max_packed: int  # at least `packed` less `near` of each, at most what `table` has room for
-    max_new_blocks: int  # of a sequence, those for the stage aside
-    near: Tensor | None = None  # int32 [S], multiples of 64; None: 0
-    far_after: Tensor | None = None  # int32 [S], at least `packed`; None: nothing goes to the stage
-    max_far_blocks: int = 0  # new ones of a sequence in the stage
+    max_packed: (
+        int  # at least `packed` less `resident_from` of each, at most what `table` has room for
+    )
+    max_new_blocks: int  # of a sequence, write-back aside
+    resident_from: Tensor | None = None  # int32 [S], multiples of 64; None: 0
+    offloaded_until: Tensor | None = None  # int32 [S], at least `packed`; None: no write-back
+    max_offloaded_blocks: int = 0  # new ones of a sequence to be written back
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,9 @@ class DeviceLayerCache:
     recent_k: Tensor  # float16 or bfloat16 [S, W, kv_heads, D]
     recent_v: Tensor
     step: DevicePass
-    # The tokens before `near`, in host memory; rows are in the order of the slots.
-    far: tuple[PackedTokens, ...] = ()
-    stage: Tensor | None = None  # like pool: where new blocks go that will be in host memory
+    # The tokens before `resident_from`, in host memory; rows are in the order of the slots.
+    offloaded: tuple[PackedTokens, ...] = ()
+    write_back: Tensor | None = None  # like pool: where new blocks go that will be in host memory
     values_rotated: bool = False  # V in blocks and in the ring: `rotated.rotate_values`
 
     def replay_key(self) -> tuple[int, ...] | None:
@@ -66,8 +69,8 @@ class DeviceLayerCache:
         that attends to any in host memory.
         """
         step = self.step
-        packs = step.max_new_blocks or step.max_far_blocks
-        if step.max_rows > 1 or packs or self.far or not (step.order is step.slots is None):
+        packs = step.max_new_blocks or step.max_offloaded_blocks
+        if step.max_rows > 1 or packs or self.offloaded or not (step.order is step.slots is None):
             return None
         tensors = (self.pool, self.recent_k, self.recent_v, step.start, step.table)
         return (*(t.data_ptr() for t in tensors), step.table.shape[1], step.max_packed)

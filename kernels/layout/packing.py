@@ -3,13 +3,13 @@
 A matrix has N rows (outputs) and K columns (inputs), a code of 4 or 8 bits for each element, and a
 scale and a minimum for each run of `group_size` columns of a row.
 
-half32, the layout on disk and on a GPU; its blocks are those of GGUF Q4_0 and Q4_1:
+split32, the layout on disk and on a GPU; its blocks are those of GGUF Q4_0 and Q4_1:
     4 bit  codes[N, K/2]: K in blocks of 32 elements = 16 bytes; byte j of a block holds element j
            in the low nibble and element j+16 in the high nibble.
     8 bit  codes[N, K].
     scale_min[K/g, N, 2]: [..., 0] is the scale, [..., 1] the minimum.
 
-cpu16, rows in blocks of 16 so that one vector register holds one column of a block:
+rows16, rows in blocks of 16 so that one vector register holds one column of a block:
     4 bit  codes[Np/16, K/8, 16, 4]: byte (b, s, r, j) holds element (16b+r, 8s+j) in the low nibble
            and element (16b+r, 8s+4+j) in the high nibble.
     8 bit  codes[Np/16, K/4, 16, 4]: byte (b, s, r, j) is element (16b+r, 4s+j).
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
-PACKINGS: Mapping[str, int] = MappingProxyType({"half32": 1, "cpu16": 1})  # name -> version
-ROW_BLOCK = 16  # rows that cpu16 keeps together
+PACKINGS: Mapping[str, int] = MappingProxyType({"split32": 1, "rows16": 1})  # name -> version
+ROW_BLOCK = 16  # rows that rows16 keeps together
 
 _LOW64 = 0x0F0F0F0F0F0F0F0F  # the low nibbles of the eight bytes of an int64
 _PIECE = 1 << 16  # words that a repack moves at a time, so that temporaries stay in cache
@@ -71,7 +71,7 @@ def packed_shapes(
     """
     check_format(shape, bits, group_size, packing)
     n, k = shape
-    if packing == "half32":
+    if packing == "split32":
         return (n, k * bits // 8), (k // group_size, n, 2)
     blocks = _row_blocks(n)
     return (blocks, k * bits // 32, ROW_BLOCK, 4), (blocks, k // group_size, 2, ROW_BLOCK)
@@ -81,7 +81,7 @@ def pack_codes(codes: Tensor, bits: int, packing: str) -> Tensor:
     """Pack codes uint8 [N, K], each below 2**bits, K a multiple of 32. Returns uint8."""
     _check_codes(codes, bits, packing)
     n, k = codes.shape
-    if packing == "half32":
+    if packing == "split32":
         if bits == 8:
             return codes.contiguous()
         halves = codes.reshape(n, k // 32, 2, 16)
@@ -94,9 +94,9 @@ def pack_codes(codes: Tensor, bits: int, packing: str) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, packing: str) -> Tensor:
-    """Undo `pack_codes`: returns uint8 [N, K] (for 8-bit half32 the same memory)."""
+    """Undo `pack_codes`: returns uint8 [N, K] (for 8-bit split32 the same memory)."""
     n, k = shape
-    if packing == "half32":
+    if packing == "split32":
         if bits == 8:
             return packed
         block = packed.view(n, k // 32, 16)
@@ -110,7 +110,7 @@ def unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, packing: str
 
 def pack_scale_min(scale: Tensor, minimum: Tensor, packing: str) -> Tensor:
     """Pack scale and minimum, both [N, K/g] of one dtype, into one contiguous tensor."""
-    if packing == "half32":
+    if packing == "split32":
         return torch.stack((scale.T, minimum.T), dim=2)
     both = torch.stack((_pad_rows(scale), _pad_rows(minimum)), dim=2)  # [Np, K/g, 2]
     blocks = both.view(-1, ROW_BLOCK, *both.shape[1:])
@@ -120,7 +120,7 @@ def pack_scale_min(scale: Tensor, minimum: Tensor, packing: str) -> Tensor:
 def unpack_scale_min(packed: Tensor, shape: tuple[int, int], packing: str) -> tuple[Tensor, Tensor]:
     """Undo `pack_scale_min`: returns scale and minimum, contiguous [N, K/g] each."""
     n = shape[0]
-    if packing == "half32":
+    if packing == "split32":
         return packed[..., 0].T.contiguous(), packed[..., 1].T.contiguous()
     both = packed.permute(2, 0, 3, 1).reshape(2, -1, packed.shape[1])  # [2, Np, K/g]
     return both[0, :n].contiguous(), both[1, :n].contiguous()
@@ -163,7 +163,7 @@ def repack_into(q: QTensor, out: QTensor) -> None:
         raise OpError("the codes to repack into must start at a multiple of 8 bytes")
     if q.codes.storage_offset() % 8:
         q = replace(q, codes=q.codes.clone())
-    half, cpu = (q, out) if out.packing == "cpu16" else (out, q)
+    half, cpu = (q, out) if out.packing == "rows16" else (out, q)
     if out is cpu and q.shape[0] % ROW_BLOCK:
         cpu.codes[-1].zero_()
         cpu.scale_min[-1].zero_()
@@ -173,9 +173,9 @@ def repack_into(q: QTensor, out: QTensor) -> None:
         if q.bits == 8:
             (cpu_view if out is cpu else half_view).copy_(half_view if out is cpu else cpu_view)
         elif out is cpu:
-            _half32_to_cpu16(half_view, cpu_view)
+            _split32_to_rows16(half_view, cpu_view)
         else:
-            _cpu16_to_half32(cpu_view, half_view)
+            _rows16_to_split32(cpu_view, half_view)
 
 
 def _row_blocks(n: int) -> int:
@@ -224,11 +224,12 @@ def _same_words(half: QTensor, cpu: QTensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield rows[-rest:], blocks[full, :rest]
 
 
-def _half32_to_cpu16(half: Tensor, cpu: Tensor) -> None:
+def _split32_to_rows16(half: Tensor, cpu: Tensor) -> None:
     """Move the 4-bit codes of int32 words [..., S] without unpacking them.
 
-    A half32 block is four words h0..h3, h_i with elements 4i.. low and 16+4i.. high; the words of
-    cpu16 hold elements 8s.. low and 8s+4.. high. Two words are handled as one int64, h0 | h1 << 32.
+    A split32 block is four words h0..h3, h_i with elements 4i.. low and 16+4i.. high; the words of
+    rows16 hold elements 8s.. low and 8s+4.. high. Two words are handled as one int64, h0 | h1 <<
+    32.
     """
     words = half.view(torch.int64)  # [..., 2 * K/32]
     block = half.new_empty(half.shape)
@@ -240,8 +241,8 @@ def _half32_to_cpu16(half: Tensor, cpu: Tensor) -> None:
     cpu.copy_(block)
 
 
-def _cpu16_to_half32(cpu: Tensor, half: Tensor) -> None:
-    """The inverse of `_half32_to_cpu16`."""
+def _rows16_to_split32(cpu: Tensor, half: Tensor) -> None:
+    """The inverse of `_split32_to_rows16`."""
     words = cpu.contiguous().view(torch.int64)
     low, high = torch.unflatten(words, -1, (-1, 2)).unbind(-1)  # [..., K/32], two words each
     even, odd = torch.unflatten(half, -1, (-1, 2, 2)).unbind(-1)  # [..., K/32, pair]

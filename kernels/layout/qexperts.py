@@ -33,7 +33,7 @@ class QExperts:
     shape: tuple[int, int]  # (N, K) of one matrix
     bits: int  # 4 or 8
     group_size: int  # 32, 64 or 128
-    packing: str  # "half32" or "cpu16", see `packing`
+    packing: str  # "split32" or "rows16", see `packing`
 
     def __post_init__(self) -> None:
         if self.codes.dim() < 1 or not len(self.codes):

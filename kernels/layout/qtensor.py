@@ -25,7 +25,7 @@ class QTensor:
     shape: tuple[int, int]  # (N, K): outputs (rows), inputs (columns)
     bits: int  # 4 or 8
     group_size: int  # elements along K that share a scale and a minimum: 32, 64 or 128
-    packing: str  # "half32" or "cpu16", see `packing`
+    packing: str  # "split32" or "rows16", see `packing`
 
     def __post_init__(self) -> None:
         codes_shape, scale_min_shape = packed_shapes(
@@ -72,20 +72,20 @@ class QTensor:
     def rows(self, start: int, stop: int) -> QTensor:
         """Return rows start..stop-1; the codes share this tensor's memory.
 
-        Raises OpError for rows that are not there, and in cpu16 for a start, or a stop other than
+        Raises OpError for rows that are not there, and in rows16 for a start, or a stop other than
         N, that is not a multiple of 16.
         """
         n, k = self.shape
         if not 0 <= start < stop <= n:
             raise OpError(f"rows {start}..{stop} of a matrix of {n} rows")
         shape = (stop - start, k)
-        if self.packing == "half32":
+        if self.packing == "split32":
             scale_min = self.scale_min[:, start:stop].contiguous()
             return replace(self, codes=self.codes[start:stop], scale_min=scale_min, shape=shape)
         if start % ROW_BLOCK or (stop % ROW_BLOCK and stop != n):
             raise OpError(
-                f"rows {start}..{stop} cut through a block of {ROW_BLOCK} rows of packing cpu16; "
-                "use multiples of 16, or repack to half32"
+                f"rows {start}..{stop} cut through a block of {ROW_BLOCK} rows of packing rows16; "
+                "use multiples of 16, or repack to split32"
             )
         blocks = slice(start // ROW_BLOCK, -(-stop // ROW_BLOCK))
         return replace(

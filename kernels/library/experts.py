@@ -19,8 +19,8 @@ _MULTIPLE = 16  # bytes, of every expert's address: what the kernels load at onc
 
 def experts(
     x: Tensor,
-    chosen: Tensor,
-    share: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up: QExperts,
     down: QExperts,
     *,
@@ -29,20 +29,20 @@ def experts(
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return residual + sum over t of share * (down @ f(gate_up @ x + bias) + bias) [M, H].
+    """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias) [M, H].
 
-    x: [M, H] float16 or bfloat16. chosen: int64 [M, T], share: float32 [M, T], T of at least 1.
-    gate_up: E x [2I, H], rows in blocks of 16 of gate and of up in turn; down: E x [H, I]; packing
-    half32, every expert's codes and scales at multiples of 16 bytes. activation: f, see
-    `reference_experts.activate`. Biases: [E, 2I] in the order of the rows and [E, H], residual:
-    [M, H], in the dtype of x. Numbers in `chosen` are not checked on a GPU: that would wait for it.
+    x: [M, H] float16 or bfloat16. topk_ids: int64 [M, T], topk_weights: float32 [M, T], T of at
+    least 1. gate_up: E x [2I, H], rows in blocks of 16 of gate and of up in turn; down: E x [H, I];
+    packing split32, every expert's codes and scales at multiples of 16 bytes. activation: f, see
+    `reference_experts.activate`. Biases: [E, 2I] in the order of the rows and [E, H], residual: [M,
+    H], in the dtype of x. Numbers in `chosen` are not checked on a GPU: that would wait for it.
     Raises OpError.
     """
     check_mlp(gate_up, down, activation)
     result: Tensor = _experts(
         x,
-        chosen,
-        share,
+        topk_ids,
+        topk_weights,
         *_parts(gate_up),
         gate_up_bias,
         *_parts(down),
@@ -55,8 +55,8 @@ def experts(
 
 def check_experts(
     x: Tensor,
-    chosen: Tensor,
-    share: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up: QExperts,
     down: QExperts,
     *,
@@ -72,10 +72,10 @@ def check_experts(
         _check_weight(name, weight, device)
     hidden, count = gate_up.shape[1], gate_up.count
     require("x", x, FLOATS, ("M", hidden), device)
-    require("chosen", chosen, (torch.int64,), (len(x), "T"), device)
-    if chosen.shape[1] < 1:
-        raise OpError("a token chooses at least one expert; chosen is [M, 0]")
-    require("share", share, (torch.float32,), tuple(chosen.shape), device)
+    require("topk_ids", topk_ids, (torch.int64,), (len(x), "T"), device)
+    if topk_ids.shape[1] < 1:
+        raise OpError("a token chooses at least one expert; topk_ids is [M, 0]")
+    require("topk_weights", topk_weights, (torch.float32,), tuple(topk_ids.shape), device)
     for name, bias, rows in (
         ("gate_up_bias", gate_up_bias, gate_up.shape[0]),
         ("down_bias", down_bias, hidden),
@@ -88,8 +88,8 @@ def check_experts(
 
 
 def _check_weight(name: str, weight: QExperts, device: torch.device) -> None:
-    if weight.packing != "half32":
-        raise OpError(f"{name} is of packing {weight.packing}; the op takes half32")
+    if weight.packing != "split32":
+        raise OpError(f"{name} is of packing {weight.packing}; the op takes split32")
     if weight.device != device:
         raise OpError(f"{name} is on {weight.device}, x on {device}; move it there")
     starts = (
@@ -110,11 +110,11 @@ def _parts(weight: QExperts) -> tuple[Tensor, Tensor, int, int]:
 def _qexperts(codes: Tensor, scale_min: Tensor, bits: int, group_size: int) -> QExperts:
     if codes.dim() != 3 or bits not in (4, 8):
         raise OpError(
-            "codes are [E, N, K * bits / 8] of 4 or 8 bits, packing half32, "
+            "codes are [E, N, K * bits / 8] of 4 or 8 bits, packing split32, "
             f"not {list(codes.shape)} of {bits} bits"
         )
     shape = (codes.shape[1], codes.shape[2] * 8 // bits)
-    return QExperts(codes, scale_min, shape, bits, group_size, "half32")
+    return QExperts(codes, scale_min, shape, bits, group_size, "split32")
 
 
 def _check(*args: Any) -> Output:
@@ -124,8 +124,8 @@ def _check(*args: Any) -> Output:
 
 def _joined(
     x: Tensor,
-    chosen: Tensor,
-    share: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up_codes: Tensor,
     gate_up_scale_min: Tensor,
     gate_up_bits: int,
@@ -142,7 +142,7 @@ def _joined(
     """The arguments of the op as those of the functions."""
     gate_up = _qexperts(gate_up_codes, gate_up_scale_min, gate_up_bits, gate_up_group)
     down = _qexperts(down_codes, down_scale_min, down_bits, down_group)
-    return (x, chosen, share, gate_up, down), {
+    return (x, topk_ids, topk_weights, gate_up, down), {
         "activation": activation,
         "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
@@ -174,7 +174,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 _experts = define(
-    "experts(Tensor x, Tensor chosen, Tensor share, Tensor gate_up, Tensor gate_up_scale_min, "
+    "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, "
+    "Tensor gate_up_scale_min, "
     "int gate_up_bits, int gate_up_group, Tensor? gate_up_bias, Tensor down, "
     "Tensor down_scale_min, int down_bits, int down_group, Tensor? down_bias, Tensor? residual, "
     "str activation) -> Tensor",

@@ -21,7 +21,7 @@ _SCALES = (torch.float16, torch.float32)
 def quantize(
     w: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor]:
-    """Return codes (uint8, packing half32) and scale_min [K/g, N, 2] of w [N, K].
+    """Return codes (uint8, packing split32) and scale_min [K/g, N, 2] of w [N, K].
 
     w: contiguous, float16, bfloat16 or float32. On a GPU a group with NaN or infinity gets a scale
     and minimum of NaN, one whose range `scale_dtype` cannot hold gets infinity, and nothing is
@@ -37,7 +37,7 @@ def dequantize(
 ) -> Tensor:
     """Return the matrix [N, K] in `dtype`: code * scale + minimum in float32, rounded once.
 
-    codes: uint8, packing half32. scale_min: [K/g, N, 2] float16 or float32. dtype: float16 or
+    codes: uint8, packing split32. scale_min: [K/g, N, 2] float16 or float32. dtype: float16 or
     bfloat16. Raises OpError.
     """
     result: Tensor = _dequantize(codes, scale_min, bits, group_size, dtype)
@@ -50,7 +50,7 @@ def w4_linear(
     """Return x @ W.T + bias [M, N] in the dtype of x, accumulated in float32.
 
     x: [M, K] float16 or bfloat16; its rows may lie apart, by a multiple of 16 bytes. codes: uint8,
-    packing half32, of W [N, K], 4 or 8 bits. scale_min: [K/g, N, 2] float16 or float32. bias: [N]
+    packing split32, of W [N, K], 4 or 8 bits. scale_min: [K/g, N, 2] float16 or float32. bias: [N]
     of the dtype of x. Raises OpError.
     """
     result: Tensor = _w4_linear(x, codes, scale_min, bias, bits, group_size)
@@ -62,7 +62,7 @@ def _check_quantize(
 ) -> tuple[Output, Output]:
     require("w", w, FLOATS_AND_32, ("N", "K"), w.device)
     require_one("the dtype of scales", scale_dtype, _SCALES)
-    codes, scale_min = packed_shapes((w.shape[0], w.shape[1]), bits, group_size, "half32")
+    codes, scale_min = packed_shapes((w.shape[0], w.shape[1]), bits, group_size, "split32")
     return Output(w, codes, torch.uint8), Output(w, scale_min, scale_dtype)
 
 
@@ -73,8 +73,8 @@ def _check_weight(
     require("codes", codes, (torch.uint8,), ("N", f"K * {bits} / 8"), device)
     require_one("a code of bits", bits, (4, 8))
     shape = (codes.shape[0], codes.shape[1] * 8 // bits)
-    check_format(shape, bits, group_size, "half32")
-    _, expected = packed_shapes(shape, bits, group_size, "half32")
+    check_format(shape, bits, group_size, "split32")
+    _, expected = packed_shapes(shape, bits, group_size, "split32")
     require("scale_min", scale_min, _SCALES, expected, device)
     _check_address("codes", codes, 16)
     _check_address("scale_min", scale_min, 16)
@@ -118,12 +118,12 @@ def _quantize_anywhere(
     w: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     codes, scale, minimum = quantization.quantize(w, bits, group_size, scale_dtype)
-    return pack_codes(codes, bits, "half32"), pack_scale_min(scale, minimum, "half32")
+    return pack_codes(codes, bits, "split32"), pack_scale_min(scale, minimum, "split32")
 
 
 def _qtensor(codes: Tensor, scale_min: Tensor, bits: int, group_size: int) -> QTensor:
     shape = (codes.shape[0], codes.shape[1] * 8 // bits)
-    return QTensor(codes, scale_min, shape, bits, group_size, "half32")
+    return QTensor(codes, scale_min, shape, bits, group_size, "split32")
 
 
 def _dequantize_anywhere(

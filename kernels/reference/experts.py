@@ -28,8 +28,8 @@ def activate(z: Tensor, activation: str) -> Tensor:
 
 def experts(
     x: Tensor,
-    chosen: Tensor,
-    share: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up: QExperts,
     down: QExperts,
     *,
@@ -40,24 +40,24 @@ def experts(
     activation_bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return residual + sum over t of share * (down @ activate(gate_up @ x + bias) + bias) [M, H].
+    """Return residual + sum over t of weight * (down @ activate(gate_up @ x + bias) + bias) [M, H].
 
-    x: [M, H], any float dtype, in which all is computed. chosen: int64 [M, T], the experts of each
-    token; share: [M, T], how much each counts. gate_up: E x [2I, H], rows in blocks of 16 of gate
-    and of up in turn; down: E x [H, I]. Biases: [E, 2I] in that order, and [E, H].
+    x: [M, H], any float dtype, in which all is computed. topk_ids: int64 [M, T], the experts of
+    each token; topk_weights: [M, T], how much each counts. gate_up: E x [2I, H], rows in blocks of
+    16 of gate and of up in turn; down: E x [H, I]. Biases: [E, 2I] in that order, and [E, H].
     activation_bits is how precisely others may round; here nothing is rounded. Raises OpError.
     """
     check_mlp(gate_up, down, activation)
     y = torch.zeros_like(x)
-    for e in chosen.unique().tolist():
-        token, place = (chosen == e).nonzero(as_tuple=True)
+    for e in topk_ids.unique().tolist():
+        token, place = (topk_ids == e).nonzero(as_tuple=True)
         z = x[token] @ gate_up.expert(e).dequantize().to(x.dtype).T
         if gate_up_bias is not None:
             z = z + gate_up_bias[e].to(x.dtype)
         z = activate(z, activation) @ down.expert(e).dequantize().to(x.dtype).T
         if down_bias is not None:
             z = z + down_bias[e].to(x.dtype)
-        y.index_add_(0, token, share[token, place, None].to(x.dtype) * z)
+        y.index_add_(0, token, topk_weights[token, place, None].to(x.dtype) * z)
     if residual is not None:
         y = y + residual
     return y if out is None else out.copy_(y)

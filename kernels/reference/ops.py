@@ -17,7 +17,7 @@ from .experts import experts
 from .kv_blocks import unpack_blocks
 from .select_blocks import select_blocks
 
-PACKING = "half32"
+PACKING = "split32"
 CACHE, USES_OUT = "host", True
 
 __all__ = ["CACHE", "PACKING", "USES_OUT", "attention", "experts", "w4_linear"]

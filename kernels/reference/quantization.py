@@ -21,7 +21,7 @@ def quantize(
     that `scale_dtype` cannot hold.
     """
     n, k = w.shape
-    check_format((n, k), bits, group_size, "half32")
+    check_format((n, k), bits, group_size, "split32")
     groups = w.float().reshape(n, k // group_size, group_size)
     scale, minimum = minmax_scale(groups, bits, scale_dtype)
     codes = nearest_levels(groups, scale, minimum, bits).to(torch.uint8)

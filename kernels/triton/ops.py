@@ -23,7 +23,7 @@ from qoff.kernels.library.experts import check_experts
 
 from .attention.append import kv_append
 from .attention.decode import decode_attention
-from .attention.offloaded import FarAttention
+from .attention.offloaded import OffloadedAttention
 from .attention.prefill import prefill_attention
 from .attention.rotation import rotate_values
 from .elementwise.interleaved_silu_mul import gated_silu
@@ -32,7 +32,7 @@ from .elementwise.rope import rope
 from .linear import linear
 from .moe import experts as w4_experts
 
-PACKING = "half32"
+PACKING = "split32"
 CACHE = "device"
 USES_OUT = False
 
@@ -54,7 +54,7 @@ def w4_linear(
 ) -> Tensor:
     """Return f(rms_norm(x) @ W.T + bias) + residual; f is `reference_ops.gated_silu` or nothing.
 
-    x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing half32. norm [K], bias [N]:
+    x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]:
     any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same.
     Every step is rounded to the dtype of x. Activations are never rounded further, whatever
     activation_bits. Raises OpError.
@@ -78,8 +78,8 @@ def w4_linear(
 
 def experts(
     x: Tensor,
-    chosen: Tensor,
-    share: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up: QExperts,
     down: QExperts,
     *,
@@ -90,15 +90,15 @@ def experts(
     activation_bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return residual + sum over t of share * (down @ f(gate_up @ x + bias) + bias) [M, H].
+    """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias) [M, H].
 
-    x: float16 or bfloat16 [M, H]; chosen: int64 [M, T], not checked; share: float32 [M, T];
-    weights: packing half32, see `library.experts`. Biases [E, 2I] and [E, H]: any float dtype.
+    x: float16 or bfloat16 [M, H]; topk_ids: int64 [M, T], not checked; topk_weights: float32 [M,
+    T]; weights: packing split32, see `library.experts`. Biases [E, 2I] and [E, H]: any float dtype.
     residual, out: like x; they may be the same. Activations are rounded to the dtype of x and no
     further, whatever activation_bits. Raises OpError.
     """
     biases = [None if b is None else b.to(x.dtype) for b in (gate_up_bias, down_bias)]
-    operands = (x, chosen, share, gate_up, down)
+    operands = (x, topk_ids, topk_weights, gate_up, down)
     options: dict[str, Any] = {
         "activation": activation,
         "gate_up_bias": biases[0],
@@ -144,11 +144,11 @@ def attention(
         tables: Tables = (None, None) if rotary is None else rotary
         query = _turned(query, step.positions, tables)
         attend = _decode if step.max_rows == 1 else _prefill
-        far = FarAttention(query, cache.far, shape) if cache.far else None
+        offloaded = OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
         if cache.values_rotated:
             value = rotate_values(value)
         attended, lse = attend(query, key, value, tables, shape, cache, sinks)
-        attended = attended if far is None else far.join(attended, lse)
+        attended = attended if offloaded is None else offloaded.join(attended, lse)
         if cache.values_rotated:
             attended = rotate_values(attended, back=True)
         attended = attended.flatten(1)
@@ -191,13 +191,13 @@ def _decode(
         soft_cap=shape.soft_cap,
         window=shape.window or 0,
         sinks=sinks,
-        near=step.near,
+        resident_from=step.resident_from,
         max_compressed=step.max_packed,
     )
     _pack(key, value, tables, cache, 0)
     if slots is None:
         return attended, lse
-    return attended[slots], lse[slots] if cache.far else lse
+    return attended[slots], lse[slots] if cache.offloaded else lse
 
 
 def _prefill(
@@ -230,7 +230,7 @@ def _prefill(
         soft_cap=shape.soft_cap,
         window=shape.window or 0,
         sinks=sinks,
-        near=step.near,
+        resident_from=step.resident_from,
         max_rows=step.max_rows,
         max_compressed=step.max_packed,
     )
@@ -243,10 +243,10 @@ def _pack(
 ) -> None:
     """Pack the blocks that become complete, then write up to max_rows tokens to the ring."""
     step, before = cache.step, cache.step.packed
-    if cache.stage is not None and step.far_after is not None:
-        far, count = step.far_after, step.max_far_blocks
-        _append(key, value, tables, cache, far, 0, count, before, cache.stage)
-        before = far
+    if cache.write_back is not None and step.offloaded_until is not None:
+        offloaded, count = step.offloaded_until, step.max_offloaded_blocks
+        _append(key, value, tables, cache, offloaded, 0, count, before, cache.write_back)
+        before = offloaded
     if max_rows or step.max_new_blocks:
         _append(key, value, tables, cache, step.after, max_rows, step.max_new_blocks, before)
 

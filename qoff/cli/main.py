@@ -236,13 +236,16 @@ def batch(
     kv_host: Annotated[
         float, typer.Option(min=0, max=1, help="Part of it in host memory; the rest is on disk.")
     ] = 0.0,
-    delegate: Annotated[
+    cpu_attention: Annotated[
         str, typer.Option(help="Attend to KV off the device on the host: auto, always or never.")
     ] = "auto",
     activations: Annotated[
         str, typer.Option(help="Hidden states of waiting batches: device, host or disk.")
     ] = "device",
-    order: Annotated[str, typer.Option(help="column: batches inner; or row.")] = "column",
+    schedule: Annotated[
+        str,
+        typer.Option(help="block: all batches go through a layer before the next; or sequential."),
+    ] = "block",
     share_prefixes: Annotated[
         bool, typer.Option("--share-prefixes", help="Prompts that begin alike share their cache.")
     ] = False,
@@ -284,9 +287,9 @@ def batch(
         prefill_tokens=prefill_tokens,
         kv=KVQuant.of(kv_bits, attention_top=attention_top),
         kv_placement=KVPlacement(kv_device, kv_host),
-        delegate=delegate,  # type: ignore[arg-type]  # checked there
+        cpu_attention=cpu_attention,  # type: ignore[arg-type]  # checked there
         activations=activations,  # type: ignore[arg-type]
-        order=order,  # type: ignore[arg-type]
+        schedule=schedule,  # type: ignore[arg-type]
         share_prefixes=share_prefixes,
         slots=slots,
         activation_bits=activation_bits,

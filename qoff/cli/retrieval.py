@@ -58,7 +58,7 @@ def run_needle(
     counts = tuple(int(_number(length, lengths)) for length in lengths.split(","))
     settings = needle.NeedleSettings(lengths=counts, repetitions=repetitions, seed=seed)
     machine = replace(
-        needle.Machine(device),
+        needle.Executor(device),
         device_memory=None if device_memory is None else parse_size(device_memory),
     )
     with progress_bar("asking", quiet=as_json) as progress:

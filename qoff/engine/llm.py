@@ -21,13 +21,13 @@ from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory.arena import Arena
 from qoff.memory.io.timeline import Timeline, checked_path
-from qoff.models.batch import Activations, Batch, Kept
+from qoff.models.batch import Activations, Batch, ResidentActivations
 from qoff.models.runtime import Runtime, device_of
 from qoff.plan import Memory, Plan
 
 from .answers import Answers, Prompt
 from .batch import BatchSlots, Work
-from .machine import CpuMachine, Machine
+from .executor import CpuExecutor, Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Result, SamplingParams, Sequence
 from .resources import Links, Resources
@@ -105,7 +105,7 @@ class LLM:
             raise
         runtime = self._machine.runtime
         self._answers = Answers(runtime.checkpoint, self.tokenizer)
-        self._schedule = Schedule(runtime.decoder, runtime.store, plan.order, self.timeline)
+        self._schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, self.timeline)
 
     @property
     def runtime(self) -> Runtime:
@@ -289,7 +289,7 @@ class LLM:
         return done
 
     def _pass(self, number: int, work: Work) -> Pass:
-        activations: Activations = Kept()
+        activations: Activations = ResidentActivations()
         if self._machine.activations is not None:
             activations = self._machine.activations.batch(number)
         scratch = self._machine.scratch
@@ -297,13 +297,13 @@ class LLM:
         return Pass(f"pass {number}", batch)
 
 
-def _machine(on_gpu: bool) -> type[Machine]:
+def _machine(on_gpu: bool) -> type[Executor]:
     """The kind that opens a plan; that for a GPU needs Triton."""
     if not on_gpu:
-        return CpuMachine
-    from .gpu_machine import GpuMachine
+        return CpuExecutor
+    from .gpu_executor import GpuExecutor
 
-    return GpuMachine
+    return GpuExecutor
 
 
 def _alike(sequence: Sequence, batches: list[BatchSlots]) -> Sequence | None:

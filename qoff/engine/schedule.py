@@ -39,23 +39,27 @@ class Pass:
 class Schedule:
     """Runs rounds: each pass once through the model.
 
-    In column order all passes use a unit's weights before the next unit comes; in row order each
-    pass goes through all units alone. While one pass is computed, weights of the next unit and KV
-    cache and hidden states of the next pass are on their way.
+    In the block schedule (FlexGen's zig-zag) all passes use a unit's weights before the next unit
+    comes; in the sequential one each pass goes through all units alone. While one pass is computed,
+    weights of the next unit and KV cache and hidden states of the next pass are on their way.
     """
 
     def __init__(
-        self, decoder: AnyDecoder, store: WeightStore, order: str, timeline: Timeline | None = None
+        self,
+        decoder: AnyDecoder,
+        store: WeightStore,
+        schedule: str,
+        timeline: Timeline | None = None,
     ) -> None:
         self._decoder = decoder
         self._store = store
-        self._order = order
+        self._schedule = schedule
         self._timeline = timeline
         self._after: dict[Unit, Unit] = {}  # which unit a pass asks for after each
 
     def round(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Return the logits of each pass, float32 [R, vocab_size]."""
-        if self._order == "row":
+        if self._schedule == "sequential":
             return [self._together([one])[0] for one in passes]
         return self._together(passes)
 

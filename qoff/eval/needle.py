@@ -12,7 +12,7 @@ import torch
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, Result, SamplingParams
 from qoff.errors import ArgumentError
-from qoff.hf.cache import KVCache
+from qoff.hf.cache import QoffCache
 from qoff.hf.load import find_checkpoint, load, load_tokenizer
 from qoff.hf.model import QoffForCausalLM
 from qoff.plan import Plan
@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]  # prompts done, and of how many
 
 
 @dataclass(frozen=True)
-class Machine:
+class Executor:
     """What a needle test may use. Bytes; None: as much as it takes.
 
     prefill_tokens: of a prompt that are read in one pass; what comes later attends to packed ones.
@@ -45,7 +45,7 @@ def run(
     settings: NeedleSettings,
     caches: Mapping[str, CacheSetting],
     *,
-    machine: Machine | None = None,
+    machine: Executor | None = None,
     progress: Progress | None = None,
 ) -> NeedleResult:
     """Ask for all keys with each of the caches, which are named by what the result calls them.
@@ -55,7 +55,7 @@ def run(
     its log-probability. Raises ArgumentError for lengths that the model has no positions for, and
     for those without room for a question, and the errors of `qoff.LLM` and `qoff.load`.
     """
-    machine = machine or Machine()
+    machine = machine or Executor()
     path = find_checkpoint(model_path, for_cpu=machine.device == "cpu")
     _check_positions(path, max(settings.lengths))
     if not caches:
@@ -79,7 +79,7 @@ def _packed(
     asked: Sequence[NeedlePrompt],
     settings: NeedleSettings,
     cache: CacheSetting,
-    machine: Machine,
+    machine: Executor,
 ) -> _Answers:
     """Through `qoff.LLM`."""
     assert cache.kv is not None
@@ -112,7 +112,7 @@ def _unpacked(
     asked: Sequence[NeedlePrompt],
     settings: NeedleSettings,
     cache: CacheSetting,
-    machine: Machine,
+    machine: Executor,
 ) -> _Answers:
     """Through the model of `qoff.load`, one prompt at a time."""
     model, tokenizer = load(
@@ -129,7 +129,7 @@ def _unpacked(
 
 def _ask(model: QoffForCausalLM, prompt: NeedlePrompt, most: int) -> tuple[list[int], float]:
     """The greedy answer of at most so many tokens, and the key's log-probability."""
-    cache, ids = KVCache(model), torch.tensor([prompt.tokens])
+    cache, ids = QoffCache(model), torch.tensor([prompt.tokens])
     read = ids.shape[1]
     out = model.generate(
         ids,
@@ -189,7 +189,7 @@ def _check_positions(path: Path, tokens: int) -> None:
 
 __all__ = [
     "CacheSetting",
-    "Machine",
+    "Executor",
     "NeedleResult",
     "NeedleSettings",
     "Trial",

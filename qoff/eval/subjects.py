@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qoff.kernels.layout.ragged import Ragged
-from qoff.models.batch import Kept
+from qoff.models.batch import ResidentActivations
 from qoff.models.runtime import Batch, Runtime
 
 PIECE = 256  # tokens read at a time
@@ -81,7 +81,7 @@ class QoffSubject(Subject):
         yield from seen.states[1:-1]  # the embedding is no layer's
 
 
-class _Recorded(Kept):
+class _Recorded(ResidentActivations):
     """Hidden states that stay, and those before."""
 
     def __init__(self) -> None:

@@ -15,13 +15,13 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache.quant import KVBits, KVQuant
 from qoff.models.runtime import Runtime
 
-from .padded_batch import Columns
+from .padded_batch import PaddedBatch
 
 if TYPE_CHECKING:
     from .model import QoffForCausalLM
 
 
-class KVCache(Cache):
+class QoffCache(Cache):
     """What a qoff model remembers; pass it as `past_key_values` to read on from there.
 
     model: from `qoff.load`; others with the same attention can go on with the cache, too.
@@ -46,7 +46,9 @@ class KVCache(Cache):
         self.layers = []
         runtime = getattr(model, "runtime", None)
         if not isinstance(runtime, Runtime):
-            raise OpError(f"qoff.KVCache is for a model of qoff.load, not a {type(model).__name__}")
+            raise OpError(
+                f"qoff.QoffCache is for a model of qoff.load, not a {type(model).__name__}"
+            )
         if batch_size < 1:
             raise OpError(f"a cache is for at least one sequence, not {batch_size}")
         self.shapes: tuple[object, ...] = runtime.decoder.head_shapes
@@ -109,14 +111,14 @@ class KVCache(Cache):
         if tuple(shapes) != self.shapes:
             raise OpError(
                 f"the cache was made for another model, of {_described(self.shapes)}; this one "
-                f"has {_described(shapes)}: make a cache for it with qoff.KVCache(model)"
+                f"has {_described(shapes)}: make a cache for it with qoff.QoffCache(model)"
             )
         if self.columns == 0 and self.batch_size != batch_size:
             self.tokens.select([0] * batch_size)
         if self.batch_size != batch_size:
             raise OpError(f"the cache holds {self.batch_size} sequences, the batch {batch_size}")
 
-    def add(self, columns: Columns) -> None:
+    def add(self, columns: PaddedBatch) -> None:
         """Count the columns of a batch that has been read."""
         rows, width = columns.shape
         ragged = columns.ragged

@@ -20,12 +20,12 @@ from qoff.errors import OpError, QoffError
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Batch, Runtime, RuntimeStats
 
-from .cache import KVCache
-from .padded_batch import Columns
+from .cache import QoffCache
+from .padded_batch import PaddedBatch
 from .torch_threads import one_torch_thread
 
 
-class QoffConfig(PretrainedConfig):
+class QoffModelConfig(PretrainedConfig):
     """The key of `QoffForCausalLM` in transformers' registry; models have the config of theirs."""
 
     model_type = "qoff"
@@ -37,7 +37,7 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
     It holds no torch parameters: the weights belong to `runtime`. Logits are float32 on the CPU.
     """
 
-    config_class = QoffConfig
+    config_class = QoffModelConfig
     main_input_name = "input_ids"
     _supports_sdpa = True
     _is_stateful = False
@@ -96,7 +96,9 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
             raise OpError(f"input_ids must be whole numbers [batch, tokens], not {given}")
         batch, width = input_ids.shape
         cache = self._cache(past_key_values, batch)
-        columns = Columns.of((batch, width), attention_mask, cache.tokens.lengths, cache.columns)
+        columns = PaddedBatch.of(
+            (batch, width), attention_mask, cache.tokens.lengths, cache.columns
+        )
         columns.check_positions(position_ids)
         if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise OpError("logits_to_keep must be how many of the last columns, not which ones")
@@ -143,15 +145,15 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
             copies = max(
                 generation_config.num_beams or 1, generation_config.num_return_sequences or 1
             )
-            model_kwargs["past_key_values"] = KVCache(self, batch_size * copies)
+            model_kwargs["past_key_values"] = QoffCache(self, batch_size * copies)
         return prepared
 
-    def _cache(self, given: Cache | None, batch: int) -> KVCache:
+    def _cache(self, given: Cache | None, batch: int) -> QoffCache:
         if given is None:
-            return KVCache(self, batch)
-        if not isinstance(given, KVCache):
+            return QoffCache(self, batch)
+        if not isinstance(given, QoffCache):
             raise OpError(
-                "past_key_values must come from a qoff model or be a qoff.KVCache, not a "
+                "past_key_values must come from a qoff model or be a qoff.QoffCache, not a "
                 f"{type(given).__name__}"
             )
         given.prepare(self.runtime.decoder.head_shapes, batch)
@@ -177,7 +179,7 @@ def _refuse(options: dict[str, Any]) -> None:
         raise OpError(f"forward does not support {name}={given}; leave it out")
 
 
-AutoModelForCausalLM.register(QoffConfig, QoffForCausalLM)  # pipelines then know the class
+AutoModelForCausalLM.register(QoffModelConfig, QoffForCausalLM)  # pipelines then know the class
 
 # What transformers passes on to every model, `tokenizer` for stop strings.
 _HARMLESS = {"cache_position", "num_items_in_batch", "tokenizer"}

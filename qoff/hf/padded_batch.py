@@ -12,7 +12,7 @@ from qoff.kernels.layout.ragged import Ragged
 
 
 @dataclass(frozen=True)
-class Columns:
+class PaddedBatch:
     """Where the real tokens of a padded [B, T] batch are."""
 
     shape: tuple[int, int]  # (B, T)
@@ -22,7 +22,7 @@ class Columns:
     @classmethod
     def of(
         cls, shape: tuple[int, int], mask: Tensor | None, pasts: list[int], past_columns: int
-    ) -> Columns:
+    ) -> PaddedBatch:
         """mask: [B, past_columns + T], 1 where a token is real, or None when all are.
 
         `pasts` is how many real tokens of each row are cached. Raises OpError when the real tokens

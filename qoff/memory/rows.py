@@ -43,14 +43,14 @@ def rows_of_parts(parts: Iterable[tuple[int, Weight]], ids: Tensor, out: Tensor)
 def read_rows(reader: DiskReader, file: WeightFile, entry: WeightEntry, ids: Tensor) -> Tensor:
     """Rows `ids`, int64 [T], of a weight [N, K] on disk, as float32 [T, K].
 
-    Reads the rows, or in packing cpu16 the blocks of 16 rows, that are needed and little more.
+    Reads the rows, or in packing rows16 the blocks of 16 rows, that are needed and little more.
     Raises DiskReadError.
     """
     wanted, place = torch.unique(ids, return_inverse=True)
     if isinstance(entry, TensorEntry):
         rows = _read_strips(reader, file, entry, wanted, 0)
         return rows.float()[place]
-    if entry.packing == "half32":
+    if entry.packing == "split32":
         codes = _read_strips(reader, file, entry.codes, wanted, 0)
         scale_min = _read_strips(reader, file, entry.scale_min, wanted, 1)
         return _quantized(entry, codes, scale_min, len(wanted)).dequantize()[place]

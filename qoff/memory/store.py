@@ -74,7 +74,7 @@ class WeightStore:
         checkpoint: Checkpoint,
         residency: Residency,
         *,
-        packing: str = "cpu16",
+        packing: str = "rows16",
         transfers: Transfers | None = None,
         poison: bool = False,
         verify: bool = True,

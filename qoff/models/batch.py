@@ -28,7 +28,7 @@ class Activations(Protocol):
         """Take the hidden states; what `load` returned is not used any more."""
 
 
-class Kept:
+class ResidentActivations:
     """Hidden states that stay on the device."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Batch:
     ragged: Ragged
     cache: KVCache
     logit_rows: Tensor  # int64 [R], rows whose logits are wanted
-    activations: Activations = field(default_factory=Kept)
+    activations: Activations = field(default_factory=ResidentActivations)
     scratch: Scratch | None = None  # for at least M tokens; None, or not fit for tiles: its own
 
 
@@ -131,4 +131,4 @@ def _experts_floats(spec: DecoderSpec, tokens: int) -> int:
         return tokens * mlp
     experts = spec.experts
     each = 3 * experts.intermediate_size + spec.hidden_size
-    return tokens * max(mlp, experts.chosen * each + 3 * experts.shared_size + 3 * experts.count)
+    return tokens * max(mlp, experts.top_k * each + 3 * experts.shared_size + 3 * experts.count)

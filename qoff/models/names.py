@@ -1,7 +1,7 @@
 """The weights of a layer file and of the outer file, and the Hugging Face tensors they come from.
 
     self_attn.qkv_proj   the rows of q_proj, k_proj and v_proj, one below the other
-    mlp.gate_up_proj     the rows of gate_proj and up_proj, "interleaved16": blocks of 16 rows in
+    mlp.gate_up_proj     the rows of gate_proj and up_proj, "rows16": blocks of 16 rows in
                          turn, gate 0..15, up 0..15, gate 16..31, up 16..31, ..., so that
                          silu(gate) * up of 16 outputs needs two neighbouring blocks of rows
     mlp.experts.<e>.*    the same two matrices of an expert; each expert's are neighbours

@@ -53,11 +53,12 @@ class Runtime:
     closed with this. timeline: notes each move. activation_bits: see `Decoder`. kv: how its caches
     are packed; None keeps them in float32, which a GPU does not. The KV cache is the caller's and
     outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
-    and V are of `dtype`, float16 or bfloat16, and the checkpoint is of packing half32. cuda_graphs:
-    layers at decode are replayed as CUDA graphs (experimental). ops: others than the device's, for
-    tests. trust_remote_code: run code that came with a model transformers does not have. One
-    forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is too
-    small, OpError for a device that is not there, and the errors of `Checkpoint.open`.
+    and V are of `dtype`, float16 or bfloat16, and the checkpoint is of packing split32.
+    cuda_graphs: layers at decode are replayed as CUDA graphs (experimental). ops: others than the
+    device's, for tests. trust_remote_code: run code that came with a model transformers does not
+    have. One forward pass runs at a time; others wait their turn. Raises BudgetError when the
+    budget is too small, OpError for a device that is not there, and the errors of
+    `Checkpoint.open`.
     """
 
     def __init__(

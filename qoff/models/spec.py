@@ -49,16 +49,16 @@ class RopeSpec:
 class ExpertsSpec:
     """A mixture of experts in place of the MLP, in some layers.
 
-    A linear router scores all experts for each token; the `chosen` best of them compute, and their
+    A linear router scores all experts for each token; the `top_k` best of them compute, and their
     outputs are added up, weighted by the softmax of the scores of all experts ("all") or of the
-    chosen ones ("chosen"). normalized: the weights are divided by their sum.
+    best ones ("topk"). normalized: the weights are divided by their sum.
     """
 
     count: int
-    chosen: int  # for a token
+    top_k: int  # experts of a token
     intermediate_size: int
     layers: tuple[bool, ...]  # per layer: whether it has experts; otherwise it has an MLP
-    softmax: Literal["all", "chosen"] = "all"
+    softmax: Literal["all", "topk"] = "all"
     normalized: bool = True
     activation: str = "silu"
     router_bias: bool = False
@@ -67,8 +67,8 @@ class ExpertsSpec:
     shared_gate: bool = False  # its output is scaled by the sigmoid of a score
 
     def __post_init__(self) -> None:
-        if not 1 <= self.chosen <= self.count:
-            raise unsupported("num_experts_per_tok", self.chosen, f"1 to {self.count} experts")
+        if not 1 <= self.top_k <= self.count:
+            raise unsupported("num_experts_per_tok", self.top_k, f"1 to {self.count} experts")
         if self.intermediate_size < 1:
             raise unsupported(
                 "intermediate_size of experts", self.intermediate_size, "a whole number above 0"

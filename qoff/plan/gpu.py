@@ -36,7 +36,7 @@ class Gpu:
 def check_gpu_plan(plan: Plan) -> None:
     """Raise ArgumentError, naming all of them, for options that a GPU does not have."""
     kv = plan.kv
-    far = plan.kv_placement.device_fraction < 1
+    offloaded = plan.kv_placement.device_fraction < 1
     wrong = [
         text
         for text, there in (
@@ -44,8 +44,8 @@ def check_gpu_plan(plan: Plan) -> None:
             ("attention to a part of the blocks (use attention_top=1)", kv.attention_top < 1),
             (
                 "tokens' scales of K in blocks that the CPU attends to (use k_form='channel', "
-                "delegate='never' or all blocks on the device)",
-                kv.k_form == "token" and far and plan.delegated,
+                "cpu_attention='never' or all blocks on the device)",
+                kv.k_form == "token" and offloaded and plan.attends_on_cpu,
             ),
             ("8-bit activations (use activation_bits=16)", plan.activation_bits != 16),
         )
@@ -91,7 +91,7 @@ def memory_on_gpu(
         }
         for tier in (DEVICE, HOST, DISK)
     }
-    return Memory(blocks.far, purposes, blocks)
+    return Memory(blocks.offloaded, purposes, blocks)
 
 
 def device_block_plan(
@@ -100,28 +100,30 @@ def device_block_plan(
     """Sizes of the packed KV cache of all sequences, and of what it passes through."""
     one = plan.kv_placement.capacity(plan.blocks_per_sequence)
     size, sequences = plan.batch_size, plan.batches * plan.batch_size
-    far_each = one[HOST] + one[DISK]
+    offloaded_each = one[HOST] + one[DISK]
     records = tuple(h * form.nbytes for h, form in zip(kv_heads, forms, strict=True))
-    far = BlockPlan(
+    offloaded = BlockPlan(
         records,
         {DEVICE: 0, HOST: one[HOST] * sequences, DISK: one[DISK] * sequences},
-        size * one[DISK] if plan.delegated else 0,
+        size * one[DISK] if plan.attends_on_cpu else 0,
         True,
     )
     staged_sequences = 0
-    if not plan.delegated:
+    if not plan.attends_on_cpu:
         staged_sequences = size
-    elif plan.delegate == "auto" and (plan.context > plan.prefill_tokens or plan.share_prefixes):
+    elif plan.cpu_attention == "auto" and (
+        plan.context > plan.prefill_tokens or plan.share_prefixes
+    ):
         staged_sequences = 1
     # A token may complete the block of each sequence, 64 more one each.
     pieces = min(size, plan.prefill_tokens)
     new = max(size, pieces + (plan.prefill_tokens - pieces) // BLOCK_TOKENS)
     return DeviceBlockPlan(
-        near=one[DEVICE] * sequences,
-        far=far,
-        staged=staged_sequences * far_each,
-        staged_from_disk=staged_sequences * one[DISK],
-        parcel=min(new, size * far_each),
+        resident=one[DEVICE] * sequences,
+        offloaded=offloaded,
+        prefetched=staged_sequences * offloaded_each,
+        prefetched_from_disk=staged_sequences * one[DISK],
+        write_back=min(new, size * offloaded_each),
     )
 
 
@@ -176,6 +178,6 @@ def _host_work(plan: Plan, spec: DecoderSpec, tokens: int, item: int) -> int:
     torch locks memory in powers of two.
     """
     work = 4 * plan.batches * plan.batch_size * spec.vocab_size
-    if plan.delegated and plan.kv_placement.device_fraction < 1:
+    if plan.attends_on_cpu and plan.kv_placement.device_fraction < 1:
         work += tokens * (spec.q_rows * (2 * 2 * item + 8) + 8 * spec.num_heads)
     return work

@@ -31,7 +31,7 @@ class Plan:
 
     Sequences of up to `context` tokens each, prompt and answer, in `batches` batches of
     `batch_size`; all batches go through a layer while its weights are on the device
-    (order "column"), or one batch after the other through all layers ("row").
+    (schedule "block"), or one batch after the other through all layers ("sequential").
     Memory bounds are in bytes; None: as much as it takes, on the host without any weights, which
     use what else a bound leaves there. With share_prefixes a prompt that begins with 64 tokens or
     more of another one attends to their packed form instead of reading them, which is rounded.
@@ -46,9 +46,9 @@ class Plan:
     prefill_tokens: int = 1024  # of prompts that a batch reads in one pass
     kv: KVQuant = field(default_factory=KVQuant)
     kv_placement: KVPlacement = field(default_factory=KVPlacement)
-    delegate: Literal["auto", "always", "never"] = "auto"
+    cpu_attention: Literal["auto", "always", "never"] = "auto"
     activations: Tier = "device"
-    order: Literal["column", "row"] = "column"
+    schedule: Literal["block", "sequential"] = "block"
     share_prefixes: bool = False  # prompts that begin alike share packed blocks
     slots: int = 2
     activation_bits: int = 16
@@ -79,33 +79,33 @@ class Plan:
         """Sizes of the packed KV cache of all sequences."""
         one = self.kv_placement.capacity(self.blocks_per_sequence)
         sequences = self.batches * self.batch_size
-        far = one[DISK] if self.delegated else one[DISK] + one[HOST]
+        moved = one[DISK] if self.attends_on_cpu else one[DISK] + one[HOST]
         return BlockPlan(
             tuple(h * form.nbytes for h, form in zip(kv_heads, forms, strict=True)),
             {tier: count * sequences for tier, count in one.items()},
-            self.batch_size * far,
-            self.delegated,
+            self.batch_size * moved,
+            self.attends_on_cpu,
         )
 
     @property
-    def delegated(self) -> bool:
+    def attends_on_cpu(self) -> bool:
         """Whether host blocks are attended on the host instead of being moved.
 
         "auto" compares the bytes over the link: a query and its result against the blocks that
         they attend to, 64 tokens and more, so the query moves. On a GPU it is blocks on disk, too,
         that are attended on the host, and where many queries are read at once the CPU's arithmetic
-        is what limits: with "auto", the blocks of a pass with more than `stage.MOVE_ROWS` (16)
+        is what limits: with "auto", the blocks of a pass with more than `prefetch.MOVE_ROWS` (16)
         queries of a sequence for a KV head move to the GPU, if they are not more than one sequence
         has; that is what the plan has room for, where prompts are longer than `prefill_tokens` or
         share prefixes. With "never" all that a pass attends to moves there, with "always" none.
         """
-        return self.delegate != "never"
+        return self.cpu_attention != "never"
 
 
 _CHOICES = {
-    "delegate": ("auto", "always", "never"),
+    "cpu_attention": ("auto", "always", "never"),
     "activations": ("device", "host", "disk"),
-    "order": ("column", "row"),
+    "schedule": ("block", "sequential"),
 }
 
 

@@ -30,7 +30,7 @@ def compensated(
     hessian: Tensor,
     form: Format,
     *,
-    packing: str = "half32",
+    packing: str = "split32",
     scale_dtype: torch.dtype = torch.float16,
     name: str = "weight",
 ) -> QTensor:

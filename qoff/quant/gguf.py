@@ -76,7 +76,7 @@ class GGUFFile:
     def load(self, name: str, rows: Tensor | None = None) -> QTensor | Tensor:
         """Return one tensor, or some rows of it (int64, in that order), copied out of the file.
 
-        The types of `gguf_blocks` give a QTensor (half32, group 32) with the file's codes and
+        The types of `gguf_blocks` give a QTensor (split32, group 32) with the file's codes and
         exactly its values; Q6_K gives its values in float32; F32, F16 and BF16 give a dense tensor
         of that dtype. Raises FormatError for another type, a tensor that is not there, or scales or
         values that are NaN or infinite.

@@ -11,7 +11,7 @@ A row is a run of blocks along K. d and m are float16; unsigned codes q.
     Q5_K  256: the same with 32 bytes of fifth bits before the nibbles
 
 Element j of 32 is in the low nibble of byte j, or in the high one of byte j - 16, which is packing
-half32. In the K types a sub-block of 32 has w = (d * s) * q - dmin * t, and the nibbles of two
+split32. In the K types a sub-block of 32 has w = (d * s) * q - dmin * t, and the nibbles of two
 sub-blocks share 32 bytes; bit i of fifth byte j belongs to element j of sub-block i.
 """
 
@@ -47,7 +47,7 @@ class BlockType:
 
 
 def decode_rows(raw: Tensor, kind: str) -> QTensor:
-    """Return rows of blocks, uint8 [n, bytes of a row], as a QTensor (half32, group 32).
+    """Return rows of blocks, uint8 [n, bytes of a row], as a QTensor (split32, group 32).
 
     Codes and values are exactly those of the file; scales are float32 where float16 cannot hold all
     of them and of the minima. `kind` is one of BLOCK_TYPES.
@@ -57,8 +57,8 @@ def decode_rows(raw: Tensor, kind: str) -> QTensor:
     k = row_bytes // block.nbytes * block.elements
     codes, scale, minimum = block.decode(raw.reshape(-1, block.nbytes))
     scale_min = torch.stack((scale.reshape(n, -1).T, minimum.reshape(n, -1).T), dim=2)
-    packed = pack_codes(codes.reshape(n, k), block.bits, "half32")
-    return QTensor(packed, narrowed(scale_min), (n, k), block.bits, GROUP_SIZE, "half32")
+    packed = pack_codes(codes.reshape(n, k), block.bits, "split32")
+    return QTensor(packed, narrowed(scale_min), (n, k), block.bits, GROUP_SIZE, "split32")
 
 
 def _q4_0(blocks: Tensor) -> Decoded:

@@ -46,7 +46,7 @@ class Grouping:
         return TensorInfo(self.shape, target, None if target else obstacle)
 
     def weight(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> QTensor | Tensor:
-        """Return some rows: as a QTensor (half32) if there is a target, else as float32 [n, K].
+        """Return some rows: as a QTensor (split32) if there is a target, else as float32 [n, K].
 
         codes uint8 [n, K], scales of any float dtype [n, G], zeros of any integer dtype [n, G].
         Scale and minimum are float16 where that holds all of them exactly, else float32.
@@ -59,10 +59,10 @@ class Grouping:
         bits, size = target
         minimum = scale * -zeros.float()
         chosen = self.groups[::size]
-        scale_min = pack_scale_min(scale[:, chosen], minimum[:, chosen], "half32")
+        scale_min = pack_scale_min(scale[:, chosen], minimum[:, chosen], "split32")
         shape = (codes.shape[0], codes.shape[1])
-        packed = pack_codes(codes, bits, "half32")
-        return QTensor(packed, narrowed(scale_min), shape, bits, size, "half32")
+        packed = pack_codes(codes, bits, "split32")
+        return QTensor(packed, narrowed(scale_min), shape, bits, size, "split32")
 
 
 def narrowed(scale_min: Tensor) -> Tensor:
@@ -103,10 +103,10 @@ def widened(q: QTensor, bits: int, group_size: int) -> QTensor:
         )
     if (bits, group_size) == (q.bits, q.group_size):
         return q
-    half = q.to_packing("half32")
+    half = q.to_packing("split32")
     codes, scale_min = half.codes, half.scale_min
     if bits != q.bits:
-        codes = pack_codes(unpack_codes(codes, q.shape, q.bits, "half32"), bits, "half32")
+        codes = pack_codes(unpack_codes(codes, q.shape, q.bits, "split32"), bits, "split32")
     if group_size != q.group_size:
         scale_min = scale_min.repeat_interleave(q.group_size // group_size, dim=0)
     wide = replace(half, codes=codes, scale_min=scale_min, bits=bits, group_size=group_size)

@@ -67,7 +67,7 @@ class QuantConfig:
     group_size: int = 64
     solver: str = "hqq"
     head_bits: int = 8  # of the embedding and the head
-    packing: str = "half32"
+    packing: str = "split32"
     scale_dtype: torch.dtype = torch.float16
     weights: Mapping[str, Format] = field(default_factory=dict, hash=False)
 
@@ -111,7 +111,7 @@ def quantize(
     bits: int = 4,
     group_size: int = 64,
     solver: str = "hqq",
-    packing: str = "half32",
+    packing: str = "split32",
     scale_dtype: torch.dtype = torch.float16,
     row_chunk: int | None = None,
     name: str = "weight",
@@ -156,7 +156,7 @@ def _quantize_rows(w: Tensor, out: QTensor, config: QuantConfig, start: int) -> 
     codes = nearest_levels(groups, scale, minimum, config.bits).to(torch.uint8)
     packed = pack_codes(codes.view(n, k), config.bits, config.packing)
     scale_min = pack_scale_min(scale, minimum, config.packing)
-    if config.packing == "half32":
+    if config.packing == "split32":
         out.codes[start : start + n] = packed
         out.scale_min[:, start : start + n] = scale_min
     else:

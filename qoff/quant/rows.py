@@ -30,8 +30,8 @@ def concat_rows(parts: Sequence[QTensor]) -> QTensor:
                 "only rows of the same length, bits, group and device can be joined, "
                 f"not (K, bits, group, device) {_kind(first)} with {_kind(part)}"
             )
-    blocks = all(part.packing == "cpu16" and part.shape[0] % ROW_BLOCK == 0 for part in parts)
-    halves = parts if blocks else [part.to_packing("half32") for part in parts]
+    blocks = all(part.packing == "rows16" and part.shape[0] % ROW_BLOCK == 0 for part in parts)
+    halves = parts if blocks else [part.to_packing("split32") for part in parts]
     wide = any(part.scale_min.dtype == torch.float32 for part in parts)
     dtype = torch.float32 if wide else first.scale_min.dtype
     joined = replace(
@@ -67,18 +67,18 @@ def reordered(weight: Weight, order: Tensor) -> Weight:
         blocks, shape = blocks.to(weight.device), (len(order), weight.shape[1])
         codes, scale_min = weight.codes[blocks], weight.scale_min[blocks]
         return replace(weight, codes=codes, scale_min=scale_min, shape=shape)
-    half, order = weight.to_packing("half32"), order.to(weight.device)
+    half, order = weight.to_packing("split32"), order.to(weight.device)
     codes, scale_min = half.codes[order], half.scale_min[:, order]
     moved = replace(half, codes=codes, scale_min=scale_min, shape=(len(order), half.shape[1]))
     return moved.to_packing(weight.packing)
 
 
 def whole_blocks(weight: QTensor, order: Tensor) -> Tensor | None:
-    """The blocks of 16 rows of packing cpu16 that make up the rows `order`, None if none do.
+    """The blocks of 16 rows of packing rows16 that make up the rows `order`, None if none do.
 
     A last block of fewer rows must be the last one of the matrix, whose padding it keeps.
     """
-    if weight.packing != "cpu16":
+    if weight.packing != "rows16":
         return None
     starts, n = order[::ROW_BLOCK], len(order)
     rows = (starts[:, None] + torch.arange(ROW_BLOCK, device=order.device)).flatten()[:n]

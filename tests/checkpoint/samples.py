@@ -26,7 +26,7 @@ def layer_weights(layer: int) -> dict[str, QTensor | Tensor]:
     prefix = f"model.layers.{layer}."
     return {
         prefix + "input_layernorm.weight": torch.randn(64),
-        prefix + "mlp.down_proj": random_weight(48, 64, packing="half32"),
+        prefix + "mlp.down_proj": random_weight(48, 64, packing="split32"),
     }
 
 

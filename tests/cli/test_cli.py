@@ -65,7 +65,7 @@ def test_convert_writes_a_checkpoint_and_says_so(
     assert printed.startswith(f"{out}: 4 layers, ")
     config = Checkpoint.open(out).config["quantization_config"]
     assert (config["bits"], config["group_size"], config["solver"]) == (4, 32, "rtn")
-    assert config["packing"] == {"any": "half32", "cpu": "cpu16"}[packing]
+    assert config["packing"] == {"any": "split32", "cpu": "rows16"}[packing]
 
 
 def test_convert_prints_json(source: Path, tmp_path: Path) -> None:

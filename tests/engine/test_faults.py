@@ -45,7 +45,7 @@ PLAN = Plan(
     context=220,
     kv=KVQuant(window=16),
     kv_placement=KVPlacement(0.3, 0.3),
-    delegate="never",
+    cpu_attention="never",
 )
 
 

@@ -61,8 +61,8 @@ def answers(checkpoint: Path, plan: Plan) -> list[tuple[int, ...]]:
     fractions=st.tuples(st.sampled_from([0, 0.3, 0.5, 1]), st.sampled_from([0, 0.4, 1])),
     batches=st.tuples(st.integers(1, 4), st.integers(1, 3)),
     activations=st.sampled_from(["device", "host", "disk"]),
-    order=st.sampled_from(["column", "row"]),
-    delegate=st.sampled_from(["auto", "never"]),
+    schedule=st.sampled_from(["block", "sequential"]),
+    cpu_attention=st.sampled_from(["auto", "never"]),
     prefill=st.sampled_from([200, 1000]),  # whole prompts: pieces see what is packed before them
     weights=st.sampled_from([1, 0.7, 0.5]),  # the part of them that fits
 )
@@ -72,8 +72,8 @@ def test_the_answers_do_not_depend_on_the_plan(
     fractions: tuple[float, float],
     batches: tuple[int, int],
     activations: str,
-    order: str,
-    delegate: str,
+    schedule: str,
+    cpu_attention: str,
     prefill: int,
     weights: float,
 ) -> None:
@@ -85,9 +85,9 @@ def test_the_answers_do_not_depend_on_the_plan(
         prefill_tokens=prefill,
         kv=QUANT,
         kv_placement=KVPlacement(device, min(host, 1 - device)),
-        delegate=delegate,  # type: ignore[arg-type]
+        cpu_attention=cpu_attention,  # type: ignore[arg-type]
         activations=activations,  # type: ignore[arg-type]
-        order=order,  # type: ignore[arg-type]
+        schedule=schedule,  # type: ignore[arg-type]
         device_memory=None,
     )
     if weights < 1:
@@ -267,7 +267,7 @@ def test_the_trace_shows_computation_and_moves(checkpoint: Path, tmp_path: Path)
         context=CONTEXT,
         kv=QUANT,
         kv_placement=KVPlacement(0.2, 0.4),
-        delegate="never",
+        cpu_attention="never",
         activations="host",
     )
     path = tmp_path / "trace.json"
@@ -322,7 +322,7 @@ def test_the_memory_of_a_plan_is_what_the_arenas_have(checkpoint: Path) -> None:
         context=CONTEXT,
         kv=QUANT,
         kv_placement=KVPlacement(0.25, 0.25),
-        delegate="never",
+        cpu_attention="never",
         activations="disk",
     )
     with LLM(checkpoint, plan) as llm:
@@ -338,7 +338,7 @@ def test_the_memory_of_a_plan_is_what_the_arenas_have(checkpoint: Path) -> None:
         ({"batch_size": 0}, "batch_size is 0; use a whole number from 1"),
         ({"batch_size": 1.5}, "batch_size is 1.5"),
         ({"device_memory": "2GiB"}, "device_memory is '2GiB'; use bytes"),
-        ({"order": "diagonal"}, "order is 'diagonal'; use one of column, row"),
+        ({"schedule": "diagonal"}, "schedule is 'diagonal'; use one of block, sequential"),
         ({"activations": "cloud"}, "activations is 'cloud'"),
     ],
 )

@@ -25,8 +25,8 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache, KVPlacement, KVQuant
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.device.cache_step import CacheStep
-from qoff.kvcache.device.prefetch import BlockStage, StagedBlocks
-from qoff.kvcache.device.write_back import Outbox
+from qoff.kvcache.device.prefetch import BlockPrefetcher, PrefetchedBlocks
+from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.tiered import TieredBlocks
@@ -77,7 +77,7 @@ def w4_linear(
 ) -> Tensor:
     """`kernels.triton.linear.linear.w4_linear` in torch, rows for themselves."""
     shape = (len(codes), x.shape[1])
-    weight = QTensor(codes, scale_min, shape, bits, group_size, "half32").dequantize()
+    weight = QTensor(codes, scale_min, shape, bits, group_size, "split32").dequantize()
     assert bias is None
     return (x.float()[:, None] * weight).sum(-1).to(x.dtype)
 
@@ -112,41 +112,47 @@ def answers(llm: LLM) -> list[Result]:
     return sorted(llm.generate(PROMPTS, PARAMS), key=lambda result: result.index)
 
 
-def blocks_of(llm: LLM) -> tuple[DeviceBlocks, TieredBlocks, BlockStage | None]:
+def blocks_of(llm: LLM) -> tuple[DeviceBlocks, TieredBlocks, BlockPrefetcher | None]:
     """The blocks on the device, the others, and what these pass through."""
-    near = llm.blocks
-    assert isinstance(near, DeviceBlocks)
-    assert isinstance(near.far, TieredBlocks)
-    return near, near.far, near.stage
+    resident = llm.blocks
+    assert isinstance(resident, DeviceBlocks)
+    assert isinstance(resident.offloaded, TieredBlocks)
+    return resident, resident.offloaded, resident.prefetcher
 
 
 def assert_nothing_held(llm: LLM) -> None:
-    """No block is used, no slot taken, no parcel on its way."""
-    near, far, stage = blocks_of(llm)
-    assert (near.used, far.used(HOST), far.used(DISK)) == (0, 0, 0)
-    assert near.outbox is not None
-    assert not near.outbox._taken
-    assert not near.outbox._sent
-    assert near.outbox.nbytes == 4 * parcel_bytes(llm)  # it has not grown
-    for ring in (far.ring, *([] if stage is None else [stage.ring])):
+    """No block is used, no slot taken, no write-back on its way."""
+    resident, offloaded, prefetcher = blocks_of(llm)
+    assert (resident.used, offloaded.used(HOST), offloaded.used(DISK)) == (0, 0, 0)
+    assert resident.write_back is not None
+    assert not resident.write_back._taken
+    assert not resident.write_back._sent
+    assert resident.write_back.nbytes == 4 * write_back_bytes(llm)  # it has not grown
+    for ring in (offloaded.ring, *([] if prefetcher is None else [prefetcher.ring])):
         assert len(ring._free) == len(ring._slots)
         assert not ring._ahead
 
 
-def parcel_bytes(llm: LLM) -> int:
+def write_back_bytes(llm: LLM) -> int:
     """Bytes of one of the two places, on one of its two sides."""
     assert llm.memory.on_gpu is not None
-    return llm.memory.on_gpu.parcel_bytes
+    return llm.memory.on_gpu.write_back_bytes
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        replace(PLAN, kv_placement=THIRDS, delegate="never", activations="host", order="row"),
+        replace(
+            PLAN,
+            kv_placement=THIRDS,
+            cpu_attention="never",
+            activations="host",
+            schedule="sequential",
+        ),
         replace(PLAN, kv_placement=THIRDS, activations="disk"),
-        replace(PLAN, kv_placement=KVPlacement(0, 0), delegate="never", device_memory=0),
+        replace(PLAN, kv_placement=KVPlacement(0, 0), cpu_attention="never", device_memory=0),
         replace(PIECES, kv_placement=KVPlacement(0.34, 0.66), activations="host"),
-        replace(PIECES, kv_placement=KVPlacement(0, 0.34), delegate="always", device_memory=0),
+        replace(PIECES, kv_placement=KVPlacement(0, 0.34), cpu_attention="always", device_memory=0),
     ],
     ids=["moved-row", "disk", "moved-disk-streaming", "auto", "always-streaming"],
 )
@@ -160,9 +166,9 @@ def test_the_answers_do_not_depend_on_the_plan(
     with LLM(checkpoint, plan, poison=True, **where) as llm:
         assert [r.tokens for r in answers(llm)] == [r.tokens for r in expected(plan)]
         assert_nothing_held(llm)
-        stage = blocks_of(llm)[2]
-        reads_whole = plan.delegate == "auto" and plan.prefill_tokens > plan.context
-        assert (stage is None) == (reads_whole or plan.delegate == "always")
+        prefetcher = blocks_of(llm)[2]
+        reads_whole = plan.cpu_attention == "auto" and plan.prefill_tokens > plan.context
+        assert (prefetcher is None) == (reads_whole or plan.cpu_attention == "always")
         if plan.device_memory is not None:
             assert llm.runtime.store.stats.bytes_read > 0
 
@@ -172,14 +178,14 @@ def test_where_attention_to_far_blocks_is(
 ) -> None:
     """Pieces of prompts take the blocks to the device, single tokens go to the blocks."""
     moved: list[int] = []
-    takes = BlockStage.takes
+    takes = BlockPrefetcher.takes
 
-    def watched(stage: BlockStage, blocks: list[int], rows: int) -> bool:
-        found = takes(stage, blocks, rows)
+    def watched(prefetcher: BlockPrefetcher, blocks: list[int], rows: int) -> bool:
+        found = takes(prefetcher, blocks, rows)
         moved.append(rows if found else -rows)
         return found
 
-    monkeypatch.setattr(BlockStage, "takes", watched)
+    monkeypatch.setattr(BlockPrefetcher, "takes", watched)
     plan = replace(PIECES, kv_placement=THIRDS, batch_size=1, batches=1)
     with LLM(checkpoint, plan, **where) as llm:
         list(llm.generate([[*PROMPTS[2], *PROMPTS[1][:4]]], PARAMS))
@@ -203,18 +209,18 @@ def test_prompts_that_begin_alike_share_blocks_of_all_batches(
 def test_answers_of_one_prompt_are_forks_of_its_sequence(
     checkpoint: Path, where: dict[str, Any], expected: Callable[[Plan], list[Result]]
 ) -> None:
-    plan = replace(PLAN, kv_placement=KVPlacement(0, 0.5), delegate="never")
+    plan = replace(PLAN, kv_placement=KVPlacement(0, 0.5), cpu_attention="never")
     with LLM(checkpoint, plan, poison=True, **where) as llm:
         found = list(llm.generate(PROMPTS[:1], replace(PARAMS, n=2)))
         assert_nothing_held(llm)
     assert [r.tokens for r in found] == [expected(plan)[0].tokens] * 2
 
 
-@pytest.mark.parametrize("delegate", ["auto", "always", "never"])
+@pytest.mark.parametrize("cpu_attention", ["auto", "always", "never"])
 def test_the_memory_of_a_plan_is_what_is_allocated(
-    delegate: Any, checkpoint: Path, where: dict[str, Any]
+    cpu_attention: Any, checkpoint: Path, where: dict[str, Any]
 ) -> None:
-    plan = replace(PIECES, kv_placement=THIRDS, delegate=delegate, activations="disk")
+    plan = replace(PIECES, kv_placement=THIRDS, cpu_attention=cpu_attention, activations="disk")
     with LLM(checkpoint, plan, **where) as llm:
         for tier, arena in llm.arenas.items():
             purposes = llm.memory.purposes[tier]
@@ -245,18 +251,18 @@ PLACES = [
     (CacheStep, "open"),
     (CacheStep, "close"),
     (CacheStep, "end"),
-    (StagedBlocks, "open"),
-    (BlockStage, "bring"),
+    (PrefetchedBlocks, "open"),
+    (BlockPrefetcher, "bring"),
     (BlockRing, "use"),
-    (Outbox, "take"),
-    (Outbox, "deliver"),
+    (WriteBackQueue, "take"),
+    (WriteBackQueue, "deliver"),
     (TieredBlocks, "write"),
 ]
 
 
 @pytest.fixture(scope="module")
 def moving(checkpoint: Path, where: dict[str, Any]) -> Iterator[LLM]:
-    plan = replace(PIECES, kv_placement=THIRDS, delegate="never", activations="host")
+    plan = replace(PIECES, kv_placement=THIRDS, cpu_attention="never", activations="host")
     with LLM(checkpoint, plan, poison=True, **where) as llm:
         yield llm
 
@@ -301,7 +307,7 @@ class Broken(Link):
 @pytest.mark.skipif(ON_GPU, reason="links to a GPU are not simulated")
 def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
     link = Broken()
-    plan = replace(PIECES, kv_placement=THIRDS, delegate="never")
+    plan = replace(PIECES, kv_placement=THIRDS, cpu_attention="never")
     with LLM(checkpoint, plan, links=Links(host=link), ops=triton_ops, poison=True) as llm:
         results = llm.generate(PROMPTS, PARAMS)
         link.broken = True
@@ -317,7 +323,7 @@ def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
         ({"kv": KVQuant(attention_top=0.5)}, "attention_top=1"),
         (
             {"kv": KVQuant(k_form="token"), "kv_placement": KVPlacement(0.5, 0.5)},
-            r"tokens' scales of K.*delegate='never'",
+            r"tokens' scales of K.*cpu_attention='never'",
         ),
         ({"activation_bits": 8}, "no 8-bit activations"),
         ({"kv": KVQuant(sinks=16), "activation_bits": 8}, "no sink tokens.*; no 8-bit"),

@@ -182,7 +182,7 @@ def test_columns_read_weights_once_a_round_and_rows_once_a_batch(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     column = streaming(checkpoint, plan_of())
-    row = Plan(**{**column.__dict__, "order": "row"})
+    row = Plan(**{**column.__dict__, "schedule": "sequential"})
     once = streamed_bytes(checkpoint, column)
     options: dict[str, Any] = {"prompt": 4, "tokens": 2, "disk": once / 0.15}
 
@@ -200,7 +200,7 @@ def test_columns_read_weights_once_a_round_and_rows_once_a_batch(
 def test_row_by_row_weights_come_beside_the_computation_too(
     checkpoint: Path, tmp_path: Path, slow_layers: Callable[[float], None]
 ) -> None:
-    plan = streaming(checkpoint, plan_of(order="row"))
+    plan = streaming(checkpoint, plan_of(schedule="sequential"))
     rate = streamed_bytes(checkpoint, plan) / 0.15
     slow_layers(0.15 / LAYERS)
 
@@ -209,18 +209,20 @@ def test_row_by_row_weights_come_beside_the_computation_too(
     assert found.overlapped, found
 
 
-@pytest.mark.parametrize("order", ["column", "row"])
+@pytest.mark.parametrize("schedule", ["block", "sequential"])
 @pytest.mark.parametrize("tier", ["disk", "host"])
 def test_blocks_come_while_others_are_attended_to(
     checkpoint: Path,
     tmp_path: Path,
     slow_layers: Callable[[float], None],
     tier: str,
-    order: str,
+    schedule: str,
 ) -> None:
     """Weights are resident; each pass attends to two blocks a sequence, which are far."""
     plan = plan_of(
-        kv_placement=KVPlacement(0, 1.0 if tier == "host" else 0.0), delegate="never", order=order
+        kv_placement=KVPlacement(0, 1.0 if tier == "host" else 0.0),
+        cpu_attention="never",
+        schedule=schedule,
     )
     each = 0.012
     with LLM(checkpoint, plan) as llm:

@@ -1,4 +1,4 @@
-"""`qoff.KVCache`: what it remembers after each of its moves is what was read."""
+"""`qoff.QoffCache`: what it remembers after each of its moves is what was read."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def loaded(path: Path) -> Iterator[tuple[Any, Any]]:
         yield model, tokenizer
 
 
-def new_cache(model: Any, batch_size: int, bits: KVBits | None) -> qoff.KVCache:
-    return qoff.KVCache(model, batch_size, kv_bits=bits, window=WINDOW)
+def new_cache(model: Any, batch_size: int, bits: KVBits | None) -> qoff.QoffCache:
+    return qoff.QoffCache(model, batch_size, kv_bits=bits, window=WINDOW)
 
 
 def padded(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -48,12 +48,12 @@ def padded(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.randint(3, 120, mask.shape) * mask + PAD * (1 - mask), mask
 
 
-def read(model: Any, cache: qoff.KVCache, ids: Tensor, mask: Tensor, *, last: int = 1) -> Tensor:
+def read(model: Any, cache: qoff.QoffCache, ids: Tensor, mask: Tensor, *, last: int = 1) -> Tensor:
     """Logits of the last columns; ids are those after the cache's, the mask is of all."""
     return model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=last).logits
 
 
-MOVES: dict[str, tuple[Callable[[qoff.KVCache], None], list[int], int]] = {
+MOVES: dict[str, tuple[Callable[[qoff.QoffCache], None], list[int], int]] = {
     "reorder": (lambda c: c.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0], 0),
     "select": (lambda c: c.batch_select_indices(torch.tensor([2, 0])), [2, 0], 0),
     "select-bool": (
@@ -72,7 +72,7 @@ MOVES: dict[str, tuple[Callable[[qoff.KVCache], None], list[int], int]] = {
 @pytest.mark.parametrize("bits", BITS, ids=str)
 @pytest.mark.parametrize(("move", "rows", "removed"), MOVES.values(), ids=MOVES)
 def test_a_moved_cache_is_one_that_read_what_is_left(
-    move: Callable[[qoff.KVCache], None],
+    move: Callable[[qoff.QoffCache], None],
     rows: list[int],
     removed: int,
     bits: KVBits | None,
@@ -150,7 +150,7 @@ def test_a_row_may_go_back_to_nothing(bits: KVBits | None, loaded: tuple[Any, An
 
 def test_crop_counts_as_transformers_does(loaded: tuple[Any, Any]) -> None:
     model, _ = loaded
-    ours, theirs = qoff.KVCache(model), DynamicCache()
+    ours, theirs = qoff.QoffCache(model), DynamicCache()
     theirs.update(torch.zeros(1, 2, 9, 64), torch.zeros(1, 2, 9, 64), 0)
     model(torch.randint(3, 120, (1, 9)), past_key_values=ours)
     for cache in (ours, theirs):
@@ -210,7 +210,7 @@ def test_an_empty_cache_serves_any_batch(beams: int, loaded: tuple[Any, Any]) ->
     model, tokenizer = loaded
     inputs = tokenizer(["Hello", "a longer prompt"], return_tensors="pt", padding=True)
     options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams}
-    cache = qoff.KVCache(model)
+    cache = qoff.QoffCache(model)
     found = model.generate(**inputs, past_key_values=cache, **options)
     assert torch.equal(found, model.generate(**inputs, **options))
     assert cache.batch_size == 2 * beams
@@ -218,11 +218,11 @@ def test_an_empty_cache_serves_any_batch(beams: int, loaded: tuple[Any, Any]) ->
 
 def test_it_is_packed_as_asked_or_as_the_model(path: Path, loaded: tuple[Any, Any]) -> None:
     model, _ = loaded
-    assert isinstance(qoff.KVCache(model).tokens, PlainCache)
+    assert isinstance(qoff.QoffCache(model).tokens, PlainCache)
     ids = torch.randint(3, 120, (1, 200))
     sizes = {}
     for bits in ("4", "8/0:4", (8, 8)):
-        cache = qoff.KVCache(model, kv_bits=bits, window=0)
+        cache = qoff.QoffCache(model, kv_bits=bits, window=0)
         assert isinstance(cache.tokens, PackedCache)
         model(ids, past_key_values=cache)
         assert cache.tokens.packed == [192]
@@ -231,8 +231,8 @@ def test_it_is_packed_as_asked_or_as_the_model(path: Path, loaded: tuple[Any, An
     assert sizes["4"] < sizes["8/0:4"] < sizes[8, 8]
     packed, _ = qoff.load(path, kv_bits="4/1:8")
     with packed:
-        assert isinstance(qoff.KVCache(packed).tokens, PackedCache)
-        assert isinstance(qoff.KVCache(packed, kv_bits=None).tokens, PlainCache)
+        assert isinstance(qoff.QoffCache(packed).tokens, PackedCache)
+        assert isinstance(qoff.QoffCache(packed, kv_bits=None).tokens, PlainCache)
 
 
 def test_what_does_not_fit_the_model_is_refused(
@@ -242,10 +242,10 @@ def test_what_does_not_fit_the_model_is_refused(
     other, _ = qoff.load(tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama"))
     ids = torch.tensor([[5, 6]])
     with other, pytest.raises(OpError, match=r"2 layers .* size 64; this one has 4 layers .* 16"):
-        other(ids, past_key_values=qoff.KVCache(model))
+        other(ids, past_key_values=qoff.QoffCache(model))
     with pytest.raises(OpError, match="not a int"):
-        qoff.KVCache(3)  # type: ignore[arg-type]
+        qoff.QoffCache(3)  # type: ignore[arg-type]
     with pytest.raises(OpError, match="at least one sequence"):
-        qoff.KVCache(model, 0)
+        qoff.QoffCache(model, 0)
     with pytest.raises(ArgumentError, match="for layer 7, but the model's 2 layers"):
-        qoff.KVCache(model, kv_bits="4/7:8")
+        qoff.QoffCache(model, kv_bits="4/7:8")

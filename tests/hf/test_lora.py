@@ -23,7 +23,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 20, 21]])
 
 def matrix(n: int, k: int, bits: int = 4) -> QTensor:
     torch.manual_seed(n)
-    return quantize(torch.randn(n, k), bits, 32, "rtn", "cpu16")
+    return quantize(torch.randn(n, k), bits, 32, "rtn", "rows16")
 
 
 @pytest.mark.parametrize(("n", "k", "bits"), [(48, 64, 4), (130, 96, 8), (16, 32, 4)])

@@ -52,7 +52,7 @@ def test_a_cache_goes_back_to_a_prompt_that_was_read(base: Path) -> None:
     model, _ = qoff.load(module_checkpoint(base, "stablelm"))
     with model:
         ids = torch.randint(3, 99, (1, 9))
-        cache = qoff.KVCache(model)
+        cache = qoff.QoffCache(model)
         first = model(ids, past_key_values=cache).logits
         assert cache.get_seq_length() == 9
         cache.crop(-4)
@@ -89,7 +89,7 @@ def test_a_packed_cache_goes_back_to_a_prompt_that_was_read(base: Path) -> None:
     model, _ = qoff.load(module_checkpoint(base, "stablelm-head64"), kv_bits=8, kv_window=16)
     with model:
         ids = torch.randint(3, 99, (1, 140))
-        cache = qoff.KVCache(model)
+        cache = qoff.QoffCache(model)
         first = model(ids, past_key_values=cache).logits
         more = model(ids[:, :1], past_key_values=cache).logits
         cache.crop(-5)
@@ -106,10 +106,10 @@ def test_a_cache_is_packed_only_where_the_model_was_loaded_so(base: Path) -> Non
     packing, _ = qoff.load(path, kv_bits=8)
     with model, packing:
         with pytest.raises(ArgumentError, match="load it with kv_bits"):
-            qoff.KVCache(model, kv_bits=8)
+            qoff.QoffCache(model, kv_bits=8)
         for one, other in ((model, packing), (packing, model)):
             with pytest.raises(OpError, match="needs a cache of its own"):
-                one(torch.tensor([[3]]), past_key_values=qoff.KVCache(other))
+                one(torch.tensor([[3]]), past_key_values=qoff.QoffCache(other))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_checkpoint_loads_as_the_model_of_its_family(base: Path, family: str) 
         assert torch.equal(module.dequantize(), reference.get_submodule(name).weight)
 
 
-@pytest.mark.parametrize("packing", ["cpu16", "half32"])
+@pytest.mark.parametrize("packing", ["rows16", "split32"])
 @pytest.mark.parametrize(
     "family", ["llama-gqa-tied", "qwen3-tied", "gemma2", "phi3", "gpt-neox", "opt", "glm", *EXPERTS]
 )

@@ -75,12 +75,12 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return {
             w.name: torch.ones(w.rows)
             if w.columns is None
-            else random_weight(w.rows, w.columns, bits, packing="cpu16")
+            else random_weight(w.rows, w.columns, bits, packing="rows16")
             for w in which
         }
 
     layer = weights(layer_weights(spec, 0), 4)
-    quantization = {"bits": 4, "group_size": 64, "solver": "rtn", "packing": "cpu16"}
+    quantization = {"bits": 4, "group_size": 64, "solver": "rtn", "packing": "rows16"}
     with CheckpointWriter(path) as writer:
         for i in range(spec.num_layers):
             writer.write_layer(i, {layer_prefix(i) + name: w for name, w in layer.items()})

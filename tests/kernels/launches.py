@@ -140,19 +140,19 @@ def of_experts(variant: Variant) -> None:
     experts, n, k = 8, 1 << 10, row_bytes * 8 // bits
     scale_min = empty(dtype_of(variant, "scale_min"), experts, k // group, n, 2)
     codes = empty(torch.uint8, experts, n, row_bytes)
-    weight = QExperts(codes, scale_min, (n, k), bits, group, "half32")
+    weight = QExperts(codes, scale_min, (n, k), bits, group, "split32")
     bias = empty(dtype, experts, n) if c["BIAS"] else None
-    chosen, share = empty(torch.int64, 3, 2), empty(torch.float32, 3, 2)
+    topk_ids, topk_weights = empty(torch.int64, 3, 2), empty(torch.float32, 3, 2)
     if c["ACTIVATION"]:
         x = empty(dtype, 3, k)
-        product = Product.gate_up(x, chosen, share, weight, bias, c["ACTIVATION"])
+        product = Product.gate_up(x, topk_ids, topk_weights, weight, bias, c["ACTIVATION"])
     else:
-        product = Product.down(empty(dtype, 6, k), chosen, share, weight, bias)
+        product = Product.down(empty(dtype, 6, k), topk_ids, topk_weights, weight, bias)
     if variant.kernel.fn.__name__ == "experts_gemv_kernel":
         gemv_pairs(product)
         return
     config = config_for(c["BLOCK_M"], c["GROUP_BYTES"])
-    tile_product(product, tiles(chosen, experts, config.block_m), config)
+    tile_product(product, tiles(topk_ids, experts, config.block_m), config)
 
 
 def added_up(variant: Variant) -> None:
@@ -251,7 +251,7 @@ def attended(variant: Variant) -> None:
         "soft_cap": 30.0 if c.get("SOFT_CAP") else 0.0,
         "window": 100 if c["WINDOW"] else 0,
         "sinks": empty(torch.float32, heads) if c.get("SINKS") else None,
-        "near": ints(SEQUENCES) if c["NEAR"] else None,
+        "resident_from": ints(SEQUENCES) if c["RESIDENT_FROM"] else None,
         "compressed": ints(SEQUENCES),
         **cache(form, dtype),
     }

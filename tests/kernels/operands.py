@@ -16,7 +16,7 @@ def random_weight(
     bits: int = 4,
     group_size: int = 64,
     *,
-    packing: str = "cpu16",
+    packing: str = "rows16",
     scale_dtype: torch.dtype = torch.float16,
 ) -> QTensor:
     """A QTensor [n, k] of uniform codes, every group with its own scale and minimum."""
@@ -40,7 +40,7 @@ def random_experts(
     bits: int = 4,
     group_size: int = 32,
     *,
-    packing: str = "cpu16",
+    packing: str = "rows16",
     scale_dtype: torch.dtype = torch.float16,
 ) -> tuple[QExperts, QExperts]:
     """gate_up and down of `count` experts in one buffer, expert by expert as in a layer's file."""

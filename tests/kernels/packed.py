@@ -8,14 +8,14 @@ from qoff.kernels.reference import quantization
 
 
 def quantized(rows, columns, bits, group, scale_dtype=torch.float16, offset=0.3):
-    """A QTensor [rows, columns] of random weights around `offset`, packing half32."""
+    """A QTensor [rows, columns] of random weights around `offset`, packing split32."""
     w = torch.randn(rows, columns) + offset
     codes, scale, minimum = quantization.quantize(w, bits, group, scale_dtype)
     return QTensor(
-        pack_codes(codes, bits, "half32"),
-        pack_scale_min(scale, minimum, "half32"),
+        pack_codes(codes, bits, "split32"),
+        pack_scale_min(scale, minimum, "split32"),
         (rows, columns),
         bits,
         group,
-        "half32",
+        "split32",
     )

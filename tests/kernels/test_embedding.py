@@ -13,7 +13,7 @@ from tests.kernels.operands import random_weight
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("n", [1, 33, 160])
-@pytest.mark.parametrize("packing", ["cpu16", "half32"])
+@pytest.mark.parametrize("packing", ["rows16", "split32"])
 def test_equals_reference(n: int, bits: int, packing: str) -> None:
     weight = random_weight(n, 96, bits, 32, packing=packing)
     ids = torch.randint(0, n, (20,))

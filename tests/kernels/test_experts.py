@@ -23,9 +23,9 @@ from tests.tolerances import INT8_EXPERTS, INT16_EXPERTS, assert_close, relative
 
 
 def routed(tokens: int, count: int, per_token: int) -> tuple[Tensor, Tensor]:
-    """Different experts for each token, and shares that sum to one."""
-    chosen = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
-    return chosen, torch.rand(tokens, per_token).softmax(1)
+    """Different experts for each token, and topk_weights that sum to one."""
+    topk_ids = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
+    return topk_ids, torch.rand(tokens, per_token).softmax(1)
 
 
 def expected(x: Tensor, *operands, **options) -> Tensor:
@@ -70,12 +70,12 @@ def test_equals_reference(
     assert relative_rms(experts(x, *routing, *weights, **options), truth) < INT16_EXPERTS
 
 
-@pytest.mark.parametrize("packing", ["half32", "cpu16"])
+@pytest.mark.parametrize("packing", ["split32", "rows16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_reference_is_the_formula(activation: str, packing: str) -> None:
     """Token by token, with gate and up apart, as a model's own code has it."""
     gate_up, down = random_experts(3, 64, 32, packing=packing)
-    x, (chosen, share) = torch.randn(4, 64, dtype=torch.double), routed(4, 3, 2)
+    x, (topk_ids, topk_weights) = torch.randn(4, 64, dtype=torch.double), routed(4, 3, 2)
     functions = {
         "silu": lambda g, u: g * torch.sigmoid(g) * u,
         "gelu": lambda g, u: g * (1 + torch.erf(g / 2**0.5)) / 2 * u,
@@ -84,10 +84,10 @@ def test_the_reference_is_the_formula(activation: str, packing: str) -> None:
             (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7))
         ),
     }
-    found = reference_ops.experts(x, chosen, share, gate_up, down, activation=activation)
+    found = reference_ops.experts(x, topk_ids, topk_weights, gate_up, down, activation=activation)
     for m in range(4):
         total = torch.zeros(64, dtype=torch.double)
-        for e, s in zip(chosen[m].tolist(), share[m].tolist(), strict=True):
+        for e, s in zip(topk_ids[m].tolist(), topk_weights[m].tolist(), strict=True):
             z = gate_up.expert(e).dequantize().double() @ x[m]
             gate, up = z.view(2, 2, 16).transpose(0, 1).reshape(2, 32)
             value = functions[activation](gate, up)
@@ -125,26 +125,30 @@ def test_one_expert_is_a_plain_mlp() -> None:
 def test_many_tokens_of_one_expert() -> None:
     """More than a run that stays in the cache while weights pass by."""
     weights = random_experts(2, 4096, 32, 4, 32)
-    x, (chosen, share) = torch.randn(70, 4096), routed(70, 2, 1)
-    found = experts(x, chosen * 0, share, *weights, activation="gelu")
-    truth = expected(x, chosen * 0, share, *weights, activation="gelu")
+    x, (topk_ids, topk_weights) = torch.randn(70, 4096), routed(70, 2, 1)
+    found = experts(x, topk_ids * 0, topk_weights, *weights, activation="gelu")
+    truth = expected(x, topk_ids * 0, topk_weights, *weights, activation="gelu")
     assert relative_rms(found, truth) < INT16_EXPERTS
 
 
 def test_experts_that_nobody_chose_are_not_read() -> None:
     gate_up, down = random_experts(5, 64, 64)
-    chosen, share = routed(7, 2, 2)
+    topk_ids, topk_weights = routed(7, 2, 2)
     for q in (gate_up, down):
         q.scale_min[2:] = torch.nan
-    found = experts(torch.randn(7, 64), chosen, share, gate_up, down, activation="silu")
+    found = experts(torch.randn(7, 64), topk_ids, topk_weights, gate_up, down, activation="silu")
     assert torch.isfinite(found).all()
 
 
 def test_an_expert_chosen_twice_counts_twice() -> None:
     weights = random_experts(3, 64, 64)
-    x, chosen, share = torch.randn(1, 64), torch.tensor([[1, 1]]), torch.tensor([[0.25, 0.5]])
-    truth = expected(x, chosen, share, *weights, activation="silu")
-    found = experts(x, chosen, share, *weights, activation="silu")
+    x, topk_ids, topk_weights = (
+        torch.randn(1, 64),
+        torch.tensor([[1, 1]]),
+        torch.tensor([[0.25, 0.5]]),
+    )
+    truth = expected(x, topk_ids, topk_weights, *weights, activation="silu")
+    found = experts(x, topk_ids, topk_weights, *weights, activation="silu")
     assert relative_rms(found, truth) < INT16_EXPERTS
 
 
@@ -152,16 +156,22 @@ def test_an_expert_chosen_twice_counts_twice() -> None:
 def test_bits_do_not_depend_on_batch_or_threads(tokens: int, threads: int, seed: int) -> None:
     torch.manual_seed(seed)
     weights = random_experts(6, 64, 96)
-    x, (chosen, share) = torch.randn(tokens, 64), routed(tokens, 6, 3)
+    x, (topk_ids, topk_weights) = torch.randn(tokens, 64), routed(tokens, 6, 3)
     alone = torch.cat(
         [
-            experts(x[i : i + 1], chosen[i : i + 1], share[i : i + 1], *weights, activation="silu")
+            experts(
+                x[i : i + 1],
+                topk_ids[i : i + 1],
+                topk_weights[i : i + 1],
+                *weights,
+                activation="silu",
+            )
             for i in range(tokens)
         ]
     )
     pool = Pool(threads)
     try:
-        together = experts(x, chosen, share, *weights, activation="silu", pool=pool)
+        together = experts(x, topk_ids, topk_weights, *weights, activation="silu", pool=pool)
     finally:
         pool.close()
     assert torch.equal(alone, together)
@@ -223,30 +233,30 @@ def test_no_tokens() -> None:
         ({"x": torch.ones(3, 63)}, "x must be"),
         ({"x": torch.ones(64)}, r"x must be \[M, H\]"),
         ({"x": torch.ones(3, 64).half()}, "float16"),
-        ({"chosen": torch.zeros(2, 2).long()}, r"chosen must be \[M, T\]"),
-        ({"chosen": torch.zeros(3, 0).long()}, "T > 0"),
-        ({"chosen": torch.zeros(3, 2).int()}, "int32"),
-        ({"chosen": torch.tensor([[0, 1], [1, 2], [3, 4]])}, "experts 0 to 4 .* 0 to 3"),
-        ({"chosen": torch.tensor([[0, 1], [1, -1], [3, 3]])}, "experts -1 to 3"),
-        ({"share": torch.zeros(3, 1)}, "share must be"),
+        ({"topk_ids": torch.zeros(2, 2).long()}, r"topk_ids must be \[M, T\]"),
+        ({"topk_ids": torch.zeros(3, 0).long()}, "T > 0"),
+        ({"topk_ids": torch.zeros(3, 2).int()}, "int32"),
+        ({"topk_ids": torch.tensor([[0, 1], [1, 2], [3, 4]])}, "experts 0 to 4 .* 0 to 3"),
+        ({"topk_ids": torch.tensor([[0, 1], [1, -1], [3, 3]])}, "experts -1 to 3"),
+        ({"topk_weights": torch.zeros(3, 1)}, "topk_weights must be"),
         ({"residual": torch.zeros(3, 63)}, "residual must be"),
         ({"out": torch.zeros(2, 64)}, "out must be"),
         ({"gate_up_bias": torch.zeros(4, 32)}, "gate_up_bias must be"),
         ({"down_bias": torch.zeros(64)}, "down_bias must be"),
         ({"activation": "relu"}, "unknown activation 'relu'"),
         ({"activation_bits": 4}, "8 or 16"),
-        ({"gate_up": random_experts(4, 64, 32, packing="half32")[0]}, "gate_up needs packing"),
+        ({"gate_up": random_experts(4, 64, 32, packing="split32")[0]}, "gate_up needs packing"),
         ({"down": random_experts(3, 64, 32)[1]}, "of as many experts"),
         ({"down": random_experts(4, 64, 64)[1]}, "2I, H"),
     ],
 )
 def test_wrong_operands_are_refused(change: dict, message: str) -> None:
     gate_up, down = random_experts(4, 64, 32)
-    chosen, share = routed(3, 4, 2)
+    topk_ids, topk_weights = routed(3, 4, 2)
     operands = {
         "x": torch.ones(3, 64),
-        "chosen": chosen,
-        "share": share,
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
         "gate_up": gate_up,
         "down": down,
         "activation": "silu",
@@ -273,7 +283,7 @@ def _apart(distances: list[int]) -> list[QTensor]:
     codes, scales = torch.zeros(8192, dtype=torch.uint8), torch.zeros(8, 1, 1, 2, 16).half()
     views = [codes[at : at + 256].view(1, 4, 16, 4) for at in distances]
     parts = zip(views, scales, strict=False)
-    return [QTensor(view, scale, (16, 32), 4, 32, "cpu16") for view, scale in parts]
+    return [QTensor(view, scale, (16, 32), 4, 32, "rows16") for view, scale in parts]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.cpu.jit.pool import Pool
 from qoff.kernels.cpu.packed_attention.attention import packed_attention
-from qoff.kernels.cpu.packed_attention.operands import Chosen
+from qoff.kernels.cpu.packed_attention.operands import SelectedBlocks
 from qoff.kernels.cpu.packed_attention.select import select_blocks
 from qoff.kernels.layout.heads import HeadShape, cache_shapes
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
@@ -55,13 +55,13 @@ class Case:
         qkv = self.qkv.double()
         return reference_ops.attention(qkv, self.shape, self.cache(top), self.ragged).float()
 
-    def select(self, top: float, threads: Pool | None = None) -> tuple[Chosen, ...]:
+    def select(self, top: float, threads: Pool | None = None) -> tuple[SelectedBlocks, ...]:
         return select_blocks(
             self.qkv, self.shape.heads, self.parts, top, window=self.shape.window, threads=threads
         )
 
     def lists(self, top: float) -> list[list[list[list[int]]]]:
-        """Chosen blocks by part, sequence, KV head."""
+        """SelectedBlocks blocks by part, sequence, KV head."""
         return [
             [
                 [heads[: int(n)].tolist() for heads, n in zip(*row, strict=True)]

@@ -23,7 +23,7 @@ packings = st.sampled_from(list(PACKINGS))
 
 
 @st.composite
-def matrices(draw, packing="half32"):
+def matrices(draw, packing="split32"):
     """A QTensor of any format with random codes and scales, N not a multiple of 16 as a rule."""
     n, bits = draw(st.integers(1, 50)), draw(st.sampled_from([4, 8]))
     group = draw(st.sampled_from([32, 64, 128]))
@@ -55,7 +55,7 @@ def test_every_element_is_where_the_layout_says(matrix, data):
     q, codes, scale, minimum = matrix
     row, col = (data.draw(st.integers(0, size - 1)) for size in q.shape)
     group, block, lane = col // q.group_size, row // 16, row % 16
-    cpu = q.to_packing("cpu16")
+    cpu = q.to_packing("rows16")
     if q.bits == 8:
         half_byte, cpu_byte = q.codes[row, col], cpu.codes[block, col // 4, lane, col % 4]
         got = [half_byte, cpu_byte]
@@ -73,20 +73,20 @@ def test_every_element_is_where_the_layout_says(matrix, data):
 @given(matrices())
 def test_repacking_equals_packing_and_comes_back(matrix):
     q, codes, scale, minimum = matrix
-    cpu = q.to_packing("cpu16")
-    assert torch.equal(cpu.codes, pack_codes(codes, q.bits, "cpu16"))
-    assert torch.equal(cpu.scale_min, pack_scale_min(scale, minimum, "cpu16"))
-    back = cpu.to_packing("half32")
+    cpu = q.to_packing("rows16")
+    assert torch.equal(cpu.codes, pack_codes(codes, q.bits, "rows16"))
+    assert torch.equal(cpu.scale_min, pack_scale_min(scale, minimum, "rows16"))
+    back = cpu.to_packing("split32")
     assert torch.equal(back.codes, q.codes)
     assert torch.equal(back.scale_min, q.scale_min)
-    assert q.to_packing("half32") is q
+    assert q.to_packing("split32") is q
 
 
 @settings(deadline=None, max_examples=40)
 @given(matrices())
 def test_padding_rows_are_zero_even_in_used_memory(matrix):
     q, *_ = matrix
-    used = q.to_packing("cpu16")
+    used = q.to_packing("rows16")
     used.codes.fill_(255)
     used.scale_min.fill_(torch.nan)
     repack_into(q, used)
@@ -114,7 +114,7 @@ def test_values_are_those_of_the_formula_in_every_packing(matrix, packing):
 @given(matrices(), packings, st.data())
 def test_rows_of_a_matrix_are_rows_of_its_values(matrix, packing, data):
     q = matrix[0].to_packing(packing)
-    n, step = q.shape[0], 16 if packing == "cpu16" else 1
+    n, step = q.shape[0], 16 if packing == "rows16" else 1
     start = data.draw(st.integers(0, (n - 1) // step)) * step
     stop = data.draw(st.sampled_from([*range(start + step, n, step), n]))
     assert torch.equal(q.rows(start, stop).dequantize(), q.dequantize()[start:stop])
@@ -125,8 +125,8 @@ def test_rows_of_a_matrix_are_rows_of_its_values(matrix, packing, data):
 def test_codes_may_lie_anywhere_in_the_memory_they_are_read_from(bits, offset):
     memory = torch.randint(0, 256, (offset + 20 * 8 * bits,), dtype=torch.uint8)
     codes = memory[offset:].view(20, 8 * bits)
-    q = QTensor(codes, torch.randn(2, 20, 2), (20, 64), bits, 32, "half32")
-    assert torch.equal(q.to_packing("cpu16").dequantize(), q.dequantize())
+    q = QTensor(codes, torch.randn(2, 20, 2), (20, 64), bits, 32, "split32")
+    assert torch.equal(q.to_packing("rows16").dequantize(), q.dequantize())
 
 
 def test_large_matrices_repack_in_pieces():
@@ -165,7 +165,7 @@ def test_four_bits_of_group_64_cost_four_and_a_half():
         ({"bits": 3}, "codes of 3 bits"),
         ({"group_size": 48}, "group size 48"),
         ({"group_size": 128}, "does not divide the 192 columns"),
-        ({"shape": (5, 128)}, "codes of a 4-bit half32"),
+        ({"shape": (5, 128)}, "codes of a 4-bit split32"),
         ({"shape": (0, 192)}, "of ones up"),
         ({"codes": torch.zeros(4, 96)}, "float32"),
         ({"scale_min": torch.zeros(3, 4, 2, dtype=torch.bfloat16)}, "bfloat16"),
@@ -181,25 +181,25 @@ def test_parts_that_do_not_fit_are_refused(change, message):
 def test_bad_uses_are_refused():
     q = _zeros(40, 64, 4, 32)
     with pytest.raises(OpError, match="cut through a block"):
-        q.to_packing("cpu16").rows(8, 32)
+        q.to_packing("rows16").rows(8, 32)
     with pytest.raises(OpError, match="cut through a block"):
-        q.to_packing("cpu16").rows(16, 39)
+        q.to_packing("rows16").rows(16, 39)
     with pytest.raises(OpError, match=r"rows 8\.\.41 of a matrix of 40"):
         q.rows(8, 41)
     with pytest.raises(OpError, match="unknown packing"):
         q.to_packing("tiles")
     with pytest.raises(OpError, match="shape"):
-        repack_into(q, _zeros(16, 64, 4, 32).to_packing("cpu16"))
-    with pytest.raises(OpError, match="cannot repack half32"):
+        repack_into(q, _zeros(16, 64, 4, 32).to_packing("rows16"))
+    with pytest.raises(OpError, match="cannot repack split32"):
         repack_into(q, _zeros(40, 64, 4, 32))
     shifted = replace(q, codes=torch.zeros(40 * 32 + 4, dtype=torch.uint8)[4:].view(40, 32))
     with pytest.raises(OpError, match="multiple of 8 bytes"):
-        repack_into(q.to_packing("cpu16"), shifted)
+        repack_into(q.to_packing("rows16"), shifted)
     with pytest.raises(OpError, match="uint8"):
-        pack_codes(torch.zeros(4, 32), 4, "half32")
+        pack_codes(torch.zeros(4, 32), 4, "split32")
 
 
 def _zeros(n: int, k: int, bits: int, group: int) -> QTensor:
     codes = torch.zeros(n, k * bits // 8, dtype=torch.uint8)
     scale_min = torch.zeros(k // group, n, 2, dtype=torch.float16)
-    return QTensor(codes, scale_min, (n, k), bits, group, "half32")
+    return QTensor(codes, scale_min, (n, k), bits, group, "split32")

@@ -64,7 +64,7 @@ def test_linear_is_the_product_with_the_dequantized_matrix(weight, bits, m):
     expected = x.double() @ q.dequantize().double().T
     size = x.double().abs() @ q.dequantize().double().abs().T
     assert bool(((quantization.linear(x, q) - expected).abs() <= size * 1e-5).all())
-    assert torch.equal(quantization.linear(x, q.to_packing("cpu16")), quantization.linear(x, q))
+    assert torch.equal(quantization.linear(x, q.to_packing("rows16")), quantization.linear(x, q))
     assert quantization.linear(x.bfloat16(), q).dtype == torch.bfloat16
 
 
@@ -94,10 +94,10 @@ def test_formats_that_do_not_exist_are_refused():
 
 def _packed(codes, scale, minimum, bits, group):
     return QTensor(
-        pack_codes(codes, bits, "half32"),
-        pack_scale_min(scale, minimum, "half32"),
+        pack_codes(codes, bits, "split32"),
+        pack_scale_min(scale, minimum, "split32"),
         tuple(codes.shape),
         bits,
         group,
-        "half32",
+        "split32",
     )

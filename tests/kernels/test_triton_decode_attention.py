@@ -123,9 +123,15 @@ def test_blocks_that_are_elsewhere_are_not_read(window: int) -> None:
     holes, rest = without_oldest(cache, blocks)
     q = torch.randn(4, 2, 64, dtype=torch.float16)
     operands = (cache.length, *cache.ring, cache.form, 0.125)
-    near = 64 * torch.tensor(blocks, dtype=torch.int32)
+    resident_from = 64 * torch.tensor(blocks, dtype=torch.int32)
     out, lse = decode_attention(
-        q, *holes.parts, *operands, near=near, window=window, max_compressed=3 * 64, run=1
+        q,
+        *holes.parts,
+        *operands,
+        resident_from=resident_from,
+        window=window,
+        max_compressed=3 * 64,
+        run=1,
     )
     # One that has no token at all attends to nothing.
     expected = _check(rest, q, window=window)

@@ -48,7 +48,7 @@ def case(
     dtype: torch.dtype = torch.float16,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands and options of the op, everything in it."""
-    weights = random_experts(experts, hidden, inner, bits, group, packing="half32")
+    weights = random_experts(experts, hidden, inner, bits, group, packing="split32")
     x = torch.randn(tokens, hidden).to(dtype)
     options = {
         "gate_up_bias": torch.randn(experts, 2 * inner).to(dtype),
@@ -87,31 +87,31 @@ def test_activations(activation: str, block: int) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", ""])
 def test_without_tensor_cores(activation: str) -> None:
-    (x, chosen, share, gate_up, down), options = case(3, 4, 2, 96, 64)
+    (x, topk_ids, topk_weights, gate_up, down), options = case(3, 4, 2, 96, 64)
     if activation:
         bias = options["gate_up_bias"]
-        one = Product.gate_up(x, chosen, share, gate_up, bias, activation)
+        one = Product.gate_up(x, topk_ids, topk_weights, gate_up, bias, activation)
         fma_pairs(one)
-        z = torch.stack([gate_up.expert(e).dequantize() for e in chosen.flatten().tolist()])
+        z = torch.stack([gate_up.expert(e).dequantize() for e in topk_ids.flatten().tolist()])
         z = torch.einsum("prk,pk->pr", z, x.float().repeat_interleave(2, 0))
         from qoff.kernels.reference.experts import activate
 
-        expected = activate(z + bias.float()[chosen.flatten()], activation)
+        expected = activate(z + bias.float()[topk_ids.flatten()], activation)
         assert_close(one.out, expected.half())
     else:
         inputs = torch.randn(8, 64).half()
-        two = Product.down(inputs, chosen, share, down, options["down_bias"])
+        two = Product.down(inputs, topk_ids, topk_weights, down, options["down_bias"])
         fma_pairs(two)
-        z = torch.stack([down.expert(e).dequantize() for e in chosen.flatten().tolist()])
+        z = torch.stack([down.expert(e).dequantize() for e in topk_ids.flatten().tolist()])
         z = torch.einsum("prk,pk->pr", z, inputs.float())
-        z = (z + options["down_bias"].float()[chosen.flatten()]) * share.view(-1, 1)
+        z = (z + options["down_bias"].float()[topk_ids.flatten()]) * topk_weights.view(-1, 1)
         assert_close(two.out, z, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 40])
 def test_all_tokens_choose_one_expert(tokens: int) -> None:
-    (x, chosen, share, *weights), _ = case(6, tokens, 1, 32, 32)
-    operands = (x, torch.full_like(chosen, 4), share, *weights)
+    (x, topk_ids, topk_weights, *weights), _ = case(6, tokens, 1, 32, 32)
+    operands = (x, torch.full_like(topk_ids, 4), topk_weights, *weights)
     options = {"activation": "silu"}
     check(triton_ops.experts(*operands, **options), operands, options)
 
@@ -135,17 +135,17 @@ def test_the_result_goes_where_it_is_told() -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (3, 64), (100, 7), (513, 9)])
 def test_tiles_hold_every_pair_once(tokens: int, experts: int, block: int) -> None:
-    chosen, _ = routed(tokens, experts, min(3, experts))
-    chosen = chosen.clamp(max=max(0, experts - 3))  # nobody chooses the last
-    order, table = tiles(chosen, experts, block)
+    topk_ids, _ = routed(tokens, experts, min(3, experts))
+    topk_ids = topk_ids.clamp(max=max(0, experts - 3))  # nobody chooses the last
+    order, table = tiles(topk_ids, experts, block)
     assert order.dtype == table.dtype == torch.int32
-    counts, seen = Counter(chosen.flatten().tolist()), []
+    counts, seen = Counter(topk_ids.flatten().tolist()), []
     for expert, first, last in table.T.tolist():
         assert last - first <= block
         places = range(first, max(first, last))
         seen += places
-        assert all(chosen.view(-1)[order[place]] == expert for place in places)
-    assert sorted(seen) == list(range(chosen.numel()))
+        assert all(topk_ids.view(-1)[order[place]] == expert for place in places)
+    assert sorted(seen) == list(range(topk_ids.numel()))
     live = sum(last > first for _, first, last in table.T.tolist())
     assert live == sum(-(-count // block) for count in counts.values())
 
@@ -160,9 +160,9 @@ def test_the_rule() -> None:
 
 def flat(operands: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments of `torch.ops.qoff.experts`."""
-    x, chosen, share, gate_up, down = operands
+    x, topk_ids, topk_weights, gate_up, down = operands
     return (
-        x, chosen, share,
+        x, topk_ids, topk_weights,
         gate_up.codes, gate_up.scale_min, gate_up.bits, gate_up.group_size, options["gate_up_bias"],
         down.codes, down.scale_min, down.bits, down.group_size, options["down_bias"],
         options["residual"], "silu",
@@ -194,24 +194,30 @@ def moved(q: QExperts, by: int) -> QExperts:
         ({"x": torch.zeros(3, 64)}, "x is float16 or bfloat16"),
         ({"x": torch.zeros(3, 96).half()}, r"x is .* \[M, 64\]"),
         ({"x": torch.zeros(64, 3).half().T}, "contiguous"),
-        ({"chosen": torch.zeros(3, 2).int()}, "chosen is int64"),
-        ({"chosen": torch.zeros(2, 2).long()}, r"chosen is int64 \[3, T\]"),
-        ({"chosen": torch.zeros(3, 0).long()}, "at least one"),
-        ({"share": torch.zeros(3, 2).half()}, "share is float32"),
+        ({"topk_ids": torch.zeros(3, 2).int()}, "topk_ids is int64"),
+        ({"topk_ids": torch.zeros(2, 2).long()}, r"topk_ids is int64 \[3, T\]"),
+        ({"topk_ids": torch.zeros(3, 0).long()}, "at least one"),
+        ({"topk_weights": torch.zeros(3, 2).half()}, "topk_weights is float32"),
         ({"residual": torch.zeros(3, 63).half()}, "residual is"),
         ({"gate_up_bias": torch.zeros(4, 63).half()}, "gate_up_bias is"),
         ({"down_bias": torch.zeros(64).half()}, "down_bias is"),
         ({"activation": "tanh"}, "unknown activation"),
-        ({"gate_up": random_experts(4, 64, 32)[0]}, "packing (cpu16|half32)"),
-        ({"down": random_experts(4, 32, 32, packing="half32")[1]}, "2I, H"),
-        ({"down": moved(random_experts(4, 64, 32, packing="half32")[1], 8)}, "multiples of 16"),
-        ({"share": torch.zeros(3, 2, device="meta")}, "share is on meta"),
+        ({"gate_up": random_experts(4, 64, 32)[0]}, "packing (rows16|split32)"),
+        ({"down": random_experts(4, 32, 32, packing="split32")[1]}, "2I, H"),
+        ({"down": moved(random_experts(4, 64, 32, packing="split32")[1], 8)}, "multiples of 16"),
+        ({"topk_weights": torch.zeros(3, 2, device="meta")}, "topk_weights is on meta"),
     ],
 )
 @pytest.mark.parametrize("function", [triton_ops.experts, library.experts])
 def test_wrong_operands_are_refused(function: Any, change: dict, complaint: str) -> None:
-    (x, chosen, share, gate_up, down), options = case(4, 3, 2, 64, 32)
-    operands = {"x": x, "chosen": chosen, "share": share, "gate_up": gate_up, "down": down}
+    (x, topk_ids, topk_weights, gate_up, down), options = case(4, 3, 2, 64, 32)
+    operands = {
+        "x": x,
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+        "gate_up": gate_up,
+        "down": down,
+    }
     with pytest.raises(OpError, match=complaint):
         function(**{**operands, **options, "activation": "silu", **change})
 

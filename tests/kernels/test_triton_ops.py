@@ -50,7 +50,7 @@ def test_a_result_goes_where_it_is_told() -> None:
         ({"x": torch.zeros(3, 96).half()}, "64"),
         ({"x": torch.zeros(64, 3).half().T}, "contiguous"),
         ({"weight": quantized(48, 64, 4, 32), "silu_mul": True}, "multiple of 32"),
-        ({"weight": quantized(32, 64, 4, 32).to_packing("cpu16")}, "packing half32"),
+        ({"weight": quantized(32, 64, 4, 32).to_packing("rows16")}, "packing split32"),
         ({"residual": torch.zeros(3, 32)}, "residual"),
         ({"out": torch.zeros(3, 31).half()}, "out"),
     ],

@@ -90,10 +90,10 @@ def test_blocks_that_are_elsewhere_are_not_read(window: int, config: PrefillConf
     rows = torch.tensor([0, 3, 23, 24], dtype=torch.int32)
     q, k, v = torch.randn(24, 4, 64).half().split([2, 1, 1], dim=1)
     options = {"window": window, "max_compressed": 3 * 64, "config": config}
-    near = 64 * torch.tensor(blocks, dtype=torch.int32)
+    resident_from = 64 * torch.tensor(blocks, dtype=torch.int32)
     ring = (*cache.ring, cache.form, 0.125)
     found = prefill_attention(
-        q, k, v, rows, cache.length, *holes.parts, *ring, near=near, **options
+        q, k, v, rows, cache.length, *holes.parts, *ring, resident_from=resident_from, **options
     )
     expected = reference_attention.prefill_attention(
         q.double(), k, v, rows, rest.length, *rest.parts, *ring, window=window,

@@ -16,8 +16,8 @@ SMALL = QuantizeConfig(block=512)
 def assert_same(w, bits, group, scale_dtype, config=SMALL):
     packed, scale_min = quantize(w, bits, group, scale_dtype, config)
     codes, scale, minimum = reference.quantize(w, bits, group, scale_dtype)
-    assert torch.equal(scale_min, pack_scale_min(scale, minimum, "half32"))
-    actual = unpack_codes(packed, tuple(w.shape), bits, "half32").int()
+    assert torch.equal(scale_min, pack_scale_min(scale, minimum, "split32"))
+    actual = unpack_codes(packed, tuple(w.shape), bits, "split32").int()
     wide, low = (x.double().repeat_interleave(group, 1) for x in (scale, minimum))
     level = (w.double() - low) / wide
     near_half = ((level - level.floor()) - 0.5).abs() < 1e-4  # where float32 may round either way
@@ -81,8 +81,8 @@ def test_the_op_on_a_cpu_and_on_meta_tensors():
     w = torch.randn(4, 64)
     codes, scale_min = registered(w, 4, 32)
     expected = reference.quantize(w, 4, 32)
-    assert torch.equal(codes, pack_codes(expected[0], 4, "half32"))
-    assert torch.equal(scale_min, pack_scale_min(*expected[1:], "half32"))
+    assert torch.equal(codes, pack_codes(expected[0], 4, "split32"))
+    assert torch.equal(scale_min, pack_scale_min(*expected[1:], "split32"))
     meta = registered(w.to("meta"), 4, 32)
     assert [(tuple(m.shape), m.dtype) for m in meta] == [
         ((4, 32), torch.uint8),

@@ -128,7 +128,7 @@ def test_no_tokens() -> None:
         ({"out": torch.ones(1, 48)}, "out must be"),
         ({"silu_mul": True}, "multiple of 32"),
         ({"activation_bits": 4}, "8 or 16"),
-        ({"weight": random_weight(48, 64, packing="half32")}, "cpu16"),
+        ({"weight": random_weight(48, 64, packing="split32")}, "rows16"),
     ],
 )
 def test_wrong_operands_are_refused(change: dict, message: str) -> None:

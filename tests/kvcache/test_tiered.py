@@ -54,14 +54,14 @@ QUICK = settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.gen
 
 
 def plan_of(
-    placement: KVPlacement, delegate: bool, sequences: int, tokens: int = MOST_TOKENS
+    placement: KVPlacement, attends_on_host: bool, sequences: int, tokens: int = MOST_TOKENS
 ) -> BlockPlan:
     """Room for so many sequences of so many tokens, as `Plan.block_plan` makes it."""
     one = placement.capacity(PackedCache.blocks_of(tokens, WINDOW, 0))
-    far = one[DISK] if delegate else one[DISK] + one[HOST]
+    far = one[DISK] if attends_on_host else one[DISK] + one[HOST]
     records = tuple(h * form.nbytes for h, form in zip(HEADS, FORMS, strict=True))
     blocks = {tier: n * sequences for tier, n in one.items()}
-    return BlockPlan(records, blocks, far * sequences, delegate)
+    return BlockPlan(records, blocks, far * sequences, attends_on_host)
 
 
 @contextmanager
@@ -213,20 +213,20 @@ class Twins:
         max_size=14,
     ),
     placement=st.sampled_from(PLACEMENTS),
-    delegate=st.booleans(),
+    attends_on_host=st.booleans(),
     shape=st.sampled_from([PLAIN, WINDOWED]),
     seed=st.integers(0, 1000),
 )
 def test_any_moves_are_as_in_memory(
     moves: list[tuple[str, int]],
     placement: KVPlacement,
-    delegate: bool,
+    attends_on_host: bool,
     shape: HeadShape,
     seed: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     torch.manual_seed(seed)
-    plan = plan_of(placement, delegate, SEQUENCES)
+    plan = plan_of(placement, attends_on_host, SEQUENCES)
     with tiered(tmp_path_factory.getbasetemp(), placement, plan) as store:
         twins = Twins(store, shape, seed)
         twins.move("read", 300)
@@ -237,13 +237,13 @@ def test_any_moves_are_as_in_memory(
 
 
 @pytest.mark.parametrize(
-    ("shape", "delegate"), [(PLAIN, False), (WINDOWED, True)], ids=["full", "window"]
+    ("shape", "attends_on_host"), [(PLAIN, False), (WINDOWED, True)], ids=["full", "window"]
 )
 def test_a_sequence_over_all_tiers_grows_token_by_token(
-    shape: HeadShape, delegate: bool, tmp_path: Path
+    shape: HeadShape, attends_on_host: bool, tmp_path: Path
 ) -> None:
     placement = KVPlacement(0.34, 0.33)
-    with tiered(tmp_path, placement, plan_of(placement, delegate, SEQUENCES)) as store:
+    with tiered(tmp_path, placement, plan_of(placement, attends_on_host, SEQUENCES)) as store:
         twins = Twins(store, shape, 0)
         while min(twins.caches[0].lengths[:2]) < MOST_TOKENS - 260:
             twins.read([0, 1], 100)
@@ -256,13 +256,13 @@ def test_a_sequence_over_all_tiers_grows_token_by_token(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("delegate", [True, False])
+@pytest.mark.parametrize("attends_on_host", [True, False])
 def test_batches_that_take_turns_in_each_layer(
-    placement: KVPlacement, delegate: bool, tmp_path: Path
+    placement: KVPlacement, attends_on_host: bool, tmp_path: Path
 ) -> None:
     """As the block schedule has it: the next one's blocks come while one is attended to."""
     batches = 4
-    with tiered(tmp_path, placement, plan_of(placement, delegate, batches)) as store:
+    with tiered(tmp_path, placement, plan_of(placement, attends_on_host, batches)) as store:
         caches = [cache_on(store, 1) for _ in range(batches)]
         others = [cache_on(None, 1) for _ in range(batches)]
         for count in (MOST_TOKENS - 100, 1, 63, 1):
@@ -582,10 +582,10 @@ def test_nothing_is_read_into_a_slot_that_a_failed_write_leaves_free(tmp_path: P
         store.flush()
         pwritev.broken = True
         store.write(0, [third], record)
-        route = store.route([first, third])
-        assert len(route.from_disk) == 2
+        copy_plan = store.copy_plan([first, third])
+        assert len(copy_plan.from_disk) == 2
         with pytest.raises(DiskWriteError, match="Input/output error"):
-            store.bring(0, route, torch.empty(2 * plan.stride, dtype=torch.uint8))
+            store.bring(0, copy_plan, torch.empty(2 * plan.stride, dtype=torch.uint8))
         assert not reads
 
 

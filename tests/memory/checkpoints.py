@@ -20,7 +20,7 @@ HIDDEN, MLP, VOCAB = 64, 128, 100
 def write_checkpoint(
     path: Path,
     layers: int = 4,
-    packing: str = "cpu16",
+    packing: str = "rows16",
     tied: bool = True,
     scale: int = 1,
     alike: bool = False,

@@ -31,7 +31,7 @@ LAYERS = 4
 UNITS: list[Unit] = [*range(LAYERS), HEAD]
 
 
-@pytest.fixture(scope="module", params=["cpu16", "half32"])
+@pytest.fixture(scope="module", params=["rows16", "split32"])
 def pristine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
@@ -91,7 +91,7 @@ def test_a_read_error_is_raised_where_the_unit_is_acquired_and_nowhere_else(
     name = checkpoint.layers[2].path.name
     faulty = Faulty(name, OSError(errno.EIO, "Input/output error"))
     transfers = ThreadTransfers(DiskReader(preadv=faulty.preadv))
-    truth = Truth(checkpoint, "cpu16")
+    truth = Truth(checkpoint, "rows16")
     with WeightStore(checkpoint, residency_of(checkpoint, []), transfers=transfers) as store:
         for _ in range(2):
             for unit in UNITS:

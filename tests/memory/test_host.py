@@ -35,7 +35,7 @@ from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpo
 
 LAYERS = 4
 UNITS: list[Unit] = [*range(LAYERS), HEAD]
-KINDS = [(p, t) for p in ("cpu16", "half32") for t in (True, False)]
+KINDS = [(p, t) for p in ("rows16", "split32") for t in (True, False)]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
@@ -55,7 +55,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @given(
     host_memory=st.integers(0, 200_000),
     tile_bytes=st.none() | st.integers(1, 20_000),
-    packing=st.sampled_from(["cpu16", "half32"]),
+    packing=st.sampled_from(["rows16", "split32"]),
 )
 def test_any_share_in_host_memory_serves_the_same_bits(
     host_memory: int, tile_bytes: int | None, packing: str, checkpoint: Checkpoint

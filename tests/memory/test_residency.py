@@ -13,7 +13,7 @@ from qoff.memory.plan.residency import streamed_image
 from qoff.memory.plan.units import HEAD, unit_files, unit_weights
 from tests.memory.checkpoints import all_names, write_checkpoint
 
-PACKINGS = ["cpu16", "half32"]
+PACKINGS = ["rows16", "split32"]
 
 
 @pytest.fixture(scope="module", params=[(p, t) for p in PACKINGS for t in (True, False)], ids=str)
@@ -56,7 +56,7 @@ def test_no_plan_exceeds_its_budget_and_no_store_its_plan(
 
 
 def streamed_bytes(checkpoint: Checkpoint, resident: frozenset[str]) -> int:
-    images = [streamed_image(checkpoint, u, resident, "cpu16") for u in unit_files(checkpoint)]
+    images = [streamed_image(checkpoint, u, resident, "rows16") for u in unit_files(checkpoint)]
     return sum(image.raw_bytes for image in images if image is not None)
 
 
@@ -91,7 +91,7 @@ def test_every_layer_streams_one_range_and_about_as_much(checkpoint: Checkpoint)
         if plan.tiles:
             continue
         images = [
-            streamed_image(checkpoint, unit, plan.resident, "cpu16")
+            streamed_image(checkpoint, unit, plan.resident, "rows16")
             for unit in range(len(checkpoint.layers))
         ]
         streaming = [image for image in images if image is not None]

@@ -30,7 +30,7 @@ from tests.memory.checkpoints import Truth, all_names, same_bits, write_checkpoi
 LAYERS = 4
 DELAYS = random.Random(3)
 UNITS: list[Unit] = [*range(LAYERS), HEAD]
-KINDS = [("cpu16", True), ("cpu16", False), ("half32", True), ("half32", False)]
+KINDS = [("rows16", True), ("rows16", False), ("split32", True), ("split32", False)]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
@@ -44,7 +44,7 @@ def checkpoint(
 
 @pytest.fixture(scope="module")
 def truth(checkpoint: Checkpoint) -> dict[str, Truth]:
-    return {packing: Truth(checkpoint, packing) for packing in ("cpu16", "half32")}
+    return {packing: Truth(checkpoint, packing) for packing in ("rows16", "split32")}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,11 @@ def racing_transfers() -> ThreadTransfers:
 
 
 @settings(max_examples=40)
-@given(data=st.data(), slots=st.sampled_from([2, 3]), packing=st.sampled_from(["cpu16", "half32"]))
+@given(
+    data=st.data(),
+    slots=st.sampled_from([2, 3]),
+    packing=st.sampled_from(["rows16", "split32"]),
+)
 def test_every_residency_serves_the_same_bits(
     data: st.DataObject,
     slots: int,
@@ -107,10 +111,10 @@ def test_any_order_of_acquisition_serves_the_same_bits(
             if unit not in held and len(set(held)) == slots:
                 continue  # what was released is held twice
             held.append(unit)
-            assert truth["cpu16"].wrong(unit, store.acquire(unit)) == []
+            assert truth["rows16"].wrong(unit, store.acquire(unit)) == []
             for other in held:
                 again = store.acquire(other)
-                assert truth["cpu16"].wrong(other, again) == []
+                assert truth["rows16"].wrong(other, again) == []
                 store.release(other)
             if data.draw(st.booleans()):
                 store.release(held.pop())
@@ -128,7 +132,7 @@ def test_threads_that_share_a_store_all_get_the_right_bits(
             for _ in range(25):
                 unit = choose.choice(UNITS)
                 with store.use(unit) as weights:
-                    wrong.extend(truth["cpu16"].wrong(unit, weights))
+                    wrong.extend(truth["rows16"].wrong(unit, weights))
         except Exception as error:
             wrong.append(error)
 
@@ -271,9 +275,9 @@ def test_what_was_not_acquired_cannot_be_released(small: Checkpoint) -> None:
 
 
 def test_a_residency_for_another_packing_is_refused(small: Checkpoint) -> None:
-    plan: Residency = plan_residency(small, None, packing="half32")
-    with pytest.raises(ValueError, match="half32"):
-        WeightStore(small, plan, packing="cpu16")
+    plan: Residency = plan_residency(small, None, packing="split32")
+    with pytest.raises(ValueError, match="split32"):
+        WeightStore(small, plan, packing="rows16")
 
 
 @given(ids=st.lists(st.integers(0, 99), max_size=40), resident=st.booleans())
@@ -284,7 +288,7 @@ def test_rows_are_the_same_from_memory_and_from_disk(
     with WeightStore(checkpoint, residency_of(checkpoint, names), verify=False) as store:
         for name in (n for n in ("model.embed_tokens", "lm_head") if n in checkpoint.outer.weights):
             rows = store.gather_rows(name, torch.tensor(ids, dtype=torch.int64))
-            known = truth["cpu16"].units[HEAD]
+            known = truth["rows16"].units[HEAD]
             if name in known:
                 assert same_bits(rows, known[name].dequantize()[ids])
             assert rows.shape == (len(ids), 64)
@@ -294,7 +298,7 @@ def test_rows_are_the_same_from_memory_and_from_disk(
 def test_an_untied_embedding_on_disk_gives_the_rows_of_a_resident_one(
     tmp_path: Path,
 ) -> None:
-    for packing in ("cpu16", "half32"):
+    for packing in ("rows16", "split32"):
         checkpoint = write_checkpoint(tmp_path / packing, 1, packing, tied=False)
         ids = torch.tensor([99, 0, 17, 17, 16, 98])
         with (

@@ -35,7 +35,7 @@ from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpo
 
 LAYERS = 3
 DELAYS = random.Random(4)
-KINDS = [(p, t) for p in ("cpu16", "half32") for t in (True, False)]
+KINDS = [(p, t) for p in ("rows16", "split32") for t in (True, False)]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
@@ -49,7 +49,7 @@ def checkpoint(
 
 @pytest.fixture(scope="module")
 def truth(checkpoint: Checkpoint) -> dict[str, Truth]:
-    return {packing: Truth(checkpoint, packing) for packing in ("cpu16", "half32")}
+    return {packing: Truth(checkpoint, packing) for packing in ("rows16", "split32")}
 
 
 def racing_transfers() -> ThreadTransfers:
@@ -64,7 +64,7 @@ def racing_transfers() -> ThreadTransfers:
 @given(
     tile_bytes=st.integers(1, 60_000),
     slots=st.sampled_from([2, 3]),
-    packing=st.sampled_from(["cpu16", "half32"]),
+    packing=st.sampled_from(["rows16", "split32"]),
     resident=st.sets(st.sampled_from(["model.layers.1.mlp.down_proj", "model.norm.weight"])),
 )
 def test_tiles_of_any_size_serve_every_row_once(
@@ -84,7 +84,7 @@ def test_tiles_of_any_size_serve_every_row_once(
         assert store.stats.arena_peak == plan.device_bytes
 
 
-@given(nbytes=st.integers(0, 200_000), packing=st.sampled_from(["cpu16", "half32"]))
+@given(nbytes=st.integers(0, 200_000), packing=st.sampled_from(["rows16", "split32"]))
 def test_as_few_tiles_as_fit_and_none_larger_than_told(
     nbytes: int, packing: str, checkpoint: Checkpoint
 ) -> None:
@@ -100,7 +100,7 @@ def test_as_few_tiles_as_fit_and_none_larger_than_told(
                 assert slot_bytes(entry, packing, wider) > nbytes
 
 
-@given(tile_bytes=st.integers(1, 60_000), packing=st.sampled_from(["cpu16", "half32"]))
+@given(tile_bytes=st.integers(1, 60_000), packing=st.sampled_from(["rows16", "split32"]))
 def test_no_tile_takes_more_than_its_slot(
     tile_bytes: int, packing: str, checkpoint: Checkpoint
 ) -> None:
@@ -169,9 +169,9 @@ def test_less_than_that_leaves_the_head_in_more_tiles(large_head: Checkpoint) ->
 
 @pytest.mark.parametrize("host", [False, True])
 def test_rows_of_a_tied_embedding_in_tiles(tmp_path: Path, host: bool) -> None:
-    for packing in ("cpu16", "half32"):
+    for packing in ("rows16", "split32"):
         checkpoint = write_checkpoint(tmp_path / packing, 1, packing, vocab=1000)
-        expected = Truth(checkpoint, "half32").units[HEAD][EMBEDDING]
+        expected = Truth(checkpoint, "split32").units[HEAD][EMBEDDING]
         assert isinstance(expected, QTensor)
         ids = torch.tensor([999, 0, 17, 500, 17, 998, 31, 32])
         budget = residency_of(checkpoint, [], tile_bytes=9000).device_bytes

@@ -41,7 +41,7 @@ from tests.memory.kinds import KINDS, STAGING, SimulatedStream, make
 LAYERS = 4
 DELAYS = random.Random(7)
 UNITS: list[Unit] = [*range(LAYERS), HEAD]
-PACKING = "half32"
+PACKING = "split32"
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -333,12 +333,12 @@ def test_the_next_unit_is_read_while_one_is_copied(pristine: Checkpoint) -> None
 
 
 def test_plans_that_do_not_fit_the_transfers_are_refused(tmp_path: Path) -> None:
-    for packing, match in (("cpu16", "repacked"), ("half32", "0 staging buffers")):
+    for packing, match in (("rows16", "repacked"), ("split32", "0 staging buffers")):
         checkpoint = write_checkpoint(tmp_path / packing, 1, packing)
-        plan = residency_of(checkpoint, [], packing="half32")
+        plan = residency_of(checkpoint, [], packing="split32")
         transfers = make("simulated")
         with pytest.raises(ArgumentError, match=match):
-            WeightStore(checkpoint, plan, packing="half32", transfers=transfers)
+            WeightStore(checkpoint, plan, packing="split32", transfers=transfers)
     with pytest.raises(ArgumentError, match="too few"):
         CudaTransfers(host_staging=1)
 

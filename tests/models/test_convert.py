@@ -134,7 +134,7 @@ def test_holds_the_quantized_rows(family: str, for_cpu: bool, tmp_path: Path) ->
     for name, value in wanted.items():
         weight = found[name]
         if isinstance(weight, QTensor):
-            assert weight.packing == ("cpu16" if for_cpu else "half32")
+            assert weight.packing == ("rows16" if for_cpu else "split32")
             weight = weight.dequantize()
         assert weight.dtype == torch.float32
         assert torch.equal(weight, value), name
@@ -191,7 +191,7 @@ def test_config_keeps_its_keys_and_files_come_along(tmp_path: Path) -> None:
         "bits": 4,
         "group_size": 32,
         "solver": "rtn",
-        "packing": "half32",
+        "packing": "split32",
     }
     assert after == before
     assert AutoTokenizer.from_pretrained(out)("cab").input_ids == [2, 0, 1]

@@ -203,7 +203,7 @@ def test_codes_and_row_order_survive(family: str, for_cpu: bool, tmp_path: Path)
         if f"{name}.weight" in model.tensors:
             weight = found[name]
             assert isinstance(weight, QTensor)
-            assert (weight.bits, weight.packing) == (8, "cpu16" if for_cpu else "half32")
+            assert (weight.bits, weight.packing) == (8, "rows16" if for_cpu else "split32")
             assert torch.equal(weight.dequantize(), model.value(f"{name}.weight"))
     for name, tensor in model.tensors.items():
         if "norm" in name:
@@ -226,7 +226,7 @@ def test_config_describes_the_model(family: str, tmp_path: Path) -> None:
         "bits": 4,
         "group_size": 32,
         "solver": "imported",
-        "packing": "half32",
+        "packing": "split32",
     }
     found, wanted = (DecoderSpec.from_config(c) for c in (config, model.config.to_dict()))
     assert found.norm_eps == pytest.approx(wanted.norm_eps, rel=1e-6)  # stored as float32

@@ -164,7 +164,7 @@ def test_codes_are_taken_over(
         "bits": 4,
         "group_size": 32,
         "solver": "imported",
-        "packing": "cpu16" if for_cpu else "half32",
+        "packing": "rows16" if for_cpu else "split32",
     }
 
 

@@ -25,7 +25,7 @@ LENGTHS = [1, 21, 8]  # of the sequences of a ragged batch
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), request.param, "half32")
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), request.param, "split32")
 
 
 def forward(run: PlainRun, cache: PlainCache, tokens: list[Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ def logits(path: Path, memory: int | None) -> Tensor:
         return torch.cat(found)
 
 
-@pytest.mark.parametrize("packing", ["half32", "cpu16"])
+@pytest.mark.parametrize("packing", ["split32", "rows16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_budget_gives_the_same_bits(
     family: str, packing: str, tmp_path_factory: pytest.TempPathFactory

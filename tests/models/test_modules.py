@@ -102,13 +102,13 @@ def test_no_spec_is_needed(name: str) -> None:
     assert MODULES[name]["model_type"] not in {*FAMILIES, *SOURCES}
 
 
-@pytest.mark.parametrize("packing", ["cpu16", "half32"])
+@pytest.mark.parametrize("packing", ["rows16", "split32"])
 def test_logits_are_those_of_transformers(
     base: Path, name: str, reference: Any, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if packing == "half32":
+    if packing == "split32":
         monkeypatch.setattr("qoff.models.runtime.ops_for", lambda device: reference_ops)
-    tolerance = DECODER_LOGITS if packing == "cpu16" else RELATIVE_RMS[torch.float32]
+    tolerance = DECODER_LOGITS if packing == "rows16" else RELATIVE_RMS[torch.float32]
     prompts, decoded = tokens(LENGTHS)
     wanted = expected_logits(reference, prompts, decoded)
     with Runtime(module_checkpoint(base, name, packing)) as runtime:

@@ -33,7 +33,7 @@ from qoff.models.runtime import Runtime
 from tests.tiny_models import budgets, tiny_checkpoint
 
 FAMILIES = ["llama", "llama-gqa-tied", "qwen3-tied"]
-PACKINGS = ["cpu16", "half32"]
+PACKINGS = ["rows16", "split32"]
 DELAYS = random.Random(5)
 PROMPTS = [torch.arange(5, 22), torch.tensor([99]), torch.arange(60, 40, -3)]
 DECODED = torch.tensor([[11, 12, 13], [90, 91, 92], [7, 7, 7]]).T  # [steps, sequences]
@@ -52,7 +52,7 @@ def checkpoints(family: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="module")
 def resident_logits(checkpoints: dict[str, Path]) -> Tensor:
-    with Runtime(checkpoints["cpu16"]) as runtime:
+    with Runtime(checkpoints["rows16"]) as runtime:
         return logits_of(runtime)
 
 
@@ -143,7 +143,7 @@ def test_every_budget_gives_the_same_bits(
 
 
 def test_a_byte_less_than_the_least_budget_is_refused(checkpoints: dict[str, Path]) -> None:
-    path = checkpoints["cpu16"]
+    path = checkpoints["rows16"]
     least, everything = budgets(path, 2)
     with pytest.raises(BudgetError, match=rf"want {everything:,} .*{least - 1:,} are .*{least:,}"):
         Runtime(path, device_memory=least - 1)

@@ -37,7 +37,7 @@ from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer
 from tests.tolerances import RELATIVE_RMS, assert_close
 
 FAMILIES = ["llama-biased", "llama-gqa-tied", "qwen3-tied"]
-PACKINGS = ["cpu16", "half32"]
+PACKINGS = ["rows16", "split32"]
 PROMPTS = [torch.arange(5, 22), torch.tensor([99]), torch.arange(60, 40, -3)]
 WIDE = {"hidden_size": 128, "intermediate_size": 416, "vocab_size": 802}
 
@@ -53,7 +53,7 @@ def checkpoints(family: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     save_model(base / "model", family, **WIDE)
     save_tokenizer(base / "model", WIDE["vocab_size"])
     for packing in PACKINGS:
-        convert(base / "model", base / packing, quant=QUANT, for_cpu=packing == "cpu16")
+        convert(base / "model", base / packing, quant=QUANT, for_cpu=packing == "rows16")
     return {packing: base / packing for packing in PACKINGS}
 
 
@@ -119,13 +119,13 @@ def test_every_budget_down_to_two_tiles_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("tile_bytes", [1, 9_000, 30_000])
-def test_the_reference_ops_in_tiles_of_half32(
+def test_the_reference_ops_in_tiles_of_split32(
     tile_bytes: int, checkpoints: dict[str, Path]
 ) -> None:
-    checkpoint = Checkpoint.open(checkpoints["half32"])
+    checkpoint = Checkpoint.open(checkpoints["split32"])
     logits = []
     for tile in (None, tile_bytes):
-        plan = residency_of(checkpoint, [], packing="half32", tile_bytes=tile)
+        plan = residency_of(checkpoint, [], packing="split32", tile_bytes=tile)
         assert bool(plan.tiles) == (tile is not None)
         store, decoder = opened(checkpoint, plan, reference_ops)
         with store:
@@ -137,7 +137,7 @@ def test_the_reference_ops_in_tiles_of_half32(
 def test_any_batch_asks_for_the_units_of_the_store_in_order(
     tokens: list[int], checkpoints: dict[str, Path]
 ) -> None:
-    checkpoint = Checkpoint.open(checkpoints["cpu16"])
+    checkpoint = Checkpoint.open(checkpoints["rows16"])
     store, decoder = opened(checkpoint, residency_of(checkpoint, [], tile_bytes=9_000))
     prompts = [torch.arange(n) for n in tokens]
     asked: list[Unit] = []
@@ -171,7 +171,7 @@ def test_batches_share_tiles_windows_and_scratch(
     shared: bool, checkpoints: dict[str, Path]
 ) -> None:
     """Each tile serves all batches; hidden states are away, and a scratch not made for tiles."""
-    checkpoint = Checkpoint.open(checkpoints["cpu16"])
+    checkpoint = Checkpoint.open(checkpoints["rows16"])
     prompts = [torch.arange(3 + i, 40, 2 + i) for i in range(4)]
     store, decoder = opened(checkpoint, plan_residency(checkpoint, None))
     with store:
@@ -207,7 +207,7 @@ def test_batches_share_tiles_windows_and_scratch(
 
 
 def test_a_prompt_longer_than_the_mlp_takes_at_a_time(checkpoints: dict[str, Path]) -> None:
-    checkpoint = Checkpoint.open(checkpoints["cpu16"])
+    checkpoint = Checkpoint.open(checkpoints["rows16"])
     prompt = [torch.randint(3, 800, (n,)) for n in (700, 130)]
     logits = []
     for tile_bytes in (None, 9_000):
@@ -218,7 +218,7 @@ def test_a_prompt_longer_than_the_mlp_takes_at_a_time(checkpoints: dict[str, Pat
 
 
 def test_a_runtime_takes_less_than_two_layers(checkpoints: dict[str, Path]) -> None:
-    path = checkpoints["half32"]
+    path = checkpoints["split32"]
     least, _ = budgets(path)
     with Runtime(path) as whole, Runtime(path, device_memory=least) as tiled:
         assert tiled.residency.tiles
@@ -240,7 +240,7 @@ class ContiguousOps:
 
 
 def test_ops_that_take_contiguous_operands_only(checkpoints: dict[str, Path]) -> None:
-    checkpoint = Checkpoint.open(checkpoints["cpu16"])
+    checkpoint = Checkpoint.open(checkpoints["rows16"])
     logits = []
     for tile_bytes, ops in ((None, cpu), (9_000, ContiguousOps), (None, ContiguousOps)):
         plan = residency_of(checkpoint, [], tile_bytes=tile_bytes)

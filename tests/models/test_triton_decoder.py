@@ -222,7 +222,7 @@ def test_a_gpu_that_is_not_there_and_bad_arguments_are_refused(
 
 @interpreted
 def test_a_runtime_on_the_ops_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of packing half32, streamed through slots, to the Triton ops."""
+    """Weights of packing split32, streamed through slots, to the Triton ops."""
     path = checkpoint(tmp_path)
     monkeypatch.setattr("qoff.models.runtime.ops_for", lambda device: triton_ops)
     with Runtime(path, kv=KV8, device_memory=least_budget(path), poison=True) as runtime:
@@ -237,7 +237,7 @@ def least_budget(path: Path, host_staging: int = 0) -> int:
     while True:
         budget += 4096
         with contextlib.suppress(BudgetError):
-            plan_residency(opened, budget, 2, packing="half32", host_staging=host_staging)
+            plan_residency(opened, budget, 2, packing="split32", host_staging=host_staging)
             return budget
 
 

@@ -14,7 +14,7 @@ NAME = "model.layers.3.mlp.experts.{}.{}_proj"
 
 def test_the_form_that_holds_all() -> None:
     def matrix(bits: int, group: int) -> QTensor:
-        return quantize(torch.randn(32, 128), bits, group, "rtn", "half32", torch.float16)
+        return quantize(torch.randn(32, 128), bits, group, "rtn", "split32", torch.float16)
 
     wide = matrix(4, 64)
     weights: dict[str, QTensor | torch.Tensor] = {

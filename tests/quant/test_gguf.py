@@ -58,7 +58,7 @@ def test_codes_and_values_are_exactly_those_of_the_file(tmp_path, kind, n, block
     q = file.load("w")
     assert isinstance(q, QTensor)
     assert q.shape == file.shape("w") == (n, 32 * blocks)
-    assert (q.bits, q.group_size, q.packing) == (8 if kind == "Q8_0" else 4, 32, "half32")
+    assert (q.bits, q.group_size, q.packing) == (8 if kind == "Q8_0" else 4, 32, "split32")
     stored = raw.reshape(n, blocks, -1)[:, :, -CODE_BYTES[kind] :].reshape(n, -1)
     assert np.array_equal(q.codes.numpy(), stored ^ (128 if kind == "Q8_0" else 0))
     expected = gguf.quants.dequantize(raw, Type[kind])

@@ -56,14 +56,14 @@ def test_joined_rows_have_the_values_of_their_parts(parts):
 @given(st.integers(1, 70), st.data())
 def test_whole_blocks_are_moved_as_they_are(n, data):
     w = torch.randn(n, 32)
-    q = quantize(w, 4, 32, "rtn", "cpu16")
+    q = quantize(w, 4, 32, "rtn", "rows16")
     blocks = data.draw(st.permutations(range(-(-n // 16))))[: data.draw(st.integers(1, 4))]
     order = torch.cat([torch.arange(16 * b, min(n, 16 * b + 16)) for b in blocks])
     short = n % 16 and n // 16 in blocks[:-1]  # a block that is not full stands before others
     found = whole_blocks(q, order)
     assert (found is None) == bool(short)
     assert found is None or found.tolist() == list(blocks)
-    got, expected = reordered(q, order), quantize(w[order], 4, 32, "rtn", "cpu16")
+    got, expected = reordered(q, order), quantize(w[order], 4, 32, "rtn", "rows16")
     assert torch.equal(got.codes, expected.codes)
     assert torch.equal(got.scale_min, expected.scale_min)
 
@@ -71,10 +71,10 @@ def test_whole_blocks_are_moved_as_they_are(n, data):
 @pytest.mark.parametrize("order", [[1], [0, 2], [*range(8, 24)], [*range(16, 0, -1)], [*range(15)]])
 def test_rows_that_are_no_blocks_are_moved_one_by_one(order):
     w = torch.randn(40, 32)
-    q = quantize(w, 4, 32, "rtn", "cpu16")
+    q = quantize(w, 4, 32, "rtn", "rows16")
     rows = torch.tensor(order)
     assert whole_blocks(q, rows) is None
-    got, expected = reordered(q, rows), quantize(w[rows], 4, 32, "rtn", "cpu16")
+    got, expected = reordered(q, rows), quantize(w[rows], 4, 32, "rtn", "rows16")
     assert torch.equal(got.codes, expected.codes)
     assert torch.equal(got.scale_min, expected.scale_min)
 

@@ -66,7 +66,7 @@ def test_result_does_not_depend_on_chunks_or_packing(weight, solver, bits, rows)
     w = w.repeat(3, 1)
     whole = quantize(w, bits, group, solver, row_chunk=64)
     parts = quantize(w, bits, group, solver, row_chunk=rows)
-    packed = quantize(w, bits, group, solver, "cpu16", row_chunk=rows).to_packing("half32")
+    packed = quantize(w, bits, group, solver, "rows16", row_chunk=rows).to_packing("split32")
     for q in (parts, packed):
         assert torch.equal(q.codes, whole.codes)
         assert torch.equal(q.scale_min, whole.scale_min)
@@ -78,7 +78,7 @@ def test_rtn_is_the_reference(weight, bits, dtype):
     w, group = weight[0].to(dtype), weight[1]
     q = quantize(w, bits, group, "rtn")
     codes, scale, minimum = quantization.quantize(w, bits, group)
-    assert torch.equal(unpack_codes(q.codes, q.shape, bits, "half32"), codes)
+    assert torch.equal(unpack_codes(q.codes, q.shape, bits, "split32"), codes)
     assert torch.equal(q.scale_min, torch.stack((scale.T, minimum.T), 2))
 
 
@@ -87,7 +87,7 @@ def test_rtn_is_the_reference(weight, bits, dtype):
 def test_codes_are_the_nearest_for_the_stored_scales(weight, solver, bits):
     w, group = weight
     q = quantize(w, bits, group, solver)
-    codes = unpack_codes(q.codes, q.shape, bits, "half32").long()
+    codes = unpack_codes(q.codes, q.shape, bits, "split32").long()
     scale, minimum = (q.scale_min[..., i].T.double().repeat_interleave(group, 1) for i in (0, 1))
     distance = [
         (w.double() - (c.clamp(0, 2**bits - 1) * scale + minimum)).abs()

@@ -11,7 +11,7 @@ from torch import Tensor
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
 from qoff.kernels.cpu.packed_attention.attention import packed_attention
-from qoff.kernels.cpu.packed_attention.operands import Chosen
+from qoff.kernels.cpu.packed_attention.operands import SelectedBlocks
 from qoff.kernels.cpu.packed_attention.select import select_blocks
 from qoff.kernels.cpu.packed_attention.token_attention import token_attention
 from qoff.kernels.layout.heads import HeadShape, cache_shapes
@@ -110,7 +110,7 @@ def attention(
             pool.workspace(scratch), shape.norm_eps, shape.scale, shape.soft_cap,
         )  # fmt: skip
         pool.run(job.address, ctypes.addressof(args))
-    chosen: Sequence[Chosen | None] = [None] * len(cache.packed)
+    chosen: Sequence[SelectedBlocks | None] = [None] * len(cache.packed)
     if cache.packed and cache.top < 1 and ragged.is_decode:
         chosen = select_blocks(
             qkv, shape.heads, cache.packed, cache.top, window=shape.window, threads=pool

@@ -1,6 +1,6 @@
 """The quantized linear op on the CPU: RMSNorm, matmul, bias, SiLU gate and residual in one job.
 
-Weights are packed `cpu16`; activations become 16-bit integers per group (error 2**-16 of the
+Weights are packed `rows16`; activations become 16-bit integers per group (error 2**-16 of the
 group's largest value, finer than bfloat16), or 8-bit ones on request, so the matmul itself is exact
 integer arithmetic on `vpdpbusd` where the processor has it. See `tile` for the formula.
 """
@@ -27,8 +27,11 @@ def _arguments(weight: QTensor, pool: Pool) -> LinearArguments:
     kept = weight.__dict__.get(pool.key)
     if kept is not None and kept.codes == codes and kept.scale_min == scale_min:
         return kept
-    if weight.packing != "cpu16":
-        fail(_OP, f"the CPU kernel needs packing cpu16, not {weight.packing}; repack it first")
+    if weight.packing != "rows16":
+        fail(
+            _OP,
+            f"the CPU kernel needs packing rows16, not {weight.packing}; repack it first",
+        )
     if not weight.codes.is_cpu:
         fail(_OP, f"the weight is on {weight.device}, not on the CPU")
     arguments = LinearArguments(
@@ -59,7 +62,7 @@ def w4_linear(
 ) -> Tensor:
     """y = f(norm(x) @ W.T + bias) + residual, computed on the packed weight.
 
-    x: float32 [M, K], rows contiguous. weight: QTensor [N, K], packing cpu16, 4 or 8 bits.
+    x: float32 [M, K], rows contiguous. weight: QTensor [N, K], packing rows16, 4 or 8 bits.
     norm: float32 [K], RMSNorm weight applied to x first, with eps. bias: float32 [N].
     silu_mul: rows of W alternate 16 of gate and 16 of up, and f(z) = silu(gate) * up of width N/2.
     activation_bits: 16, or 8, which is up to twice as fast for many tokens and rounds each group

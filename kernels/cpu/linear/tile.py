@@ -1,6 +1,6 @@
 """The inner tile of the quantized matmul: weights against a few tokens, sums in registers.
 
-A tile is `row_blocks` blocks of 16 outputs (one block = one vector, packing `cpu16`) times
+A tile is `row_blocks` blocks of 16 outputs (one block = one vector, packing `rows16`) times
 `tokens` tokens, over all of K. Activations come as two int8 planes, x = scale * (256 * high + low),
 so 16-bit integers; codes are unsigned bytes. Both dot products are exact in int32, and only the sum
 of a whole group is turned into float32 and scaled:

@@ -1,6 +1,6 @@
 """The MLP of a mixture of experts on the CPU: two jobs on the pool, whatever is chosen.
 
-Weights are packed `cpu16`, activations quantized as in `w4_linear`. The first job sorts the pairs
+Weights are packed `rows16`, activations quantized as in `w4_linear`. The first job sorts the pairs
 of a token and an expert and computes their activations, the second projects them down and sums.
 """
 
@@ -30,8 +30,8 @@ _WORKSPACE_BYTES = 64 << 20  # more tokens than this has room for go one part af
 
 def experts(
     x: Tensor,
-    chosen: Tensor,
-    share: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up: QExperts,
     down: QExperts,
     *,
@@ -43,18 +43,19 @@ def experts(
     out: Tensor | None = None,
     pool: Pool | None = None,
 ) -> Tensor:
-    """residual + sum over t of share * (down @ f(gate_up @ x + bias) + bias) on packed weights.
+    """residual + sum over t of weight * (down @ f(gate_up @ x + bias) + bias), packed matrices.
 
-    x: float32 [M, H], rows contiguous. chosen: contiguous int64 [M, T], numbers of experts; share:
-    contiguous float32 [M, T]. gate_up: E x [2I, H], rows in blocks of 16 of gate and of up in turn;
-    down: E x [H, I]; packing cpu16. activation: f, see `reference_experts.activate`. Biases:
-    float32 [E, 2I] in the order of the rows, and [E, H]. residual, out: float32 [M, H], rows
-    contiguous; out may be residual or x itself. activation_bits: 16 or 8, as for `w4_linear`.
-    What a token gets depends on no other token. Returns out. Raises OpError.
+    x: float32 [M, H], rows contiguous. topk_ids: contiguous int64 [M, T], numbers of experts;
+    topk_weights: contiguous float32 [M, T]. gate_up: E x [2I, H], rows in blocks of 16 of gate and
+    of up in turn; down: E x [H, I]; packing rows16. activation: f, see
+    `reference_experts.activate`. Biases: float32 [E, 2I] in the order of the rows, and [E, H].
+    residual, out: float32 [M, H], rows contiguous; out may be residual or x itself.
+    activation_bits: 16 or 8, as for `w4_linear`. What a token gets depends on no other token.
+    Returns out. Raises OpError.
     """
     pool = pool or default_pool()
     check_mlp(gate_up, down, activation)
-    _check(x, chosen, share, gate_up, down, gate_up_bias, down_bias)
+    _check(x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias)
     tokens, hidden = x.shape
     if out is None:
         out = torch.empty(tokens, hidden)
@@ -67,25 +68,25 @@ def experts(
         gate_up=_matrix(gate_up, gate_up_bias),
         down=_matrix(down, down_bias),
         x_stride=4 * x.stride(0),
-        per_token=chosen.shape[1],
+        per_token=topk_ids.shape[1],
         experts=gate_up.count,
         activation=ACTIVATIONS.index(activation),
         residual_stride=4 * residual.stride(0) if residual is not None else 0,
         out_stride=4 * out.stride(0),
         planes=activation_bits // 8,
     )
-    together = max(1, _WORKSPACE_BYTES // _pair_bytes(a) // chosen.shape[1])
+    together = max(1, _WORKSPACE_BYTES // _pair_bytes(a) // topk_ids.shape[1])
     with pool.lock:
         for first in range(0, tokens, together):
             rows = slice(first, first + together)
             a.tokens = min(together, tokens - first)
             a.x, a.out = x[rows].data_ptr(), out[rows].data_ptr()
-            a.chosen, a.share = chosen[rows].data_ptr(), share[rows].data_ptr()
+            a.topk_ids, a.topk_weights = topk_ids[rows].data_ptr(), topk_weights[rows].data_ptr()
             a.residual = address(None if residual is None else residual[rows])
             _place(a, pool)
             pool.run(gate_up_job.address, ctypes.addressof(a))
             if a.pairs == 0:
-                low, high = (int(i) for i in chosen[rows].aminmax())
+                low, high = (int(i) for i in topk_ids[rows].aminmax())
                 fail(_OP, f"experts {low} to {high} are chosen, but there are 0 to {a.experts - 1}")
             pool.run(down_job.address, ctypes.addressof(a))
     return out
@@ -143,8 +144,8 @@ def _place(a: ExpertsArguments, pool: Pool) -> None:
 
 def _check(
     x: Tensor,
-    chosen: Tensor,
-    share: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up: QExperts,
     down: QExperts,
     gate_up_bias: Tensor | None,
@@ -152,18 +153,20 @@ def _check(
 ) -> None:
     """Raise OpError for operands whose addresses the jobs cannot take."""
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if weight.packing != "cpu16":
-            fail(_OP, f"{name} needs packing cpu16, not {weight.packing}; repack it first")
+        if weight.packing != "rows16":
+            fail(_OP, f"{name} needs packing rows16, not {weight.packing}; repack it first")
         if not weight.codes.is_cpu:
             fail(_OP, f"{name} is on {weight.device}, not on the CPU")
     if x.dim() != 2:
         fail(_OP, f"x must be [M, H], not {list(x.shape)}")
     check_rows(_OP, "x", x, x.shape[0], gate_up.shape[1])
-    if chosen.dim() != 2 or len(chosen) != len(x) or chosen.shape[1] < 1:
-        fail(_OP, f"chosen must be [M, T] with M = {len(x)} and T > 0, not {list(chosen.shape)}")
-    if chosen.dtype != torch.int64 or not chosen.is_cpu or not chosen.is_contiguous():
-        fail(_OP, f"chosen must be contiguous int64 on the CPU, not {chosen.dtype}")
-    check_dense(_OP, "share", share, tuple(chosen.shape))
+    if topk_ids.dim() != 2 or len(topk_ids) != len(x) or topk_ids.shape[1] < 1:
+        fail(
+            _OP, f"topk_ids must be [M, T] with M = {len(x)} and T > 0, not {list(topk_ids.shape)}"
+        )
+    if topk_ids.dtype != torch.int64 or not topk_ids.is_cpu or not topk_ids.is_contiguous():
+        fail(_OP, f"topk_ids must be contiguous int64 on the CPU, not {topk_ids.dtype}")
+    check_dense(_OP, "topk_weights", topk_weights, tuple(topk_ids.shape))
     if gate_up_bias is not None:
         check_dense(_OP, "gate_up_bias", gate_up_bias, (gate_up.count, gate_up.shape[0]))
     if down_bias is not None:

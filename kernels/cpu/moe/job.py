@@ -41,9 +41,9 @@ class ExpertsArguments(ctypes.Structure):
         ("gate_up", MatrixArguments),
         ("down", MatrixArguments),
         *_int64s(
-            "x", "x_stride", "tokens", "per_token", "experts", "chosen", "share", "activation",
-            "residual", "residual_stride", "out", "out_stride", "planes", "pairs", "count",
-            "order", "segments", "counts", "inner", "weighted", "scratch",
+            "x", "x_stride", "tokens", "per_token", "experts", "topk_ids", "topk_weights",
+            "activation", "residual", "residual_stride", "out", "out_stride", "planes",
+            "pairs", "count", "order", "segments", "counts", "inner", "weighted", "scratch",
         ),
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ class ExpertsArguments(ctypes.Structure):
     LOW,
     SCALES,
 ) = (getattr(MatrixArguments, field[0]).offset for field in MatrixArguments._fields_)
-(GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, CHOSEN, SHARE, ACTIVATION, RESIDUAL,
+(GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, RESIDUAL,
  RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, PAIRS, COUNT, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
  SCRATCH) = (
     getattr(ExpertsArguments, field[0]).offset for field in ExpertsArguments._fields_
@@ -78,7 +78,7 @@ _TOKENS = 4  # of the widest tile
 def _sort(args):
     """Order the pairs by expert; leaves `pairs` 0 if an expert is not there."""
     pairs = simd.peek_i64(args + M) * simd.peek_i64(args + PER_TOKEN)
-    experts, chosen = simd.peek_i64(args + EXPERTS), simd.peek_i64(args + CHOSEN)
+    experts, topk_ids = simd.peek_i64(args + EXPERTS), simd.peek_i64(args + TOPK_IDS)
     counts, order = simd.peek_i64(args + COUNTS), simd.peek_i64(args + ORDER)
     segment = simd.peek_i64(args + SEGMENTS)
     simd.poke_i64(args + PAIRS, 0)
@@ -86,7 +86,7 @@ def _sort(args):
     for e in range(experts):
         simd.poke_i64(counts + 8 * e, 0)
     for p in range(pairs):
-        e = simd.peek_i64(chosen + 8 * p)
+        e = simd.peek_i64(topk_ids + 8 * p)
         if e < 0 or e >= experts:
             return
         simd.poke_i64(counts + 8 * e, simd.peek_i64(counts + 8 * e) + 1)
@@ -102,7 +102,7 @@ def _sort(args):
             total += count
             found += 1
     for p in range(pairs):
-        place = counts + 8 * simd.peek_i64(chosen + 8 * p)
+        place = counts + 8 * simd.peek_i64(topk_ids + 8 * p)
         simd.poke_i64(order + 8 * simd.peek_i64(place), p)
         simd.poke_i64(place, simd.peek_i64(place) + 1)
     simd.poke_i64(args + PAIRS, pairs)
@@ -165,12 +165,12 @@ def _write_weighted(args, matrix, bias, scratch, block, place, tokens):
     n = simd.peek_i64(matrix + N)
     for t in range(tokens):
         pair = simd.peek_i64(simd.peek_i64(args + ORDER) + 8 * (place + t))
-        share = simd.splat_f32(simd.peek_f32(simd.peek_i64(args + SHARE) + 4 * pair))
+        topk_weights = simd.splat_f32(simd.peek_f32(simd.peek_i64(args + TOPK_WEIGHTS) + 4 * pair))
         to = simd.peek_i64(args + WEIGHTED) + pair * 4 * n
         for r in range(2):
             row = 16 * (block + r)
             value = _with_bias(scratch + 64 * (r * tokens + t), bias, row)
-            simd.store_f32(to + 4 * row, simd.mul(value, share))
+            simd.store_f32(to + 4 * row, simd.mul(value, topk_weights))
 
 
 @inner

@@ -14,7 +14,7 @@ from qoff.kernels.triton.attention.rotation import value_run
 
 from .block import ROWS
 from .job import THREAD_BYTES, PackedArguments, packed_job, partial_floats
-from .operands import Chosen, check_chosen, check_packed
+from .operands import SelectedBlocks, check_packed, check_selected
 
 _OP = "packed_attention"
 _RUN = 16  # blocks whose partial result is one item; fixed, so that threads change no bit
@@ -28,7 +28,7 @@ def packed_attention(
     scale: float,
     soft_cap: float = 0.0,
     window: int | None = None,
-    chosen: Chosen | None = None,
+    chosen: SelectedBlocks | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     rotated: bool = False,
@@ -49,7 +49,7 @@ def packed_attention(
     tokens = table.ragged.tokens
     check_packed(_OP, queries, heads, packed)
     if chosen is not None:
-        check_chosen(_OP, chosen, packed)
+        check_selected(_OP, chosen, packed)
     merge = out is not None and lse is not None
     if out is None:
         out = torch.empty(tokens, heads * form.head_dim)

@@ -12,7 +12,7 @@ from qoff.kernels.layout.layer_cache import PackedTokens
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class SelectedBlocks:
     """Blocks of one part that each KV head of each row attends to."""
 
     blocks: Tensor  # int32 [M, kv_heads, n]: places in the row's block table, ascending
@@ -40,7 +40,7 @@ def check_packed(op: str, queries: Tensor, heads: int, packed: PackedTokens) -> 
         fail(op, f"the table names block {table.last} of a pool of {len(pool)}")
 
 
-def check_chosen(op: str, chosen: Chosen, packed: PackedTokens) -> None:
+def check_selected(op: str, chosen: SelectedBlocks, packed: PackedTokens) -> None:
     """Raise OpError unless the lists are of the right form; what they name is not looked at."""
     ragged, blocks, counts = packed.table.ragged, chosen.blocks, chosen.counts
     lists = (ragged.tokens, packed.pool.shape[1])

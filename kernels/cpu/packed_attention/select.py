@@ -12,7 +12,7 @@ from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import fail
 from qoff.kernels.layout.layer_cache import PackedTokens, kept_blocks
 
-from .operands import Chosen, check_packed
+from .operands import SelectedBlocks, check_packed
 from .select_job import THREAD_BYTES, SelectArguments, SelectPart, select_job
 
 _OP = "select_blocks"
@@ -26,7 +26,7 @@ def select_blocks(
     *,
     window: int | None = None,
     threads: Pool | None = None,
-) -> tuple[Chosen, ...]:
+) -> tuple[SelectedBlocks, ...]:
     """Choose `layer_cache.kept_blocks` of each row's blocks, of all parts together, per KV head.
 
     What is chosen is what `reference_select.select_blocks` says: the sequence's first block if two
@@ -74,4 +74,4 @@ def select_blocks(
             counts.data_ptr(), top,
         )  # fmt: skip
         workers.run(select_job.address, ctypes.addressof(args))
-    return tuple(Chosen(*lists) for lists in zip(blocks, counts, strict=True))
+    return tuple(SelectedBlocks(*lists) for lists in zip(blocks, counts, strict=True))

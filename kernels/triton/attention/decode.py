@@ -34,7 +34,7 @@ from .kv_tiles import LN2, LOG2E, TOKENS, form_constants
 from .merge import merge
 from .rotation import rotate
 
-_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "NEAR")
+_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "RESIDENT_FROM")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def decode_attention_kernel(
     recent_k,
     recent_v,
     sinks,
-    near,
+    resident_from,
     outs,  # [runs + 1, S, Hq, D]
     lses,
     scale,  # softmax scale * log2(e)
@@ -87,7 +87,7 @@ def decode_attention_kernel(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    NEAR: tl.constexpr,
+    RESIDENT_FROM: tl.constexpr,
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
@@ -130,8 +130,8 @@ def decode_attention_kernel(
         source = q_packed + s.to(tl.int64) * packed_stride + at
         q0, q1, q2, q3 = load_queries(source, mask, HALF)
         first_block = first_key // TOKENS
-        if NEAR:
-            first_block = tl.maximum(first_block, tl.load(near + s) // TOKENS)
+        if RESIDENT_FROM:
+            first_block = tl.maximum(first_block, tl.load(resident_from + s) // TOKENS)
         begin = (part - 1) * run + first_block
         stop = tl.minimum(begin + run, in_blocks // TOKENS)
         o0, o1, o2, o3, top, total = attend_blocks(
@@ -167,7 +167,7 @@ def decode_attention(
     soft_cap: float = 0.0,
     window: int = 0,
     sinks: Tensor | None = None,
-    near: Tensor | None = None,
+    resident_from: Tensor | None = None,
     max_compressed: int | None = None,
     config: DecodeConfig | None = None,
     run: int | None = None,
@@ -175,10 +175,10 @@ def decode_attention(
     """Output [S, Hq, D] in q's type and log-sum-exp float32 [S, Hq]: one query per sequence.
 
     The arguments are those of `reference_attention.decode_attention`. All tensors are contiguous
-    but q, whose rows may lie apart. near: int32 [S], multiples of 64, at most `compressed`: older
-    tokens are in no block of the pool, and are not attended (default: 0). max_compressed is at
-    least every `compressed` less `near` (default: what block_table can hold); run is how many
-    blocks a program attends to (default: `blocks_per_run`).
+    but q, whose rows may lie apart. resident_from: int32 [S], multiples of 64, at most
+    `compressed`: older tokens are in no block of the pool, and are not attended (default: 0).
+    max_compressed is at least every `compressed` less `resident_from` (default: what block_table
+    can hold); run is how many blocks a program attends to (default: `blocks_per_run`).
     """
     sequences, heads, _ = q.shape
     kv_heads = pool.shape[1]
@@ -208,7 +208,7 @@ def decode_attention(
             recent_k,
             recent_v,
             sinks,
-            near,
+            resident_from,
             outs,
             lses,
             scale * LOG2E.value,
@@ -225,7 +225,7 @@ def decode_attention(
             SOFT_CAP=soft_cap != 0,
             WINDOW=window != 0,
             SINKS=sinks is not None,
-            NEAR=near is not None,
+            RESIDENT_FROM=resident_from is not None,
             PREFETCH=bool(config.prefetch) and use_asm(),
             ASM=use_asm(),
             num_warps=config.num_warps,
@@ -321,7 +321,7 @@ def _variant(capability: int, dtype: str, form: KVFormat, group: int, **extras: 
     types |= dict.fromkeys(("scale", "scale_packed", "soft_cap"), "fp32")
     sizes = ("window", "run", "max_blocks", "ring", "kv_heads", "q_stride", "packed_stride")
     types |= dict.fromkeys(sizes, "i32")
-    for name, pointer in (("sinks", "*fp32"), ("near", "*i32")):
+    for name, pointer in (("sinks", "*fp32"), ("resident_from", "*i32")):
         if constants[name.upper()]:
             types[name] = pointer
         else:

@@ -14,15 +14,15 @@ from qoff.kernels.layout.layer_cache import PackedTokens
 from .merge import merge
 
 
-class FarAttention:
+class OffloadedAttention:
     """One layer of one pass: queries go to the host when it is made, results come back in `join`.
 
-    query: float16 or bfloat16 [M, heads, D], rotated, in the order of the rows of `far`, whose
-    pools and tables are in host memory.
+    query: float16 or bfloat16 [M, heads, D], rotated, in the order of the rows of `offloaded`,
+    whose pools and tables are in host memory.
     """
 
-    def __init__(self, query: Tensor, far: Sequence[PackedTokens], shape: HeadShape) -> None:
-        self._far, self._shape = far, shape
+    def __init__(self, query: Tensor, offloaded: Sequence[PackedTokens], shape: HeadShape) -> None:
+        self._offloaded, self._shape = offloaded, shape
         self._query = torch.empty(query.shape, dtype=query.dtype, pin_memory=query.is_cuda)
         self._query.copy_(query, non_blocking=True)
         self._arrived = _mark(query)
@@ -35,9 +35,9 @@ class FarAttention:
         """
         found, found_lse = self._attend()
         outs, lses = attended.new_empty(2, *attended.shape), lse.new_empty(2, *lse.shape)
-        for both, near, far in ((outs, attended, found), (lses, lse, found_lse)):
-            both[0].copy_(near)
-            both[1].copy_(far.view(near.shape), non_blocking=True)
+        for both, resident, offloaded in ((outs, attended, found), (lses, lse, found_lse)):
+            both[0].copy_(resident)
+            both[1].copy_(offloaded.view(resident.shape), non_blocking=True)
         return merge(outs, lses)[0]
 
     def _attend(self) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ class FarAttention:
         queries = self._query.flatten(1).float()
         out: Tensor | None = None
         lse: Tensor | None = None
-        for part in self._far:
+        for part in self._offloaded:
             out, lse = packed_attention(
                 queries,
                 self._shape.heads,

@@ -33,11 +33,11 @@ from qoff.kernels.triton.linear.nibbles import use_asm
 
 from . import prefill_scratch
 from .kv_tiles import LN2, LOG2E, TOKENS
-from .prefill_scratch import stage, stage_constants, staged_heads
+from .prefill_scratch import dequantize_blocks, staged_constants, staged_heads
 from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
 from .rotation import rotate
 
-_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "NEAR")
+_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "RESIDENT_FROM")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def prefill_attention_kernel(
     staged_k,  # [S, heads of the launch, staged_tokens, D] or not read
     staged_v,
     sinks,
-    near,
+    resident_from,
     out,
     lse,
     scale,  # softmax scale * log2(e)
@@ -100,7 +100,7 @@ def prefill_attention_kernel(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    NEAR: tl.constexpr,
+    RESIDENT_FROM: tl.constexpr,
     STAGED: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
@@ -124,8 +124,8 @@ def prefill_attention_kernel(
     lowest = begin + (tile * ROWS) // GROUP
     first_key = tl.maximum(lowest - window + 1, 0) if WINDOW else 0
     first_block = first_key // TOKENS
-    if NEAR:
-        older = tl.load(near + s)
+    if RESIDENT_FROM:
+        older = tl.load(resident_from + s)
         first_block = tl.maximum(first_block, older // TOKENS)
 
     low = tl.zeros([ROWS, PAD], tl.float32)
@@ -139,7 +139,7 @@ def prefill_attention_kernel(
     q_high = q_high.to(tl.float16)
     if STAGED:
         staged = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * staged_tokens * HEAD_DIM
-        if NEAR:
+        if RESIDENT_FROM:
             staged -= older.to(tl.int64) * HEAD_DIM
         low, high, top, total = attend_rows(
             q_low, q_high, staged_k + staged, staged_v + staged, HEAD_DIM, HEAD_DIM,
@@ -226,7 +226,7 @@ def prefill_attention(
     soft_cap: float = 0.0,
     window: int = 0,
     sinks: Tensor | None = None,
-    near: Tensor | None = None,
+    resident_from: Tensor | None = None,
     max_rows: int | None = None,
     max_compressed: int | None = None,
     config: PrefillConfig | None = None,
@@ -234,10 +234,10 @@ def prefill_attention(
     """Output [T, Hq, D] in q's type and log-sum-exp float32 [T, Hq] of new tokens.
 
     The arguments are those of `reference_attention.prefill_attention`. All tensors are contiguous
-    but q, k and v, whose rows may lie apart. near: int32 [S], multiples of 64, at most
+    but q, k and v, whose rows may lie apart. resident_from: int32 [S], multiples of 64, at most
     `compressed`: older tokens are in no block of the pool, and are not attended (default: 0).
     max_rows is at least the rows of every sequence (default: T), max_compressed every `compressed`
-    less `near` (default: what block_table can hold).
+    less `resident_from` (default: what block_table can hold).
     """
     tokens, heads, dim = q.shape
     sequences, kv_heads = start.shape[0], pool.shape[1]
@@ -256,11 +256,22 @@ def prefill_attention(
     shape = (sequences, piece or 0, blocks * BLOCK_TOKENS, dim)
     scratch = torch.empty(2, *shape, dtype=torch.float16, device=q.device)
     packed, factor = rotate(q) if form.rotated else (q, 1.0)
-    constants = stage_constants(form)
+    constants = staged_constants(form)
     for first in range(0, kv_heads, piece or kv_heads):
         count = min(piece or kv_heads, kv_heads - first)
         if piece:
-            stage(pool, block_table, compressed, start, near, scratch, form, window, first, count)
+            dequantize_blocks(
+                pool,
+                block_table,
+                compressed,
+                start,
+                resident_from,
+                scratch,
+                form,
+                window,
+                first,
+                count,
+            )
         prefill_attention_kernel[(tiles, count, sequences)](
             q,
             packed,
@@ -276,7 +287,7 @@ def prefill_attention(
             scratch[0],
             scratch[1],
             sinks,
-            near,
+            resident_from,
             out,
             lse,
             scale * LOG2E.value,
@@ -298,7 +309,7 @@ def prefill_attention(
             SOFT_CAP=soft_cap != 0,
             WINDOW=window != 0,
             SINKS=sinks is not None,
-            NEAR=near is not None,
+            RESIDENT_FROM=resident_from is not None,
             STAGED=bool(piece),
             STAGES=config.num_stages,
             ASM=use_asm(),
@@ -312,7 +323,7 @@ def prefill_attention(
 def scratch_bytes(
     sequences: int, blocks: int, kv_heads: int, form: KVFormat, device: torch.device
 ) -> int:
-    """The most bytes a call takes to stage up to `blocks` blocks of each sequence."""
+    """The most bytes a call takes to dequantize up to `blocks` blocks of each sequence."""
     values = sequences * blocks * BLOCK_TOKENS * form.head_dim
     return 4 * values * staged_heads(values, kv_heads, _configured(device, form).scratch_mib)
 
@@ -367,7 +378,7 @@ def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Vari
     config = _heuristic(capability, form.head_dim)
     names = (*_EXTRAS, "STAGED")
     constants: dict[str, Any] = {
-        **stage_constants(form),
+        **staged_constants(form),
         **{name: flags.get(name, False) for name in names},
         "GROUP": 4,
         "ROWS": config.rows,
@@ -381,7 +392,7 @@ def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Vari
     sizes = ["window", "max_blocks", "ring", "kv_heads", "first_head", "staged_tokens"]
     sizes += ["q_stride", "packed_stride", "k_stride", "v_stride"]
     types |= dict.fromkeys(sizes, "i32")
-    for name, pointer in (("sinks", "*fp32"), ("near", "*i32")):
+    for name, pointer in (("sinks", "*fp32"), ("resident_from", "*i32")):
         if constants[name.upper()]:
             types[name] = pointer
         else:

@@ -27,7 +27,7 @@ def stage_kernel(
     block_table,
     compressed,
     start,
-    near,
+    resident_from,
     staged_k,  # [S, heads of the launch, staged_tokens, D]
     staged_v,
     window,
@@ -46,7 +46,7 @@ def stage_kernel(
     V_SCALE: tl.constexpr,
     NBYTES: tl.constexpr,
     WINDOW: tl.constexpr,
-    NEAR: tl.constexpr,
+    RESIDENT_FROM: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Dequantize one block of one KV head, if any query can see it."""
@@ -54,8 +54,8 @@ def stage_kernel(
     b = tl.program_id(0)
     s = tl.program_id(2)
     token = b * TOKENS + tl.arange(0, TOKENS)
-    if NEAR:
-        b += tl.load(near + s) // TOKENS
+    if RESIDENT_FROM:
+        b += tl.load(resident_from + s) // TOKENS
     if b * TOKENS >= tl.load(compressed + s):
         return
     if WINDOW and (b + 1) * TOKENS <= tl.load(start + s) - window + 1:
@@ -75,12 +75,12 @@ def stage_kernel(
     tl.store(staged_v + HALF + at, v_high, mask=mask)
 
 
-def stage(
+def dequantize_blocks(
     pool: Tensor,
     block_table: Tensor,
     compressed: Tensor,
     start: Tensor,
-    near: Tensor | None,
+    resident_from: Tensor | None,
     scratch: Tensor,
     form: KVFormat,
     window: int,
@@ -90,7 +90,7 @@ def stage(
     """Dequantize the KV heads first_head.. of all blocks that any query can see.
 
     scratch: float16 [2, S, >= heads, tokens, D], written as K and V [S, heads, tokens, D] from
-    the start of either half, without tokens before `near` (int32 [S], multiples of 64).
+    the start of either half, without tokens before `resident_from` (int32 [S], multiples of 64).
     """
     tokens = scratch.shape[3]
     if not tokens:
@@ -100,7 +100,7 @@ def stage(
         block_table,
         compressed,
         start,
-        near,
+        resident_from,
         scratch[0],
         scratch[1],
         window,
@@ -108,9 +108,9 @@ def stage(
         pool.shape[1],
         first_head,
         tokens,
-        **stage_constants(form),
+        **staged_constants(form),
         WINDOW=window != 0,
-        NEAR=near is not None,
+        RESIDENT_FROM=resident_from is not None,
         ASM=use_asm(),
         num_warps=WARPS,
         num_stages=1,
@@ -118,7 +118,7 @@ def stage(
     )
 
 
-def stage_constants(form: KVFormat) -> dict[str, int | bool]:
+def staged_constants(form: KVFormat) -> dict[str, int | bool]:
     """`form`, with halves of a head padded to a power of two."""
     return {**form_constants(form), "PAD": triton.next_power_of_2(form.half)}
 
@@ -145,23 +145,23 @@ def variants(capability: int) -> Iterator[Variant]:
 
 def _variant(form: KVFormat, window: bool = False) -> Variant:
     constants: dict[str, Any] = {
-        **stage_constants(form),
+        **staged_constants(form),
         "WINDOW": window,
-        "NEAR": window,
+        "RESIDENT_FROM": window,
         "ASM": True,
     }
     types = {"pool": "*u8", "staged_k": "*fp16", "staged_v": "*fp16"}
     types |= dict.fromkeys(("block_table", "compressed", "start"), "*i32")
     if window:
-        types["near"] = "*i32"
+        types["resident_from"] = "*i32"
     else:
-        constants["near"] = None
+        constants["resident_from"] = None
     sizes = ("window", "max_blocks", "kv_heads", "first_head", "staged_tokens")
     types |= dict.fromkeys(sizes, "i32")
     kind = f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"
     return Variant(
         op="prefill_attention",
-        name=f"stage-{kind}" + ("-window" if window else ""),
+        name=f"prefill_scratch-{kind}" + ("-window" if window else ""),
         kernel=stage_kernel,
         types=types,
         constants=constants,

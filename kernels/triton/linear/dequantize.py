@@ -73,7 +73,7 @@ def dequantize(
 ) -> Tensor:
     """Return the matrix [N, K] in `dtype`: code * scale + minimum in float32, rounded once.
 
-    codes: uint8, packing half32, 4 or 8 bits. scale_min: [K/g, N, 2] float16 or float32.
+    codes: uint8, packing split32, 4 or 8 bits. scale_min: [K/g, N, 2] float16 or float32.
     """
     out = torch.empty(codes.shape[0], codes.shape[1] * 8 // bits, dtype=dtype, device=codes.device)
     dequantize_into(codes, scale_min, bits, group_size, out, config)

@@ -50,7 +50,7 @@ def w4_linear(
 ) -> Tensor:
     """Return x @ W.T + bias, accumulated in float32.
 
-    x: [M, K] float16 or bfloat16 with contiguous rows. codes: uint8, packing half32, of W [N, K].
+    x: [M, K] float16 or bfloat16 with contiguous rows. codes: uint8, packing split32, of W [N, K].
     scale_min: [K/g, N, 2] float16 or float32. bias: [N] in the dtype of x. Result: [M, N] in the
     dtype of x, the same bits each time. `config` selects the way too.
     """

@@ -90,14 +90,14 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Round w [N, K] to the nearest of 2**bits levels between each group's minimum and maximum.
 
-    w: contiguous float16, bfloat16 or float32. Returns codes (uint8, packing half32) and scale_min
+    w: contiguous float16, bfloat16 or float32. Returns codes (uint8, packing split32) and scale_min
     [K/g, N, 2] in `scale_dtype`. Values are those of `reference.quantize`, but a code may be the
     neighbour where the quotient is within float32 rounding of a half. A group with NaN or infinity
     gets a scale and minimum of NaN, one whose range `scale_dtype` cannot hold gets infinity:
     nothing is raised, so that the GPU need not be waited for; check that scale_min is finite.
     """
     codes_shape, scale_min_shape = packed_shapes(
-        (w.shape[0], w.shape[1]), bits, group_size, "half32"
+        (w.shape[0], w.shape[1]), bits, group_size, "split32"
     )
     codes = torch.empty(codes_shape, dtype=torch.uint8, device=w.device)
     scale_min = torch.empty(scale_min_shape, dtype=scale_dtype, device=w.device)

@@ -1,7 +1,7 @@
 """The MLP of a mixture of experts on a GPU, on 4- or 8-bit codes: two products and a sum.
 
 Few pairs of a token and an expert are computed each by itself (`w4_experts_pairs`), many are sorted
-by expert and computed in tiles (`w4_experts_tiles`). Outputs times shares are kept in float32 and
+by expert and computed in tiles (`w4_experts_tiles`). Weighted outputs are kept in float32 and
 summed for each token in the order of its experts.
 """
 
@@ -55,8 +55,8 @@ def experts_sum_kernel(
 
 def experts(
     x: Tensor,
-    chosen: Tensor,
-    share: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up: QExperts,
     down: QExperts,
     *,
@@ -67,20 +67,20 @@ def experts(
     out: Tensor | None = None,
     block: int | None = None,
 ) -> Tensor:
-    """Return residual + sum over t of share * (down @ f(gate_up @ x + bias) + bias) [M, H].
+    """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias) [M, H].
 
-    x: float16 or bfloat16 [M, H]; chosen: int64 [M, T], not checked, as that would wait for the
-    GPU; share: float32 [M, T]. gate_up: E x [2I, H], rows in blocks of 16 of gate and of up in
-    turn; down: E x [H, I]; packing half32, every expert's codes and scales at multiples of 16
+    x: float16 or bfloat16 [M, H]; topk_ids: int64 [M, T], not checked, as that would wait for the
+    GPU; topk_weights: float32 [M, T]. gate_up: E x [2I, H], rows in blocks of 16 of gate and of up
+    in turn; down: E x [H, I]; packing split32, every expert's codes and scales at multiples of 16
     bytes. Biases: [E, 2I] and [E, H], residual and out: [M, H], in the dtype of x; out may be x or
     the residual. All contiguous. Activations are rounded to the dtype of x, nothing else is but the
     result. block: pairs of a tile, 0 for each by itself; None leaves it to the rule.
     """
     out = torch.empty_like(x) if out is None else out
-    together = max(1, PAIRS_MAX // chosen.shape[1])
+    together = max(1, PAIRS_MAX // topk_ids.shape[1])
     for first in range(0, len(x), together):
         rows = slice(first, first + together)
-        picked, weights = chosen[rows], share[rows]
+        picked, weights = topk_ids[rows], topk_weights[rows]
         one = Product.gate_up(x[rows], picked, weights, gate_up, gate_up_bias, activation)
         two = Product.down(one.out, picked, weights, down, down_bias)
         _compute(one, two, block)
@@ -102,7 +102,7 @@ def _compute(one: Product, two: Product, block: int | None) -> None:
         config = config_for(block, product.group_bytes)
         size = config.block_m
         if size not in found:
-            found[size] = tiles(one.chosen, one.weight.count, size)
+            found[size] = tiles(one.topk_ids, one.weight.count, size)
         tile_product(product, found[size], config)
 
 

@@ -37,9 +37,9 @@ def experts_gemv_kernel(
     codes,
     scale_min,
     bias,
-    share,
+    topk_weights,
     out,
-    chosen,
+    topk_ids,
     per_token,  # pairs that share a row of x
     code_distance,
     scale_distance,
@@ -62,7 +62,7 @@ def experts_gemv_kernel(
     """Rows program_id(0) * BLOCK_N .. of pair program_id(1); see `gemv_sums` and `finish`."""
     pair = tl.program_id(1)
     first_row = tl.program_id(0) * BLOCK_N
-    expert = tl.load(chosen + pair)
+    expert = tl.load(topk_ids + pair)
     expert_codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
     y = gemv_sums(
         x + (pair // per_token).to(tl.int64) * x_stride,
@@ -87,7 +87,9 @@ def experts_gemv_kernel(
     )
     column = tl.arange(0, COLS // GROUPS)
     expert_bias = bias + expert * N if BIAS else bias
-    finish(y, first_row, pair + column, column < 1, expert_bias, share, out, N, BIAS, ACTIVATION)
+    finish(
+        y, first_row, pair + column, column < 1, expert_bias, topk_weights, out, N, BIAS, ACTIVATION
+    )
 
 
 @triton.jit(do_not_specialize=["per_token", "code_distance", "scale_distance"])
@@ -96,9 +98,9 @@ def experts_fma_kernel(
     codes,
     scale_min,
     bias,
-    share,
+    topk_weights,
     out,
-    chosen,
+    topk_ids,
     per_token,
     code_distance,
     scale_distance,
@@ -116,7 +118,7 @@ def experts_fma_kernel(
     """Rows program_id(0) * BLOCK_N .. of pair program_id(1); see `fma_sums` and `finish`."""
     pair = tl.program_id(1)
     first_row = tl.program_id(0) * BLOCK_N
-    expert = tl.load(chosen + pair)
+    expert = tl.load(topk_ids + pair)
     expert_codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
     y = fma_sums(
         x + (pair // per_token).to(tl.int64) * x_stride,
@@ -133,7 +135,7 @@ def experts_fma_kernel(
     column = tl.arange(0, 1)
     expert_bias = bias + expert * N if BIAS else bias
     finish(
-        y[:, None], first_row, pair + column, column < 1, expert_bias, share, out, N, BIAS,
+        y[:, None], first_row, pair + column, column < 1, expert_bias, topk_weights, out, N, BIAS,
         ACTIVATION,
     )  # fmt: skip
 
@@ -149,9 +151,9 @@ def gemv_pairs(p: Product, config: GemvConfig = GEMV) -> None:
         p.weight.codes,
         p.weight.scale_min,
         p.bias,
-        p.share,
+        p.topk_weights,
         p.out,
-        p.chosen,
+        p.topk_ids,
         p.per_token,
         *p.distances,
         n,
@@ -181,9 +183,9 @@ def fma_pairs(p: Product, config: FmaConfig = FMA) -> None:
         p.weight.codes,
         p.weight.scale_min,
         p.bias,
-        p.share,
+        p.topk_weights,
         p.out,
-        p.chosen,
+        p.topk_ids,
         p.per_token,
         *p.distances,
         n,
@@ -241,7 +243,7 @@ _FORMS: tuple[_Form, ...] = (  # dtype, bits, group, activation, even, scale, bi
 )
 TYPES = {
     "codes": "*u8",
-    "share": "*fp32",
+    "topk_weights": "*fp32",
     **dict.fromkeys(("per_token", "code_distance", "scale_distance"), "i32"),
     **dict.fromkeys(("N", "row_bytes", "x_stride"), "i32"),
 }
@@ -281,7 +283,7 @@ def _gemv_variant(
         op="w4_experts",
         name=f"gemv-{name}" + ("" if even else "-uneven"),
         kernel=experts_gemv_kernel,
-        types={**types, "chosen": "*i64", "steps": "i32"},
+        types={**types, "topk_ids": "*i64", "steps": "i32"},
         constants={**fixed, **constants, "ASM": True},
         num_warps=GEMV.warps,
         num_stages=GEMV.stages,
@@ -299,7 +301,7 @@ def _fma_variant(
         op="w4_experts",
         name=f"fma-{form_name('fp16', bits, group, activation, scale, bias)}",
         kernel=experts_fma_kernel,
-        types={**types, "chosen": "*i64"},
+        types={**types, "topk_ids": "*i64"},
         constants={
             **fixed,
             **_fma_constants(FMA, group * bits // 8, bits, bias, activation),

@@ -24,21 +24,21 @@ class Product(NamedTuple):
     """One of the two products, out[p] = f(W[expert of p] x[p // per_token] + bias).
 
     f is the activation of gate and up, whose rows alternate in blocks of 16, or, with activation
-    "", the pair's share times the sum.
+    "", the pair's topk_weights times the sum.
     """
 
     x: Tensor  # float16 or bfloat16 [pairs / per_token, K], contiguous
     per_token: int
-    chosen: Tensor  # int64 [M, T]
-    share: Tensor  # float32 [M, T]
-    weight: QExperts  # E x [N, K], packing half32
+    topk_ids: Tensor  # int64 [M, T]
+    topk_weights: Tensor  # float32 [M, T]
+    weight: QExperts  # E x [N, K], packing split32
     bias: Tensor | None  # [E, N] in the dtype of x
     activation: str
     out: Tensor  # [pairs, N / 2] in the dtype of x; float32 [pairs, N] without an activation
 
     @property
     def pairs(self) -> int:
-        return self.chosen.numel()
+        return self.topk_ids.numel()
 
     @property
     def row_bytes(self) -> int:
@@ -59,23 +59,28 @@ class Product(NamedTuple):
     def gate_up(
         cls,
         x: Tensor,
-        chosen: Tensor,
-        share: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
         weight: QExperts,
         bias: Tensor | None,
         activation: str,
     ) -> Product:
         """The first product, with memory for its result."""
-        out = x.new_empty(chosen.numel(), weight.shape[0] // 2)
-        return cls(x, chosen.shape[1], chosen, share, weight, bias, activation, out)
+        out = x.new_empty(topk_ids.numel(), weight.shape[0] // 2)
+        return cls(x, topk_ids.shape[1], topk_ids, topk_weights, weight, bias, activation, out)
 
     @classmethod
     def down(
-        cls, x: Tensor, chosen: Tensor, share: Tensor, weight: QExperts, bias: Tensor | None
+        cls,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weight: QExperts,
+        bias: Tensor | None,
     ) -> Product:
         """The second product, of a row of x for each pair, with memory for its result."""
-        out = x.new_empty(chosen.numel(), weight.shape[0], dtype=torch.float32)
-        return cls(x, 1, chosen, share, weight, bias, "", out)
+        out = x.new_empty(topk_ids.numel(), weight.shape[0], dtype=torch.float32)
+        return cls(x, 1, topk_ids, topk_weights, weight, bias, "", out)
 
 
 @triton.jit
@@ -109,7 +114,7 @@ def finish(
     pair,  # [C]
     keep,  # bool [C]
     bias,  # of the expert
-    share,
+    topk_weights,
     out,
     N,
     BIAS: tl.constexpr,
@@ -123,7 +128,7 @@ def finish(
         y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
     to = pair.to(tl.int64)
     if ACTIVATION == "":
-        y *= tl.load(share + pair, mask=keep, other=0.0)[None, :]
+        y *= tl.load(topk_weights + pair, mask=keep, other=0.0)[None, :]
         tl.store(out + to[None, :] * N + row[:, None], y, mask=(row < N)[:, None] & keep[None, :])
     else:
         turns = tl.reshape(y, (BLOCK_N // (2 * TURN), 2, TURN, COLS))

@@ -43,7 +43,7 @@ def experts_tile_kernel(
     codes,
     scale_min,
     bias,
-    share,
+    topk_weights,
     out,
     order,
     table,
@@ -97,21 +97,21 @@ def experts_tile_kernel(
         ASM,
     )
     expert_bias = bias + expert * N if BIAS else bias
-    finish(y, first_row, pair, keep, expert_bias, share, out, N, BIAS, ACTIVATION)
+    finish(y, first_row, pair, keep, expert_bias, topk_weights, out, N, BIAS, ACTIVATION)
 
 
-def tiles(chosen: Tensor, experts: int, block: int) -> Tiles:
-    """Sort the pairs of chosen, int64 [M, T], by expert, and cut each expert's by `block`.
+def tiles(topk_ids: Tensor, experts: int, block: int) -> Tiles:
+    """Sort the pairs of topk_ids, int64 [M, T], by expert, and cut each expert's by `block`.
 
     Experts that are not there get no tile. There are at least as many entries as tiles; the others
     have no pairs.
     """
-    pairs = chosen.numel()
-    sorted_, order = chosen.reshape(-1).sort(stable=True)
-    edges = torch.searchsorted(sorted_, torch.arange(experts + 1, device=chosen.device))  # [E+1]
+    pairs = topk_ids.numel()
+    sorted_, order = topk_ids.reshape(-1).sort(stable=True)
+    edges = torch.searchsorted(sorted_, torch.arange(experts + 1, device=topk_ids.device))  # [E+1]
     counts = (edges.diff() + (block - 1)) // block  # tiles of each expert
     ends = counts.cumsum(0)
-    number = torch.arange(min(pairs, experts + pairs // block), device=chosen.device)
+    number = torch.arange(min(pairs, experts + pairs // block), device=topk_ids.device)
     expert = torch.searchsorted(ends, number, right=True)
     there = expert < experts
     expert = expert.clamp(max=experts - 1)
@@ -148,7 +148,7 @@ def tile_product(p: Product, tiles_: Tiles, config: SkinnyConfig) -> None:
         p.weight.codes,
         p.weight.scale_min,
         p.bias,
-        p.share,
+        p.topk_weights,
         p.out,
         tiles_.order,
         tiles_.table,

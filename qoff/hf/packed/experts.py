@@ -32,38 +32,41 @@ class Operands(NamedTuple):
     down_bias: Tensor | None
 
 
-def packed_experts(x: Tensor, chosen: Tensor, share: Tensor, operands: Operands) -> Tensor:
+def packed_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, operands: Operands) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, [M, H] in the dtype of x.
 
-    x: [M, H] of any float dtype, under autocast cast to its dtype. chosen: int64 [M, T]. share:
-    [M, T]. Differentiable in x and share; weights and biases are frozen. The forward pass is the
-    device's `experts`, the backward pass dequantizes one expert after another. Raises OpError.
+    x: [M, H] of any float dtype, under autocast cast to its dtype. topk_ids: int64 [M, T].
+    topk_weights: [M, T]. Differentiable in x and topk_weights; weights and biases are frozen. The
+    forward pass is the device's `experts`, the backward pass dequantizes one expert after another.
+    Raises OpError.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    if torch.is_grad_enabled() and (x.requires_grad or share.requires_grad):
-        result: Tensor = _PackedExperts.apply(x, chosen, share, operands)
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        result: Tensor = _PackedExperts.apply(x, topk_ids, topk_weights, operands)
         return result
-    return _forward(x, chosen, share, operands)
+    return _forward(x, topk_ids, topk_weights, operands)
 
 
 class _PackedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chosen: Tensor, share: Tensor, operands: Operands) -> Tensor:
-        ctx.save_for_backward(x, chosen, share)
+    def forward(
+        ctx: Any, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, operands: Operands
+    ) -> Tensor:
+        ctx.save_for_backward(x, topk_ids, topk_weights)
         ctx.operands = operands
-        return _forward(x, chosen, share, operands)
+        return _forward(x, topk_ids, topk_weights, operands)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
-        x, chosen, share = ctx.saved_tensors
-        of_x, of_share = torch.zeros_like(x), torch.zeros_like(share)
-        for e in chosen.unique().tolist():
-            token, place = (chosen == e).nonzero(as_tuple=True)
+        x, topk_ids, topk_weights = ctx.saved_tensors
+        of_x, of_share = torch.zeros_like(x), torch.zeros_like(topk_weights)
+        for e in topk_ids.unique().tolist():
+            token, place = (topk_ids == e).nonzero(as_tuple=True)
             rows = x[token].detach().requires_grad_()
-            weights = share[token, place].detach().requires_grad_()
+            weights = topk_weights[token, place].detach().requires_grad_()
             with torch.enable_grad():
                 found = _one_expert(rows, e, ctx.operands) * weights[:, None].to(x.dtype)
             by_rows, by_weights = torch.autograd.grad(found, (rows, weights), grad[token])
@@ -81,7 +84,7 @@ def _one_expert(x: Tensor, e: int, operands: Operands) -> Tensor:
     return z if operands.down_bias is None else z + operands.down_bias[e].to(x.dtype)
 
 
-def _forward(x: Tensor, chosen: Tensor, share: Tensor, operands: Operands) -> Tensor:
+def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, operands: Operands) -> Tensor:
     if not len(x):
         return torch.zeros_like(x)
     on_cpu = x.device.type == "cpu"
@@ -93,8 +96,8 @@ def _forward(x: Tensor, chosen: Tensor, share: Tensor, operands: Operands) -> Te
     biases = [None if b is None else b.detach() for b in (operands[3], operands[4])]
     y = compute(
         taken.contiguous(),
-        chosen.contiguous(),
-        share.detach().float().contiguous(),
+        topk_ids.contiguous(),
+        topk_weights.detach().float().contiguous(),
         operands.gate_up,
         operands.down,
         activation=operands.activation,
@@ -170,10 +173,10 @@ class QoffExperts(nn.Module):
             from_halves(len(rows) // 2)(rows) if self.replaced.is_concatenated else from_pairs(rows)
         )
 
-    def forward(self, hidden_states: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
-        """hidden_states: [..., H]; chosen: int64 [M, T]; share: [M, T]. Returns [..., H]."""
+    def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """hidden_states: [..., H]; topk_ids: int64 [M, T]; topk_weights: [M, T]. Same shape."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        found = packed_experts(x, chosen, share, self.operands())
+        found = packed_experts(x, topk_ids, topk_weights, self.operands())
         return found.view(hidden_states.shape)
 
     def operands(self) -> Operands:

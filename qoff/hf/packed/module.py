@@ -17,7 +17,7 @@ from .weight import PackedWeight
 
 def packing_for(device: torch.device) -> str:
     """The packing that kernels of a device read."""
-    return "cpu16" if device.type == "cpu" else "half32"
+    return "rows16" if device.type == "cpu" else "split32"
 
 
 def qtensor_of(codes: Tensor, scale_min: Tensor, shape: tuple[int, int]) -> QTensor:
@@ -29,7 +29,7 @@ def qtensor_of(codes: Tensor, scale_min: Tensor, shape: tuple[int, int]) -> QTen
     k, columns = shape[1], max(1, codes.shape[1])
     bits = 8 * columns // k if half else 32 // max(1, k // columns)
     groups = scale_min.shape[0] if half else scale_min.shape[1] if scale_min.dim() > 1 else 1
-    packing = "half32" if half else "cpu16"
+    packing = "split32" if half else "rows16"
     return QTensor(codes, scale_min, shape, bits, k // max(1, groups), packing)
 
 

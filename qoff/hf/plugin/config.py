@@ -39,7 +39,7 @@ class QoffConfig(QuantizationConfigMixin):
         head_bits: int = 8,
         modules_to_not_convert: list[str] | None = None,
         *,
-        packing: str = "half32",
+        packing: str = "split32",
         version: int = FORMAT_VERSION,
         layout: str = LAYERS,
         weights: dict[str, dict[str, int]] | None = None,

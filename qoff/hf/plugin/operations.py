@@ -127,7 +127,7 @@ class PlaceExperts(Operation):
         return {}
 
 
-class Place(Operation):
+class PlaceTensors(Operation):
     """Codes and scales that were saved under the name of their module, to that module."""
 
     def load(
@@ -204,7 +204,7 @@ def unfusing(model: PreTrainedModel, folder: str, errors: list[QoffError]) -> li
 
 def placing(model: PreTrainedModel, errors: list[QoffError]) -> list[WeightConverter]:
     """The converters for what `save_pretrained` wrote module by module."""
-    found = [WeightConverter([_end(CODES), _end(SCALE_MIN)], ".weight", [Place(errors)])]
+    found = [WeightConverter([_end(CODES), _end(SCALE_MIN)], ".weight", [PlaceTensors(errors)])]
     for path in {name.rpartition(".")[2] for name in experts_of(model)}:
         places: list[ConversionOps] = [PlaceExperts(False, errors)]
         for name in (GATE_UP, DOWN):  # the first converter that fits is taken

@@ -95,7 +95,7 @@ def _write(model: PreTrainedModel, units: list[list[Stored]], folder: Path) -> N
     """Write beside the other files of a directory, config.json last."""
     parameters = _parameters(model)
     packings = {p.packing for p in parameters.values() if not isinstance(p, Tensor)}
-    packing = packings.pop() if len(packings) == 1 else "half32"
+    packing = packings.pop() if len(packings) == 1 else "split32"
     config = _config(model)
     kept = ("bits", "group_size", "solver", "weights")
     had = config["quantization_config"]

@@ -43,7 +43,7 @@ class Stored:
         parts: dict[str, QTensor | Tensor] = {}
         orders = [self.weight.destination(i, 0, p.rows) for i, p in enumerate(self.weight.parts)]
         if isinstance(whole, QTensor) and any(whole_blocks(whole, o) is None for o in orders):
-            whole = whole.to_packing("half32")  # once for all parts
+            whole = whole.to_packing("split32")  # once for all parts
         for part, target, order in zip(self.weight.parts, self.targets, orders, strict=True):
             if isinstance(whole, QTensor):
                 parts[target] = reordered(whole, order)

@@ -14,8 +14,8 @@ from qoff.kvcache.store.base import BlockStore
 from qoff.kvcache.store.placement import DEVICE, KVPlacement
 from qoff.kvcache.store.tiered import TieredBlocks
 
-from .prefetch import BlockStage
-from .write_back import Outbox
+from .prefetch import BlockPrefetcher
+from .write_back import WriteBackQueue
 
 _GROWTH_BLOCKS = 16
 
@@ -24,9 +24,9 @@ class DeviceBlocks:
     """Packed blocks by number, one pool a layer.
 
     The pools grow as blocks are asked for, unless they are given: `pools`, of at least `blocks`
-    blocks, stay as they are. far: where blocks lie that `placement` leaves off the device; block b
-    there is -1 - b here. They go there through `outbox`, and come back through `stage`, if there is
-    one. poison: blocks on the device that nobody uses are NaN.
+    blocks, stay as they are. offloaded: where blocks lie that `placement` leaves off the device;
+    block b there is -1 - b here. They go there through `write_back`, and come back through
+    `prefetcher`, if there is one. poison: blocks on the device that nobody uses are NaN.
     """
 
     def __init__(
@@ -36,20 +36,20 @@ class DeviceBlocks:
         device: torch.device,
         blocks: int = 0,
         placement: KVPlacement | None = None,
-        far: BlockStore | None = None,
+        offloaded: BlockStore | None = None,
         *,
         pools: Sequence[Tensor] | None = None,
-        outbox: Outbox | None = None,
-        stage: BlockStage | None = None,
+        write_back: WriteBackQueue | None = None,
+        prefetcher: BlockPrefetcher | None = None,
         poison: bool = False,
     ) -> None:
         self.forms = tuple(forms)
         self.device = device
         self.placement = placement or KVPlacement()
-        self.far, self.stage = far, stage
-        self.outbox = outbox
-        if far is not None and outbox is None:
-            self.outbox = Outbox(far, device, poison)
+        self.offloaded, self.prefetcher = offloaded, prefetcher
+        self.write_back = write_back
+        if offloaded is not None and write_back is None:
+            self.write_back = WriteBackQueue(offloaded, device, poison)
         self._poison = poison
         self._grows = pools is None
         self._allocator = BlockAllocator(blocks)
@@ -62,8 +62,10 @@ class DeviceBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device and in the store of far blocks."""
-        return sum(pool.nbytes for pool in self.pools) + (self.far.nbytes if self.far else 0)
+        """Bytes on the device and in the store of offloaded blocks."""
+        return sum(pool.nbytes for pool in self.pools) + (
+            self.offloaded.nbytes if self.offloaded else 0
+        )
 
     @property
     def used(self) -> int:
@@ -74,15 +76,15 @@ class DeviceBlocks:
         """How many sequences use a block."""
         if block >= 0:
             return self._allocator.users(block)
-        assert isinstance(self.far, TieredBlocks)
-        return self.far.users(-1 - block)
+        assert isinstance(self.offloaded, TieredBlocks)
+        return self.offloaded.users(-1 - block)
 
     def tier(self, block: int) -> str:
         """Where a block lies."""
         if block >= 0:
             return DEVICE
-        assert isinstance(self.far, TieredBlocks)
-        return self.far.tier(-1 - block)
+        assert isinstance(self.offloaded, TieredBlocks)
+        return self.offloaded.tier(-1 - block)
 
     def allocate(self, indices: Sequence[int], expected: int, on_device: bool = False) -> list[int]:
         """Return blocks, each with one user, for these places in a sequence that will have so many.
@@ -90,37 +92,37 @@ class DeviceBlocks:
         on_device: whatever the placement says. Raises BudgetError for blocks there are not.
         """
         count = 0
-        if self.far is not None and not on_device:
+        if self.offloaded is not None and not on_device:
             count = sum(self.placement.tier(index, expected) != DEVICE for index in indices)
         if count < len(indices):
             self._make_room(len(indices) - count)
         blocks: list[int] = []
-        if self.far is not None and count:
-            blocks = [-1 - block for block in self.far.allocate(indices[:count], expected)]
+        if self.offloaded is not None and count:
+            blocks = [-1 - block for block in self.offloaded.allocate(indices[:count], expected)]
         return blocks + [self._allocator.allocate() for _ in indices[count:]]
 
     def share(self, blocks: Iterable[int]) -> None:
         """Count one user more of each block."""
-        near, far = _parted(blocks)
-        self._allocator.share(near)
-        if self.far is not None:
-            self.far.share(far)
+        resident, offloaded = _parted(blocks)
+        self._allocator.share(resident)
+        if self.offloaded is not None:
+            self.offloaded.share(offloaded)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Count one user less of each block; without users it is free."""
-        near, far = _parted(blocks)
-        self._allocator.release(near)
+        resident, offloaded = _parted(blocks)
+        self._allocator.release(resident)
         if self._poison:
-            self._wipe([block for block in near if not self._allocator.users(block)])
-        if self.far is not None:
-            self.far.release(far)
+            self._wipe([block for block in resident if not self._allocator.users(block)])
+        if self.offloaded is not None:
+            self.offloaded.release(offloaded)
 
     def read(self, layer: int, block: int) -> Tensor:
         """Return a block of a layer on the device, uint8 [kv_heads, form.nbytes]."""
         if block >= 0:
             return self.pools[layer][block]
-        assert self.far is not None
-        return self.far.read(layer, -1 - block).to(self.device)
+        assert self.offloaded is not None
+        return self.offloaded.read(layer, -1 - block).to(self.device)
 
     def _make_room(self, count: int) -> None:
         if count <= self._allocator.free:
@@ -141,18 +143,18 @@ class DeviceBlocks:
             pool[list(blocks)] = 0xFF
 
 
-def far_blocks(blocks: Sequence[int]) -> list[int]:
-    """The far ones among a sequence's blocks, its oldest, by their numbers in their store."""
+def offloaded_blocks(blocks: Sequence[int]) -> list[int]:
+    """The offloaded ones among a sequence's blocks, its oldest, by their numbers in their store."""
     return _parted(blocks)[1]
 
 
 def _parted(blocks: Iterable[int]) -> tuple[list[int], list[int]]:
     """Numbers of the blocks on the device, and of the others in their store."""
-    near: list[int] = []
-    far: list[int] = []
+    resident: list[int] = []
+    offloaded: list[int] = []
     for block in blocks:
         if block < 0:
-            far.append(-1 - block)
+            offloaded.append(-1 - block)
         else:
-            near.append(block)
-    return near, far
+            resident.append(block)
+    return resident, offloaded

@@ -15,7 +15,7 @@ from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.base import BlockStore, GrowingBlocks
 from qoff.kvcache.store.placement import DEVICE, KVPlacement
 
-from .blocks import DeviceBlocks, far_blocks
+from .blocks import DeviceBlocks, offloaded_blocks
 from .cache_step import CacheStep
 from .tables import DeviceTables
 
@@ -31,11 +31,11 @@ class DeviceCache(SlotCache):
     recorded and replayed. values_rotated: see `DeviceLayerCache`.
 
     placement: which blocks stay on the device, of a sequence of `capacity` tokens or as many as
-    `reset` says. The others go to `far`, whose blocks the CPU attends to while the GPU attends to
-    the rest (default: host memory that grows). poison: memory on the device and on the way there is
-    NaN unless it holds a block. store: blocks that this cache shares with others, in place of those
-    that the last three arguments speak of. Raises ArgumentError for far blocks of a form that the
-    CPU does not attend to, or on disk without a store.
+    `reset` says. The others go to `offloaded`, whose blocks the CPU attends to while the GPU
+    attends to the rest (default: host memory that grows). poison: memory on the device and on the
+    way there is NaN unless it holds a block. store: blocks that this cache shares with others, in
+    place of those that the last three arguments speak of. Raises ArgumentError for offloaded blocks
+    of a form that the CPU does not attend to, or on disk without a store.
     """
 
     store: DeviceBlocks
@@ -53,7 +53,7 @@ class DeviceCache(SlotCache):
         device: torch.device,
         dtype: torch.dtype = torch.float16,
         placement: KVPlacement | None = None,
-        far: BlockStore | None = None,
+        offloaded: BlockStore | None = None,
         poison: bool = False,
         store: DeviceBlocks | None = None,
     ) -> None:
@@ -66,14 +66,16 @@ class DeviceCache(SlotCache):
             placement = placement or KVPlacement()
             kv_heads = [shape.kv_heads for shape in shapes]
             if placement.device_fraction < 1:
-                far = far or _host_blocks(forms, kv_heads, placement)
-                _check_far(far)
-            elif far is not None:
+                offloaded = offloaded or _host_blocks(forms, kv_heads, placement)
+                _check_offloaded(offloaded)
+            elif offloaded is not None:
                 raise ArgumentError(
                     "all blocks stay on the device; nothing would be in another store"
                 )
             count = sequences * placement.capacity(expected)[DEVICE]
-            store = DeviceBlocks(forms, kv_heads, device, count, placement, far, poison=poison)
+            store = DeviceBlocks(
+                forms, kv_heads, device, count, placement, offloaded, poison=poison
+            )
         self.store = store
         self.tables = DeviceTables(sequences, device)
         self.ring = window + BLOCK_TOKENS
@@ -84,13 +86,13 @@ class DeviceCache(SlotCache):
     @property
     def nbytes(self) -> int:
         rings = sum(t.nbytes for t in (*self.recent_k, *self.recent_v))
-        away = 0 if self.store.outbox is None else self.store.outbox.nbytes
+        away = 0 if self.store.write_back is None else self.store.write_back.nbytes
         return self.store.nbytes + self.tables.nbytes + rings + away
 
     @property
-    def far_tokens(self) -> list[int]:
+    def offloaded_tokens(self) -> list[int]:
         """How many tokens of each sequence, its oldest, are not on the device."""
-        return [BLOCK_TOKENS * len(far_blocks(blocks)) for blocks in self.blocks]
+        return [BLOCK_TOKENS * len(offloaded_blocks(blocks)) for blocks in self.blocks]
 
     def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> CacheStep:
         return CacheStep(self, ragged, slots)
@@ -138,8 +140,8 @@ def _host_blocks(
     return GrowingBlocks(forms, kv_heads)
 
 
-def _check_far(far: BlockStore) -> None:
-    for form in far.forms:
+def _check_offloaded(offloaded: BlockStore) -> None:
+    for form in offloaded.forms:
         if form.k_form != "channel":
             raise ArgumentError(
                 "the CPU attends to blocks with K quantized per channel, not per "

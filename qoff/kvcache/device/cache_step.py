@@ -15,10 +15,10 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.store.base import BlockView
 
-from .blocks import far_blocks
-from .prefetch import StagedBlocks
+from .blocks import offloaded_blocks
+from .prefetch import PrefetchedBlocks
 from .tables import host_memory
-from .write_back import Outbox, Parcel
+from .write_back import WriteBack, WriteBackQueue
 
 if TYPE_CHECKING:
     from .cache import DeviceCache
@@ -35,11 +35,11 @@ class CacheStep:
         self._cache = cache
         self._packed = cache.packed
         self._opened: dict[int, DeviceLayerCache] = {}
-        self._parcels: dict[int, Parcel] = {}
+        self._write_backs: dict[int, WriteBack] = {}
         self._new: dict[int, list[int]] = {}
         self._view: BlockView | None = None
-        self._staged: StagedBlocks | None = None
-        self._rows: list[list[int]] = []  # far blocks of each slot
+        self._prefetched: PrefetchedBlocks | None = None
+        self._rows: list[list[int]] = []  # offloaded blocks of each slot
         if slots is not None:
             ragged = Ragged(
                 tuple(Span(slots[s.slot], s.start, s.count, s.past) for s in ragged.spans)
@@ -58,35 +58,37 @@ class CacheStep:
                 count = max(0, tokens - cache.window) // BLOCK_TOKENS
                 if count:
                     self._new[span.slot] = self._allocate(span.slot, count)
-            self._far_new = far_blocks([b for blocks in self._new.values() for b in blocks])
+            self._new_offloaded = offloaded_blocks(
+                [b for blocks in self._new.values() for b in blocks]
+            )
             self._tell_tables()
             # A subset's pass may be under way together with another one, and has its own.
             self._tables = cache.tables if slots is None else cache.tables.copy()
-            self._look_far(spans)
+            self._find_offloaded(spans)
             self._step = self._upload(spans, ragged)
-            self._in_stage = self._stage_places()
+            self._prefetched_table = self._prefetch_places()
         except BaseException:
             self.release()
             raise
 
     def prefetch(self, layer: int) -> None:
-        """Start to bring the far blocks of a layer."""
+        """Start to bring the offloaded blocks of a layer."""
         if self._view is not None:
             self._view.prefetch(layer)
-        if self._staged is not None:
-            self._staged.prefetch(layer)
+        if self._prefetched is not None:
+            self._prefetched.prefetch(layer)
 
     def open(self, layer: int) -> DeviceLayerCache:
         """What the attention of a layer reads and appends to; the same until `close`."""
         if layer not in self._opened:
-            cache, stage, step = self._cache, None, self._step
-            if self._staged is not None and self._in_stage is not None:
-                numbers = self._in_stage + self._staged.open(layer)
-                table = torch.where(self._in_stage >= 0, numbers, step.table)
+            cache, written, step = self._cache, None, self._step
+            if self._prefetched is not None and self._prefetched_table is not None:
+                numbers = self._prefetched_table + self._prefetched.open(layer)
+                table = torch.where(self._prefetched_table >= 0, numbers, step.table)
                 step = replace(step, table=table)
-            if self._far_new:
-                self._parcels[layer] = self._outbox.take(layer, self._far_new)
-                stage = self._parcels[layer].records
+            if self._new_offloaded:
+                self._write_backs[layer] = self._write_back.take(layer, self._new_offloaded)
+                written = self._write_backs[layer].records
             self._opened[layer] = DeviceLayerCache(
                 cache.store.forms[layer],
                 cache.store.pools[layer],
@@ -94,24 +96,24 @@ class CacheStep:
                 cache.recent_v[layer],
                 step,
                 () if self._view is None else self._view.open(layer),
-                stage,
+                written,
                 cache.values_rotated,
             )
         return self._opened[layer]
 
     def close(self, layer: int) -> None:
-        """Let go of the far blocks; send the new ones to where they lie."""
+        """Let go of the offloaded blocks; send the new ones to where they lie."""
         if self._view is not None:
             self._view.close(layer)
-        if self._staged is not None:
-            self._staged.close(layer)
-        if layer in self._parcels:
-            self._outbox.send(self._parcels[layer])
+        if self._prefetched is not None:
+            self._prefetched.close(layer)
+        if layer in self._write_backs:
+            self._write_back.send(self._write_backs[layer])
 
     def end(self) -> None:
         """All new blocks are where they lie, and belong to their sequences."""
-        if self._far_new:
-            self._outbox.deliver(list(self._parcels.values()))
+        if self._new_offloaded:
+            self._write_back.deliver(list(self._write_backs.values()))
         for slot, blocks in self._new.items():
             self._cache.blocks[slot] += blocks
 
@@ -127,59 +129,59 @@ class CacheStep:
         """Give back all that was brought and the new blocks."""
         if self._view is not None:
             self._view.abandon()
-        if self._staged is not None:
-            self._staged.abandon()
-        if self._parcels:
-            self._outbox.drop(list(self._parcels.values()))
-            self._parcels = {}
+        if self._prefetched is not None:
+            self._prefetched.abandon()
+        if self._write_backs:
+            self._write_back.drop(list(self._write_backs.values()))
+            self._write_backs = {}
         for blocks in self._new.values():
             self._cache.store.release(blocks)
 
     @property
-    def _outbox(self) -> Outbox:
-        assert self._cache.store.outbox is not None
-        return self._cache.store.outbox
+    def _write_back(self) -> WriteBackQueue:
+        assert self._cache.store.write_back is not None
+        return self._cache.store.write_back
 
     def _allocate(self, slot: int, count: int) -> list[int]:
-        """Blocks after those of a slot; far ones only where none of these is on the device."""
+        """New blocks of a slot; offloaded ones only where none of its blocks is on the device."""
         cache, old = self._cache, len(self._cache.blocks[slot])
         on_device = old > 0 and cache.blocks[slot][-1] >= 0
         places = range(old, old + count)
         return cache.store.allocate(places, cache.expected[slot], on_device)
 
     def _tell_tables(self) -> None:
-        """Blocks on the device by number, far ones by their place in the stage."""
+        """Blocks on the device by number, new offloaded ones by their place in the write-back buffer."""
         place = 0
         for slot, blocks in self._new.items():
-            count = len(far_blocks(blocks))
+            count = len(offloaded_blocks(blocks))
             numbers = [*range(place, place + count), *blocks[count:]]
             self._cache.tables.write(slot, self._packed[slot] // BLOCK_TOKENS, numbers)
             place += count
 
-    def _look_far(self, spans: Sequence[Span]) -> None:
-        """A view of the far blocks of this pass, whose rows are in the order of the slots."""
-        far, stage = self._cache.store.far, self._cache.store.stage
+    def _find_offloaded(self, spans: Sequence[Span]) -> None:
+        """A view of the offloaded blocks of this pass, whose rows are in the order of the slots."""
+        offloaded, prefetcher = self._cache.store.offloaded, self._cache.store.prefetcher
         rows: list[list[int]] = [[] for _ in range(self._cache.sequences)]
         ordered: list[Span] = []
         row, most = 0, max(span.count for span in spans)
         for span in spans:
-            rows[span.slot] = far_blocks(self._cache.blocks[span.slot])
+            rows[span.slot] = offloaded_blocks(self._cache.blocks[span.slot])
             ordered.append(Span(span.slot, row, span.count, span.past))
             row += span.count
-        if far is None or not any(rows):
+        if offloaded is None or not any(rows):
             return
         blocks = sorted({block for row in rows for block in row})
-        if stage is not None and stage.takes(blocks, most * self._cache.group):
-            self._staged, self._rows = stage.view(blocks), rows
+        if prefetcher is not None and prefetcher.takes(blocks, most * self._cache.group):
+            self._prefetched, self._rows = prefetcher.view(blocks), rows
         else:
-            self._view = far.view(rows, Ragged(tuple(ordered)), 0)
+            self._view = offloaded.view(rows, Ragged(tuple(ordered)), 0)
 
-    def _stage_places(self) -> Tensor | None:
-        """int32 like the block table: the place in the stage, -1 for what does not pass through."""
-        if self._staged is None:
+    def _prefetch_places(self) -> Tensor | None:
+        """int32 like the block table: the place in the prefetch slot, -1 for blocks not moved."""
+        if self._prefetched is None:
             return None
         device = self._cache.store.device
-        place = {block: i for i, block in enumerate(self._staged.blocks)}
+        place = {block: i for i, block in enumerate(self._prefetched.blocks)}
         host = host_memory(self._step.table.numel(), torch.int32, device)
         table = host.view(self._step.table.shape).fill_(-1)
         for entries, row in zip(table, self._rows, strict=True):
@@ -188,28 +190,30 @@ class CacheStep:
 
     def _upload(self, spans: Sequence[Span], ragged: Ragged) -> DevicePass:
         sequences = self._cache.sequences
-        start, rows, length, packed, after, near, far_after = ([0] * sequences for _ in range(7))
-        far_new = [0] * sequences  # blocks
+        start, rows, length, packed, after, resident_from, offloaded_until = (
+            [0] * sequences for _ in range(7)
+        )
+        new_offloaded = [0] * sequences  # blocks
         for span in spans:
             slot = span.slot
             new = self._new.get(slot, [])
-            far_new[slot] = len(far_blocks(new))
+            new_offloaded[slot] = len(offloaded_blocks(new))
             start[slot], rows[slot], length[slot] = span.past, span.count, span.past + span.count
             packed[slot] = self._packed[slot]
             after[slot] = packed[slot] + BLOCK_TOKENS * len(new)
-            if self._staged is None:
-                near[slot] = BLOCK_TOKENS * len(far_blocks(self._cache.blocks[slot]))
-            far_after[slot] = packed[slot] + BLOCK_TOKENS * far_new[slot]
+            if self._prefetched is None:
+                resident_from[slot] = BLOCK_TOKENS * len(offloaded_blocks(self._cache.blocks[slot]))
+            offloaded_until[slot] = packed[slot] + BLOCK_TOKENS * new_offloaded[slot]
         row_start = [0]
         for count in rows:
             row_start.append(row_start[-1] + count)
         numbers = [start, row_start, length, packed, after]
-        if self._cache.store.far is not None:
-            numbers += [near, far_after]
+        if self._cache.store.offloaded is not None:
+            numbers += [resident_from, offloaded_until]
         counts, table = self._tables.upload(numbers)
         positions, order, slots = self._row_tables(spans, ragged, counts[0])
-        in_pool = max(p - n for p, n in zip(packed, near, strict=True))
-        new_in_pool = [len(b) - far_new[slot] for slot, b in self._new.items()]
+        in_pool = max(p - n for p, n in zip(packed, resident_from, strict=True))
+        new_in_pool = [len(b) - new_offloaded[slot] for slot, b in self._new.items()]
         return DevicePass(
             start=counts[0],
             row_start=counts[1],
@@ -223,9 +227,9 @@ class CacheStep:
             max_rows=max(rows),
             max_packed=self._most(in_pool, table.shape[1]),
             max_new_blocks=max(new_in_pool, default=0),
-            near=counts[5] if any(near) else None,
-            far_after=counts[6] if any(far_new) else None,
-            max_far_blocks=max(far_new),
+            resident_from=counts[5] if any(resident_from) else None,
+            offloaded_until=counts[6] if any(new_offloaded) else None,
+            max_offloaded_blocks=max(new_offloaded),
         )
 
     def _most(self, packed: int, columns: int) -> int:

@@ -14,9 +14,9 @@ from qoff.memory.io.copies import Copies
 from qoff.memory.io.spill import SpillFile
 
 from .blocks import DeviceBlocks
-from .plan import STAGE_SLOTS, DeviceBlockPlan
-from .prefetch import BlockStage
-from .write_back import PLACES, Outbox, Place
+from .plan import PREFETCH_SLOTS, DeviceBlockPlan
+from .prefetch import BlockPrefetcher
+from .write_back import WRITE_BACK_BUFFERS, WriteBackBuffer, WriteBackQueue
 
 
 def open_device_blocks(
@@ -33,37 +33,37 @@ def open_device_blocks(
 ) -> DeviceBlocks:
     """Take what `plan` says from both arenas, and from the start of `spill`.
 
-    always_move: attention to far blocks is on the device, never where they lie. copies: to the
-    device. poison: memory that holds no block is NaN. Raises BudgetError.
+    always_move: attention to offloaded blocks is on the device, never where they lie. copies: to
+    the device. poison: memory that holds no block is NaN. Raises BudgetError.
     """
     pools, slots = _device_memory(kv_heads, plan, arenas[DEVICE])
     device = pools[0].device
     if placement.device_fraction >= 1:
         return DeviceBlocks(
-            forms, kv_heads, device, plan.near, placement, pools=pools, poison=poison
+            forms, kv_heads, device, plan.resident, placement, pools=pools, poison=poison
         )
     host = arenas[HOST]
-    ring_and_pools = {DEVICE: host, HOST: host}  # what is near the CPU is in its memory
-    far = TieredBlocks(
-        forms, kv_heads, plan.far, placement, ring_and_pools, copies, spill, poison=poison
+    ring_and_pools = {DEVICE: host, HOST: host}  # what is resident the CPU is in its memory
+    offloaded = TieredBlocks(
+        forms, kv_heads, plan.offloaded, placement, ring_and_pools, copies, spill, poison=poison
     )
-    places = [
-        Place(
-            arenas[DEVICE].alloc(plan.parcel_bytes, "new KV blocks"),
-            host.alloc(plan.parcel_bytes, "new KV blocks"),
+    buffers = [
+        WriteBackBuffer(
+            arenas[DEVICE].alloc(plan.write_back_bytes, "new KV blocks"),
+            host.alloc(plan.write_back_bytes, "new KV blocks"),
         )
-        for _ in range(PLACES)
+        for _ in range(WRITE_BACK_BUFFERS)
     ]
-    stage = None
+    prefetcher = None
     if slots:
-        stage = BlockStage(
-            far,
+        prefetcher = BlockPrefetcher(
+            offloaded,
             pools,
             slots,
             [host.alloc(plan.bounce_bytes, "KV blocks from disk") for _ in slots],
             copies,
-            staged=plan.staged,
-            from_disk=plan.staged_from_disk,
+            prefetched=plan.prefetched,
+            from_disk=plan.prefetched_from_disk,
             always=always_move,
             poison=poison,
         )
@@ -71,12 +71,12 @@ def open_device_blocks(
         forms,
         kv_heads,
         device,
-        plan.near,
+        plan.resident,
         placement,
-        far,
+        offloaded,
         pools=pools,
-        outbox=Outbox(far, device, poison, places),
-        stage=stage,
+        write_back=WriteBackQueue(offloaded, device, poison, buffers),
+        prefetcher=prefetcher,
         poison=poison,
     )
 
@@ -84,13 +84,13 @@ def open_device_blocks(
 def _device_memory(
     kv_heads: Sequence[int], plan: DeviceBlockPlan, arena: Arena
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The pools of all layers, and behind them the slots of the stage, to whose end pools reach."""
-    count = STAGE_SLOTS if plan.staged else 0
+    """The pools of all layers, and behind them the prefetch slots, to whose end pools reach."""
+    count = PREFETCH_SLOTS if plan.prefetched else 0
     memory = arena.alloc(plan.pool_bytes + count * plan.slot_bytes, "KV blocks")
     pools: list[Tensor] = []
     start = 0
-    for heads, record in zip(kv_heads, plan.far.record_bytes, strict=True):
-        blocks = (len(memory) - start) // record if count else plan.near
+    for heads, record in zip(kv_heads, plan.offloaded.record_bytes, strict=True):
+        blocks = (len(memory) - start) // record if count else plan.resident
         pools.append(memory[start : start + blocks * record].view(blocks, heads, record // heads))
-        start += round_up(plan.near * record, PAGE)
+        start += round_up(plan.resident * record, PAGE)
     return pools, list(memory[start:].split(plan.slot_bytes)) if count else []

@@ -16,7 +16,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Route:
+class CopyPlan:
     """How `count` blocks come to the places from 0 on."""
 
     count: int

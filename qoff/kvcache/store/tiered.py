@@ -20,7 +20,7 @@ from qoff.memory.io.spill import SpillFile
 
 from .allocator import BlockAllocator
 from .base import BlockStore, BlockView, block_table
-from .copy_plan import Route, runs
+from .copy_plan import CopyPlan, runs
 from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from .ring import BlockRing, Fetch
 
@@ -34,13 +34,14 @@ class BlockPlan:
     """Sizes of a `TieredBlocks`.
 
     record_bytes: of a block in each layer, all KV heads. blocks: of each tier. ring_blocks: the
-    most that a pass has to be brought near. delegate: host blocks are attended where they are.
+    most that a pass has to bring to the device. attends_on_host: host blocks are attended where
+    they are.
     """
 
     record_bytes: tuple[int, ...]
     blocks: dict[str, int]
     ring_blocks: int
-    delegate: bool
+    attends_on_host: bool
 
     @property
     def stride(self) -> int:
@@ -77,8 +78,8 @@ class BlockPlan:
 class TieredBlocks(BlockStore):
     """Blocks of `plan` in two arenas and a file; `placement` says which of a sequence's lie where.
 
-    Blocks on disk, and on the host unless it is delegated to, are brought into a ring on the device
-    before attention reads them. poison: memory that holds no block is NaN.
+    Blocks on disk, and on the host unless the CPU attends to them there, are brought into a ring on
+    the device before attention reads them. poison: memory that holds no block is NaN.
     """
 
     def __init__(
@@ -203,29 +204,29 @@ class TieredBlocks(BlockStore):
             write.result()
         self._writes.clear()
 
-    def route(self, blocks: Sequence[int]) -> Route:
+    def copy_plan(self, blocks: Sequence[int]) -> CopyPlan:
         """The way of blocks that are not on the device to consecutive places of a ring slot."""
         placed = [(at, *self.place(block)) for at, block in enumerate(blocks)]
         by_tier = (
             runs((at, local) for at, tier, local in placed if tier == name) for name in (DISK, HOST)
         )
-        return Route(len(blocks), *by_tier)
+        return CopyPlan(len(blocks), *by_tier)
 
-    def bring(self, layer: int, route: Route, memory: Tensor) -> list[Future[None]]:
+    def bring(self, layer: int, copy_plan: CopyPlan, memory: Tensor) -> list[Future[None]]:
         """Start bringing blocks of a layer into a ring slot."""
         stride, record = self.plan.stride, self.plan.record_bytes[layer]
         futures: list[Future[None]] = []
-        for run in route.from_disk:  # all, before anything is on its way into the slot
+        for run in copy_plan.from_disk:  # all, before anything is on its way into the slot
             self._settle(layer, range(run.local, run.local + run.count))
-        for run in route.from_disk:
+        for run in copy_plan.from_disk:
             assert self.spill is not None
             dest = memory[run.at * stride : (run.at + run.count) * stride]
             futures.append(self.spill.read(self._offset(layer, run.local), dest))
-        places = memory[: route.count * stride].view(route.count, stride)[:, :record]
+        places = memory[: copy_plan.count * stride].view(copy_plan.count, stride)[:, :record]
         pool = self.pools[HOST][layer].flatten(1)
         pairs = [
             (places[run.at : run.at + run.count], pool[run.local : run.local + run.count])
-            for run in route.from_host
+            for run in copy_plan.from_host
         ]
         if pairs:
             futures.append(self._copies.submit(pairs, "host to device", f"KV of layer {layer}"))
@@ -274,10 +275,10 @@ class _TieredView(BlockView):
         self, store: TieredBlocks, rows: Sequence[Sequence[int]], ragged: Ragged, first: int
     ) -> None:
         self._store = store
-        staged = {DISK} if store.plan.delegate else {DISK, HOST}
-        far = sorted({b for row in rows for b in row if store.place(b)[0] in staged})
-        index = {block: i for i, block in enumerate(far)}
-        self._route = store.route(far)
+        staged = {DISK} if store.plan.attends_on_host else {DISK, HOST}
+        moved = sorted({b for row in rows for b in row if store.place(b)[0] in staged})
+        index = {block: i for i, block in enumerate(moved)}
+        self._copy_plan = store.copy_plan(moved)
         self._far_table = self._table(rows, ragged, first, index)
         self._near: list[tuple[str, BlockTable]] = []
         for tier in TIERS:
@@ -291,7 +292,7 @@ class _TieredView(BlockView):
         self._fetches: dict[int, Fetch] = {}
 
     def prefetch(self, layer: int) -> None:
-        if self._route.count and not self._fetched(layer):
+        if self._copy_plan.count and not self._fetched(layer):
             self._fetch(layer, must=False)
 
     def open(self, layer: int) -> tuple[PackedTokens, ...]:
@@ -302,7 +303,7 @@ class _TieredView(BlockView):
                 self._fetch(layer, must=True)
             memory = store.ring.use(self._fetches[layer])
             record = store.plan.record_bytes[layer]
-            count = self._route.count
+            count = self._copy_plan.count
             places = memory[: count * store.plan.stride].view(count, -1)
             pool = places[:, :record].unflatten(1, (store.kv_heads[layer], form.nbytes))
             parts.append(PackedTokens(form, pool, self._far_table))
@@ -325,7 +326,7 @@ class _TieredView(BlockView):
 
     def _fetch(self, layer: int, must: bool) -> None:
         fetch = self._store.ring.start(
-            lambda memory: self._store.bring(layer, self._route, memory), must
+            lambda memory: self._store.bring(layer, self._copy_plan, memory), must
         )
         if fetch is not None:
             self._fetches[layer] = fetch

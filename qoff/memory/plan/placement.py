@@ -26,7 +26,7 @@ def plan_residency(
     device_memory: int | None,
     slots: int = 2,
     workspace: int = 0,
-    packing: str = "cpu16",
+    packing: str = "rows16",
     host_memory: int | None = None,
     host_staging: int = 0,
 ) -> Residency:

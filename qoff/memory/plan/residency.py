@@ -70,7 +70,7 @@ def residency_of(
     resident: Iterable[str],
     slots: int = 2,
     workspace: int = 0,
-    packing: str = "cpu16",
+    packing: str = "rows16",
     tile_bytes: int | None = None,
 ) -> Residency:
     """The residency that keeps the named weights, and what it takes in bytes.

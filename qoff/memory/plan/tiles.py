@@ -1,8 +1,8 @@
 """Tiles: ranges of rows in which a matrix larger than a slot streams (ZeRO-Infinity, section 5.3).
 
-In packing cpu16 the codes and the scales of a range of rows are each one range of the file. In
-half32 the codes are, and the scales are one strip for each group of columns; the strips are read to
-where they are used, without staging.
+In packing rows16 the codes and the scales of a range of rows are each one range of the file. In
+split32 the codes are, and the scales are one strip for each group of columns; the strips are read
+to where they are used, without staging.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def tile_image(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) ->
     if rows == entry.shape[0]:
         return image_of(file, {tile.name: entry}, packing)
     shape = (rows, entry.shape[1])
-    if entry.packing == "cpu16":
+    if entry.packing == "rows16":
         blocks = slice(first // ROW_BLOCK, -(-tile.stop // ROW_BLOCK))
         codes, scale_min = (_slice(t, blocks) for t in (entry.codes, entry.scale_min))
         part = replace(entry, shape=shape, codes=codes, scale_min=scale_min)
@@ -85,7 +85,7 @@ def tile_image(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) ->
 
 
 def _part_bytes(entry: QuantEntry, packing: str, rows: int) -> tuple[int, int]:
-    """Bytes of codes and of scales and minima of so many rows; those of cpu16 in whole blocks."""
+    """Bytes of codes and of scales and minima of so many rows; those of rows16 in whole blocks."""
     shape = (min(rows, entry.shape[0]), entry.shape[1])
     codes, scale_min = packed_shapes(shape, entry.bits, entry.group_size, packing)
     itemsize = entry.scale_min.dtype.itemsize

@@ -229,7 +229,7 @@ def _empty(shape: tuple[int, int], form: Format, quant: QuantConfig) -> QTensor:
 def _place(piece: QTensor, out: QTensor, rows: Tensor) -> None:
     """Write a piece into the rows of `out`, which are whole blocks of 16 but for the last."""
     scale_min = piece.scale_min.to(out.scale_min.dtype)
-    if out.packing == "half32":
+    if out.packing == "split32":
         out.codes[rows] = piece.codes
         out.scale_min[:, rows] = scale_min
     else:

@@ -122,4 +122,4 @@ def _check_calibration(quant: QuantConfig, calibration: Tensor | None) -> None:
 
 
 def _resolved(quant: QuantConfig, for_cpu: bool) -> QuantConfig:
-    return replace(quant, packing="cpu16") if for_cpu else quant
+    return replace(quant, packing="rows16") if for_cpu else quant

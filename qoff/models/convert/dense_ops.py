@@ -25,7 +25,7 @@ class DenseOps:
     CPU's own op.
     """
 
-    PACKING, CACHE, USES_OUT = "half32", "host", False
+    PACKING, CACHE, USES_OUT = "split32", "host", False
 
     def __init__(self, seen: Seen | None = None) -> None:
         self.seen = seen
@@ -93,8 +93,8 @@ class DenseOps:
     def experts(
         self,
         x: Tensor,
-        chosen: Tensor,
-        share: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
         gate_up: QExperts,
         down: QExperts,
         *,

@@ -21,7 +21,7 @@ from qoff.checkpoint import CheckpointWriter
 from qoff.errors import ConversionError, FormatError, QuantizationError
 from qoff.models.modules.configs import DTYPE, LAYOUT, build, read_config
 from qoff.models.modules.quantizable import Matrix, matrices_of
-from qoff.models.modules.structure import Place, Structure
+from qoff.models.modules.structure import Structure, UnitWeight
 from qoff.models.sources.safetensors import SafetensorsSource, own_code
 from qoff.quant import QTensor, QuantConfig, quantize
 
@@ -183,7 +183,7 @@ class _Job:
 
         return list(get_model_conversion_mapping(self.structure.model, None, None))
 
-    def _load(self, unit: int | None, places: list[Place]) -> dict[str, Tensor]:
+    def _load(self, unit: int | None, places: list[UnitWeight]) -> dict[str, Tensor]:
         """Tensors of a unit by their names in the model, float32 where they are floats."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -215,7 +215,7 @@ class _Job:
             loaded[place.name] = value
         return loaded
 
-    def _give_back(self, place: Place, empty: Tensor) -> None:
+    def _give_back(self, place: UnitWeight, empty: Tensor) -> None:
         """Forget a tensor that was loaded."""
         if place.attribute in place.module._buffers:
             place.module._buffers[place.attribute] = empty

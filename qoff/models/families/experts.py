@@ -16,7 +16,7 @@ def _mixtral(config: Any) -> Fields:
         "sliding_window": one_window(config),
         "experts": ExpertsSpec(
             count=config.num_local_experts,
-            chosen=config.num_experts_per_tok,
+            top_k=config.num_experts_per_tok,
             intermediate_size=config.intermediate_size,
             layers=(True,) * config.num_hidden_layers,
             activation=activation(config.hidden_act),
@@ -52,7 +52,7 @@ def _qwen_experts(config: Any, **more: Any) -> ExpertsSpec:
     plain = config.mlp_only_layers or ()
     return ExpertsSpec(
         count=config.num_experts,
-        chosen=config.num_experts_per_tok,
+        top_k=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
         layers=tuple(i not in plain and (i + 1) % step == 0 for i in layers),
         normalized=config.norm_topk_prob,
@@ -73,10 +73,10 @@ def _gpt_oss(config: Any) -> Fields:
         "sliding_window": windows(config),
         "experts": ExpertsSpec(
             count=config.num_local_experts,
-            chosen=config.num_experts_per_tok,
+            top_k=config.num_experts_per_tok,
             intermediate_size=config.intermediate_size,
             layers=(True,) * config.num_hidden_layers,
-            softmax="chosen",
+            softmax="topk",
             normalized=False,
             activation="clamped_swiglu",
             router_bias=True,

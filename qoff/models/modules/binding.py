@@ -15,14 +15,14 @@ from .configs import DTYPE
 from .experts import QuantizedExperts
 from .linear import Multiply, QuantizedLinear
 from .quantizable import Matrix, is_conv1d
-from .structure import Place, Structure
+from .structure import Structure, UnitWeight
 
 
-class Lender:
+class WeightBinder:
     """Puts the weights of one layer into its modules, and takes them back.
 
     quantized: the names in the layer's file that are. Modules whose matrices are quantized are
-    replaced; parameters become plain attributes that are set while they are lent.
+    replaced; parameters become plain attributes that are set while they are bound.
     """
 
     def __init__(
@@ -57,30 +57,30 @@ class Lender:
         for _, forward, attribute in self._experts:
             _as_attribute(forward.module, attribute)
 
-    def lend(self, weights: Weights) -> None:
+    def bind(self, weights: Weights) -> None:
         """Set all weights; valid as long as those are."""
         for key, module, attribute in self._floats:
             value = cast(Tensor, weights[key])
             module.__dict__[attribute] = value.to(DTYPE) if value.is_floating_point() else value
         for key, linear in self._linears:
-            linear.lent = weights[key]
+            linear.bound = weights[key]
         for keys, forward, attribute in self._experts:
-            forward.lent[attribute] = [weights[key] for key in keys]
+            forward.bound[attribute] = [weights[key] for key in keys]
 
-    def take_back(self) -> None:
+    def unbind(self) -> None:
         """Let go of them."""
         for _, module, attribute in self._floats:
             module.__dict__[attribute] = None
         for _, linear in self._linears:
-            linear.lent = None
+            linear.bound = None
         for _, forward, _ in self._experts:
-            forward.lent.clear()
+            forward.bound.clear()
 
     def _key(self, name: str) -> str:
         """What the store calls a weight of this layer."""
         return local_names(self.index, [name])[name]
 
-    def _replace(self, place: Place) -> QuantizedLinear:
+    def _replace(self, place: UnitWeight) -> QuantizedLinear:
         path = place.name.rpartition(".")[0]
         parent, _, child = path.rpartition(".")
         linear = QuantizedLinear(place.module, self._multiply, is_conv1d(place.module))
@@ -95,7 +95,7 @@ class Lender:
         return forward
 
 
-def lend_embedding(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> None:
+def bind_embedding(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> None:
     """Let an embedding find its rows by `rows`, from ids int64 [U] to float32 [U, K].
 
     Its own code still runs, as some scale what they looked up: on a table of these rows alone.

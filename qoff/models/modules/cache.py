@@ -34,7 +34,7 @@ class ModuleCache(KVCache):
 
     @property
     def columns(self) -> int:
-        """Columns that have been read, padding included."""
+        """PaddedBatch that have been read, padding included."""
         return self.real.shape[1]
 
     @property

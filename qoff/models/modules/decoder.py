@@ -23,7 +23,7 @@ from qoff.models.tensor_names import EMBEDDING, HEAD
 
 from . import probe
 from .attention import NAME, PackedAttention, register
-from .binding import Lender, lend_embedding
+from .binding import WeightBinder, bind_embedding
 from .cache import ModuleCache, new_columns
 from .configs import DTYPE, LAYOUT, build, read_config
 from .linear import Head, Multiply
@@ -96,7 +96,7 @@ class ModuleDecoder:
 
     def embed_with(self, embed: Callable[[Tensor], Tensor]) -> None:
         """Look up rows of the embedding by `embed`, from ids int64 [U] to float [U, K]."""
-        lend_embedding(self.model.get_input_embeddings(), embed)
+        bind_embedding(self.model.get_input_embeddings(), embed)
 
     def new_cache(
         self, sequences: int, capacity: int = 0, kv: KVQuant | None = None
@@ -177,26 +177,26 @@ class ModuleDecoder:
             quantized = {n for n, entry in file.weights.items() if isinstance(entry, QuantEntry)}
             # Whether a group divides the columns is in the file; any does here.
             matrices = {p.name: matrices_of(p, 1) for p in structure.layer(i)}
-            lender = Lender(structure, i, quantized, matrices, multiply)
-            _wait_for_weights(structure.layers[i], lender)
+            binder = WeightBinder(structure, i, quantized, matrices, multiply)
+            _wait_for_weights(structure.layers[i], binder)
         head = Head(structure.outputs, Multiply(ops))
         self.model.set_output_embeddings(head)
 
 
-def _wait_for_weights(layer: nn.Module, lender: Lender) -> None:
+def _wait_for_weights(layer: nn.Module, binder: WeightBinder) -> None:
     """Let a layer ask for its weights before it runs, and give them back after it."""
     own = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         run = current()
-        weights = run.fetch(lender.index)
-        lender.lend(weights)
-        run.resumed = lambda: lender.lend(weights)  # another pass may have given them back
+        weights = run.fetch(binder.index)
+        binder.bind(weights)
+        run.resumed = lambda: binder.bind(weights)  # another pass may have given them back
         try:
             return own(*args, **kwargs)
         finally:
             run.resumed = None
-            lender.take_back()
+            binder.unbind()
 
     layer.forward = forward
 

@@ -1,4 +1,4 @@
-"""Linear modules that compute on the packed weights they are lent."""
+"""Linear modules that compute on the packed weights they are bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qoff.models.tensor_names import HEAD as LM_HEAD
 from .configs import DTYPE
 from .passes import by_tiles, current
 
-Lent: TypeAlias = QTensor | Tensor | TiledMatrix
+Bound: TypeAlias = QTensor | Tensor | TiledMatrix
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Multiply:
     ops: Ops
     activation_bits: int = 16
 
-    def __call__(self, x: Tensor, matrix: Lent, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, matrix: Bound, bias: Tensor | None) -> Tensor:
         """x: float32 [..., K]. Returns [..., N]."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         count = matrix.shape[0]
@@ -42,7 +42,7 @@ class Multiply:
         return out.view(*x.shape[:-1], count)
 
 
-def dense(matrix: Lent) -> Tensor:
+def dense(matrix: Bound) -> Tensor:
     """A matrix in float32 [N, K], for code that looks into it."""
     if isinstance(matrix, Tensor):
         return matrix.to(DTYPE)
@@ -52,7 +52,7 @@ def dense(matrix: Lent) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """Stands for a linear layer while `lent` and `bias` are set.
+    """Stands for a linear layer while `bound` and `bias` are set.
 
     transposed: the layer that it replaces keeps its weight as [K, N].
     """
@@ -61,21 +61,21 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         shape = tuple(replaced.weight.shape)  # type: ignore[arg-type]  # of a linear layer
         self.out_features, self.in_features = shape[::-1] if transposed else shape
-        self.lent: Lent | None = None
+        self.bound: Bound | None = None
         self.bias: Tensor | None = None
         self._multiply, self._transposed = multiply, transposed
 
     @property
     def weight(self) -> Tensor:
         """The dense weight, as the replaced layer has it; computed anew each time."""
-        assert self.lent is not None
-        found = dense(self.lent)
+        assert self.bound is not None
+        found = dense(self.bound)
         return found.T if self._transposed else found
 
     def forward(self, x: Tensor) -> Tensor:
         """x: float32 [..., K]. Returns [..., N]."""
-        assert self.lent is not None
-        return self._multiply(x, self.lent, self.bias)
+        assert self.bound is not None
+        return self._multiply(x, self.bound, self.bias)
 
 
 class Head(nn.Module):

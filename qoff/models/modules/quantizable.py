@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .structure import Place
+from .structure import UnitWeight
 
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts: as the head
@@ -50,7 +50,7 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in known)
 
 
-def matrices_of(place: Place, group: int) -> list[Matrix]:
+def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
     """The matrices that a weight of a layer is stored as; none: it stays a float tensor.
 
     group: of the quantization, which must divide the columns of all of them.

@@ -17,7 +17,7 @@ CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 
 
 @dataclass(frozen=True)
-class Place:
+class UnitWeight:
     """A parameter or buffer: its name in the model's state dict, its module, its attribute."""
 
     name: str
@@ -32,8 +32,8 @@ class Structure:
     model: Any
     path: str  # of the decoder's list of layers
     layers: nn.ModuleList
-    embedding: Place
-    head: Place | None  # None: tied to the embedding
+    embedding: UnitWeight
+    head: UnitWeight | None  # None: tied to the embedding
 
     @classmethod
     def of(cls, model: Any) -> Structure:
@@ -64,9 +64,9 @@ class Structure:
                 f"{type(model).__name__} has {len(layers)} decoder layers at {path}, but "
                 f"num_hidden_layers is {wanted}; qoff does not know which they are"
             )
-        table = Place(f"{names[id(embedding)]}.weight", embedding, "weight")
+        table = UnitWeight(f"{names[id(embedding)]}.weight", embedding, "weight")
         tied = head.weight is embedding.weight
-        own = None if tied else Place(f"{names[id(head)]}.weight", head, "weight")
+        own = None if tied else UnitWeight(f"{names[id(head)]}.weight", head, "weight")
         others = [k for k in model.all_tied_weights_keys if k != f"{names[id(head)]}.weight"]
         if others:
             raise UnsupportedModelError(
@@ -80,11 +80,11 @@ class Structure:
         """The head's module, tied or not."""
         return self.model.get_output_embeddings()
 
-    def layer(self, index: int) -> list[Place]:
+    def layer(self, index: int) -> list[UnitWeight]:
         """What a layer holds, as its file has it."""
         return list(_places(self.layers[index], f"{self.path}.{index}."))
 
-    def outer(self) -> list[Place]:
+    def outer(self) -> list[UnitWeight]:
         """What is outside of layers, embedding and head: norms, positions, the head's bias."""
         inside = {id(x) for layer in self.layers for x in _tensors(layer)}
         inside |= {id(self.embedding.module.weight), id(self.outputs.weight)}
@@ -98,7 +98,7 @@ class Structure:
         index = name.removeprefix(f"{self.path}.").partition(".")[0]
         return int(index) if index.isdigit() else None
 
-    def stored_as(self, place: Place) -> str:
+    def stored_as(self, place: UnitWeight) -> str:
         """The name in the checkpoint."""
         if place is self.embedding:
             return EMBEDDING
@@ -144,10 +144,10 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _places(module: nn.Module, prefix: str) -> Iterator[Place]:
+def _places(module: nn.Module, prefix: str) -> Iterator[UnitWeight]:
     """Parameters and persistent buffers of a module, in the order of its state dict."""
     for path, part in module.named_modules(prefix=prefix.removesuffix(".")):
         before = f"{path}." if path else ""
         for attribute, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None and attribute not in part._non_persistent_buffers_set:
-                yield Place(f"{before}{attribute}", part, attribute)
+                yield UnitWeight(f"{before}{attribute}", part, attribute)

@@ -38,12 +38,12 @@ class Experts:
 
         scores: the router's, [M, experts].
         """
-        chosen, share = self.route(scores)
-        own = self.needed(weights, chosen)
+        topk_ids, topk_weights = self.route(scores)
+        own = self.needed(weights, topk_ids)
         return self._ops.experts(
             x,
-            chosen,
-            share,
+            topk_ids,
+            topk_weights,
             own.gate_up,
             own.down,
             activation=self.spec.activation,
@@ -53,20 +53,20 @@ class Experts:
         )
 
     def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts of each token, int64 [M, chosen], and what they weigh, float32 [M, chosen]."""
+        """Experts of each token, int64 [M, top_k], and their weights, float32 [M, top_k]."""
         scores = scores.float()
         if self.spec.softmax == "all":
             scores = scores.softmax(-1)
-        share, chosen = scores.topk(self.spec.chosen, dim=-1)
-        if self.spec.softmax == "chosen":
-            share = share.softmax(-1)
+        topk_weights, topk_ids = scores.topk(self.spec.top_k, dim=-1)
+        if self.spec.softmax == "topk":
+            topk_weights = topk_weights.softmax(-1)
         if self.spec.normalized:
-            share = share / share.sum(-1, keepdim=True)
-        return chosen, share
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        return topk_ids, topk_weights
 
-    def needed(self, weights: Weights, chosen: Tensor) -> ExpertWeights:
+    def needed(self, weights: Weights, topk_ids: Tensor) -> ExpertWeights:
         """The weights of a layer's chosen experts, of those that it was handed: all of them."""
-        del chosen
+        del topk_ids
         first = cast(QTensor, weights["mlp.experts.0.gate_up_proj"])
         last = cast(QTensor, weights[f"mlp.experts.{self.spec.count - 1}.down_proj"])
         # Layers that stream come to the same places again and again.

@@ -13,19 +13,19 @@ from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.plan import Memory
 from qoff.plan.gpu import Gpu, check_gpu_plan, memory_on_gpu
 
-from .machine import Machine
+from .executor import Executor
 
 
-class GpuMachine(Machine):
+class GpuExecutor(Executor):
     """A GPU with pinned host memory beside it; or the CPU in its place, for tests of its ops."""
 
     blocks: DeviceBlocks
 
     @property
     def kv_wait_s(self) -> float:
-        far, stage = self.blocks.far, self.blocks.stage
-        read = far.ring.wait_s if isinstance(far, TieredBlocks) else 0.0
-        return read + (0.0 if stage is None else stage.ring.wait_s)
+        offloaded, prefetcher = self.blocks.offloaded, self.blocks.prefetcher
+        read = offloaded.ring.wait_s if isinstance(offloaded, TieredBlocks) else 0.0
+        return read + (0.0 if prefetcher is None else prefetcher.ring.wait_s)
 
     def new_cache(self) -> DeviceCache:
         return DeviceCache(
@@ -68,6 +68,6 @@ class GpuMachine(Machine):
             dict(self.arenas),
             self._copies,
             self._spill,
-            always_move=not self.plan.delegated,
+            always_move=not self.plan.attends_on_cpu,
             poison=self.poison,
         )

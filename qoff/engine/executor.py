@@ -34,7 +34,7 @@ from qoff.plan import Memory, Plan
 from .resources import Links, Resources
 
 
-class Machine(ABC):
+class Executor(ABC):
     """Opens what a plan says on one kind of device; `own` closes it.
 
     dtype: of hidden states. ops: those of the device, or others for tests. Raises BudgetError with
@@ -177,7 +177,7 @@ class Machine(ABC):
         return self._memory_of(tiled=True) if residency.tiled - {HEAD} else memory
 
 
-class CpuMachine(Machine):
+class CpuExecutor(Executor):
     """A CPU, whose memory is the device and the host."""
 
     blocks: TieredBlocks

@@ -20,7 +20,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache import DeviceCache, KVCache, KVPlacement
-from qoff.kvcache.device.write_back import Outbox
+from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.base import GrowingBlocks
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.tiered import BlockPlan, TieredBlocks
@@ -49,19 +49,25 @@ class Pair:
         capacity: int = 256,
         shape: HeadShape = SHAPE,
         dtype: torch.dtype = torch.float16,
-        far: TieredBlocks | None = None,
+        offloaded: TieredBlocks | None = None,
         forms: Sequence[KVFormat] = FORMS[:1],
     ) -> None:
         self.shape, self.dtype, self.forms = shape, dtype, forms
         shapes = [shape] * len(forms)
         options = {"window": 0, "capacity": capacity, "device": GPU, "dtype": dtype}
-        self.near = DeviceCache(shapes, forms, sequences, **options)
+        self.resident = DeviceCache(shapes, forms, sequences, **options)
         self.hybrid = DeviceCache(
-            shapes, forms, sequences, **options, placement=placement, far=far, poison=True
+            shapes,
+            forms,
+            sequences,
+            **options,
+            placement=placement,
+            offloaded=offloaded,
+            poison=True,
         )
 
     def both(self, move: Callable[[DeviceCache], object]) -> None:
-        for cache in (self.near, self.hybrid):
+        for cache in (self.resident, self.hybrid):
             move(cache)
         self.check()
 
@@ -69,11 +75,11 @@ class Pair:
         slots = list(range(len(counts))) if slots is None else slots
         ragged = self.ragged(counts, slots)
         qkvs = self.random(ragged.tokens)
-        for cache in (self.near, self.hybrid):
+        for cache in (self.resident, self.hybrid):
             cache.begin(ragged)
         for layer, qkv in enumerate(qkvs):
-            self.same(layer, qkv, ragged, self.near, self.hybrid)
-        for cache in (self.near, self.hybrid):
+            self.same(layer, qkv, ragged, self.resident, self.hybrid)
+        for cache in (self.resident, self.hybrid):
             cache.end(ragged)
         self.check()
 
@@ -81,7 +87,7 @@ class Pair:
         starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
         return Ragged(
             tuple(
-                Span(slot, start, end - start, self.near.lengths[slot])
+                Span(slot, start, end - start, self.resident.lengths[slot])
                 for slot, (start, end) in zip(slots, pairwise(starts), strict=True)
             )
         )
@@ -90,26 +96,28 @@ class Pair:
         """Queries, keys and values of each layer."""
         return [torch.randn(tokens, self.shape.qkv_width).to(GPU, self.dtype) for _ in self.forms]
 
-    def same(self, layer: int, qkv: Tensor, ragged: Ragged, near: KVCache, hybrid: KVCache) -> None:
+    def same(
+        self, layer: int, qkv: Tensor, ragged: Ragged, resident: KVCache, hybrid: KVCache
+    ) -> None:
         """One layer of a pass of both caches."""
         hybrid.prefetch(layer)
         expected, found = (
             triton_ops.attention(qkv, self.shape, cache.open(layer), ragged)
-            for cache in (near, hybrid)
+            for cache in (resident, hybrid)
         )
         assert hybrid.open(layer) is hybrid.open(layer)
-        for cache in (near, hybrid):
+        for cache in (resident, hybrid):
             cache.close(layer)
         assert_close(found.cpu(), expected.cpu(), tolerance=PACKED_ATTENTION)
 
     def check(self) -> None:
         """The same tokens, in the same records."""
-        assert self.hybrid.lengths == self.near.lengths
-        assert self.hybrid.packed == self.near.packed
-        for mine, others in zip(self.hybrid.blocks, self.near.blocks, strict=True):
+        assert self.hybrid.lengths == self.resident.lengths
+        assert self.hybrid.packed == self.resident.packed
+        for mine, others in zip(self.hybrid.blocks, self.resident.blocks, strict=True):
             for a, b in zip(mine, others, strict=True):
                 for layer in range(len(self.forms)):
-                    records = self.hybrid.store.read(layer, a), self.near.store.read(layer, b)
+                    records = self.hybrid.store.read(layer, a), self.resident.store.read(layer, b)
                     assert torch.equal(*records)
 
 
@@ -121,10 +129,10 @@ def test_ragged_passes_over_both_tiers(placement: KVPlacement) -> None:
     pair.forward([1, 1], [2, 0])
     pair.forward([2, 1], [2, 1])
     assert pair.hybrid.packed == [192, 64, 64]
-    assert pair.hybrid.far_tokens == [128 if placement is HALF else 192, 64, 64]
+    assert pair.hybrid.offloaded_tokens == [128 if placement is HALF else 192, 64, 64]
     pair.forward([70, 1, 130])
     assert pair.hybrid.packed == [256, 64, 192]
-    assert pair.hybrid.far_tokens == ([128, 64, 128] if placement is HALF else [256, 64, 192])
+    assert pair.hybrid.offloaded_tokens == ([128, 64, 128] if placement is HALF else [256, 64, 192])
     pair.forward([1, 1, 1])
 
 
@@ -132,14 +140,14 @@ def test_layers_of_their_own_forms_in_bfloat16() -> None:
     pair = Pair(1, dtype=torch.bfloat16, forms=(*FORMS, FORMS[0]))
     for counts in ([100], [28], [1]):
         pair.forward(counts)
-    assert pair.hybrid.far_tokens == [128]
+    assert pair.hybrid.offloaded_tokens == [128]
 
 
 def test_a_sliding_window_over_both_tiers() -> None:
     pair = Pair(2, shape=WINDOWED)
     for counts in ([200, 130], [1, 1], [60, 3], [1, 1]):
         pair.forward(counts)
-    assert pair.hybrid.far_tokens == [128, 128]
+    assert pair.hybrid.offloaded_tokens == [128, 128]
 
 
 def test_slots_are_filled_forked_and_emptied() -> None:
@@ -151,15 +159,15 @@ def test_slots_are_filled_forked_and_emptied() -> None:
     pair.both(lambda cache: cache.reset(0, 128))
     pair.both(lambda cache: cache.adopt(0, cache.blocks[2][:1]))
     pair.forward([70, 50], [0, 2])
-    assert pair.hybrid.far_tokens == [64, 0, 128]
+    assert pair.hybrid.offloaded_tokens == [64, 0, 128]
     assert pair.hybrid.packed == [128, 0, 192]
     pair.both(lambda cache: cache.select([2, 0, 2]))
     pair.both(lambda cache: cache.forget(100))
     pair.forward([1, 1, 1])
     for slot in range(3):
         pair.both(lambda cache, slot=slot: cache.reset(slot))
-    assert isinstance(pair.hybrid.store.far, GrowingBlocks)
-    assert pair.hybrid.store.used == pair.hybrid.store.far.used == 0
+    assert isinstance(pair.hybrid.store.offloaded, GrowingBlocks)
+    assert pair.hybrid.store.used == pair.hybrid.store.offloaded.used == 0
 
 
 def test_blocks_after_one_on_the_device_are_there_too() -> None:
@@ -171,7 +179,7 @@ def test_blocks_after_one_on_the_device_are_there_too() -> None:
     pair.both(lambda cache: cache.fork(0, 1))
     pair.forward([62], [1])
     assert pair.hybrid.packed == [128, 192]
-    assert pair.hybrid.far_tokens == [64, 64]
+    assert pair.hybrid.offloaded_tokens == [64, 64]
     assert [block >= 0 for block in pair.hybrid.blocks[1]] == [False, True, True]
     pair.forward([1, 1])
 
@@ -181,19 +189,19 @@ def test_a_pass_over_a_subset_beside_one_over_the_others() -> None:
     pair.forward([66, 64], [0, 1])
     decoded = pair.ragged([1], [0])
     read = Ragged.of([70, 64], [0, 64])
-    subsets = [cache.subset([2, 1]) for cache in (pair.near, pair.hybrid)]
-    for cache, subset in zip((pair.near, pair.hybrid), subsets, strict=True):
+    subsets = [cache.subset([2, 1]) for cache in (pair.resident, pair.hybrid)]
+    for cache, subset in zip((pair.resident, pair.hybrid), subsets, strict=True):
         cache.begin(decoded)
         subset.begin(read)
     for layer, (one, many) in enumerate(zip(pair.random(1), pair.random(134), strict=True)):
-        pair.same(layer, one, decoded, pair.near, pair.hybrid)
+        pair.same(layer, one, decoded, pair.resident, pair.hybrid)
         pair.same(layer, many, read, subsets[0], subsets[1])
-    for cache, subset in zip((pair.near, pair.hybrid), subsets, strict=True):
+    for cache, subset in zip((pair.resident, pair.hybrid), subsets, strict=True):
         cache.end(decoded)
         subset.end(read)
     pair.check()
     assert pair.hybrid.lengths == [67, 128, 70]
-    assert pair.hybrid.far_tokens == [64, 128, 64]
+    assert pair.hybrid.offloaded_tokens == [64, 128, 64]
     pair.forward([1, 1, 1])
 
 
@@ -210,15 +218,15 @@ def test_a_pass_that_was_given_up_leaves_no_trace() -> None:
     with pytest.raises(ArgumentError, match="half-way"):
         pair.hybrid.begin(ragged)
     pair.hybrid.abandon()
-    assert isinstance(pair.hybrid.store.far, GrowingBlocks)
-    assert pair.hybrid.store.used == pair.hybrid.store.far.used == 0
+    assert isinstance(pair.hybrid.store.offloaded, GrowingBlocks)
+    assert pair.hybrid.store.used == pair.hybrid.store.offloaded.used == 0
 
 
-@pytest.mark.parametrize("delegate", [True, False])
-def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, delegate: bool) -> None:
+@pytest.mark.parametrize("attends_on_host", [True, False])
+def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, attends_on_host: bool) -> None:
     placement = KVPlacement(0.25, 0.25)
     plan = BlockPlan(
-        tuple(form.nbytes for form in FORMS), {DEVICE: 0, HOST: 2, DISK: 4}, 6, delegate
+        tuple(form.nbytes for form in FORMS), {DEVICE: 0, HOST: 2, DISK: 4}, 6, attends_on_host
     )
     tiers = plan.tier_bytes()
     with (
@@ -227,12 +235,12 @@ def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, delegate: boo
         closing(SpillFile(tmp_path, tiers[DISK], reader)) as spill,
     ):
         arenas = {tier: Arena(tier, tiers[tier]) for tier in (DEVICE, HOST)}
-        far = TieredBlocks(FORMS, [1, 1], plan, placement, arenas, copies, spill, poison=True)
-        pair = Pair(2, placement, far=far, forms=FORMS)
+        offloaded = TieredBlocks(FORMS, [1, 1], plan, placement, arenas, copies, spill, poison=True)
+        pair = Pair(2, placement, offloaded=offloaded, forms=FORMS)
         for counts in ([260, 70], [1, 1], [1, 60]):
             pair.forward(counts)
-        assert pair.hybrid.far_tokens == [192, 128]
-        assert (far.used(HOST), far.used(DISK)) == (1, 4)
+        assert pair.hybrid.offloaded_tokens == [192, 128]
+        assert (offloaded.used(HOST), offloaded.used(DISK)) == (1, 4)
         for arena in arenas.values():
             arena.close()
 
@@ -246,28 +254,32 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ArgumentError, match=complaint):
             DeviceCache([SHAPE], forms, 1, device=GPU, placement=placement)
     with pytest.raises(ArgumentError, match="all blocks stay"):
-        DeviceCache([SHAPE], FORMS[:1], 1, device=GPU, far=GrowingBlocks(FORMS[:1], [1]))
+        DeviceCache([SHAPE], FORMS[:1], 1, device=GPU, offloaded=GrowingBlocks(FORMS[:1], [1]))
 
 
-def test_parcels_arrive_in_any_order_and_dropped_ones_never() -> None:
+def test_write_backs_arrive_in_any_order_and_dropped_ones_never() -> None:
     store = GrowingBlocks(FORMS, [2, 2])
     store.allocate(range(4), 4)
-    outbox = Outbox(store, GPU, poison=True)
+    queue = WriteBackQueue(store, GPU, poison=True)
     before = [pool.clone() for pool in store.pools]
-    dropped = outbox.take(0, [0, 1])
-    for parcel, code in ((outbox.take(1, [2]), 1), (outbox.take(0, [3]), 2), (dropped, 3)):
-        assert (parcel.records == 0xFF).all()
-        parcel.records.fill_(code)
-        outbox.send(parcel)
-    outbox.drop([dropped])
-    last = outbox.take(1, [0])
+    dropped = queue.take(0, [0, 1])
+    for pending, code in (
+        (queue.take(1, [2]), 1),
+        (queue.take(0, [3]), 2),
+        (dropped, 3),
+    ):
+        assert (pending.records == 0xFF).all()
+        pending.records.fill_(code)
+        queue.send(pending)
+    queue.drop([dropped])
+    last = queue.take(1, [0])
     assert (last.records == 0xFF).all()
     last.records.fill_(4)
-    outbox.send(last)
-    while outbox._sent:
-        outbox.deliver(outbox._sent[-1:])
+    queue.send(last)
+    while queue._sent:
+        queue.deliver(queue._sent[-1:])
     assert (store.pools[0][3] == 2).all()
     assert (store.pools[1][2] == 1).all()
     assert (store.pools[1][0] == 4).all()
     assert torch.equal(store.pools[0][:3], before[0][:3])
-    assert outbox.nbytes >= 2 * 3 * 2 * FORMS[0].nbytes
+    assert queue.nbytes >= 2 * 3 * 2 * FORMS[0].nbytes
