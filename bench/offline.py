@@ -23,6 +23,20 @@ from bench import ptx, ttgir
 from bench.gpu_limits import LIMITS, WARP, blocks_per_sm
 from qoff.kernels.triton.launch.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
 
+MODULES = {  # of the ops, in qoff.kernels.triton
+    "quantize": "linear.quantize",
+    "dequantize": "linear.dequantize",
+    "w4_linear": "linear.linear",
+    "w4_experts": "moe.experts",
+    "rms_norm": "elementwise.rms_norm",
+    "silu_mul": "elementwise.silu_mul",
+    "gated_silu": "elementwise.interleaved_silu_mul",
+    "rope": "elementwise.rope",
+    "kv_append": "attention.append",
+    "merge": "attention.merge",
+    "decode_attention": "attention.decode",
+    "prefill_attention": "attention.prefill",
+}
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -174,7 +188,7 @@ def collect(
 ) -> list[Artefact]:
     """Compile every variant of the ops for every capability, on `jobs` processes.
 
-    An op is a module of qoff.kernels, or the full name of any module that has `variants`. One that
+    An op is one of `MODULES`, or the full name of any module that has `variants`. One that
     cannot be imported gives an Artefact with its error per capability.
     """
     work, found = [], []
@@ -196,7 +210,8 @@ def collect(
 
 def variants_of(op: str, capability: int) -> Iterable[Variant]:
     """The variants that the module of an op lists; see `collect`."""
-    module = importlib.import_module(op if "." in op else f"qoff.kernels.{op}")
+    name = f"qoff.kernels.triton.{MODULES[op]}" if op in MODULES else op
+    module = importlib.import_module(name)
     variants: Iterable[Variant] = module.variants(capability)
     return variants
 
