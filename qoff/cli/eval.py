@@ -48,9 +48,6 @@ def evaluate(
     every_token: Annotated[
         bool, typer.Option("--every-token", help="Pack all tokens, down to the newest.")
     ] = False,
-    before_rope: Annotated[
-        bool, typer.Option("--before-rope", help="With it: pack K before it is rotated.")
-    ] = False,
     attention_top: Annotated[
         float, typer.Option(help="Part of the packed KV blocks a new token attends to; 1: all.")
     ] = 1.0,
@@ -143,7 +140,7 @@ def evaluate(
     work.evaluate_one(
         model,
         options,
-        work.kv_setting(kv_bits, kv_form, kv_window, attention_top, every_token, before_rope),
+        work.kv_setting(kv_bits, kv_form, kv_window, attention_top, every_token),
         reference=reference,
         quant=QuantConfig(bits=bits, group_size=group_size, solver=solver),
         device=device,

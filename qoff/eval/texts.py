@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,7 @@ CALIBRATION_TEXT = _DATA / "calibration.txt"
 _DATASETS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text")}
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text and what it is called."""
-
-    name: str
-    text: str
-
-
-def read_text(path: str | Path | None = None) -> Text:
+def read_text(path: str | Path | None = None) -> str:
     """A UTF-8 file; by default the text that comes with qoff.
 
     Raises ArgumentError for a file that is not there, empty, or not UTF-8.
@@ -41,10 +32,10 @@ def read_text(path: str | Path | None = None) -> Text:
         raise ArgumentError(f"{where}: not a text in UTF-8 ({error})") from error
     if not text.strip():
         raise ArgumentError(f"{where}: is empty; there is nothing to predict")
-    return Text(where.name, text)
+    return text
 
 
-def dataset_text(name: str) -> Text:
+def dataset_text(name: str) -> str:
     """A dataset's test split, joined by empty lines as is usual; fetched by `datasets`.
 
     Raises ArgumentError for another name than "wikitext2", QoffError where the package is not
@@ -59,12 +50,12 @@ def dataset_text(name: str) -> Text:
     except Exception as error:  # whatever hub, network or file system raise
         reason = " ".join(str(error).split())
         raise QoffError(f"dataset {path} cannot be had ({reason}); use --text FILE") from error
-    return Text(name, "\n\n".join(rows[column]))
+    return "\n\n".join(rows[column])
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: Text) -> Tensor:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     """Token ids, int64 [n], without special tokens."""
-    ids: Any = tokenizer.encode(text.text, add_special_tokens=False, verbose=False)
+    ids: Any = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return torch.tensor(ids, dtype=torch.int64)
 
 

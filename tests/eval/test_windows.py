@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import ArgumentError
-from qoff.eval.windows import Window, cut
+from qoff.eval.perplexity.windows import Window, cut
 
 
 def scored(windows: list[Window]) -> list[int]:
