@@ -12,7 +12,7 @@ from qoff.kvcache import KVCache
 from qoff.memory import Unit, WeightStore
 from qoff.memory.activations import ParkedActivations
 from qoff.memory.io.timeline import Timeline
-from qoff.memory.plan.units import unit_label
+from qoff.memory.plan import unit_label
 from qoff.models.batch import Batch
 from qoff.models.runtime import AnyDecoder
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError
 
 from .io.transfers import Mark, Transfers, UnitRead
-from .plan.image import Image
-from .plan.units import Unit
+from .plan import Image, Unit
 
 
 @dataclass(eq=False)

@@ -18,16 +18,20 @@ from .io.thread_transfers import ThreadTransfers
 from .io.timeline import Timeline
 from .io.transfers import Transfers
 from .load import check_file, load_resident, load_sources
-from .plan.image import Image, Weight
-from .plan.residency import Residency, host_images, resident_images, streamed_images
-from .plan.units import (
+from .plan import (
     EMBEDDING,
     HEAD,
     LM_HEAD,
+    Image,
+    Residency,
     Tile,
     TiledMatrix,
     Unit,
+    Weight,
+    host_images,
     local_names,
+    resident_images,
+    streamed_images,
     tiled_matrices,
     unit_files,
     unit_weights,
@@ -224,12 +228,9 @@ class WeightStore:
     def _open(self, verify: bool, poison: bool) -> None:
         checkpoint, plan = self.checkpoint, self.residency
         files = unit_files(checkpoint)
-        kept = {
-            unit: resident_images(file, plan.resident & set(file.weights), plan.packing)
-            for unit, file in files.items()
-        }
+        kept = resident_images(checkpoint, plan)
         self._streamed = streamed_images(checkpoint, plan)
-        sources = host_images(checkpoint, plan)
+        sources = host_images(checkpoint, plan, self._streamed)
         unverified = set[Unit]()
         for unit, file in files.items() if verify else ():
             if unit not in sources and _holds_file(self._streamed.get(unit)):
@@ -241,7 +242,7 @@ class WeightStore:
         self._sources = load_sources(sources, self.host_arena, self._transfers, verify)
         self._host_rows = self._embedding_in_host(sources)
         self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
-        self._tiled = {unit: tiled_matrices(checkpoint, unit, plan.tiles) for unit in plan.tiled}
+        self._tiled = tiled_matrices(checkpoint, plan)
         for unit in files:
             if unit not in self._streamed:
                 self._complete[unit] = self._named(unit, {})
@@ -254,10 +255,11 @@ class WeightStore:
         """All weights of a unit by local name: resident ones, those of a slot, tiled matrices."""
         if isinstance(unit, Tile):
             return streamed
-        local = local_names(unit, unit_files(self.checkpoint)[unit].weights)
+        file = unit_files(self.checkpoint)[unit]
+        local = local_names(unit, file.weights)
         named: dict[str, Weight | TiledMatrix] = {
             local[name]: streamed[name] if name in streamed else self._resident[name]
-            for name in unit_weights(self.checkpoint, unit)
+            for name in unit_weights(unit, file)
             if name in streamed or name in self._resident
         }
         named.update(self._tiled.get(unit, {}))

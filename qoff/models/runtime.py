@@ -19,7 +19,7 @@ from qoff.kernels.ops import Ops, ops_for
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.io.timeline import Timeline
-from qoff.memory.plan.units import unit_label
+from qoff.memory.plan import unit_label
 
 from . import names
 from .batch import Batch

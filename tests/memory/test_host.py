@@ -28,9 +28,8 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
-from qoff.memory.plan.residency import streamed_images
-from qoff.memory.plan.spread import spread_evenly
-from qoff.memory.plan.units import EMBEDDING, LM_HEAD
+from qoff.memory.plan import EMBEDDING, LM_HEAD, streamed_images
+from qoff.memory.plan.placement import spread_evenly
 from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpoint
 
 LAYERS = 4

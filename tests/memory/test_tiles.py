@@ -28,9 +28,8 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
-from qoff.memory.plan.residency import streamed_images
+from qoff.memory.plan import EMBEDDING, LM_HEAD, streamed_images
 from qoff.memory.plan.tiles import TILE_ROWS, slot_bytes, split_rows
-from qoff.memory.plan.units import EMBEDDING, LM_HEAD
 from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpoint
 
 LAYERS = 3

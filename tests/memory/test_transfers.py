@@ -32,9 +32,7 @@ from qoff.memory import (
 )
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.memory.io.staged_read import clip
-from qoff.memory.plan.image import FileRange
-from qoff.memory.plan.residency import streamed_images
-from qoff.memory.plan.units import EMBEDDING
+from qoff.memory.plan import EMBEDDING, FileRange, streamed_images
 from tests.memory.checkpoints import Truth, all_names, check_pass, same_bits, write_checkpoint
 from tests.memory.kinds import KINDS, STAGING, SimulatedStream, make
 

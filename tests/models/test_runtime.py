@@ -25,7 +25,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import PlainCache
 from qoff.memory import DiskReader, Residency, ThreadTransfers, residency_of
-from qoff.memory.plan.units import unit_files
+from qoff.memory.plan import unit_files
 from qoff.models import names
 from qoff.models.batch import Batch
 from qoff.models.native.linear import Steps

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError, DiskReadError
 from qoff.memory.arena import Arena, map_pages
-from qoff.memory.plan.image import FileRange, Image
-from qoff.memory.plan.residency import Residency
+from qoff.memory.plan import FileRange, Image, Residency
 
 from .copy_stream import Copy, CopyStream, Event
 from .disk import DiskReader, ReadRequest

@@ -13,8 +13,7 @@ from qoff.errors import DiskReadError
 from qoff.kernels.layout.packing import repack_into
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import Arena
-from qoff.memory.plan.image import Image, view
-from qoff.memory.plan.residency import Residency
+from qoff.memory.plan import Image, Residency, view
 
 from .disk import DiskReader, ReadRequest
 from .lane import DISK_TO_DEVICE, DISK_TO_HOST, HOST_TO_DEVICE, Lane

@@ -18,8 +18,7 @@ from torch import Tensor
 from qoff.checkpoint import check_digest
 from qoff.errors import DiskReadError
 from qoff.memory.arena import Arena
-from qoff.memory.plan.image import Image
-from qoff.memory.plan.residency import Residency
+from qoff.memory.plan import Image, Residency
 
 from .disk import DiskReader
 from .timeline import Timeline
