@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, UnsupportedModelError
-from qoff.kernels.ops import Ops, ops_for
+from qoff.kernels.ops import Ops, ops_for, with_activation_bits
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.io.timeline import Timeline
@@ -50,7 +50,8 @@ class Runtime:
     device_memory bounds, in bytes, the arena of resident weights and slots (None: everything
     resident); what does not fit streams from disk through `slots` slots, layer after layer.
     host_memory: bytes for sources of what streams, beside the disk. transfers: what moves weights,
-    closed with this. timeline: notes each move. activation_bits: see `Decoder`. kv: how its caches
+    closed with this. timeline: notes each move. activation_bits: of the inputs of
+    each layer's matmuls, 16 or, on a CPU, 8. kv: how its caches
     are packed; None keeps them in float32, which a GPU does not. The KV cache is the caller's and
     outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
     and V are of `dtype`, float16 or bfloat16, and the checkpoint is of packing split32.
@@ -79,19 +80,15 @@ class Runtime:
         ops: Ops | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if activation_bits not in (8, 16):
-            raise ArgumentError(f"activation_bits is 8 or 16, not {activation_bits}")
         self.checkpoint = Checkpoint.open(path)
         where = device_of(device)
-        ops = ops or ops_for(where)
+        ops = with_activation_bits(ops or ops_for(where), activation_bits)
         if ops.CACHE != "device":
             dtype = torch.float32
         self.decoder: AnyDecoder
         workspace = 0
         if is_modules(self.checkpoint):
-            self.decoder = ModuleDecoder(
-                self.checkpoint, ops, activation_bits, trust_remote_code, kv
-            )
+            self.decoder = ModuleDecoder(self.checkpoint, ops, trust_remote_code, kv)
             self.decoder.embed_with(self._embed)
             workspace = self.decoder.outer_bytes
         else:
@@ -102,7 +99,7 @@ class Runtime:
             if ops.CACHE == "device":
                 _check_gpu(kv, dtype)
             replays = Replays() if cuda_graphs and where.type == "cuda" else None
-            self.decoder = Decoder(spec, ops, self._embed, activation_bits, where, dtype, replays)
+            self.decoder = Decoder(spec, ops, self._embed, where, dtype, replays)
         transfers = transfers or _transfers_to(where)
         try:
             residency = plan_residency(
