@@ -75,7 +75,7 @@ class RoundedOps:
         launchers: Any = exact  # these take the bits with each call
         self.exact = exact
         self.PACKING, self.CACHE, self.USES_OUT = exact.PACKING, exact.CACHE, exact.USES_OUT
-        self.ACTIVATION_BITS = (activation_bits,)
+        self.ACTIVATION_BITS: tuple[int, ...] = (activation_bits,)
         self.attention: Callable[..., Tensor] = exact.attention
         self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
         self.experts = partial(launchers.experts, activation_bits=activation_bits)

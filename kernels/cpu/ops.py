@@ -9,7 +9,7 @@ from .moe.experts import experts
 
 PACKING = "rows16"  # what w4_linear reads
 CACHE, USES_OUT = "host", True
-ACTIVATION_BITS = (8, 16)
+ACTIVATION_BITS: tuple[int, ...] = (8, 16)
 
 __all__ = [
     "ACTIVATION_BITS",

@@ -19,7 +19,7 @@ from .select_blocks import select_blocks
 
 PACKING = "split32"
 CACHE, USES_OUT = "host", True
-ACTIVATION_BITS = (16,)
+ACTIVATION_BITS: tuple[int, ...] = (16,)
 
 __all__ = ["ACTIVATION_BITS", "CACHE", "PACKING", "USES_OUT", "attention", "experts", "w4_linear"]
 

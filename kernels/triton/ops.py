@@ -35,7 +35,7 @@ from .moe import experts as w4_experts
 PACKING = "split32"
 CACHE = "device"
 USES_OUT = False
-ACTIVATION_BITS = (16,)
+ACTIVATION_BITS: tuple[int, ...] = (16,)
 
 _FLOATS = (torch.float16, torch.bfloat16)
 Tables = tuple[Tensor, Tensor] | tuple[None, None]

@@ -5,6 +5,7 @@
 - `direct`: `DirectFile`, exact reads from one file around the page cache.
 - `disk`: `DiskReader`, asynchronous reads of large ranges in chunks.
 - `link`: `Link`, a slow data path for tests.
+- `instrumentation`: `Instrumentation`, what watches a run, and hooks of tests.
 - `timeline`, `lane`: what ran when; what travelled over one link.
 - `units`: the steps of a forward pass and the weights of each; `Tile`.
 - `image`: how weights of a file lie in memory and which reads bring them there.
@@ -20,8 +21,9 @@
 """
 
 from .arena import Arena
+from .instrumentation import Instrumentation
 from .io.disk import DiskReader, DiskStats, ReadRequest
-from .io.link import Link
+from .io.link import Link, Links
 from .io.thread_transfers import ThreadTransfers
 from .io.timeline import Interval, Timeline
 from .io.transfers import Transfers, UnitRead
@@ -35,8 +37,10 @@ __all__ = [
     "Arena",
     "DiskReader",
     "DiskStats",
+    "Instrumentation",
     "Interval",
     "Link",
+    "Links",
     "ReadRequest",
     "Residency",
     "StoreStats",

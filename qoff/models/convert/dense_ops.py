@@ -26,7 +26,7 @@ class DenseOps:
     """
 
     PACKING, CACHE, USES_OUT = "split32", "host", False
-    ACTIVATION_BITS = (16,)
+    ACTIVATION_BITS: tuple[int, ...] = (16,)
 
     def __init__(self, seen: Seen | None = None) -> None:
         self.seen = seen
