@@ -19,6 +19,7 @@ from qoff.checkpoint.layout import QuantEntry
 from qoff.errors import ArgumentError, FormatError
 from qoff.hf.load import exists, is_checkpoint, load_tokenizer
 from qoff.kernels.ops import ops_for
+from qoff.memory.instrumentation import Instrumentation
 from qoff.models.runtime import Runtime
 from qoff.models.sources.safetensors import open_source
 from qoff.models.spec import DecoderSpec
@@ -49,7 +50,7 @@ def open_runtime(
             raise ArgumentError("every token can be packed in an evaluation on the CPU only")
         layers = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).num_layers
         ops = EveryTokenOps(ops_for(torch.device("cpu")), round_trip, layers, kv.before_rope)
-        options = {"ops": ops}
+        options = {"instrumentation": Instrumentation(ops=ops)}
     runtime = Runtime(
         checkpoint,
         device=device,

@@ -5,8 +5,9 @@ disk, host and device; `store.WeightStore` is what models take their weights fro
 """
 
 from .arena import Arena
+from .instrumentation import Instrumentation
 from .io.disk import DiskReader, DiskStats, ReadRequest
-from .io.link import Link
+from .io.link import Link, Links
 from .io.thread_transfers import ThreadTransfers
 from .io.timeline import Interval, Timeline
 from .io.transfers import Transfers, UnitRead
@@ -27,8 +28,10 @@ __all__ = [
     "Arena",
     "DiskReader",
     "DiskStats",
+    "Instrumentation",
     "Interval",
     "Link",
+    "Links",
     "ReadRequest",
     "Residency",
     "StoreStats",

@@ -14,8 +14,8 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, OpError
 
+from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
-from .io.timeline import Timeline
 from .io.transfers import Transfers
 from .load import check_file, load_resident, load_sources
 from .plan import (
@@ -68,8 +68,7 @@ class WeightStore:
     Resident weights, and those whose source is in host memory, are loaded here; what is not
     resident streams through the residency's slots, read ahead in a cyclic order (default: `units`).
     `transfers` is closed with the store. With `verify` every file is compared with its checksum
-    once: here, or when its unit first streams from disk. `poison` fills slots that hold nothing
-    with NaN. `timeline` notes every unit that is moved. Raises BudgetError, DiskReadError and
+    once: here, or when its unit first streams from disk. Raises BudgetError, DiskReadError and
     ChecksumError. Close it, or use it as a context manager.
     """
 
@@ -80,9 +79,8 @@ class WeightStore:
         *,
         packing: str = "rows16",
         transfers: Transfers | None = None,
-        poison: bool = False,
         verify: bool = True,
-        timeline: Timeline | None = None,
+        instrumentation: Instrumentation = PLAIN,
     ) -> None:
         if packing != residency.packing:
             raise ArgumentError(f"packing {packing}, but the residency is for {residency.packing}")
@@ -94,9 +92,9 @@ class WeightStore:
         self._closed = False
         self._lock = threading.Lock()  # between close() and views being made
         try:
-            arenas = self._transfers.open(residency, timeline)
+            arenas = self._transfers.open(residency, instrumentation)
             self.arena, self.host_arena = arenas.device, arenas.host
-            self._open(verify, poison)
+            self._open(verify)
         except BaseException:
             self._transfers.close()
             raise
@@ -225,7 +223,7 @@ class WeightStore:
     ) -> None:
         self.close()
 
-    def _open(self, verify: bool, poison: bool) -> None:
+    def _open(self, verify: bool) -> None:
         checkpoint, plan = self.checkpoint, self.residency
         files = unit_files(checkpoint)
         kept = resident_images(checkpoint, plan)
@@ -248,7 +246,7 @@ class WeightStore:
                 self._complete[unit] = self._named(unit, {})
         order = list(self._streamed)
         self._ring = SlotRing(
-            self._streamed, self._sources, self._slots, self._transfers, order, unverified, poison
+            self._streamed, self._sources, self._slots, self._transfers, order, unverified
         )
 
     def _named(self, unit: Unit, streamed: Mapping[str, Weight]) -> Weights:
