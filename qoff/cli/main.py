@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+import qoff
 from qoff.errors import QoffError
 from qoff.units import format_size
 
@@ -16,12 +17,7 @@ from .bench import bench
 from .eval import evaluate
 from .output import errors_in_one_line, print_json, print_table, progress_bar
 
-app = typer.Typer(
-    help="Run language models that do not fit: 4-bit weights, streamed from disk.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 Model = Annotated[str, typer.Argument(help="A qoff checkpoint, other model or hub id.")]
 Device = Annotated[str, typer.Option(help="cpu, or a GPU like cuda.")]
@@ -40,6 +36,24 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"qoff {qoff.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Run language models larger than memory: 4-bit weights, streamed from disk."""
 
 
 @app.command()
