@@ -1,4 +1,4 @@
-"""`qoff convert | generate | batch | bench | eval | verify | env`."""
+"""`qoff convert | generate | batch | bench | eval | verify | env | run`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from qoff.units import format_size
 from .bench import bench
 from .eval import evaluate
 from .output import errors_in_one_line, print_json, print_table, progress_bar
+from .run import Passing, run
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -374,6 +375,7 @@ def env(
 
 
 app.command("eval")(evaluate)
+app.command(cls=Passing)(run)
 
 if __name__ == "__main__":
     app()

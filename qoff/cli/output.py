@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
@@ -28,17 +28,18 @@ def errors_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except QoffError as error:
-            print("qoff:", " ".join(str(error).splitlines()), file=sys.stderr)
-            raise typer.Exit(1) from None
-        except OSError as error:
-            print(f"qoff: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
+        except (QoffError, OSError) as error:
+            stop_with(str(error))
         except KeyboardInterrupt:
-            print("qoff: interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
+            stop_with("interrupted", 130)
 
     return wrapped
+
+
+def stop_with(message: str, status: int = 1) -> NoReturn:
+    """Print a message as one line on standard error and end the command with a status."""
+    print("qoff:", " ".join(message.splitlines()), file=sys.stderr)
+    raise typer.Exit(status) from None
 
 
 def print_json(value: Any) -> None:
