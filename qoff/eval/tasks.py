@@ -76,7 +76,7 @@ def run_tasks(
 
 def evaluate(
     lm: Any,
-    specs: tuple[Any, list[str]],
+    specs: tuple[Any, list[Any]],
     *,
     limit: int | None = None,
     num_fewshot: int | None = None,
@@ -120,8 +120,8 @@ def evaluate(
 
 def find_tasks(
     tasks: Sequence[str], folders: Sequence[str | PathLike[str]] = ()
-) -> tuple[Any, list[str]]:
-    """The harness's task manager, and the tasks' names; the harness's own tasks if need be.
+) -> tuple[Any, list[Any]]:
+    """The harness's task manager, and what to ask it for; the harness's own tasks if need be.
 
     Raises ArgumentError for a name that there is not, with those that are nearest, and QoffError
     where lm-eval is not installed.
@@ -138,7 +138,7 @@ def find_tasks(
             near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.4)
             hint = f"the nearest names are {', '.join(near)}" if near else "no name is like it"
             raise ArgumentError(f"there is no task {name!r}; {hint}")
-    return manager, list(tasks)
+    return manager, [_spec(manager, name) for name in tasks]
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -153,6 +153,16 @@ def markdown(found: Mapping[str, Any]) -> str:
             count = found["samples"].get(task, "-")
             lines.append(f"| {task} | {metric} | {value:.4f} | {spread} | {count} |")
     return "\n".join(lines) + "\n"
+
+
+def _spec(manager: Any, name: str) -> Any:
+    """What loads a task; the data of qoff's own lie beside them."""
+    entry = manager.task_index[name]
+    if entry.yaml_path is None or entry.yaml_path.parent != OWN_TASKS:
+        return name
+    kwargs = entry.cfg["dataset_kwargs"]
+    files = {split: str(OWN_TASKS / file) for split, file in kwargs["data_files"].items()}
+    return {**entry.cfg, "dataset_kwargs": {**kwargs, "data_files": files}}
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
