@@ -18,11 +18,11 @@ from rich.table import Table
 from qoff.errors import QoffError
 
 P = ParamSpec("P")
-Format = Literal["md", "csv", "json"]  # of tables that other programs may read
+Format = Literal["md", "csv", "json"]  # of tables for other programs
 
 
 def errors_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn an error of the user or the system into a line on standard error and exit status 1."""
+    """Report an error of the user or the system in one line on standard error; exit status 1."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -53,7 +53,7 @@ def print_table(
     header: tuple[str, ...] = (),
     stderr: bool = False,
 ) -> None:
-    """Print rows of text, the first column a label; nothing without rows."""
+    """Print rows of text whose first column is a label; nothing if there are no rows."""
     if not rows:
         return
     table = Table(title=title, title_justify="left", show_header=bool(header))
@@ -66,7 +66,7 @@ def print_table(
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, all) that draws a bar on standard error, if that is a terminal."""
+    """Yield a function (done, total) that draws a bar on standard error if that is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
