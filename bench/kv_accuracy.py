@@ -23,8 +23,8 @@ from bench.harness import Report, arguments
 from bench.kv_schemes import DEFAULT, Scheme, schemes
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
-from qoff.eval.kv.every_token import EveryTokenOps
 from qoff.eval.perplexity.metrics import Divergence, summarize
+from qoff.eval.perplexity.models import every_token
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
 from qoff.eval.perplexity.subjects import QoffSubject
@@ -32,7 +32,6 @@ from qoff.eval.perplexity.windows import Window
 from qoff.eval.texts import encode, read_text
 from qoff.hf.load import load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
-from qoff.kernels.ops import ops_for
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 
@@ -62,9 +61,8 @@ class Judge:
 
     def judge(self, scheme: Scheme) -> Divergence:
         """What a scheme costs."""
-        plain = ops_for(torch.device("cpu"))
-        ops = EveryTokenOps(plain, scheme.round_trip, self.layers, scheme.before_rope)
-        with Runtime(self._checkpoint, ops=ops) as runtime:
+        packed = every_token(self._checkpoint, scheme.round_trip, scheme.before_rope)
+        with Runtime(self._checkpoint, instrumentation=packed) as runtime:
             subject = QoffSubject(runtime, scheme.name, None)
             found = summarize(evaluate(subject, self._sample, self.reference)).divergence
         assert found is not None

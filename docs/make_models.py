@@ -20,48 +20,48 @@ _HEAD = """# Models
 
 <!-- Written by `python -m docs.make_models` from the specs and the tested configurations. -->
 
-Each family below is run by qoff's own decoder. It is tested with tiny random models: logits at
-prefill and at ten decode steps equal to transformers' on the dequantized weights, within float32
-rounding, for ragged batches and paddings (`tests/models/test_decoder.py`), one configuration for
-each entry of the last column. Other architectures: see below.
+qoff's own decoder runs the families below. Each is tested with tiny random models, one
+configuration for each entry of the last column: logits at prefill and at ten decode steps equal
+those of transformers on the dequantized weights, within float32 rounding, for ragged and padded
+batches (`tests/models/test_decoder.py`). Other architectures: see below.
 
 """
 _REST = """
 ## Other architectures
 
-Safetensors models of any other architecture that transformers has a causal language model for are
-converted and run through transformers' own modules, with `qoff.load` and `qoff generate`: weights
-resident or streamed within the same budgets, logits those of transformers on the dequantized
-weights. What differs from the families above:
+Safetensors models of any other architecture that transformers has a causal language model for run
+through transformers' own modules, with `qoff.load` and `qoff generate`. Their weights are
+resident or offloaded under the same budgets, and their logits are those of transformers on the
+dequantized weights. What differs from the families above:
 
-- They run on the CPU only. The KV cache, or whatever states the model keeps, is transformers' own,
-  in float32 and padded like the batch, outside of the budget. With `kv_bits`, qoff's attention and
-  its packed cache take the place of transformers', without padding, in models whose attention goes
-  through transformers' attention interface, causal or in a sliding window, with heads of 64, 80,
-  96, 128 or 256 channels, keys and values alike; recurrent states beside it stay transformers'.
-  Others are refused, with the reason: a trial without weights finds it out as the model is loaded.
-- Quantized are the linear layers of decoder layers (also the transposed ones of GPT-2, and
-  Falcon's), experts in transformers' three-dimensional form, embedding and head; but not what the
-  group size does not divide. All else is stored as floats, computed with in float32, and streams
-  with its layer: convolutions, state matrices, norms, routers that are no linear layers, experts of
-  classes outside of transformers' interface for them. Weights outside of layers, embedding and
-  head (learned positions, final norms) stay in memory.
-- Padding is at the beginning: after the first pass every sequence gets as many tokens. Models with
-  recurrent states then read one token of each at a time, so a prompt cannot be gone on with, and
-  their cache cannot be cropped.
-- `qoff.LLM` and `qoff batch` refuse them, and so do GGUF files.
+- They run on the CPU only. The KV cache, or whatever states the model keeps, is transformers'
+  own, in float32 and padded like the batch. A packed KV cache replaces it, without padding, in
+  models whose attention goes through transformers' attention interface, is causal or has a
+  sliding window, and has heads of 64, 80, 96, 128 or 256 channels for keys and values alike.
+  Recurrent states stay transformers'. Other models are refused with the reason, which a trial
+  without weights finds when the model is loaded.
+- Linear layers of decoder layers are quantized (also the transposed ones of GPT-2, and Falcon's),
+  and so are experts in transformers' three-dimensional form, the embedding and the head, except
+  where the group size does not divide a matrix. Everything else is stored as floats, computed in
+  float32, and streams with its layer: convolutions, state matrices, norms, routers that are not
+  linear layers, experts of classes outside of transformers' interface for them. Weights outside
+  of layers, embedding and head (learned positions, final norms) stay in memory.
+- Padding is on the left: after the first pass every sequence gets the same number of tokens.
+  Models with recurrent states then read one token of each sequence at a time, so a prompt cannot
+  be continued, and their cache cannot be cropped.
+- `qoff.LLM` and `qoff batch` do not take them, and they cannot come from GGUF files.
 
-Tested with tiny random models (`tests/models/test_modules.py`, `tests/hf/test_modules.py`): logits
-at prefill with left padding and at four decode steps, resident, within the least budget and with
-all matrices in tiles, and passes that take turns at every layer; over qoff's cache those of
-`tests/models/test_modules_packed.py`:
+Tested with tiny random models (`tests/models/test_modules.py`, `tests/hf/test_modules.py`):
+logits at prefill with left padding and at four decode steps, resident, within the minimal budget,
+with all matrices in tiles, and with passes that take turns at every layer; with qoff's cache, the
+models of `tests/models/test_modules_packed.py`:
 
 """
 _REFUSED = """
-Refused, each with a message: encoder-decoder models and encoders; models that keep what they
-remember within their modules (RecurrentGemma) or in a cache of their own (RWKV, xLSTM, MiniMax 01);
-models whose layers share weights (Zamba 2); a `model_type` that transformers does not know, unless
-the model's own code is trusted with `trust_remote_code=True` (`--trust-remote-code`).
+Refused, each with a message: encoder-decoder models and encoders; models that keep their states
+within their modules (RecurrentGemma) or in a cache of their own (RWKV, xLSTM, MiniMax 01); models
+whose layers share weights (Zamba 2); a `model_type` that transformers does not know, unless the
+model's own code is trusted with `trust_remote_code=True` (`--trust-remote-code`).
 """
 _TRAITS = {
     "stablelm": "StableLM: LayerNorm, part of each head rotated",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from qoff.errors import OpError
+from qoff.errors import ArgumentError, OpError
 
 from .layout.heads import HeadShape
 from .layout.qexperts import QExperts
@@ -19,6 +21,7 @@ class Ops(Protocol):
     """The ops a decoder is made of; `reference` says what each means."""
 
     PACKING: str  # of the weights these ops read
+    ACTIVATION_BITS: tuple[int, ...]  # to which matmuls can round their inputs
     CACHE: str  # what attention takes: "host", a `LayerCache`, or "device", a `DeviceLayerCache`
     USES_OUT: bool  # whether `out` spares anything; otherwise results are copied there
 
@@ -32,7 +35,6 @@ class Ops(Protocol):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         silu_mul: bool = False,
-        activation_bits: int = 16,
         out: Tensor | None = None,
     ) -> Tensor: ...
 
@@ -48,7 +50,6 @@ class Ops(Protocol):
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         residual: Tensor | None = None,
-        activation_bits: int = 16,
         out: Tensor | None = None,
     ) -> Tensor: ...
 
@@ -65,6 +66,38 @@ class Ops(Protocol):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor: ...
+
+
+class RoundedOps:
+    """Ops whose matmuls round their inputs to fewer than 16 bits; `exact` are those that do not."""
+
+    def __init__(self, exact: Ops, activation_bits: int) -> None:
+        launchers: Any = exact  # these take the bits with each call
+        self.exact = exact
+        self.PACKING, self.CACHE, self.USES_OUT = exact.PACKING, exact.CACHE, exact.USES_OUT
+        self.ACTIVATION_BITS: tuple[int, ...] = (activation_bits,)
+        self.attention: Callable[..., Tensor] = exact.attention
+        self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
+        self.experts = partial(launchers.experts, activation_bits=activation_bits)
+
+
+def with_activation_bits(ops: Ops, activation_bits: int) -> Ops:
+    """The ops with the inputs of matmuls rounded to 16 bits (per group), or to 8.
+
+    Raises ArgumentError for other bits, and for those that these ops cannot round to.
+    """
+    if activation_bits not in (8, 16):
+        raise ArgumentError(f"activation_bits is 8 or 16, not {activation_bits}")
+    if activation_bits not in ops.ACTIVATION_BITS:
+        raise ArgumentError(
+            f"there are no {activation_bits}-bit activations on this device; use activation_bits=16"
+        )
+    return ops if activation_bits == 16 else RoundedOps(ops, activation_bits)
+
+
+def exact(ops: Ops) -> Ops:
+    """The same ops with 16-bit activations, for routers and heads."""
+    return ops.exact if isinstance(ops, RoundedOps) else ops
 
 
 def ops_for(device: torch.device) -> Ops:

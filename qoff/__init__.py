@@ -1,10 +1,10 @@
-"""qoff runs language models that do not fit: 4-bit weights, streamed while it computes.
+"""qoff runs language models larger than memory: 4-bit weights, streamed while it computes.
 
     model, tokenizer = qoff.load("path-or-hub-id", device_memory="4GiB")
     llm = qoff.LLM("path-or-hub-id", qoff.Plan(batch_size=32, batches=4))
 
-These names and what they need are imported on first use; `import qoff` alone is fast. It also
-makes transformers know qoff checkpoints and `qoff.QoffConfig` (see `hf.plugin.register`):
+All but the errors is imported on first use, so `import qoff` is fast. It also registers qoff
+checkpoints and `qoff.QoffConfig` with transformers (see `hf.plugin.register`):
 
     model = AutoModelForCausalLM.from_pretrained("path-or-hub-id-of-a-qoff-checkpoint")
 """
@@ -14,42 +14,71 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qoff.errors import (
+    ArgumentError,
+    BudgetError,
+    ChecksumError,
+    ConversionError,
+    DiskReadError,
+    DiskWriteError,
+    FormatError,
+    OpError,
+    QoffError,
+    QuantizationError,
+    UnsupportedModelError,
+)
 from qoff.hf.plugin.register import register_with_transformers
 
 if TYPE_CHECKING:
-    from qoff.engine import LLM, SamplingParams
+    from qoff.engine import LLM, Result, SamplingParams
     from qoff.hf.cache import QoffCache
     from qoff.hf.load import load
     from qoff.hf.plugin.config import QoffConfig
     from qoff.kvcache import KVPlacement, KVQuant
+    from qoff.models.convert.convert import convert
     from qoff.plan import Plan
     from qoff.quant import Format, QuantConfig
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "ArgumentError",
+    "BudgetError",
+    "ChecksumError",
+    "ConversionError",
+    "DiskReadError",
+    "DiskWriteError",
     "Format",
+    "FormatError",
     "KVPlacement",
     "KVQuant",
+    "OpError",
     "Plan",
     "QoffCache",
     "QoffConfig",
+    "QoffError",
     "QuantConfig",
+    "QuantizationError",
+    "Result",
     "SamplingParams",
+    "UnsupportedModelError",
     "__version__",
+    "convert",
     "load",
 ]
 
 _MODULES = {
     "Format": "qoff.quant",
-    "QoffCache": "qoff.hf.cache",
     "KVPlacement": "qoff.kvcache",
     "KVQuant": "qoff.kvcache",
     "LLM": "qoff.engine",
     "Plan": "qoff.plan",
+    "QoffCache": "qoff.hf.cache",
     "QoffConfig": "qoff.hf.plugin.config",
     "QuantConfig": "qoff.quant",
+    "Result": "qoff.engine",
     "SamplingParams": "qoff.engine",
+    "convert": "qoff.models.convert.convert",
     "load": "qoff.hf.load",
 }
 
@@ -59,6 +88,10 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'qoff' has no attribute {name!r}")
     return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 register_with_transformers()

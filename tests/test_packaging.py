@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import qoff
+
 ROOT = Path(__file__).resolve().parents[1]
 BUILD_INPUTS = ["pyproject.toml", "LICENSE", "README.md", "qoff", "kernels"]
 
@@ -123,6 +125,9 @@ def test_the_installed_wheel_imports_from_another_directory(wheel: Path, tmp_pat
     files = json.loads(report.splitlines()[-1])
     assert "qoff.kernels.cpu" in files
     assert {name for name, path in files.items() if not Path(path).is_relative_to(site)} == set()
+    said = run(site / "bin" / "qoff", "--version", cwd=elsewhere, PYTHONPATH=str(site))
+    assert said == f"qoff {qoff.__version__}\n"
+    assert f"qoff-{qoff.__version__}-" in wheel.name
 
 
 def test_the_tree_imports_without_an_installation(tree: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import BudgetError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
-from qoff.memory.plan.units import HEAD, Unit, local_names, unit_files
+from qoff.memory.plan import HEAD, Unit, local_names, unit_files
 from qoff.models import names
 from qoff.models.batch import Batch
 from qoff.models.convert.convert import convert

@@ -9,5 +9,15 @@ from .moe.experts import experts
 
 PACKING = "rows16"  # what w4_linear reads
 CACHE, USES_OUT = "host", True
+ACTIVATION_BITS: tuple[int, ...] = (8, 16)
 
-__all__ = ["CACHE", "PACKING", "USES_OUT", "attention", "default_pool", "experts", "w4_linear"]
+__all__ = [
+    "ACTIVATION_BITS",
+    "CACHE",
+    "PACKING",
+    "USES_OUT",
+    "attention",
+    "default_pool",
+    "experts",
+    "w4_linear",
+]

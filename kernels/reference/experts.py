@@ -37,7 +37,6 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
-    activation_bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return residual + sum over t of weight * (down @ activate(gate_up @ x + bias) + bias) [M, H].
@@ -45,7 +44,7 @@ def experts(
     x: [M, H], any float dtype, in which all is computed. topk_ids: int64 [M, T], the experts of
     each token; topk_weights: [M, T], how much each counts. gate_up: E x [2I, H], rows in blocks of
     16 of gate and of up in turn; down: E x [H, I]. Biases: [E, 2I] in that order, and [E, H].
-    activation_bits is how precisely others may round; here nothing is rounded. Raises OpError.
+    Nothing is rounded. Raises OpError.
     """
     check_mlp(gate_up, down, activation)
     y = torch.zeros_like(x)

@@ -19,8 +19,9 @@ from .select_blocks import select_blocks
 
 PACKING = "split32"
 CACHE, USES_OUT = "host", True
+ACTIVATION_BITS: tuple[int, ...] = (16,)
 
-__all__ = ["CACHE", "PACKING", "USES_OUT", "attention", "experts", "w4_linear"]
+__all__ = ["ACTIVATION_BITS", "CACHE", "PACKING", "USES_OUT", "attention", "experts", "w4_linear"]
 
 
 def embedding(ids: Tensor, weight: QTensor) -> Tensor:
@@ -58,13 +59,9 @@ def w4_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     silu_mul: bool = False,
-    activation_bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `gated_silu` or nothing. x: [M, K].
-
-    activation_bits is how precisely others may round x; here it is not rounded.
-    """
+    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `gated_silu` or nothing. x: [M, K]."""
     y = x if norm is None else rms_norm(x, norm, eps)
     y = y @ weight.dequantize().to(x.dtype).T
     if bias is not None:

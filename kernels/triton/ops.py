@@ -35,6 +35,7 @@ from .moe import experts as w4_experts
 PACKING = "split32"
 CACHE = "device"
 USES_OUT = False
+ACTIVATION_BITS: tuple[int, ...] = (16,)
 
 _FLOATS = (torch.float16, torch.bfloat16)
 Tables = tuple[Tensor, Tensor] | tuple[None, None]
@@ -49,15 +50,13 @@ def w4_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     silu_mul: bool = False,
-    activation_bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return f(rms_norm(x) @ W.T + bias) + residual; f is `reference_ops.gated_silu` or nothing.
 
     x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]:
     any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same.
-    Every step is rounded to the dtype of x. Activations are never rounded further, whatever
-    activation_bits. Raises OpError.
+    Every step is rounded to the dtype of x. Raises OpError.
     """
     _check_linear(x, weight, silu_mul)
     columns = weight.shape[0] // 2 if silu_mul else weight.shape[0]
@@ -87,15 +86,14 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
-    activation_bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias) [M, H].
 
     x: float16 or bfloat16 [M, H]; topk_ids: int64 [M, T], not checked; topk_weights: float32 [M,
     T]; weights: packing split32, see `library.experts`. Biases [E, 2I] and [E, H]: any float dtype.
-    residual, out: like x; they may be the same. Activations are rounded to the dtype of x and no
-    further, whatever activation_bits. Raises OpError.
+    residual, out: like x; they may be the same. Activations are rounded to the dtype of x. Raises
+    OpError.
     """
     biases = [None if b is None else b.to(x.dtype) for b in (gate_up_bias, down_bias)]
     operands = (x, topk_ids, topk_weights, gate_up, down)

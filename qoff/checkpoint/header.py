@@ -33,6 +33,7 @@ from .strict_json import load_object
 METADATA, METADATA_KEY = "__metadata__", "qoff"
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 MAX_DIMENSIONS = 16
+_FORMER = ("half32", "cpu16")  # packings of earlier versions, now split32 and rows16
 
 
 def encode(weights: dict[str, WeightEntry]) -> bytes:
@@ -214,9 +215,12 @@ def _quantized(
     bits, group_size, version = numbers
     if packing not in PACKINGS or PACKINGS[packing] != version:
         known = ", ".join(f"{p} version {v}" for p, v in PACKINGS.items())
+        advice = "use a newer qoff or convert the model again"
+        if packing in _FORMER:
+            advice = "an earlier version wrote it, so convert the model again"
         raise FormatError(
             f"{path}: {name!r} is packed as {packing!r} version {version}; this qoff reads "
-            f"{known}: use a newer qoff or convert the model again"
+            f"{known}: {advice}"
         )
     size = (shape[0], shape[1])
     try:

@@ -27,7 +27,7 @@ TERMINATED = 128 + signal.SIGTERM
 def read_prompts(path: Path) -> list[str]:
     """Prompts of a file ("-": standard input), one a line: text, a JSON string or {"prompt": ...}.
 
-    Empty lines are no prompts. Raises QoffError for a file that is not UTF-8, and, naming the line,
+    Empty lines are skipped. Raises QoffError for a file that is not UTF-8, and, naming the line,
     for an object without a prompt.
     """
     data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
@@ -48,7 +48,7 @@ def float_type(name: str) -> torch.dtype:
 
 
 def run(llm: LLM, prompts: Sequence[str], params: SamplingParams, raw: bool) -> dict[str, int]:
-    """Print each answer as it is done, a line of JSON; returns how many ended for each reason."""
+    """Print each answer when it is done, a line of JSON; returns how many ended for each reason."""
     ended: dict[str, int] = {}
     wanted = [prompt if raw else _chat(llm, prompt) for prompt in prompts]
     for result in llm.generate(wanted, params):
@@ -59,7 +59,7 @@ def run(llm: LLM, prompts: Sequence[str], params: SamplingParams, raw: bool) -> 
 
 
 def print_stats(llm: LLM) -> None:
-    """Print on standard error what each round waited for, and what memory the plan takes."""
+    """Print what each round waited for, and the plan's memory, on standard error."""
     print_table("rounds", [_row(i, r) for i, r in enumerate(llm.rounds)], _HEADER, stderr=True)
     rows = [
         (f"{tier}: {purpose}", format_size(nbytes))
@@ -72,7 +72,7 @@ def print_stats(llm: LLM) -> None:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that memory, files and threads are given back."""
+    """Let SIGTERM unwind the stack, so that memory, files and threads are released."""
 
     def stop(number: int, frame: FrameType | None) -> Never:
         raise SystemExit(TERMINATED)
@@ -104,7 +104,7 @@ def _prompt(line: str, number: int) -> str:
     try:
         value: Any = json.loads(line)
     except json.JSONDecodeError:
-        return line  # text that begins like JSON
+        return line  # text that only begins like JSON
     if isinstance(value, dict):
         value = value.get("prompt")
     if not isinstance(value, str):
@@ -113,7 +113,7 @@ def _prompt(line: str, number: int) -> str:
 
 
 def _chat(llm: LLM, prompt: str) -> str | list[int]:
-    """The prompt as a user's turn, where the model has a chat template."""
+    """The prompt as a user's turn, if the model has a chat template."""
     tokenizer = llm.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         return prompt

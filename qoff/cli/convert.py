@@ -25,7 +25,7 @@ _FORMAT = re.compile(r"(.+)=(\d+),(\d+)")
 
 @dataclass(frozen=True)
 class Target:
-    """What formats are chosen for: bits a weight, or the loss in nats a token; or neither."""
+    """What formats are chosen for: a size in bits a weight, a loss in nats a token, or nothing."""
 
     bits: float | None = None
     loss: float | None = None
@@ -37,9 +37,9 @@ class Target:
     def text(
         self, solver: str, weight: Iterable[str] | None, calibration: Path | None
     ) -> Path | None:
-        """The text to calibrate on, by default qoff's; None where none is wanted.
+        """The text to calibrate on, by default the one of qoff; None if none is needed.
 
-        Raises QoffError for options that do not go together.
+        Raises QoffError for options that exclude each other.
         """
         if self.bits is not None and self.loss is not None:
             raise QoffError("--target-bits and --max-kl both choose the formats; give one of them")
@@ -59,7 +59,7 @@ class Target:
 
 
 def formats_of(texts: Iterable[str]) -> dict[str, Format]:
-    """Formats by pattern, of texts like "*.down_proj=8,64": bits and group size.
+    """Formats by pattern, from texts like "*.down_proj=8,64": bits and group size.
 
     Raises QoffError for another text, QuantizationError for a format that does not exist.
     """
@@ -77,7 +77,7 @@ def formats_of(texts: Iterable[str]) -> dict[str, Format]:
 def calibration_ids(source: Path, file: Path) -> Tensor:
     """Token ids of a text in UTF-8 by the tokenizer of a model, int64 [texts, 512], in order.
 
-    Of a long text, 64 pieces from all over it; a shorter one has fewer. Raises QoffError for a
+    64 pieces spread over a long text; a shorter one has fewer. Raises QoffError for a
     file without a whole piece, FormatError for a model without a tokenizer.
     """
     import torch
@@ -87,13 +87,13 @@ def calibration_ids(source: Path, file: Path) -> Tensor:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise QoffError(f"{file}: is no text in UTF-8 ({error.reason})") from error
+        raise QoffError(f"{file}: is not UTF-8 text ({error.reason})") from error
     tokenizer = tokenizer_of(source)
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     pieces = len(ids) // TOKENS
     if not pieces:
         raise QoffError(
-            f"{file}: has {len(ids)} tokens; a text to calibrate on has at least {TOKENS}, "
+            f"{file}: has {len(ids)} tokens; calibration needs at least {TOKENS}, "
             f"better {SOLVER_TEXTS * TOKENS}"
         )
     kept = min(pieces, SOLVER_TEXTS)
@@ -110,7 +110,7 @@ def mixed(
 ) -> Mix:
     """Choose the formats of a model's matrices for a target, on some of the texts.
 
-    Raises UnsupportedModelError for models without a decoder of ours, QuantizationError for
+    Raises UnsupportedModelError for models that qoff has no decoder for, QuantizationError for
     weights that are quantized already.
     """
     from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
@@ -129,7 +129,7 @@ def mixed(
 
 
 def described(mix: Mix) -> dict[str, Any]:
-    """A choice of formats as JSON has it."""
+    """The chosen formats, for JSON."""
     count = Counter(str(form) for form in mix.formats.values())
     return {
         "bits_per_weight": mix.bits_per_weight,
@@ -139,7 +139,7 @@ def described(mix: Mix) -> dict[str, Any]:
 
 
 def sentence(described: Mapping[str, Any]) -> str:
-    """A choice of formats as people read it."""
+    """The chosen formats, as a sentence."""
     counts = ", ".join(f"{n} matrices of {form}" for form, n in described["formats"].items())
     return (
         f"{described['bits_per_weight']:.3f} bits a weight in layers ({counts}); KL divergence "

@@ -1,4 +1,4 @@
-"""`qoff env`: the machine as qoff sees it."""
+"""`qoff env`: what qoff finds on the machine."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from qoff.units import format_size
 
 @dataclass
 class Timing:
-    """When the prompt and each generated token were through, in seconds."""
+    """When the prompt and each generated token were done, in seconds."""
 
     started: float
     stamps: list[float] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Answer:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> dict[str, Tensor]:
-    """Return input_ids and attention_mask, through the chat template unless `raw` or none."""
+    """Return input_ids and attention_mask, through the chat template if any, unless `raw`."""
     if raw or not tokenizer.chat_template:
         encoded: Any = tokenizer(prompt, return_tensors="pt")
     else:
@@ -184,14 +184,14 @@ def answer(
 
 
 def _steps(values: Sequence[float]) -> list[float]:
-    """Differences of neighbours."""
+    """Differences between neighbours."""
     return [after - before for before, after in pairwise(values)]
 
 
 def peak_rss() -> int:
     """Largest resident set of this process so far, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count what the parent had at the time of the fork
+    if status.exists():  # getrusage would count the parent's memory at the time of the fork
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

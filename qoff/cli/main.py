@@ -1,4 +1,4 @@
-"""`qoff convert | generate | batch | bench | eval | verify | env`."""
+"""`qoff convert | generate | batch | bench | eval | verify | env | run`."""
 
 from __future__ import annotations
 
@@ -9,37 +9,54 @@ from typing import Annotated, Any
 
 import typer
 
+import qoff
 from qoff.errors import QoffError
 from qoff.units import format_size
 
 from .bench import bench
 from .eval import evaluate
 from .output import errors_in_one_line, print_json, print_table, progress_bar
+from .run import Passing, run
 
-app = typer.Typer(
-    help="Run language models that do not fit: 4-bit weights, streamed from disk.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
-Model = Annotated[str, typer.Argument(help="A qoff checkpoint, other model or hub id.")]
-Device = Annotated[str, typer.Option(help="cpu, or a GPU like cuda.")]
-Slots = Annotated[int, typer.Option(min=2, help="Buffers for streamed layers.")]
-NewTokens = Annotated[int, typer.Option(min=1)]
-Temperature = Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")]
-TopK = Annotated[int, typer.Option(min=0, help="0: off.")]
-TopP = Annotated[float, typer.Option(min=0, max=1, help="1: off.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
-Raw = Annotated[bool, typer.Option(help="No chat template.")]
-Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace here.")]
+Model = Annotated[str, typer.Argument(help="A qoff checkpoint, another model, or a hub id.")]
+Device = Annotated[str, typer.Option(help="cpu, or a GPU such as cuda.")]
+Slots = Annotated[int, typer.Option(min=2, help="Buffers that offloaded layers pass through.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")]
+TopK = Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")]
+TopP = Annotated[
+    float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this probability.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed for sampling.")]
+Raw = Annotated[bool, typer.Option(help="Do not apply the chat template.")]
+Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace to this file.")]
 AttentionTop = Annotated[
-    float, typer.Option(help="Part of the packed KV blocks a new token attends to; 1: all.")
+    float, typer.Option(help="Fraction of the packed KV blocks that a new token attends to.")
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"qoff {qoff.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Run language models larger than memory: 4-bit weights, streamed from disk."""
 
 
 @app.command()
@@ -49,38 +66,39 @@ def convert(
         str,
         typer.Argument(
             help="A directory with safetensors (floats, GPTQ, AWQ, compressed-tensors or "
-            "bitsandbytes), GGUF file or hub id."
+            "bitsandbytes), a GGUF file, or a hub id."
         ),
     ],
     out: Annotated[Path, typer.Argument(help="Directory to create.")],
-    bits: Annotated[int, typer.Option(help="Bits of linear weights: 4 or 8.")] = 4,
-    group_size: Annotated[int, typer.Option(help="Inputs that share a scale: 32, 64, 128.")] = 64,
-    solver: Annotated[str, typer.Option(help="hqq, mse, rtn; or gptq, on a text.")] = "hqq",
+    bits: Annotated[int, typer.Option(help="Bits of the layers' matrices: 4 or 8.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Columns that share a scale: 32, 64, 128.")] = 64,
+    solver: Annotated[str, typer.Option(help="hqq, mse or rtn; gptq calibrates.")] = "hqq",
     head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4 or 8.")] = 8,
     weight: Annotated[
         list[str] | None,
-        typer.Option(help="Another format of some matrices, like '*.down_proj=8,64'; repeatable."),
+        typer.Option(help="Another format for some matrices, like '*.down_proj=8,64'; repeatable."),
     ] = None,
     target_bits: Annotated[
         float | None,
-        typer.Option(help="Choose each matrix's format: so many bits a weight, like 4.5."),
+        typer.Option(help="Choose each matrix's format for a size: bits a weight, like 4.5."),
     ] = None,
     max_kl: Annotated[
         float | None,
-        typer.Option(help="Choose them for a loss: KL divergence, nats a token, like 0.02."),
+        typer.Option(help="Choose each matrix's format for a loss: nats a token, like 0.02."),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Text for these and for gptq.")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text for these two and for gptq."),
     ] = None,
-    for_: Annotated[str, typer.Option("--for", help="Packing on disk for: any or cpu.")] = "any",
+    for_: Annotated[str, typer.Option("--for", help="Device to pack for: any or cpu.")] = "any",
     requantize: Annotated[
-        bool, typer.Option(help="Quantize anew what cannot be taken over exactly.")
+        bool, typer.Option(help="Quantize again what cannot be taken over exactly.")
     ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a model to a qoff checkpoint; quantized codes are taken over bit for bit."""
+    """Convert a model to a qoff checkpoint. Quantized weights keep their codes."""
     from qoff.checkpoint import Checkpoint
     from qoff.hf.load import local_source
     from qoff.models.convert.convert import convert as run
@@ -132,20 +150,21 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
     device: Device = "cpu",
     device_memory: Annotated[
-        str | None, typer.Option(help="Bound of the weights on it, like 24MiB or 8GB.")
+        str | None, typer.Option(help="Bound of everything on the device, like 24MiB or 8GB.")
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="Host memory for weights that stream; else from disk.")
+        str | None,
+        typer.Option(help="Bound of everything in host memory; the rest streams from disk."),
     ] = None,
     slots: Slots = 2,
     activation_bits: Annotated[
-        int, typer.Option(help="16, or 8: faster prefill, less exact.")
+        int, typer.Option(help="16; or 8: faster prefill, less accurate.")
     ] = 16,
     kv_bits: Annotated[
         str | None,
         typer.Option(
-            help="Bits of the KV cache: 4, 8, or 8,4 for K and V; "
-            "4/0-3:8,4/9:8 with others for some layers."
+            help="Bits of the KV cache: 4, 8, or 8,4 for K and V; 4/0-3:8,4/9:8 uses "
+            "other bits in some layers."
         ),
     ] = None,
     attention_top: AttentionTop = 1.0,
@@ -162,7 +181,7 @@ def generate(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Answer a prompt, printing text as it comes and then a table of what it cost."""
+    """Answer a prompt, and print what it cost."""
     from qoff.engine import SamplingParams
     from qoff.hf.load import load
     from qoff.memory.io.timeline import Timeline, checked_path
@@ -210,11 +229,14 @@ def generate(
 def batch(
     model: Model,
     prompts: Annotated[
-        Path, typer.Argument(help='A prompt a line, or {"prompt": ...}; "-": standard input.')
+        Path,
+        typer.Argument(
+            help='File with a prompt a line, text or {"prompt": ...}; "-": standard input.'
+        ),
     ],
     device: Device = "cpu",
     dtype: Annotated[
-        str, typer.Option(help="Of hidden states on a GPU: float16 or bfloat16.")
+        str, typer.Option(help="Type of activations on a GPU: float16 or bfloat16.")
     ] = "float16",
     device_memory: Annotated[
         str | None, typer.Option(help="Bound of everything on the device, like 8GB.")
@@ -224,39 +246,44 @@ def batch(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 8,
     batches: Annotated[
-        int, typer.Option(min=1, help="Batches that use a layer before the next comes.")
+        int, typer.Option(min=1, help="Batches that go through a layer before the next is read.")
     ] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer.")] = 2048,
-    prefill_tokens: Annotated[int, typer.Option(min=1, help="Of prompts, read together.")] = 1024,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of prompt and answer together.")
+    ] = 2048,
+    prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of one pass.")] = 1024,
     kv_bits: Annotated[str, typer.Option(help="Bits of the KV cache: 4, 8, or 8,4.")] = "4",
     attention_top: AttentionTop = 1.0,
     kv_device: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of the KV cache on the device.")
+        float, typer.Option(min=0, max=1, help="Fraction of the KV cache on the device.")
     ] = 1.0,
     kv_host: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of it in host memory; the rest is on disk.")
+        float,
+        typer.Option(min=0, max=1, help="Fraction of it in host memory; the rest is on disk."),
     ] = 0.0,
     cpu_attention: Annotated[
-        str, typer.Option(help="Attend to KV off the device on the host: auto, always or never.")
+        str, typer.Option(help="The CPU attends to offloaded KV: auto, always or never.")
     ] = "auto",
     activations: Annotated[
-        str, typer.Option(help="Hidden states of waiting batches: device, host or disk.")
+        str, typer.Option(help="Tier of waiting batches' activations: device, host or disk.")
     ] = "device",
     schedule: Annotated[
         str,
         typer.Option(help="block: all batches go through a layer before the next; or sequential."),
     ] = "block",
     share_prefixes: Annotated[
-        bool, typer.Option("--share-prefixes", help="Prompts that begin alike share their cache.")
+        bool, typer.Option("--share-prefixes", help="Prompts that begin alike share KV blocks.")
     ] = False,
     slots: Slots = 2,
-    activation_bits: Annotated[int, typer.Option(help="16, or 8: faster, less exact.")] = 16,
+    activation_bits: Annotated[int, typer.Option(help="16; or 8: faster, less accurate.")] = 16,
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
-    min_p: Annotated[float, typer.Option(min=0, max=1, help="0: off.")] = 0.0,
-    n: Annotated[int, typer.Option(min=1, help="Answers of each prompt.")] = 1,
+    min_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Drop tokens less likely than this times the best.")
+    ] = 0.0,
+    n: Annotated[int, typer.Option(min=1, help="Answers for each prompt.")] = 1,
     seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer.")] = None,
     raw: Raw = False,
@@ -266,9 +293,10 @@ def batch(
         bool, typer.Option("--stats", help="Print what each round waited for.")
     ] = False,
 ) -> None:
-    """Answer many prompts in large batches: a line of JSON for each answer, as it is done.
+    """Answer many prompts in large batches, a line of JSON for each.
 
-    A prompt that cannot be answered gives a line with its error, and status 1 in the end.
+    Answers are printed when they are done. A prompt that cannot be answered yields a line with
+    its error, and exit status 1 at the end.
     """
     from qoff.engine import LLM, SamplingParams
     from qoff.kvcache import KVQuant
@@ -331,7 +359,7 @@ def verify(
     checkpoint: Annotated[Path, typer.Argument(help="A qoff checkpoint directory.")],
     as_json: Json = False,
 ) -> None:
-    """Read every byte of a checkpoint and compare it with the checksums in its index."""
+    """Compare every byte of a checkpoint with its checksums."""
     from qoff.checkpoint import verify as run
 
     with progress_bar("verifying", quiet=as_json) as progress:
@@ -346,10 +374,10 @@ def verify(
 @app.command()
 @errors_in_one_line
 def env(
-    path: Annotated[Path, typer.Option(exists=True, help="Whose disk to look at.")] = Path(),
+    path: Annotated[Path, typer.Option(exists=True, help="Folder whose disk to look at.")] = Path(),
     as_json: Json = False,
 ) -> None:
-    """Show what qoff found: versions, processor, memory, disk, GPU."""
+    """Show versions, processor, memory, disk and GPU."""
     from .env import describe
 
     found = describe(path)
@@ -360,6 +388,7 @@ def env(
 
 
 app.command("eval")(evaluate)
+app.command(cls=Passing)(run)
 
 if __name__ == "__main__":
     app()

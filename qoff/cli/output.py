@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
@@ -18,27 +18,28 @@ from rich.table import Table
 from qoff.errors import QoffError
 
 P = ParamSpec("P")
-Format = Literal["md", "csv", "json"]  # of tables that other programs may read
+Format = Literal["md", "csv", "json"]  # of tables for other programs
 
 
 def errors_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn an error of the user or the system into a line on standard error and exit status 1."""
+    """Report an error of the user or the system in one line on standard error; exit status 1."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except QoffError as error:
-            print("qoff:", " ".join(str(error).splitlines()), file=sys.stderr)
-            raise typer.Exit(1) from None
-        except OSError as error:
-            print(f"qoff: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
+        except (QoffError, OSError) as error:
+            stop_with(str(error))
         except KeyboardInterrupt:
-            print("qoff: interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
+            stop_with("interrupted", 130)
 
     return wrapped
+
+
+def stop_with(message: str, status: int = 1) -> NoReturn:
+    """Print a message as one line on standard error and end the command with a status."""
+    print("qoff:", " ".join(message.splitlines()), file=sys.stderr)
+    raise typer.Exit(status) from None
 
 
 def print_json(value: Any) -> None:
@@ -52,7 +53,7 @@ def print_table(
     header: tuple[str, ...] = (),
     stderr: bool = False,
 ) -> None:
-    """Print rows of text, the first column a label; nothing without rows."""
+    """Print rows of text whose first column is a label; nothing if there are no rows."""
     if not rows:
         return
     table = Table(title=title, title_justify="left", show_header=bool(header))
@@ -65,7 +66,7 @@ def print_table(
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, all) that draws a bar on standard error, if that is a terminal."""
+    """Yield a function (done, total) that draws a bar on standard error if that is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -11,7 +11,6 @@ import torch
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import UnsupportedModelError
-from qoff.kernels.ops import Ops
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.host.recent import Scratch as KVScratch
@@ -21,9 +20,9 @@ from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import HEAD, ThreadTransfers, Transfers, plan_residency
 from qoff.memory.activations import ActivationStore
 from qoff.memory.arena import Arena
+from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.spill import SpillFile
-from qoff.memory.io.timeline import Timeline
 from qoff.memory.tiers import TierArenas
 from qoff.models.modules.decoder import is_modules
 from qoff.models.native.decoder import Decoder, head_shapes
@@ -31,13 +30,13 @@ from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 
-from .resources import Links, Resources
+from .resources import Resources
 
 
 class Executor(ABC):
     """Opens what a plan says on one kind of device; `own` closes it.
 
-    dtype: of hidden states. ops: those of the device, or others for tests. Raises BudgetError with
+    dtype: of hidden states. packing: of weights that the device's ops read. Raises BudgetError with
     the bytes wanted by tier and purpose, and ArgumentError for a plan that does not go with the
     model or the device, before anything is loaded, and the errors of `Runtime`.
     """
@@ -52,13 +51,11 @@ class Executor(ABC):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        ops: Ops,
-        links: Links,
-        timeline: Timeline | None,
-        poison: bool,
+        packing: str,
+        instrumentation: Instrumentation,
     ) -> None:
-        self.plan, self.device, self.dtype, self.poison = plan, device, dtype, poison
-        self.links = links
+        self.plan, self.device, self.dtype = plan, device, dtype
+        self.instrumentation = instrumentation
         checkpoint = Checkpoint.open(path)
         if is_modules(checkpoint):
             raise UnsupportedModelError(
@@ -69,7 +66,7 @@ class Executor(ABC):
         self.shapes = head_shapes(spec)
         self.forms = plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
         transfers = own.add(self._transfers())
-        self.memory = memory = self._plan_memory(checkpoint, transfers.host_staging, ops.PACKING)
+        self.memory = memory = self._plan_memory(checkpoint, transfers.host_staging, packing)
         self.runtime = own.add(
             Runtime(
                 path,
@@ -77,24 +74,24 @@ class Executor(ABC):
                 slots=plan.slots,
                 activation_bits=plan.activation_bits,
                 kv=plan.kv,
-                poison=poison,
                 host_memory=memory.left(HOST, plan.host_memory),
                 transfers=transfers,
-                timeline=timeline,
                 device=device,
                 dtype=dtype,
-                ops=ops,
+                instrumentation=instrumentation,
             )
         )
-        self._reader = own.add(links.reader())
+        self._reader = own.add(instrumentation.links.reader())
         blocks, hidden = self._block_bytes(), self._hidden_bytes()
         sizes = {tier: blocks[tier] + hidden[tier] for tier in (DEVICE, HOST, DISK)}
         self.arenas: Mapping[str, Arena] = own.add(TierArenas(device, sizes)).arenas
-        self._copies = own.add(Copies(timeline, links.host, device))
+        self._copies = own.add(Copies(device, instrumentation))
         self._spill = None
         if sizes[DISK]:
             folder = plan.spill_folder or Path(tempfile.gettempdir())
-            self._spill = own.add(SpillFile(folder, sizes[DISK], self._reader, timeline=timeline))
+            self._spill = own.add(
+                SpillFile(folder, sizes[DISK], self._reader, instrumentation=instrumentation)
+            )
         self.blocks = self._open_blocks()
         self.activations = None
         tokens = max(plan.prefill_tokens, plan.batch_size)
@@ -201,7 +198,8 @@ class CpuExecutor(Executor):
         )
 
     def _transfers(self) -> Transfers:
-        return ThreadTransfers(self.links.reader(), self.links.host)
+        links = self.instrumentation.links
+        return ThreadTransfers(links.reader(), links.host)
 
     def _memory_of(self, tiled: bool) -> Memory:
         return Memory.of(self.plan, self.spec, self.shapes, tiled)
@@ -219,5 +217,5 @@ class CpuExecutor(Executor):
             dict(self.arenas),
             self._copies,
             self._spill,
-            poison=self.poison,
+            instrumentation=self.instrumentation,
         )

@@ -41,11 +41,12 @@ class GpuExecutor(Executor):
 
     def _transfers(self) -> Transfers:
         check_gpu_plan(self.plan)
+        links = self.instrumentation.links
         if self.device.type != "cuda":
-            return ThreadTransfers(self.links.reader(), self.links.host)
-        if self.links.host is not None:
+            return ThreadTransfers(links.reader(), links.host)
+        if links.host is not None:
             raise ArgumentError("a link to a GPU is not simulated; give links without `host`")
-        return CudaTransfers(self.device, self.links.reader())
+        return CudaTransfers(self.device, links.reader())
 
     def _memory_of(self, tiled: bool) -> Memory:
         gpu = Gpu(self.device, self.dtype)
@@ -69,5 +70,5 @@ class GpuExecutor(Executor):
             self._copies,
             self._spill,
             always_move=not self.plan.attends_on_cpu,
-            poison=self.poison,
+            instrumentation=self.instrumentation,
         )

@@ -16,10 +16,10 @@ import torch
 from qoff.errors import ArgumentError, QoffError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.hf.torch_threads import one_torch_thread
-from qoff.kernels.ops import Ops, ops_for
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory.arena import Arena
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
 from qoff.models.batch import Activations, Batch, ResidentActivations
 from qoff.models.runtime import Runtime, device_of
@@ -30,7 +30,7 @@ from .batch import BatchSlots, Work
 from .executor import CpuExecutor, Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Result, SamplingParams, Sequence
-from .resources import Links, Resources
+from .resources import Resources
 from .sampling import Sampler, sampler_of
 from .schedule import Pass, Schedule
 
@@ -55,11 +55,10 @@ class LLM:
 
     path: as for `qoff.load`. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
     and V are of `dtype`, float16 or bfloat16 (on a CPU of float32). trace: a Chrome trace of every
-    move and computation is written there on close. trust_remote_code: as for `qoff.load`. links:
-    slower ones than there are, to try a plan for another machine. ops: others than the device's,
-    for tests. Raises BudgetError, with the bytes wanted by tier and purpose, before anything is
-    loaded, ArgumentError for a plan that does not go with the model or the device, and the errors
-    of `qoff.load`. Close it, or use it as a context manager.
+    move and computation is written there on close. trust_remote_code: as for `qoff.load`. Raises
+    BudgetError, with the bytes wanted by tier and purpose, before anything is loaded, ArgumentError
+    for a plan that does not go with the model or the device, and the errors of `qoff.load`. Close
+    it, or use it as a context manager.
     """
 
     def __init__(
@@ -71,15 +70,15 @@ class LLM:
         dtype: torch.dtype = torch.float16,
         trace: str | PathLike[str] | None = None,
         trust_remote_code: bool = False,
-        links: Links | None = None,
-        poison: bool = False,
-        ops: Ops | None = None,
+        _instrumentation: Instrumentation = PLAIN,
     ) -> None:
         self.plan = plan = plan or Plan()
         self._trace = None if trace is None else checked_path(trace)
-        self.timeline = None if trace is None else Timeline()
+        if trace is not None:
+            _instrumentation = replace(_instrumentation, timeline=Timeline())
+        self.timeline = _instrumentation.timeline
         where = device_of(device)
-        ops = ops or ops_for(where)
+        ops = _instrumentation.ops_for(where, plan.activation_bits)
         on_gpu = ops.CACHE == "device"
         checkpoint = find_checkpoint(path, for_cpu=not on_gpu, trust_remote_code=trust_remote_code)
         self.tokenizer = None
@@ -95,17 +94,15 @@ class LLM:
                 self._resources,
                 device=where,
                 dtype=dtype if on_gpu else torch.float32,
-                ops=ops,
-                links=links or Links(),
-                timeline=self.timeline,
-                poison=poison,
+                packing=ops.PACKING,
+                instrumentation=_instrumentation,
             )
         except BaseException:
             self.close()
             raise
         runtime = self._machine.runtime
         self._answers = Answers(runtime.checkpoint, self.tokenizer)
-        self._schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, self.timeline)
+        self._schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, _instrumentation)
 
     @property
     def runtime(self) -> Runtime:

@@ -1,24 +1,8 @@
-"""What has to be closed, and the links between the tiers."""
+"""What has to be closed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
-
-from qoff.memory.io.disk import DiskReader
-from qoff.memory.io.link import Link
-
-
-@dataclass(frozen=True)
-class Links:
-    """Simulated links, for what is moved between disk, host and device."""
-
-    disk: Link | None = None
-    host: Link | None = None
-
-    def reader(self) -> DiskReader:
-        """A reader behind the disk's link."""
-        return DiskReader() if self.disk is None else DiskReader(preadv=self.disk.preadv)
 
 
 class Closes(Protocol):

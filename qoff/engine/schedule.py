@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from qoff.kvcache import KVCache
 from qoff.memory import Unit, WeightStore
 from qoff.memory.activations import ParkedActivations
-from qoff.memory.io.timeline import Timeline
-from qoff.memory.plan.units import unit_label
+from qoff.memory.instrumentation import PLAIN, Instrumentation
+from qoff.memory.plan import unit_label
 from qoff.models.batch import Batch
 from qoff.models.runtime import AnyDecoder
 
@@ -49,12 +49,12 @@ class Schedule:
         decoder: AnyDecoder,
         store: WeightStore,
         schedule: str,
-        timeline: Timeline | None = None,
+        instrumentation: Instrumentation = PLAIN,
     ) -> None:
         self._decoder = decoder
         self._store = store
         self._schedule = schedule
-        self._timeline = timeline
+        self._span = instrumentation.span
         self._after: dict[Unit, Unit] = {}  # which unit a pass asks for after each
 
     def round(self, passes: Sequence[Pass]) -> list[Tensor]:
@@ -78,7 +78,7 @@ class Schedule:
                             passes[i + 1].prefetch(unit)
                         else:  # the first pass has told what comes next, or the last round has
                             passes[0].prefetch(following if i else self._after.get(unit, unit))
-                        with self._span(f"{passes[i].name}, {unit_label(unit)}"):
+                        with self._span("compute", f"{passes[i].name}, {unit_label(unit)}"):
                             try:
                                 following = step.send(weights)
                             except StopIteration as finished:
@@ -96,6 +96,3 @@ class Schedule:
             for step in steps:
                 step.close()
         return [found[i] for i in range(len(passes))]
-
-    def _span(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._timeline is None else self._timeline.span("compute", name)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from qoff.errors import ArgumentError, ConversionError, FormatError
 from qoff.kvcache.quant import KVBits, KVQuant
+from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.timeline import Timeline
 from qoff.models.convert.convert import convert
 from qoff.models.modules.configs import REMOTE_CODE
@@ -91,7 +92,7 @@ def load(
         slots=slots,
         activation_bits=activation_bits,
         kv=kv,
-        timeline=timeline,
+        instrumentation=Instrumentation(timeline=timeline),
         trust_remote_code=trust_remote_code,
     )
     try:

@@ -12,8 +12,7 @@ from qoff.checkpoint import WeightFile, check_digest
 from .arena import Arena, map_pages
 from .io.disk import DiskReader, ReadRequest
 from .io.transfers import Transfers, UnitRead
-from .plan.image import Image, Weight
-from .plan.units import Unit
+from .plan import Image, Unit, Weight
 
 _SCRATCH = 4 << 20  # bytes read ahead of the hash, given back after it
 

@@ -14,7 +14,7 @@ from qoff.kernels.layout.packing import ROW_BLOCK
 from qoff.kernels.layout.qtensor import QTensor
 
 from .io.disk import DiskReader
-from .plan.image import Weight
+from .plan import Weight
 
 _NEAR = 4096  # bytes: pieces closer than this are read as one
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError
 
 from .io.transfers import Mark, Transfers, UnitRead
-from .plan.image import Image
-from .plan.units import Unit
+from .plan import Image, Unit
 
 
 @dataclass(eq=False)
@@ -49,14 +48,12 @@ class SlotRing:
         transfers: Transfers,
         order: Sequence[Unit],
         unverified: set[Unit],
-        poison: bool,
     ) -> None:
         self._images = images
         self._sources = sources
         self._slots = slots
         self._transfers = transfers
         self._unverified = unverified
-        self._poison = poison
         self.disk_wait_s = 0.0  # seconds that `acquire` waited for units read from disk
         self.host_wait_s = 0.0  # ... copied from host memory
         self._lock = threading.Lock()
@@ -64,7 +61,7 @@ class SlotRing:
         self._next = 0  # the element of the order that is read next
         self._loads: list[_Load] = []  # in the order of the sequence
         self._free: list[tuple[int, Mark]] = [
-            (slot, transfers.recycle(memory, poison)) for slot, memory in enumerate(slots)
+            (slot, transfers.recycle(memory)) for slot, memory in enumerate(slots)
         ]
         self._closed = False
         with self._lock:
@@ -194,4 +191,4 @@ class SlotRing:
             load.read.settle()
             self._loads.remove(load)
             memory = self._slots[load.slot]
-            self._free.append((load.slot, self._transfers.recycle(memory, self._poison)))
+            self._free.append((load.slot, self._transfers.recycle(memory)))

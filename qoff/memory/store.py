@@ -14,20 +14,24 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, OpError
 
+from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
-from .io.timeline import Timeline
 from .io.transfers import Transfers
 from .load import check_file, load_resident, load_sources
-from .plan.image import Image, Weight
-from .plan.residency import Residency, host_images, resident_images, streamed_images
-from .plan.units import (
+from .plan import (
     EMBEDDING,
     HEAD,
     LM_HEAD,
+    Image,
+    Residency,
     Tile,
     TiledMatrix,
     Unit,
+    Weight,
+    host_images,
     local_names,
+    resident_images,
+    streamed_images,
     tiled_matrices,
     unit_files,
     unit_weights,
@@ -64,8 +68,7 @@ class WeightStore:
     Resident weights, and those whose source is in host memory, are loaded here; what is not
     resident streams through the residency's slots, read ahead in a cyclic order (default: `units`).
     `transfers` is closed with the store. With `verify` every file is compared with its checksum
-    once: here, or when its unit first streams from disk. `poison` fills slots that hold nothing
-    with NaN. `timeline` notes every unit that is moved. Raises BudgetError, DiskReadError and
+    once: here, or when its unit first streams from disk. Raises BudgetError, DiskReadError and
     ChecksumError. Close it, or use it as a context manager.
     """
 
@@ -76,9 +79,8 @@ class WeightStore:
         *,
         packing: str = "rows16",
         transfers: Transfers | None = None,
-        poison: bool = False,
         verify: bool = True,
-        timeline: Timeline | None = None,
+        instrumentation: Instrumentation = PLAIN,
     ) -> None:
         if packing != residency.packing:
             raise ArgumentError(f"packing {packing}, but the residency is for {residency.packing}")
@@ -90,9 +92,9 @@ class WeightStore:
         self._closed = False
         self._lock = threading.Lock()  # between close() and views being made
         try:
-            arenas = self._transfers.open(residency, timeline)
+            arenas = self._transfers.open(residency, instrumentation)
             self.arena, self.host_arena = arenas.device, arenas.host
-            self._open(verify, poison)
+            self._open(verify)
         except BaseException:
             self._transfers.close()
             raise
@@ -221,15 +223,12 @@ class WeightStore:
     ) -> None:
         self.close()
 
-    def _open(self, verify: bool, poison: bool) -> None:
+    def _open(self, verify: bool) -> None:
         checkpoint, plan = self.checkpoint, self.residency
         files = unit_files(checkpoint)
-        kept = {
-            unit: resident_images(file, plan.resident & set(file.weights), plan.packing)
-            for unit, file in files.items()
-        }
+        kept = resident_images(checkpoint, plan)
         self._streamed = streamed_images(checkpoint, plan)
-        sources = host_images(checkpoint, plan)
+        sources = host_images(checkpoint, plan, self._streamed)
         unverified = set[Unit]()
         for unit, file in files.items() if verify else ():
             if unit not in sources and _holds_file(self._streamed.get(unit)):
@@ -241,23 +240,24 @@ class WeightStore:
         self._sources = load_sources(sources, self.host_arena, self._transfers, verify)
         self._host_rows = self._embedding_in_host(sources)
         self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
-        self._tiled = {unit: tiled_matrices(checkpoint, unit, plan.tiles) for unit in plan.tiled}
+        self._tiled = tiled_matrices(checkpoint, plan)
         for unit in files:
             if unit not in self._streamed:
                 self._complete[unit] = self._named(unit, {})
         order = list(self._streamed)
         self._ring = SlotRing(
-            self._streamed, self._sources, self._slots, self._transfers, order, unverified, poison
+            self._streamed, self._sources, self._slots, self._transfers, order, unverified
         )
 
     def _named(self, unit: Unit, streamed: Mapping[str, Weight]) -> Weights:
         """All weights of a unit by local name: resident ones, those of a slot, tiled matrices."""
         if isinstance(unit, Tile):
             return streamed
-        local = local_names(unit, unit_files(self.checkpoint)[unit].weights)
+        file = unit_files(self.checkpoint)[unit]
+        local = local_names(unit, file.weights)
         named: dict[str, Weight | TiledMatrix] = {
             local[name]: streamed[name] if name in streamed else self._resident[name]
-            for name in unit_weights(self.checkpoint, unit)
+            for name in unit_weights(unit, file)
             if name in streamed or name in self._resident
         }
         named.update(self._tiled.get(unit, {}))

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, UnsupportedModelError
-from qoff.kernels.ops import Ops, ops_for
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
-from qoff.memory.io.timeline import Timeline
-from qoff.memory.plan.units import unit_label
+from qoff.memory.instrumentation import PLAIN, Instrumentation
+from qoff.memory.plan import unit_label
 
 from . import names
 from .batch import Batch
@@ -50,15 +49,14 @@ class Runtime:
     device_memory bounds, in bytes, the arena of resident weights and slots (None: everything
     resident); what does not fit streams from disk through `slots` slots, layer after layer.
     host_memory: bytes for sources of what streams, beside the disk. transfers: what moves weights,
-    closed with this. timeline: notes each move. activation_bits: see `Decoder`. kv: how its caches
-    are packed; None keeps them in float32, which a GPU does not. The KV cache is the caller's and
-    outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
-    and V are of `dtype`, float16 or bfloat16, and the checkpoint is of packing split32.
-    cuda_graphs: layers at decode are replayed as CUDA graphs (experimental). ops: others than the
-    device's, for tests. trust_remote_code: run code that came with a model transformers does not
-    have. One forward pass runs at a time; others wait their turn. Raises BudgetError when the
-    budget is too small, OpError for a device that is not there, and the errors of
-    `Checkpoint.open`.
+    closed with this. activation_bits: of the inputs of each layer's matmuls, 16 or, on a CPU, 8.
+    kv: how its caches are packed; None keeps them in float32, which a GPU does not. The KV cache is
+    the caller's and outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden
+    states and recent K and V are of `dtype`, float16 or bfloat16, and the checkpoint is of packing
+    split32. cuda_graphs: layers at decode are replayed as CUDA graphs (experimental).
+    trust_remote_code: run code that came with a model transformers does not have. One forward pass
+    runs at a time; others wait their turn. Raises BudgetError when the budget is too small, OpError
+    for a device that is not there, and the errors of `Checkpoint.open`.
     """
 
     def __init__(
@@ -69,29 +67,23 @@ class Runtime:
         slots: int = 2,
         activation_bits: int = 16,
         kv: KVQuant | None = None,
-        poison: bool = False,
         host_memory: int | None = None,
         transfers: Transfers | None = None,
-        timeline: Timeline | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float16,
         cuda_graphs: bool = False,
-        ops: Ops | None = None,
         trust_remote_code: bool = False,
+        instrumentation: Instrumentation = PLAIN,
     ) -> None:
-        if activation_bits not in (8, 16):
-            raise ArgumentError(f"activation_bits is 8 or 16, not {activation_bits}")
         self.checkpoint = Checkpoint.open(path)
         where = device_of(device)
-        ops = ops or ops_for(where)
+        ops = instrumentation.ops_for(where, activation_bits)
         if ops.CACHE != "device":
             dtype = torch.float32
         self.decoder: AnyDecoder
         workspace = 0
         if is_modules(self.checkpoint):
-            self.decoder = ModuleDecoder(
-                self.checkpoint, ops, activation_bits, trust_remote_code, kv
-            )
+            self.decoder = ModuleDecoder(self.checkpoint, ops, trust_remote_code, kv)
             self.decoder.embed_with(self._embed)
             workspace = self.decoder.outer_bytes
         else:
@@ -102,7 +94,7 @@ class Runtime:
             if ops.CACHE == "device":
                 _check_gpu(kv, dtype)
             replays = Replays() if cuda_graphs and where.type == "cuda" else None
-            self.decoder = Decoder(spec, ops, self._embed, activation_bits, where, dtype, replays)
+            self.decoder = Decoder(spec, ops, self._embed, where, dtype, replays)
         transfers = transfers or _transfers_to(where)
         try:
             residency = plan_residency(
@@ -124,11 +116,10 @@ class Runtime:
             residency,
             packing=ops.PACKING,
             transfers=transfers,
-            poison=poison,
-            timeline=timeline,
+            instrumentation=instrumentation,
         )
         self._kv = kv
-        self._timeline = timeline
+        self._timeline = instrumentation.timeline
         self._turn = threading.Lock()
         weakref.finalize(self, self.store.close)  # for who drops it without closing it
 

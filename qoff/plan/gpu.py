@@ -47,7 +47,6 @@ def check_gpu_plan(plan: Plan) -> None:
                 "cpu_attention='never' or all blocks on the device)",
                 kv.k_form == "token" and offloaded and plan.attends_on_cpu,
             ),
-            ("8-bit activations (use activation_bits=16)", plan.activation_bits != 16),
         )
         if there
     ]

@@ -168,6 +168,7 @@ HEADERS: dict[str, tuple[Damage, str]] = {
     "shape of three": (described(shape=[48, 64, 1]), "is not described"),
     "shape as text": (described(shape=["48", "64"]), "whole numbers"),
     "unknown packing": (described(packing="gpu99"), "packed as 'gpu99'"),
+    "former packing": (described(packing="half32"), "an earlier version wrote it, so convert"),
     "packing a list": (described(packing=["split32"]), "whole numbers, packing a name"),
     "newer packing": (described(packing_version=2), "'split32' version 2"),
     "no metadata": (metadata(None), "no readable metadata"),

@@ -16,6 +16,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.cli.batch import read_prompts
 from qoff.cli.main import app
@@ -381,6 +382,14 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
         timeout=100,
         check=False,
     )
+
+
+def test_the_version_is_the_packages() -> None:
+    assert succeed("--version") == f"qoff {qoff.__version__}\n"
+
+
+def test_completion_can_be_installed() -> None:
+    assert "--install-completion" in succeed("--help")
 
 
 def test_help_imports_nothing_heavy() -> None:

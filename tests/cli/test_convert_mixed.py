@@ -99,7 +99,7 @@ def test_a_text_comes_with_qoff(source: Path, text: Path, tmp_path: Path) -> Non
         (["--target-bits", "2", "--calibration", "TEXT"], "2 bits a weight are too few"),
         (["--max-kl", "0", "--calibration", "TEXT"], "cannot be had"),
         (["--max-kl", "1", "--calibration", "SHORT"], "has 5 tokens"),
-        (["--max-kl", "1", "--calibration", "BINARY"], "is no text in UTF-8"),
+        (["--max-kl", "1", "--calibration", "BINARY"], "is not UTF-8 text"),
     ],
 )
 def test_one_line_for_each_thing_that_can_go_wrong(

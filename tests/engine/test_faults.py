@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ from typing import Any
 import pytest
 
 from qoff.engine import LLM, Result, SamplingParams
-from qoff.engine import machine as machine_module
-from qoff.engine.resources import Links
+from qoff.engine import executor as executor_module
 from qoff.engine.sampling import Sampler
 from qoff.engine.schedule import Pass, Schedule
 from qoff.errors import DiskReadError, DiskWriteError, QoffError
@@ -28,10 +28,11 @@ from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import WeightStore
 from qoff.memory.activations import ParkedActivations
-from qoff.memory.io.link import Link
+from qoff.memory.io.link import Link, Links
 from qoff.memory.io.spill import SpillFile
 from qoff.models.native.layer import Layer
 from qoff.plan import Plan
+from tests.instruments import POISON
 from tests.tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
@@ -158,9 +159,9 @@ def test_a_fault_in_the_middle_of_a_run(
 ) -> None:
     fault, strikes, kind, message = FAULTS[name]
     link = Faulty(fault, strikes)
-    monkeypatch.setattr(machine_module, "SpillFile", partial(SpillFile, pwritev=link.pwritev))
+    monkeypatch.setattr(executor_module, "SpillFile", partial(SpillFile, pwritev=link.pwritev))
     plan = plans[activations]
-    with LLM(checkpoint, plan, links=Links(link, link), poison=True) as llm:
+    with LLM(checkpoint, plan, _instrumentation=replace(POISON, links=Links(link, link))) as llm:
         results = llm.generate(PROMPTS, EACH)
         assert next(results) == expected[2]
         link.broken = True
@@ -227,7 +228,7 @@ def test_an_interrupted_pass_gives_everything_back(
     expected: list[Result],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with LLM(checkpoint, plans["host"], poison=True) as llm:
+    with LLM(checkpoint, plans["host"], _instrumentation=POISON) as llm:
         with monkeypatch.context() as patched:
             interrupt = Interrupt(patched, owner, name, nth)
             with pytest.raises(KeyboardInterrupt):

@@ -24,6 +24,7 @@ from qoff.memory import plan_residency
 from qoff.models import runtime
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
+from tests.instruments import POISON
 from tests.tiny_models import EOS, budgets, save_model, tiny_checkpoint
 from tests.tiny_models import QUANT as TINY_QUANT
 
@@ -48,7 +49,7 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
 
 
 def answers(checkpoint: Path, plan: Plan) -> list[tuple[int, ...]]:
-    with LLM(checkpoint, plan, poison=True) as llm:
+    with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
         found = sorted(llm.generate(PROMPTS, PARAMS), key=lambda result: result.index)
         assert [result.index for result in found] == list(range(len(PROMPTS)))
         assert all(llm.blocks.used(tier) == 0 for tier in ("device", "host", "disk"))
@@ -152,7 +153,7 @@ def test_prompts_that_begin_alike_share_blocks(
     prompts = [[*PROMPTS[5][:160], *tail] for tail in ([7, 8, 9], [9], [], [100] * 30)]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     plan = Plan(batch_size=2, batches=2, context=CONTEXT, kv=QUANT, share_prefixes=True)
-    with LLM(checkpoint, plan, poison=True) as llm:
+    with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
         taken = []
         allocate = llm.blocks.allocate
         monkeypatch.setattr(
@@ -215,7 +216,7 @@ def test_layers_larger_than_a_slot_come_in_tiles(
         lambda path, _, *args, **kw: plan_residency(path, least, *args, **kw),
     )
     plan = Plan(batch_size=2, batches=3, context=CONTEXT, kv=QUANT, activations=activations)
-    with LLM(checkpoint, plan, poison=True) as llm:
+    with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
         assert {0, 5} <= llm.runtime.residency.tiled
         found = sorted(llm.generate(PROMPTS, PARAMS), key=lambda r: r.index)
     assert [r.tokens for r in found] == expected

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from qoff.engine import LLM, Result, SamplingParams
-from qoff.engine.resources import Links
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.reference import elementwise
@@ -30,9 +29,11 @@ from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory.io.link import Link
+from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.io.link import Link, Links
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
+from tests.instruments import POISON
 from tests.models.test_triton_decoder import CHANGES, least_budget
 from tests.tiny_models import QUANT, save_model
 
@@ -52,10 +53,10 @@ PIECES = replace(PLAN, prefill_tokens=100)  # with blocks behind them
 def where(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of an `LLM` on the ops of a GPU."""
     if request.param == "gpu":
-        return {"device": "cuda"}
+        return {"device": "cuda", "_instrumentation": POISON}
     if ON_GPU:
         pytest.skip("Triton interprets kernels only where there is no GPU")
-    return {"ops": triton_ops}
+    return {"_instrumentation": replace(POISON, ops=triton_ops)}
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +164,7 @@ def test_the_answers_do_not_depend_on_the_plan(
         with LLM(checkpoint, replace(plan, device_memory=None), **where) as llm:
             weights = least_budget(checkpoint, 2 if ON_GPU else 0)
             plan = replace(plan, device_memory=llm.memory.total(DEVICE) + weights)
-    with LLM(checkpoint, plan, poison=True, **where) as llm:
+    with LLM(checkpoint, plan, **where) as llm:
         assert [r.tokens for r in answers(llm)] == [r.tokens for r in expected(plan)]
         assert_nothing_held(llm)
         prefetcher = blocks_of(llm)[2]
@@ -197,7 +198,7 @@ def test_prompts_that_begin_alike_share_blocks_of_all_batches(
 ) -> None:
     prompts = [[*PROMPTS[2][:130], *tail] for tail in ([7, 8, 9], [9], [], [10] * 30)]
     plan = replace(PLAN, kv_placement=THIRDS, share_prefixes=True, batch_size=2)
-    with LLM(checkpoint, plan, poison=True, **where) as llm:
+    with LLM(checkpoint, plan, **where) as llm:
         found = sorted(llm.generate(prompts, PARAMS), key=lambda r: r.index)
         assert sum(r.read for r in llm.rounds) == 133 + 3 + 2 + 32
         assert_nothing_held(llm)
@@ -210,7 +211,7 @@ def test_answers_of_one_prompt_are_forks_of_its_sequence(
     checkpoint: Path, where: dict[str, Any], expected: Callable[[Plan], list[Result]]
 ) -> None:
     plan = replace(PLAN, kv_placement=KVPlacement(0, 0.5), cpu_attention="never")
-    with LLM(checkpoint, plan, poison=True, **where) as llm:
+    with LLM(checkpoint, plan, **where) as llm:
         found = list(llm.generate(PROMPTS[:1], replace(PARAMS, n=2)))
         assert_nothing_held(llm)
     assert [r.tokens for r in found] == [expected(plan)[0].tokens] * 2
@@ -263,7 +264,7 @@ PLACES = [
 @pytest.fixture(scope="module")
 def moving(checkpoint: Path, where: dict[str, Any]) -> Iterator[LLM]:
     plan = replace(PIECES, kv_placement=THIRDS, cpu_attention="never", activations="host")
-    with LLM(checkpoint, plan, poison=True, **where) as llm:
+    with LLM(checkpoint, plan, **where) as llm:
         yield llm
 
 
@@ -308,7 +309,8 @@ class Broken(Link):
 def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
     link = Broken()
     plan = replace(PIECES, kv_placement=THIRDS, cpu_attention="never")
-    with LLM(checkpoint, plan, links=Links(host=link), ops=triton_ops, poison=True) as llm:
+    hooks = replace(POISON, links=Links(host=link), ops=triton_ops)
+    with LLM(checkpoint, plan, _instrumentation=hooks) as llm:
         results = llm.generate(PROMPTS, PARAMS)
         link.broken = True
         with pytest.raises(DiskReadError, match="died"):
@@ -326,7 +328,7 @@ def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
             r"tokens' scales of K.*cpu_attention='never'",
         ),
         ({"activation_bits": 8}, "no 8-bit activations"),
-        ({"kv": KVQuant(sinks=16), "activation_bits": 8}, "no sink tokens.*; no 8-bit"),
+        ({"kv": KVQuant(sinks=16, attention_top=0.5)}, "no sink tokens.*; no attention to a part"),
     ],
 )
 def test_options_that_a_gpu_does_not_have_are_refused(
@@ -347,8 +349,9 @@ def test_too_much_is_refused_before_anything_is_loaded(
 
 
 def test_types_and_devices_that_are_not_there_are_refused(checkpoint: Path) -> None:
+    hooks = Instrumentation(ops=triton_ops)
     with pytest.raises(ArgumentError, match=r"not torch\.float32"):
-        LLM(checkpoint, PLAN, ops=triton_ops, dtype=torch.float32)
+        LLM(checkpoint, PLAN, dtype=torch.float32, _instrumentation=hooks)
     if not ON_GPU:
         with pytest.raises(OpError, match="no GPU that torch can use"):
             LLM(checkpoint, PLAN, device="cuda")

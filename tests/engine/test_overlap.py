@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from qoff.engine import LLM, SamplingParams
-from qoff.engine.resources import Links
 from qoff.kvcache import KVQuant
 from qoff.kvcache.host.packed_pass import PackedPass
 from qoff.kvcache.store.placement import KVPlacement
-from qoff.memory.io.link import Link
+from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.io.link import Link, Links
 from qoff.plan import Plan
 from tests.tiny_models import tiny_checkpoint
 
@@ -119,7 +119,8 @@ def measure(
     """A run over links of so many bytes per second, all batches full from the first round on."""
     links = Links(Counted(disk), Counted(host))
     prompts = [[5 + (7 * i + j) % 100 for j in range(prompt)] for i in range(2 * BATCHES)]
-    with LLM(checkpoint, plan, links=links, trace=folder / "trace.json") as llm:
+    hooks = Instrumentation(links=links)
+    with LLM(checkpoint, plan, trace=folder / "trace.json", _instrumentation=hooks) as llm:
         assert llm.timeline is not None
         list(llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True)))
         settle(llm)

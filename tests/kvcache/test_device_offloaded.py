@@ -28,6 +28,7 @@ from qoff.memory.arena import Arena
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.disk import DiskReader
 from qoff.memory.io.spill import SpillFile
+from tests.instruments import POISON
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
@@ -63,7 +64,7 @@ class Pair:
             **options,
             placement=placement,
             offloaded=offloaded,
-            poison=True,
+            instrumentation=POISON,
         )
 
     def both(self, move: Callable[[DeviceCache], object]) -> None:
@@ -235,7 +236,16 @@ def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, attends_on_ho
         closing(SpillFile(tmp_path, tiers[DISK], reader)) as spill,
     ):
         arenas = {tier: Arena(tier, tiers[tier]) for tier in (DEVICE, HOST)}
-        offloaded = TieredBlocks(FORMS, [1, 1], plan, placement, arenas, copies, spill, poison=True)
+        offloaded = TieredBlocks(
+            FORMS,
+            [1, 1],
+            plan,
+            placement,
+            arenas,
+            copies,
+            spill,
+            instrumentation=POISON,
+        )
         pair = Pair(2, placement, offloaded=offloaded, forms=FORMS)
         for counts in ([260, 70], [1, 1], [1, 60]):
             pair.forward(counts)
@@ -260,7 +270,7 @@ def test_what_cannot_be_is_refused() -> None:
 def test_write_backs_arrive_in_any_order_and_dropped_ones_never() -> None:
     store = GrowingBlocks(FORMS, [2, 2])
     store.allocate(range(4), 4)
-    queue = WriteBackQueue(store, GPU, poison=True)
+    queue = WriteBackQueue(store, GPU, instrumentation=POISON)
     before = [pool.clone() for pool in store.pools]
     dropped = queue.take(0, [0, 1])
     for pending, code in (

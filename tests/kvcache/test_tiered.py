@@ -32,6 +32,7 @@ from qoff.memory.arena import PAGE, Arena
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.disk import DiskReader
 from qoff.memory.io.spill import Pwritev, SpillFile
+from tests.instruments import POISON
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 PLAIN, WINDOWED = HeadShape(4, 2, 64, 0.125), HeadShape(4, 2, 64, 0.125, 150)
@@ -83,7 +84,16 @@ def tiered(
         if sizes[DISK]:
             options = {} if pwritev is None else {"pwritev": pwritev}
             spill = stack.enter_context(closing(SpillFile(folder, sizes[DISK], reader, **options)))
-        yield TieredBlocks(FORMS, HEADS, plan, placement, arenas, copies, spill, poison=True)
+        yield TieredBlocks(
+            FORMS,
+            HEADS,
+            plan,
+            placement,
+            arenas,
+            copies,
+            spill,
+            instrumentation=POISON,
+        )
         assert all(arena.capacity - arena.used < PAGE for arena in arenas.values())
 
 

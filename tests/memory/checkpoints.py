@@ -11,7 +11,7 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint, CheckpointWriter, read_weight
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import Tile, TiledMatrix, WeightStore
-from qoff.memory.plan.units import EMBEDDING, LM_HEAD, Unit, local_names, unit_files, unit_weights
+from qoff.memory.plan import EMBEDDING, LM_HEAD, Unit, local_names, unit_files, unit_weights
 from tests.kernels.operands import random_weight
 
 HIDDEN, MLP, VOCAB = 64, 128, 100
@@ -99,7 +99,7 @@ class Truth:
         for unit, file in unit_files(checkpoint).items():
             local = local_names(unit, file.weights)
             weights: dict[str, QTensor | Tensor] = {}
-            for name in unit_weights(checkpoint, unit):
+            for name in unit_weights(unit, file):
                 weight = read_weight(file, file.weights[name])
                 if isinstance(weight, QTensor):
                     weight = weight.to_packing(packing)

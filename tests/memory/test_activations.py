@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from qoff.errors import BudgetError, DiskReadError, DiskWriteError
 from qoff.memory.activations import ActivationStore
 from qoff.memory.arena import PAGE, Arena
+from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.disk import DiskReader
-from qoff.memory.io.link import Link
+from qoff.memory.io.link import Link, Links
 from qoff.memory.io.spill import SpillFile
 
 TOKENS, HIDDEN = 40, 24
@@ -32,11 +33,11 @@ def store_of(
     """A store with exactly the memory that it says it takes."""
     sizes = ActivationStore.bytes_for(tier, batches, TOKENS, HIDDEN)
     arenas = {name: Arena(name, sizes[name]) for name in ("device", "host")}
-    link = Link(1e7) if slow else None
+    hooks = Instrumentation(links=Links(host=Link(1e7) if slow else None))
     options = {} if pwritev is None else {"pwritev": pwritev}
     with (
         closing(DiskReader(threads=1)) as reader,
-        closing(Copies(link=link)) as copies,
+        closing(Copies(instrumentation=hooks)) as copies,
         closing(SpillFile(folder, PAGE + sizes["disk"], reader, **options)) as spill,  # type: ignore[arg-type]
     ):
         yield ActivationStore(

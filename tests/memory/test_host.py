@@ -28,9 +28,9 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
-from qoff.memory.plan.residency import streamed_images
-from qoff.memory.plan.spread import spread_evenly
-from qoff.memory.plan.units import EMBEDDING, LM_HEAD
+from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.plan import EMBEDDING, LM_HEAD, spread_evenly, streamed_images
+from tests.instruments import POISON
 from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpoint
 
 LAYERS = 4
@@ -64,7 +64,7 @@ def test_any_share_in_host_memory_serves_the_same_bits(
     plan = residency_of(checkpoint, [], packing=packing, tile_bytes=tile_bytes)
     plan = place_in_host(checkpoint, plan, host_memory)
     assert plan.host_bytes <= host_memory
-    with WeightStore(checkpoint, plan, packing=packing, poison=True) as store:
+    with WeightStore(checkpoint, plan, packing=packing, instrumentation=POISON) as store:
         for _ in range(2):
             check_pass(store, truth)
         ids = torch.tensor([3, 99, 3, 0])
@@ -158,7 +158,7 @@ def test_the_slow_link_is_the_one_that_is_waited_for(small: Checkpoint) -> None:
 def test_units_that_are_moved_are_intervals_of_a_timeline(small: Checkpoint) -> None:
     plan = place_in_host(small, residency_of(small, ["model.layers.0.mlp.down_proj"]), 60_000)
     timeline = Timeline()
-    with WeightStore(small, plan, timeline=timeline) as store:
+    with WeightStore(small, plan, instrumentation=Instrumentation(timeline)) as store:
         for unit in UNITS * 2:
             with store.use(unit):
                 pass

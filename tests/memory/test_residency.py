@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.memory import WeightStore, plan_residency, residency_of
-from qoff.memory.plan.residency import streamed_image
-from qoff.memory.plan.units import HEAD, unit_files, unit_weights
+from qoff.memory.plan import HEAD, streamed_images, unit_weights
 from tests.memory.checkpoints import all_names, write_checkpoint
 
 PACKINGS = ["rows16", "split32"]
@@ -55,17 +54,13 @@ def test_no_plan_exceeds_its_budget_and_no_store_its_plan(
         assert store.stats.arena_peak <= budget - workspace
 
 
-def streamed_bytes(checkpoint: Checkpoint, resident: frozenset[str]) -> int:
-    images = [streamed_image(checkpoint, u, resident, "rows16") for u in unit_files(checkpoint)]
-    return sum(image.raw_bytes for image in images if image is not None)
-
-
 def test_more_memory_never_streams_more(checkpoint: Checkpoint) -> None:
     everything = residency_of(checkpoint, all_names(checkpoint)).device_bytes
     budgets = range(least(checkpoint, 2, 0), everything + 1, everything // 60)
     plans = [plan_residency(checkpoint, budget) for budget in budgets]
-    with_head = [p for p in plans if set(unit_weights(checkpoint, HEAD)) <= p.resident]
-    streamed = [streamed_bytes(checkpoint, plan.resident) for plan in with_head]
+    with_head = [p for p in plans if set(unit_weights(HEAD, checkpoint.outer)) <= p.resident]
+    images = [streamed_images(checkpoint, plan).values() for plan in with_head]
+    streamed = [sum(image.raw_bytes for image in some) for some in images]
     assert len(with_head) > 10
     assert streamed == sorted(streamed, reverse=True)
 
@@ -90,10 +85,8 @@ def test_every_layer_streams_one_range_and_about_as_much(checkpoint: Checkpoint)
         plan = plan_residency(checkpoint, budget)
         if plan.tiles:
             continue
-        images = [
-            streamed_image(checkpoint, unit, plan.resident, "rows16")
-            for unit in range(len(checkpoint.layers))
-        ]
+        streamed = streamed_images(checkpoint, plan)
+        images = [streamed.get(unit) for unit in range(len(checkpoint.layers))]
         streaming = [image for image in images if image is not None]
         assert all(len(image.ranges) == 1 for image in streaming)
         counts = [len(image.raw) if image is not None else 0 for image in images]

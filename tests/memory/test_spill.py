@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qoff.errors import BudgetError, DiskReadError, DiskWriteError
 from qoff.memory.arena import PAGE, map_pages
+from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.disk import DiskReader
 from qoff.memory.io.spill import Pwritev, SpillFile
 from qoff.memory.io.timeline import Timeline
@@ -113,7 +114,8 @@ def test_pieces_of_any_alignment_are_read(tmp_path: Path, reader: DiskReader) ->
 
 def test_writes_are_noted(tmp_path: Path, reader: DiskReader) -> None:
     timeline = Timeline()
-    with closing(SpillFile(tmp_path, 4 * PAGE, reader, timeline=timeline)) as file:
+    noted = Instrumentation(timeline)
+    with closing(SpillFile(tmp_path, 4 * PAGE, reader, instrumentation=noted)) as file:
         file.write(0, pages(3)).result(TIMEOUT_S)
     assert [(x.lane, x.nbytes) for x in timeline.intervals] == [("host to disk", 3 * PAGE)]
 

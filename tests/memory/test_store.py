@@ -25,6 +25,7 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
+from tests.instruments import POISON
 from tests.memory.checkpoints import Truth, all_names, same_bits, write_checkpoint
 
 LAYERS = 4
@@ -79,7 +80,11 @@ def test_every_residency_serves_the_same_bits(
     resident = data.draw(st.sets(st.sampled_from(names)) | st.just(set(names)) | st.just(set()))
     plan = residency_of(checkpoint, resident, slots, packing=packing)
     with WeightStore(
-        checkpoint, plan, packing=packing, transfers=racing_transfers(), poison=True
+        checkpoint,
+        plan,
+        packing=packing,
+        transfers=racing_transfers(),
+        instrumentation=POISON,
     ) as store:
         for unit in UNITS * 2:
             with store.use(unit) as weights:
@@ -101,7 +106,9 @@ def test_any_order_of_acquisition_serves_the_same_bits(
     truth: dict[str, Truth],
 ) -> None:
     plan = residency_of(checkpoint, {"model.layers.1.mlp.down_proj"}, slots)
-    with WeightStore(checkpoint, plan, transfers=racing_transfers(), poison=True) as store:
+    with WeightStore(
+        checkpoint, plan, transfers=racing_transfers(), instrumentation=POISON
+    ) as store:
         held: list[Unit] = []
         for i, unit in enumerate(acquired):
             if i == len(acquired) // 2:
@@ -136,7 +143,9 @@ def test_threads_that_share_a_store_all_get_the_right_bits(
         except Exception as error:
             wrong.append(error)
 
-    with WeightStore(checkpoint, plan, transfers=racing_transfers(), poison=True) as store:
+    with WeightStore(
+        checkpoint, plan, transfers=racing_transfers(), instrumentation=POISON
+    ) as store:
         threads = [threading.Thread(target=consume, args=(seed,)) for seed in range(3)]
         for thread in threads:
             thread.start()
@@ -239,7 +248,10 @@ def test_use_after_release_shows_as_nan(checkpoint: Checkpoint) -> None:
 
     transfers = ThreadTransfers(DiskReader(preadv=gated))
     with WeightStore(
-        checkpoint, residency_of(checkpoint, set()), transfers=transfers, poison=True
+        checkpoint,
+        residency_of(checkpoint, set()),
+        transfers=transfers,
+        instrumentation=POISON,
     ) as store:
         store.acquire(1)
         weights = store.acquire(0)

@@ -28,9 +28,9 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
-from qoff.memory.plan.residency import streamed_images
+from qoff.memory.plan import EMBEDDING, LM_HEAD, streamed_images
 from qoff.memory.plan.tiles import TILE_ROWS, slot_bytes, split_rows
-from qoff.memory.plan.units import EMBEDDING, LM_HEAD
+from tests.instruments import POISON
 from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpoint
 
 LAYERS = 3
@@ -77,7 +77,11 @@ def test_tiles_of_any_size_serve_every_row_once(
 ) -> None:
     plan = residency_of(checkpoint, resident, slots, packing=packing, tile_bytes=tile_bytes)
     with WeightStore(
-        checkpoint, plan, packing=packing, transfers=racing_transfers(), poison=True
+        checkpoint,
+        plan,
+        packing=packing,
+        transfers=racing_transfers(),
+        instrumentation=POISON,
     ) as store:
         for _ in range(2):
             check_pass(store, truth[packing])

@@ -30,11 +30,11 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
+from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.memory.io.staged_read import clip
-from qoff.memory.plan.image import FileRange
-from qoff.memory.plan.residency import streamed_images
-from qoff.memory.plan.units import EMBEDDING
+from qoff.memory.plan import EMBEDDING, FileRange, streamed_images
+from tests.instruments import POISON
 from tests.memory.checkpoints import Truth, all_names, check_pass, same_bits, write_checkpoint
 from tests.memory.kinds import KINDS, STAGING, SimulatedStream, make
 
@@ -97,13 +97,19 @@ def consume(store: WeightStore, passes: int = 1) -> None:
             pass
 
 
-def opened(kind: str, checkpoint: Checkpoint, plan: Residency, **options: object) -> WeightStore:
+def opened(
+    kind: str,
+    checkpoint: Checkpoint,
+    plan: Residency,
+    instrumentation: Instrumentation = POISON,
+    **options: object,
+) -> WeightStore:
     return WeightStore(
         checkpoint,
         plan,
         packing=PACKING,
         transfers=racing_transfers(kind),
-        poison=True,
+        instrumentation=instrumentation,
         **options,  # type: ignore[arg-type]
     )
 
@@ -216,7 +222,9 @@ def test_use_after_release_shows_as_nan(kind: str, pristine: Checkpoint) -> None
 
     plan = plan_for(kind, pristine)
     transfers = make(kind, DiskReader(preadv=gated))
-    with WeightStore(pristine, plan, packing=PACKING, transfers=transfers, poison=True) as store:
+    with WeightStore(
+        pristine, plan, packing=PACKING, transfers=transfers, instrumentation=POISON
+    ) as store:
         store.acquire(1)
         matrix = store.acquire(0)["mlp.down_proj"]
         assert isinstance(matrix, QTensor)
@@ -278,7 +286,7 @@ def test_the_death_of_a_reading_thread_is_an_error(
 def test_timelines_have_every_link(kind: str, pristine: Checkpoint) -> None:
     plan = plan_for(kind, pristine, sources=60_000)
     timeline = Timeline()
-    with opened(kind, pristine, plan, timeline=timeline) as store:
+    with opened(kind, pristine, plan, Instrumentation(timeline)) as store:
         for unit in UNITS * 2:
             with store.use(unit):
                 pass

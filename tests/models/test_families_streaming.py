@@ -11,6 +11,7 @@ from torch import Tensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.models.batch import Batch
 from qoff.models.runtime import Runtime
+from tests.instruments import POISON
 from tests.tiny_models import budgets, tiny_checkpoint
 
 LENGTHS = [1, 19, 6]
@@ -20,7 +21,7 @@ FAMILIES = ["gemma2", "glm4", "gpt-neox", "opt", "qwen3-moe", "qwen2-moe", "gpt-
 def logits(path: Path, memory: int | None) -> Tensor:
     """Of a ragged prefill and of two decode steps."""
     torch.manual_seed(5)
-    with Runtime(path, device_memory=memory, poison=True) as runtime:
+    with Runtime(path, device_memory=memory, instrumentation=POISON) as runtime:
         cache, found = runtime.new_cache(len(LENGTHS)), []
         for counts in (LENGTHS, [1, 1, 1], [1, 1, 1]):
             ragged = Ragged.of(counts, cache.lengths)

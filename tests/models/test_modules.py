@@ -26,11 +26,13 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import KVQuant
 from qoff.memory import residency_of
+from qoff.memory.instrumentation import Instrumentation
 from qoff.models.batch import Batch
 from qoff.models.convert.convert import convert
 from qoff.models.families import FAMILIES, SOURCES
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.runtime import Runtime
+from tests.instruments import POISON
 from tests.module_models import (
     MODULES,
     changed,
@@ -104,14 +106,14 @@ def test_no_spec_is_needed(name: str) -> None:
 
 @pytest.mark.parametrize("packing", ["rows16", "split32"])
 def test_logits_are_those_of_transformers(
-    base: Path, name: str, reference: Any, packing: str, monkeypatch: pytest.MonkeyPatch
+    base: Path, name: str, reference: Any, packing: str
 ) -> None:
-    if packing == "split32":
-        monkeypatch.setattr("qoff.models.runtime.ops_for", lambda device: reference_ops)
+    hooks = Instrumentation(ops=reference_ops if packing == "split32" else None)
     tolerance = DECODER_LOGITS if packing == "rows16" else RELATIVE_RMS[torch.float32]
     prompts, decoded = tokens(LENGTHS)
     wanted = expected_logits(reference, prompts, decoded)
-    with Runtime(module_checkpoint(base, name, packing)) as runtime:
+    path = module_checkpoint(base, name, packing)
+    with Runtime(path, instrumentation=hooks) as runtime:
         found = logits_of(runtime, prompts, decoded)
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, tolerance=tolerance)
@@ -120,7 +122,7 @@ def test_logits_are_those_of_transformers(
 def test_streaming_changes_no_bit(base: Path, name: str, resident: Tensor) -> None:
     path = module_checkpoint(base, name)
     least, _ = budgets(path)
-    with Runtime(path, device_memory=least, poison=True) as runtime:
+    with Runtime(path, device_memory=least, instrumentation=POISON) as runtime:
         assert torch.equal(torch.cat(logits_of(runtime, *tokens(LENGTHS))), resident)
         check_interleaved(runtime)
         stats = runtime.stats()
@@ -135,7 +137,7 @@ def test_matrices_in_tiles_change_no_bit(
     plan = residency_of(Checkpoint.open(path), [], tile_bytes=1)
     assert plan.tiled
     monkeypatch.setattr("qoff.models.runtime.plan_residency", lambda *_, **__: plan)
-    with Runtime(path, poison=True) as runtime:
+    with Runtime(path, instrumentation=POISON) as runtime:
         assert torch.equal(torch.cat(logits_of(runtime, *tokens(LENGTHS))), resident)
         check_interleaved(runtime)
 

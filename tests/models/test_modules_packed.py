@@ -25,6 +25,7 @@ from qoff.models.convert.convert import convert
 from qoff.models.modules.packed_cache import PackedModuleCache
 from qoff.models.modules.probe import is_standard
 from qoff.models.runtime import Batch, Runtime
+from tests.instruments import POISON
 from tests.module_models import PACKABLE, expected_logits, module_checkpoint, module_reference
 from tests.tiny_models import EXPERTS, QUANT, VOCAB, budgets, save_model, save_tokenizer
 from tests.tolerances import DECODER_LOGITS, PACKED_4, PACKED_8, assert_close
@@ -101,7 +102,10 @@ def test_packed_logits_are_close(base: Path, name: str, kv: KVQuant, tolerance: 
 def test_streaming_changes_no_bit(base: Path, name: str) -> None:
     path, kv = module_checkpoint(base, name), KVQuant(4, 4, window=16)
     least, _ = budgets(path)
-    assert torch.equal(all_logits(path, kv, device_memory=least, poison=True), all_logits(path, kv))
+    assert torch.equal(
+        all_logits(path, kv, device_memory=least, instrumentation=POISON),
+        all_logits(path, kv),
+    )
 
 
 def test_passes_that_take_turns_at_every_layer(base: Path) -> None:

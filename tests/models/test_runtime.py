@@ -25,11 +25,12 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import PlainCache
 from qoff.memory import DiskReader, Residency, ThreadTransfers, residency_of
-from qoff.memory.plan.units import unit_files
+from qoff.memory.plan import unit_files
 from qoff.models import names
 from qoff.models.batch import Batch
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
+from tests.instruments import POISON
 from tests.tiny_models import budgets, tiny_checkpoint
 
 FAMILIES = ["llama", "llama-gqa-tied", "qwen3-tied"]
@@ -93,7 +94,7 @@ def racing_runtime(
         patch.setattr("qoff.memory.store.ThreadTransfers", racing_transfers)
         if residency is not None:
             patch.setattr("qoff.models.runtime.plan_residency", lambda *_, **__: residency)
-        with Runtime(path, device_memory=memory, slots=slots, poison=True) as runtime:
+        with Runtime(path, device_memory=memory, slots=slots, instrumentation=POISON) as runtime:
             yield runtime
 
 

@@ -33,6 +33,7 @@ from qoff.models.native.decoder import Decoder
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
+from tests.instruments import POISON
 from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer
 from tests.tolerances import RELATIVE_RMS, assert_close
 
@@ -89,7 +90,7 @@ def finish(steps: Steps, store: WeightStore, asked: list[Unit] | None = None) ->
 def opened(
     checkpoint: Checkpoint, plan: Residency, ops: Ops | type[ContiguousOps] = cpu
 ) -> tuple[WeightStore, Decoder]:
-    store = WeightStore(checkpoint, plan, packing=plan.packing, poison=True)
+    store = WeightStore(checkpoint, plan, packing=plan.packing, instrumentation=POISON)
     spec = DecoderSpec.from_config(checkpoint.config)
     decoder = Decoder(spec, ops, lambda ids: store.gather_rows(names.EMBEDDING, ids))
     return store, decoder

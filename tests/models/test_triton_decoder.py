@@ -18,6 +18,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import KVQuant
 from qoff.memory import plan_residency
+from qoff.memory.instrumentation import Instrumentation
 from qoff.models.batch import Batch
 from qoff.models.convert.convert import convert
 from qoff.models.native.graphs import Replays
@@ -207,25 +208,27 @@ def test_logits_on_a_gpu_are_those_of_the_cpu(tmp_path: Path, dtype: torch.dtype
 
 
 def test_a_gpu_that_is_not_there_and_bad_arguments_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     path = checkpoint(tmp_path)
     if not torch.cuda.is_available():
         with pytest.raises(OpError, match="no GPU that torch can use"):
             Runtime(path, kv=KV8, device="cuda")
-    monkeypatch.setattr("qoff.models.runtime.ops_for", lambda device: triton_ops)
+    hooks = Instrumentation(ops=triton_ops)
     with pytest.raises(ArgumentError, match="KVQuant"):
-        Runtime(path, device="cuda")
+        Runtime(path, device="cuda", instrumentation=hooks)
     with pytest.raises(ArgumentError, match=r"not torch\.float32"):
-        Runtime(path, kv=KV8, device="cuda", dtype=torch.float32)
+        Runtime(path, kv=KV8, device="cuda", dtype=torch.float32, instrumentation=hooks)
+    with pytest.raises(ArgumentError, match="no 8-bit activations on this device"):
+        Runtime(path, kv=KV8, device="cuda", activation_bits=8, instrumentation=hooks)
 
 
 @interpreted
-def test_a_runtime_on_the_ops_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_on_the_ops_of_a_gpu(tmp_path: Path) -> None:
     """Weights of packing split32, streamed through slots, to the Triton ops."""
     path = checkpoint(tmp_path)
-    monkeypatch.setattr("qoff.models.runtime.ops_for", lambda device: triton_ops)
-    with Runtime(path, kv=KV8, device_memory=least_budget(path), poison=True) as runtime:
+    hooks = Instrumentation(poison=True, ops=triton_ops)
+    with Runtime(path, kv=KV8, device_memory=least_budget(path), instrumentation=hooks) as runtime:
         assert runtime.decoder.dtype == torch.float16
         assert greedy(runtime, 4) == greedy(PlainRun(path, triton_ops, dtype=torch.float16), 4)
 

@@ -16,11 +16,12 @@ from transformers.utils import logging as transformers_logging
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry
 from qoff.errors import ArgumentError, FormatError
-from qoff.eval.kv.every_token import EveryTokenOps
+from qoff.eval.kv.every_token import EveryTokenOps, RoundTrip
 from qoff.eval.kv.setting import KVSetting
 from qoff.eval.texts import digest
 from qoff.hf.load import exists, is_checkpoint, load_tokenizer, source_stamps
 from qoff.kernels.ops import ops_for
+from qoff.memory.instrumentation import Instrumentation
 from qoff.models.runtime import Runtime
 from qoff.models.sources.safetensors import open_source
 from qoff.models.spec import DecoderSpec
@@ -33,6 +34,15 @@ from .subjects import QoffSubject, Subject, TransformersSubject
 
 # Text on which tokenizers differ, if they do.
 _PROBE = "The quick brown fox, 1234.56 — naïve café\n\n\tdef f(x): return x  # ünïcödé"
+
+
+def every_token(
+    checkpoint: Path, round_trip: RoundTrip, before_rope: bool = False
+) -> Instrumentation:
+    """For a `Runtime` on the CPU: K and V of every token go through `round_trip`."""
+    layers = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).num_layers
+    ops = ops_for(torch.device("cpu"))
+    return Instrumentation(ops=EveryTokenOps(ops, round_trip, layers, before_rope))
 
 
 @contextmanager
@@ -54,9 +64,7 @@ def open_runtime(
     if kv.round_trip is not None:
         if device != "cpu":
             raise ArgumentError("every token can be packed in an evaluation on the CPU only")
-        layers = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).num_layers
-        ops = EveryTokenOps(ops_for(torch.device("cpu")), kv.round_trip, layers)
-        options = {"ops": ops}
+        options = {"instrumentation": every_token(checkpoint, kv.round_trip)}
     runtime = Runtime(
         checkpoint,
         device=device,

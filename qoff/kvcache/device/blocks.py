@@ -13,6 +13,7 @@ from qoff.kvcache.store.allocator import BlockAllocator
 from qoff.kvcache.store.base import BlockStore
 from qoff.kvcache.store.placement import DEVICE, KVPlacement
 from qoff.kvcache.store.tiered import TieredBlocks
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 from .prefetch import BlockPrefetcher
 from .write_back import WriteBackQueue
@@ -26,7 +27,7 @@ class DeviceBlocks:
     The pools grow as blocks are asked for, unless they are given: `pools`, of at least `blocks`
     blocks, stay as they are. offloaded: where blocks lie that `placement` leaves off the device;
     block b there is -1 - b here. They go there through `write_back`, and come back through
-    `prefetcher`, if there is one. poison: blocks on the device that nobody uses are NaN.
+    `prefetcher`, if there is one.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class DeviceBlocks:
         pools: Sequence[Tensor] | None = None,
         write_back: WriteBackQueue | None = None,
         prefetcher: BlockPrefetcher | None = None,
-        poison: bool = False,
+        instrumentation: Instrumentation = PLAIN,
     ) -> None:
         self.forms = tuple(forms)
         self.device = device
@@ -49,15 +50,15 @@ class DeviceBlocks:
         self.offloaded, self.prefetcher = offloaded, prefetcher
         self.write_back = write_back
         if offloaded is not None and write_back is None:
-            self.write_back = WriteBackQueue(offloaded, device, poison)
-        self._poison = poison
+            self.write_back = WriteBackQueue(offloaded, device, instrumentation)
+        self._poison = instrumentation.poison
         self._grows = pools is None
         self._allocator = BlockAllocator(blocks)
         self.pools = list(pools or ()) or [
             torch.empty(blocks, heads, form.nbytes, dtype=torch.uint8, device=device)
             for heads, form in zip(kv_heads, self.forms, strict=True)
         ]
-        if poison:
+        if self._poison:
             self._wipe(range(blocks))
 
     @property

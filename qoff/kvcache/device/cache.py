@@ -14,6 +14,7 @@ from qoff.kernels.reference.kv_blocks import unpack_blocks
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.base import BlockStore, GrowingBlocks
 from qoff.kvcache.store.placement import DEVICE, KVPlacement
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 from .blocks import DeviceBlocks, offloaded_blocks
 from .cache_step import CacheStep
@@ -32,10 +33,9 @@ class DeviceCache(SlotCache):
 
     placement: which blocks stay on the device, of a sequence of `capacity` tokens or as many as
     `reset` says. The others go to `offloaded`, whose blocks the CPU attends to while the GPU
-    attends to the rest (default: host memory that grows). poison: memory on the device and on the
-    way there is NaN unless it holds a block. store: blocks that this cache shares with others, in
-    place of those that the last three arguments speak of. Raises ArgumentError for offloaded blocks
-    of a form that the CPU does not attend to, or on disk without a store.
+    attends to the rest (default: host memory that grows). store: blocks that this cache shares
+    with others, in place of those that the last three arguments speak of. Raises ArgumentError for
+    offloaded blocks of a form that the CPU does not attend to, or on disk without a store.
     """
 
     store: DeviceBlocks
@@ -54,7 +54,7 @@ class DeviceCache(SlotCache):
         dtype: torch.dtype = torch.float16,
         placement: KVPlacement | None = None,
         offloaded: BlockStore | None = None,
-        poison: bool = False,
+        instrumentation: Instrumentation = PLAIN,
         store: DeviceBlocks | None = None,
     ) -> None:
         expected = self.blocks_of(capacity, window, 0)
@@ -74,7 +74,13 @@ class DeviceCache(SlotCache):
                 )
             count = sequences * placement.capacity(expected)[DEVICE]
             store = DeviceBlocks(
-                forms, kv_heads, device, count, placement, offloaded, poison=poison
+                forms,
+                kv_heads,
+                device,
+                count,
+                placement,
+                offloaded,
+                instrumentation=instrumentation,
             )
         self.store = store
         self.tables = DeviceTables(sequences, device)

@@ -150,7 +150,7 @@ class CacheStep:
         return cache.store.allocate(places, cache.expected[slot], on_device)
 
     def _tell_tables(self) -> None:
-        """Blocks on the device by number, new offloaded ones by their place in the write-back buffer."""
+        """Blocks on the device by number, new offloaded ones by place in the write-back buffer."""
         place = 0
         for slot, blocks in self._new.items():
             count = len(offloaded_blocks(blocks))

@@ -15,6 +15,7 @@ from qoff.kvcache.store.copy_plan import CopyPlan
 from qoff.kvcache.store.placement import DISK, HOST
 from qoff.kvcache.store.ring import BlockRing, Fetch
 from qoff.kvcache.store.tiered import TieredBlocks
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.copies import Copies
 
 MOVE_ROWS = 16  # query rows of a sequence and KV head up to which the queries are moved instead
@@ -26,8 +27,7 @@ class BlockPrefetcher:
     pools: of each layer, uint8 [blocks, kv_heads, form.nbytes], up to the end of one memory. slots:
     pieces of that memory, with room for `prefetched` blocks and one. bounces: for each, host memory
     for `from_disk` blocks that are read from disk. always: passes over offloaded blocks move them
-    all; otherwise only those of many queries do, where they fit. poison: slots that hold nothing
-    are NaN.
+    all; otherwise only those of many queries do, where they fit.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BlockPrefetcher:
         prefetched: int,
         from_disk: int,
         always: bool,
-        poison: bool = False,
+        instrumentation: Instrumentation = PLAIN,
     ) -> None:
         self._offloaded, self._pools, self._copies = offloaded, pools, copies
         self._bounces = {
@@ -49,7 +49,7 @@ class BlockPrefetcher:
         }
         self._prefetched, self._from_disk = prefetched, from_disk
         self._always = always
-        self.ring = BlockRing(slots, lambda: copies.alive, poison)
+        self.ring = BlockRing(slots, lambda: copies.alive, instrumentation)
 
     def takes(self, blocks: Sequence[int], rows: int) -> bool:
         """Whether a pass over these blocks of the offloaded store moves them to the device.

@@ -10,6 +10,7 @@ from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kvcache.store.placement import DEVICE, HOST, KVPlacement
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory.arena import PAGE, Arena, round_up
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.spill import SpillFile
 
@@ -29,23 +30,36 @@ def open_device_blocks(
     spill: SpillFile | None,
     *,
     always_move: bool,
-    poison: bool = False,
+    instrumentation: Instrumentation = PLAIN,
 ) -> DeviceBlocks:
     """Take what `plan` says from both arenas, and from the start of `spill`.
 
     always_move: attention to offloaded blocks is on the device, never where they lie. copies: to
-    the device. poison: memory that holds no block is NaN. Raises BudgetError.
+    the device. Raises BudgetError.
     """
     pools, slots = _device_memory(kv_heads, plan, arenas[DEVICE])
     device = pools[0].device
     if placement.device_fraction >= 1:
         return DeviceBlocks(
-            forms, kv_heads, device, plan.resident, placement, pools=pools, poison=poison
+            forms,
+            kv_heads,
+            device,
+            plan.resident,
+            placement,
+            pools=pools,
+            instrumentation=instrumentation,
         )
     host = arenas[HOST]
     ring_and_pools = {DEVICE: host, HOST: host}  # what is resident the CPU is in its memory
     offloaded = TieredBlocks(
-        forms, kv_heads, plan.offloaded, placement, ring_and_pools, copies, spill, poison=poison
+        forms,
+        kv_heads,
+        plan.offloaded,
+        placement,
+        ring_and_pools,
+        copies,
+        spill,
+        instrumentation=instrumentation,
     )
     buffers = [
         WriteBackBuffer(
@@ -65,7 +79,7 @@ def open_device_blocks(
             prefetched=plan.prefetched,
             from_disk=plan.prefetched_from_disk,
             always=always_move,
-            poison=poison,
+            instrumentation=instrumentation,
         )
     return DeviceBlocks(
         forms,
@@ -75,9 +89,9 @@ def open_device_blocks(
         placement,
         offloaded,
         pools=pools,
-        write_back=WriteBackQueue(offloaded, device, poison, buffers),
+        write_back=WriteBackQueue(offloaded, device, instrumentation, buffers),
         prefetcher=prefetcher,
-        poison=poison,
+        instrumentation=instrumentation,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qoff.kvcache.store.base import BlockStore
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 WRITE_BACK_BUFFERS = 2  # one is copied from while kernels fill another
 
@@ -45,20 +46,19 @@ class WriteBackQueue:
 
     A write-back is filled from `take` to `send`, and in the store when `deliver` or a later `take`
     returns. buffers: WRITE_BACK_BUFFERS of a fixed size, enough for every write-back; without,
-    memory grows to the most blocks of a layer that were on their way at once. poison: memory that
-    holds no block is NaN.
+    memory grows to the most blocks of a layer that were on their way at once.
     """
 
     def __init__(
         self,
         store: BlockStore,
         device: torch.device,
-        poison: bool = False,
+        instrumentation: Instrumentation = PLAIN,
         buffers: Sequence[WriteBackBuffer] = (),
     ) -> None:
         self._store = store
         self._device = device
-        self._poison = poison
+        self._instrumentation = instrumentation
         self._stream: torch.cuda.Stream | None = None
         self._buffers = len(buffers)
         self._free = list(buffers)
@@ -122,9 +122,8 @@ class WriteBackQueue:
         self._free.append(buffer)
 
     def _wipe(self, buffer: WriteBackBuffer) -> None:
-        if self._poison:
-            buffer.memory.fill_(0xFF)
-            buffer.host.fill_(0xFF)
+        self._instrumentation.wipe(buffer.memory)
+        self._instrumentation.wipe(buffer.host)
 
 
 def _on_host(write_back: WriteBack) -> Tensor:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from torch import Tensor
 
 from qoff.errors import DiskReadError
+from qoff.memory.instrumentation import Instrumentation
 
 _WATCH_S = 1.0
 
@@ -28,19 +29,24 @@ class Fetch:
 class BlockRing:
     """Slots that blocks are fetched into; from one thread.
 
-    slots: uint8 memory of each. alive: whether the threads that fill them are there. poison: fill
-    free slots with NaN. At least one slot is free whenever a fetch that nobody uses can be dropped.
+    slots: uint8 memory of each. alive: whether the threads that fill them are there. At least one
+    slot is free whenever a fetch that nobody uses can be dropped.
     """
 
-    def __init__(self, slots: Sequence[Tensor], alive: Callable[[], bool], poison: bool) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Tensor],
+        alive: Callable[[], bool],
+        instrumentation: Instrumentation,
+    ) -> None:
         self._free = list(range(len(slots)))
         self._slots = slots
         self._alive = alive
-        self._poison = poison
+        self._instrumentation = instrumentation
         self._ahead: list[Fetch] = []  # fetched, not in use; oldest first
         self.wait_s = 0.0  # that `use` waited
-        for slot in self._free:
-            self._recycle(slot)
+        for memory in slots:
+            instrumentation.wipe(memory)
 
     def start(self, fill: Fill, must: bool) -> Fetch | None:
         """Start a fetch; None when no slot is free, unless it must: another one is dropped then."""
@@ -81,7 +87,7 @@ class BlockRing:
         if fetch in self._ahead:
             self._ahead.remove(fetch)
         fetch.in_use = False
-        self._recycle(fetch.slot)
+        self._instrumentation.wipe(fetch.memory)
         self._free.append(fetch.slot)
 
     def _settle(self, fetch: Fetch) -> None:
@@ -90,7 +96,3 @@ class BlockRing:
             while not future.done():
                 if wait([future], timeout=_WATCH_S).not_done and not self._alive():
                     raise DiskReadError("KV cache: the threads that move blocks died")
-
-    def _recycle(self, slot: int) -> None:
-        if self._poison:
-            self._slots[slot].fill_(0xFF)

@@ -15,6 +15,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.memory.arena import PAGE, Arena, round_up
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.spill import SpillFile
 
@@ -79,7 +80,7 @@ class TieredBlocks(BlockStore):
     """Blocks of `plan` in two arenas and a file; `placement` says which of a sequence's lie where.
 
     Blocks on disk, and on the host unless the CPU attends to them there, are brought into a ring on
-    the device before attention reads them. poison: memory that holds no block is NaN.
+    the device before attention reads them.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class TieredBlocks(BlockStore):
         copies: Copies,
         spill: SpillFile | None,
         *,
-        poison: bool = False,
+        instrumentation: Instrumentation = PLAIN,
     ) -> None:
         super().__init__(forms, kv_heads)
         self.plan, self.placement = plan, placement
         self.spill, self._copies = spill, copies
-        self._poison = poison
+        self._poison = instrumentation.poison
         self._bases: dict[str, int] = {}  # first number of each tier's blocks
         self._allocators: dict[str, BlockAllocator] = {}
         self.pools: dict[str, list[Tensor]] = {}
@@ -114,7 +115,7 @@ class TieredBlocks(BlockStore):
             arenas[DEVICE].alloc(plan.slot_bytes, f"KV ring slot {i}")
             for i in range(RING_SLOTS if plan.slot_bytes else 0)
         ]
-        self.ring = BlockRing(slots, lambda: copies.alive, poison)
+        self.ring = BlockRing(slots, lambda: copies.alive, instrumentation)
         stage = plan.stage_bytes // _STAGES
         self._stages = [
             (arenas[HOST].alloc(stage, "KV blocks on their way to disk"), _done())

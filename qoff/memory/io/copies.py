@@ -11,27 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .link import Link
-from .timeline import Timeline
+from qoff.memory.instrumentation import PLAIN, Instrumentation
+
 from .workers import Workers
 
 
 class Copies:
-    """Copies one after another, in the order of the calls; `link` slows them down in tests.
+    """Copies one after another, in the order of the calls.
 
     device: where one side of them may be. On a GPU each copy is behind the work that is on the
     caller's current stream, beside what comes there later, and ended when its future is done.
     """
 
     def __init__(
-        self,
-        timeline: Timeline | None = None,
-        link: Link | None = None,
-        device: torch.device | None = None,
+        self, device: torch.device | None = None, instrumentation: Instrumentation = PLAIN
     ) -> None:
         self._workers = Workers(1, "qoff-copy")
-        self._timeline = timeline
-        self._link = link
+        self._timeline, self._link = instrumentation.timeline, instrumentation.links.host
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self.bytes = 0

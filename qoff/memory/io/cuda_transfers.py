@@ -19,15 +19,14 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError, DiskReadError
 from qoff.memory.arena import Arena, map_pages
-from qoff.memory.plan.image import FileRange, Image
-from qoff.memory.plan.residency import Residency
+from qoff.memory.instrumentation import PLAIN, Instrumentation
+from qoff.memory.plan import FileRange, Image, Residency
 
 from .copy_stream import Copy, CopyStream, Event
 from .disk import DiskReader, ReadRequest
 from .lane import DISK_TO_DEVICE, HOST_TO_DEVICE, Lane
 from .staged_read import Buffer, Send, StagedRead
 from .thread_transfers import ThreadTransfers
-from .timeline import Timeline
 from .transfers import Arenas, Mark, UnitRead
 from .workers import Workers
 
@@ -70,6 +69,7 @@ class CudaTransfers:
         self._pinned: Tensor | None = None
         self._reads = Lane(None, DISK_TO_DEVICE)
         self._copies = Lane(None, HOST_TO_DEVICE)
+        self._poison = False
         self._closed = False
 
     @property
@@ -81,7 +81,7 @@ class CudaTransfers:
         """Whether all threads are there."""
         return self._reader.alive and self._fillers.alive and self._senders.alive
 
-    def open(self, residency: Residency, timeline: Timeline | None = None) -> Arenas:
+    def open(self, residency: Residency, instrumentation: Instrumentation = PLAIN) -> Arenas:
         self._check(residency)
         self._stream = self._make_stream(self.device)
         self.device = self._stream.device
@@ -90,7 +90,8 @@ class CudaTransfers:
         self._buffer_bytes = residency.host_staging_bytes // self.host_staging
         for i in range(self.host_staging):
             self._buffers.put(Buffer(host.alloc(self._buffer_bytes, f"staging buffer {i}")))
-        self._loader.set_timeline(timeline)
+        timeline, self._poison = instrumentation.timeline, instrumentation.poison
+        self._loader.watch(instrumentation)
         self._reads = Lane(timeline, DISK_TO_DEVICE)
         self._copies = Lane(timeline, HOST_TO_DEVICE)
         if timeline is not None:
@@ -114,8 +115,8 @@ class CudaTransfers:
             self._watchers.submit([_Watch(self._copies, image.label, source.nbytes, copy)])
         return _CudaCopy(self.stream, copy.ended)
 
-    def recycle(self, memory: Tensor, poison: bool) -> Mark:
-        return self.stream.recycle(memory, poison)
+    def recycle(self, memory: Tensor) -> Mark:
+        return self.stream.recycle(memory, self._poison)
 
     def close(self) -> None:
         self._closed = True

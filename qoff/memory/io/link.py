@@ -6,8 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from qoff.errors import ArgumentError
+
+from .disk import DiskReader
 
 
 class Link:
@@ -41,3 +44,15 @@ class Link:
         count = os.preadv(fd, views, offset)
         self.pass_through(count)
         return count
+
+
+@dataclass(frozen=True)
+class Links:
+    """Simulated links, for what is moved between disk, host and device."""
+
+    disk: Link | None = None
+    host: Link | None = None
+
+    def reader(self) -> DiskReader:
+        """A reader behind the disk's link."""
+        return DiskReader() if self.disk is None else DiskReader(preadv=self.disk.preadv)

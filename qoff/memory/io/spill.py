@@ -16,9 +16,9 @@ from torch import Tensor
 
 from qoff.errors import BudgetError, DiskReadError, DiskWriteError
 from qoff.memory.arena import PAGE
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 from .disk import DiskReader, ReadRequest
-from .timeline import Timeline
 from .workers import Workers
 
 Pwritev = Callable[[int, Sequence[memoryview], int], int]
@@ -39,13 +39,13 @@ class SpillFile:
         nbytes: int,
         reader: DiskReader,
         *,
-        timeline: Timeline | None = None,
+        instrumentation: Instrumentation = PLAIN,
         pwritev: Pwritev = os.pwritev,
     ) -> None:
         self.nbytes = nbytes
         self.folder = folder
         self.written = 0  # bytes
-        self.timeline = timeline
+        self.timeline = instrumentation.timeline
         self._reader = reader
         self._pwritev = pwritev
         self._fd = _nameless(folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from qoff.errors import DiskReadError
-from qoff.memory.plan.image import FileRange, Image
+from qoff.memory.plan import FileRange, Image
 
 from .copy_stream import Event
 from .disk import ReadRequest

@@ -13,13 +13,12 @@ from qoff.errors import DiskReadError
 from qoff.kernels.layout.packing import repack_into
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import Arena
-from qoff.memory.plan.image import Image, view
-from qoff.memory.plan.residency import Residency
+from qoff.memory.instrumentation import PLAIN, Instrumentation
+from qoff.memory.plan import Image, Residency, view
 
 from .disk import DiskReader, ReadRequest
 from .lane import DISK_TO_DEVICE, DISK_TO_HOST, HOST_TO_DEVICE, Lane
 from .link import Link
-from .timeline import Timeline
 from .transfers import Arenas, FileDigest, Mark, UnitRead, join
 from .workers import Workers
 
@@ -43,7 +42,7 @@ class ThreadTransfers:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self.host_link = host_link
         self.copied_bytes = 0
-        self.set_timeline(None)
+        self.watch(PLAIN)
 
     @property
     def reader(self) -> DiskReader:
@@ -54,8 +53,8 @@ class ThreadTransfers:
         """Whether all threads are there."""
         return self._reader.alive and self._workers.alive and self._copiers.alive
 
-    def open(self, residency: Residency, timeline: Timeline | None = None) -> Arenas:
-        self.set_timeline(timeline)
+    def open(self, residency: Residency, instrumentation: Instrumentation = PLAIN) -> Arenas:
+        self.watch(instrumentation)
         device = Arena("device", residency.device_bytes)
         host = Arena("host", residency.host_bytes)
         self._staging = device.alloc(residency.staging_bytes, "staging for repacking")
@@ -75,9 +74,8 @@ class ThreadTransfers:
         self._copiers.submit([copy])
         return copy
 
-    def recycle(self, memory: Tensor, poison: bool) -> Mark:
-        if poison:
-            memory.fill_(0xFF)
+    def recycle(self, memory: Tensor) -> Mark:
+        self._instrumentation.wipe(memory)
         return None
 
     def close(self) -> None:
@@ -99,8 +97,9 @@ class ThreadTransfers:
         read.start()
         return read
 
-    def set_timeline(self, timeline: Timeline | None) -> None:
-        """Note units there from now on."""
+    def watch(self, instrumentation: Instrumentation) -> None:
+        """Note units in its timeline from now on."""
+        self._instrumentation, timeline = instrumentation, instrumentation.timeline
         self.to_device = Lane(timeline, DISK_TO_DEVICE)
         self.to_host = Lane(timeline, DISK_TO_HOST)
         self.copies = Lane(timeline, HOST_TO_DEVICE)

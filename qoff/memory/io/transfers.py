@@ -18,11 +18,10 @@ from torch import Tensor
 from qoff.checkpoint import check_digest
 from qoff.errors import DiskReadError
 from qoff.memory.arena import Arena
-from qoff.memory.plan.image import Image
-from qoff.memory.plan.residency import Residency
+from qoff.memory.instrumentation import PLAIN, Instrumentation
+from qoff.memory.plan import Image, Residency
 
 from .disk import DiskReader
-from .timeline import Timeline
 
 _WATCH_S = 1.0  # how often a waiting thread looks whether the reading ones still live
 
@@ -73,10 +72,10 @@ class Transfers(Protocol):
     def copied_bytes(self) -> int:
         """Bytes that `copy_unit` has brought from host memory to the device."""
 
-    def open(self, residency: Residency, timeline: Timeline | None = None) -> Arenas:
+    def open(self, residency: Residency, instrumentation: Instrumentation = PLAIN) -> Arenas:
         """Allocate what a residency calls for: the arenas, and staging memory in them.
 
-        timeline: notes each unit. Raises BudgetError.
+        Raises BudgetError.
         """
 
     def read_unit(self, image: Image, memory: Tensor, verify: bool, after: Mark | None) -> UnitRead:
@@ -94,8 +93,8 @@ class Transfers(Protocol):
     ) -> UnitRead:
         """Start copying an image from host memory to the device, after `after`, in call order."""
 
-    def recycle(self, memory: Tensor, poison: bool) -> Mark:
-        """Mark the end of all use of `memory`; `poison` fills it with 0xFF bytes, NaN in floats."""
+    def recycle(self, memory: Tensor) -> Mark:
+        """Mark the end of all use of `memory`, which now holds nothing."""
 
     def close(self) -> None:
         """Stop; transfers under way fail. Joins all threads."""

@@ -1,1 +1,56 @@
-"""Which weights stay on the device, which stream, from where, and how they lie in memory."""
+"""Which weights stay on the device, which stream, from where, and how they lie in memory.
+
+`plan_residency` chooses a `Residency` for a budget; `resident_images`, `streamed_images` and
+`host_images` say how its weights lie in memory and which reads bring them there. Inside, every
+module is built on the ones before it: `units`, `image`, `tiles`, `residency`, `placement`.
+"""
+
+from .image import FileRange, Image, Weight, view
+from .placement import place_in_host, plan_residency
+from .residency import (
+    Residency,
+    host_images,
+    residency_of,
+    resident_images,
+    streamed_images,
+    tiled_matrices,
+)
+from .units import (
+    EMBEDDING,
+    HEAD,
+    LM_HEAD,
+    Tile,
+    TiledMatrix,
+    Unit,
+    is_expert,
+    local_names,
+    unit_files,
+    unit_label,
+    unit_weights,
+)
+
+__all__ = [
+    "EMBEDDING",
+    "HEAD",
+    "LM_HEAD",
+    "FileRange",
+    "Image",
+    "Residency",
+    "Tile",
+    "TiledMatrix",
+    "Unit",
+    "Weight",
+    "host_images",
+    "is_expert",
+    "local_names",
+    "place_in_host",
+    "plan_residency",
+    "residency_of",
+    "resident_images",
+    "streamed_images",
+    "tiled_matrices",
+    "unit_files",
+    "unit_label",
+    "unit_weights",
+    "view",
+]

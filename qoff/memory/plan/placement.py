@@ -6,16 +6,33 @@ as much, because then every slot is small and the disk never waits for a run of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from qoff.checkpoint import Checkpoint
+from qoff.checkpoint import Checkpoint, TensorEntry, WeightEntry, WeightFile, tensors_of
 from qoff.errors import BudgetError
 from qoff.memory.arena import PAGE
 
-from .residency import Residency, residency_of, rows_image, streamed_image, streamed_images
-from .spread import spread_evenly
-from .units import EMBEDDING, HEAD, has_own_head, placed_together, unit_files, unit_weights
+from .residency import (
+    Residency,
+    UnitPlan,
+    check_slots,
+    plan_unit,
+    residency_of,
+    rows_image,
+    streamed_images,
+)
+from .units import (
+    EMBEDDING,
+    HEAD,
+    LM_HEAD,
+    Unit,
+    WholeUnit,
+    local_names,
+    placed_together,
+    unit_files,
+    unit_weights,
+)
 
 _LOAD_BYTES = 64 << 20  # at most, of a staging buffer when all weights are resident
 _HEAD_TILES = 8  # beside layers that stream whole, about as many tiles of a head, or fewer
@@ -40,23 +57,22 @@ def plan_residency(
 
     Up to `host_memory` bytes (None: as many as buffers need) hold the sources of streaming units,
     evenly spread among those on disk, and `host_staging` buffers between disk and device (0: reads
-    go straight to the device). Raises BudgetError with the bytes there and the least bytes any plan
-    takes.
+    go straight to the device). A budget that is too small is refused with the minimum: raises
+    BudgetError with the bytes there and the least bytes any plan takes.
     """
-    planner = _Planner(checkpoint, slots, workspace, packing)
-    everything = planner.keep(f for file in unit_files(checkpoint).values() for f in file.weights)
-    plan = everything
-    if device_memory is not None and everything.device_bytes > device_memory:
-        found = planner.best(device_memory)
+    search = _Search(checkpoint, slots, workspace, packing)
+    choice = _Choice(tuple(checkpoint.outer.weights), search.levels)
+    wanted = search.bytes_of(choice)
+    if device_memory is not None and wanted > device_memory:
+        found = search.best(device_memory)
         if found is None:
             raise BudgetError(
-                f"device memory: the weights of {checkpoint.path} want "
-                f"{everything.device_bytes:,} bytes, {device_memory:,} are there, and streaming "
-                f"takes at least {min(planner.least, everything.device_bytes):,} "
+                f"device memory: the weights of {checkpoint.path} want {wanted:,} bytes, "
+                f"{device_memory:,} are there, and streaming takes at least {search.least:,} "
                 f"({slots} slots, {workspace:,} bytes of working space); raise the budget to that"
             )
-        plan = found
-    return place_in_host(checkpoint, plan, host_memory, host_staging)
+        choice = found
+    return place_in_host(checkpoint, search.residency(choice), host_memory, host_staging)
 
 
 def place_in_host(
@@ -81,7 +97,8 @@ def place_in_host(
     nbytes = {unit: image.nbytes for unit, image in images.items()}
     chosen = spread_evenly(nbytes, left)
     used = sum(nbytes[unit] for unit in chosen)
-    if len(chosen) == len(nbytes) and has_own_head(checkpoint) and EMBEDDING not in plan.resident:
+    untied = LM_HEAD in checkpoint.outer.weights
+    if len(chosen) == len(nbytes) and untied and EMBEDDING not in plan.resident:
         rows = rows_image(checkpoint).nbytes
         if used + rows <= left:
             chosen, used = chosen | {EMBEDDING}, used + rows
@@ -94,87 +111,168 @@ def place_in_host(
     )
 
 
-class _Planner:
-    """Candidates of `plan_residency`; `least` is what the smallest tried so far takes."""
+def spread_evenly(nbytes: Mapping[Unit, int], budget: int) -> frozenset[Unit]:
+    """Choose units, given in streaming order with their bytes, that fit `budget` bytes together.
+
+    Up to every unit, the chosen ones hold about the same share of the bytes, so that neither link
+    idles while a run of units comes over the other. What is left takes the first units that fit.
+    """
+    share = min(1.0, budget / max(sum(nbytes.values()), 1))
+    chosen: set[Unit] = set()
+    held, due = 0, 0.0
+    for unit, size in nbytes.items():
+        due += size * share
+        if held + size / 2 <= due and held + size <= budget:
+            chosen.add(unit)
+            held += size
+    for unit, size in nbytes.items():
+        if unit not in chosen and held + size <= budget:
+            chosen.add(unit)
+            held += size
+    return frozenset(chosen)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The last `level` pieces of every layer stay, one more of `extra` layers, and `outer`."""
+
+    outer: tuple[str, ...]
+    level: int
+    extra: int = 0
+    tile_bytes: int | None = None
+
+
+class _Search:
+    """The choices of `plan_residency` in the order it prefers them.
+
+    A unit's sizes are computed once for each part of it that stays, and once for all layers whose
+    files lie alike. `least` is what the smallest choice looked at so far takes, in bytes.
+    """
 
     def __init__(self, checkpoint: Checkpoint, slots: int, workspace: int, packing: str) -> None:
+        check_slots(slots)
         self._checkpoint = checkpoint
         self._slots, self._workspace, self._packing = slots, workspace, packing
-        self._layers = [placed_together(file.weights) for file in checkpoint.layers]
-        self._head = unit_weights(checkpoint, HEAD)
-        self._levels = max(map(len, self._layers), default=0)
+        self._pieces = [placed_together(file.weights) for file in checkpoint.layers]
+        self._files = unit_files(checkpoint)
+        self._alike = _first_alike(checkpoint.layers)
+        self._head = unit_weights(HEAD, checkpoint.outer)
+        self._planned: dict[tuple[WholeUnit, int | tuple[str, ...], int | None], UnitPlan] = {}
+        self.levels = max(map(len, self._pieces), default=0)
         self.least = 1 << 62
 
-    def keep(self, names: Iterable[str], tile: int | None = None) -> Residency:
-        plan = residency_of(
-            self._checkpoint, names, self._slots, self._workspace, self._packing, tile
+    def residency(self, choice: _Choice) -> Residency:
+        layers = enumerate(self._counts(choice))
+        names = [*choice.outer, *(n for layer, count in layers for n in self._last(layer, count))]
+        return residency_of(
+            self._checkpoint, names, self._slots, self._workspace, self._packing, choice.tile_bytes
         )
-        self.least = min(self.least, plan.device_bytes)
-        return plan
 
-    def best(self, device_memory: int) -> Residency | None:
-        """The first candidate that fits."""
-        for head in (True, False):
-            for level in range(self._levels, -1, -1):
-                plan = self._even(head, level, 0)
-                if plan.device_bytes <= device_memory:
-                    return self._fill_up(plan, head, level, device_memory)
+    def bytes_of(self, choice: _Choice) -> int:
+        """Bytes of the device that a choice takes."""
+        units = self._units(choice)
+        slots = self._slots * max(unit.slot_bytes for unit in units)
+        staging = max(unit.staging_bytes for unit in units)
+        nbytes = sum(unit.resident_bytes for unit in units) + slots + staging + self._workspace
+        self.least = min(self.least, nbytes)
+        return nbytes
+
+    def best(self, device_memory: int) -> _Choice | None:
+        """The first choice that fits."""
+        for outer in (self._head, ()):
+            for level in range(self.levels, -1, -1):
+                choice = _Choice(outer, level)
+                if self.bytes_of(choice) <= device_memory:
+                    return self._fill_up(choice, device_memory)
         return self._head_in_tiles(device_memory) or self._largest_in_tiles(device_memory)
 
-    def _head_in_tiles(self, device_memory: int) -> Residency | None:
+    def _head_in_tiles(self, device_memory: int) -> _Choice | None:
         """Layers as when the head stays; the head in tiles that take about a layer's slot."""
-        head = streamed_image(self._checkpoint, HEAD, frozenset(), self._packing)
-        whole = head.nbytes if head is not None else 0
-        for level in range(self._levels, -1, -1):
-            layer = self._even(True, level, 0).slot_bytes
-            tile = max(layer, -(-whole // _HEAD_TILES))
-            plan = self._even(False, level, 0, tile)
-            if plan.device_bytes <= device_memory:
-                return self._fill_up(plan, False, level, device_memory, tile)
+        whole = self._units(_Choice((), 0))[-1].slot_bytes
+        for level in range(self.levels, -1, -1):
+            layer = max(unit.slot_bytes for unit in self._units(_Choice(self._head, level)))
+            choice = _Choice((), level, tile_bytes=max(layer, -(-whole // _HEAD_TILES)))
+            if self.bytes_of(choice) <= device_memory:
+                return self._fill_up(choice, device_memory)
         return None
 
-    def _largest_in_tiles(self, device_memory: int) -> Residency | None:
+    def _largest_in_tiles(self, device_memory: int) -> _Choice | None:
         """Nothing but vectors stays: the largest units in tiles, the fewest units, then tiles."""
-        files = unit_files(self._checkpoint)
-        images = (streamed_image(self._checkpoint, u, frozenset(), self._packing) for u in files)
-        sizes = sorted({image.nbytes for image in images if image is not None}, reverse=True)
+        sizes = sorted({unit.slot_bytes for unit in self._units(_Choice((), 0))} - {0})[::-1]
         for size, below in zip(sizes, [*sizes[1:], PAGE], strict=True):
-            plan = self.keep([], below)
-            if plan.device_bytes <= device_memory:
-                return self._enlarge(plan, below, size, device_memory)
+            choice = _Choice((), 0, tile_bytes=below)
+            if self.bytes_of(choice) <= device_memory:
+                return self._enlarge(choice, size, device_memory)
         return None
 
-    def _enlarge(self, plan: Residency, fits: int, too_large: int, device_memory: int) -> Residency:
-        """The plan with the largest tiles that fit, by bisection."""
+    def _enlarge(self, choice: _Choice, too_large: int, device_memory: int) -> _Choice:
+        """The choice with the largest tiles that fit, by bisection."""
+        fits = choice.tile_bytes or 0
         while too_large - fits > PAGE:
             middle = (fits + too_large) // 2
-            candidate = self.keep([], middle)
-            if candidate.device_bytes <= device_memory:
-                fits, plan = middle, candidate
+            if self.bytes_of(replace(choice, tile_bytes=middle)) <= device_memory:
+                fits = middle
             else:
                 too_large = middle
-        return plan
+        return replace(choice, tile_bytes=fits)
 
-    def _even(self, head: bool, level: int, extra: int, tile: int | None = None) -> Residency:
-        """The last `level` pieces of every layer stay, and one more of `extra` layers."""
-        count = len(self._layers)
-        more = {i * count // extra for i in range(extra)}
-        names = list(self._head) if head else []
-        for i, weights in enumerate(self._layers):
-            kept = min(level + (i in more), len(weights))
-            names += (name for piece in weights[len(weights) - kept :] for name in piece)
-        return self.keep(names, tile)
-
-    def _fill_up(
-        self, plan: Residency, head: bool, level: int, device_memory: int, tile: int | None = None
-    ) -> Residency:
-        """The most layers with one more weight that fit, by bisection."""
-        fits, too_many = 0, len(self._layers)
+    def _fill_up(self, choice: _Choice, device_memory: int) -> _Choice:
+        """The choice with one more piece of as many layers as fit, by bisection."""
+        fits, too_many = 0, len(self._pieces)
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            candidate = self._even(head, level, middle, tile)
-            if candidate.device_bytes <= device_memory:
-                fits, plan = middle, candidate
+            if self.bytes_of(replace(choice, extra=middle)) <= device_memory:
+                fits = middle
             else:
                 too_many = middle
-        return plan
+        return replace(choice, extra=fits)
+
+    def _units(self, choice: _Choice) -> list[UnitPlan]:
+        """What each layer and then the head takes; names and tiles are of the first layer alike."""
+        tile = choice.tile_bytes
+        units = [
+            self._unit(layer, count, tile)
+            for layer, count in zip(self._alike, self._counts(choice), strict=True)
+        ]
+        return [*units, self._unit(HEAD, choice.outer, tile)]
+
+    def _unit(self, unit: WholeUnit, kept: int | tuple[str, ...], tile: int | None) -> UnitPlan:
+        """A unit that keeps that many pieces, or these weights."""
+        key = unit, kept, tile
+        if key not in self._planned:
+            names = kept if isinstance(kept, tuple) else self._last(int(unit), kept)
+            self._planned[key] = plan_unit(unit, self._files[unit], names, self._packing, tile)
+        return self._planned[key]
+
+    def _counts(self, choice: _Choice) -> list[int]:
+        """How many of its pieces each layer keeps."""
+        layers = len(self._pieces)
+        more = {i * layers // choice.extra for i in range(choice.extra)}
+        return [
+            min(choice.level + (i in more), len(pieces)) for i, pieces in enumerate(self._pieces)
+        ]
+
+    def _last(self, layer: int, count: int) -> tuple[str, ...]:
+        """The weights in the last `count` pieces of a layer."""
+        pieces = self._pieces[layer]
+        return tuple(name for piece in pieces[len(pieces) - count :] for name in piece)
+
+
+def _first_alike(layers: Sequence[WeightFile]) -> list[int]:
+    """For each layer the first one whose weights lie in its file as they do in this one."""
+    first: dict[Hashable, int] = {}
+    alike: list[int] = []
+    for layer, file in enumerate(layers):
+        local = local_names(layer, file.weights)
+        lies = tuple(
+            (local[name], _form(entry), *((t.dtype, t.shape, t.offset) for t in tensors_of(entry)))
+            for name, entry in file.weights.items()
+        )
+        alike.append(first.setdefault(lies, layer))
+    return alike
+
+
+def _form(entry: WeightEntry) -> Hashable:
+    if isinstance(entry, TensorEntry):
+        return None
+    return entry.shape, entry.bits, entry.group_size, entry.packing

@@ -8,7 +8,7 @@ What streams has its source on disk, or unit by unit in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
@@ -18,14 +18,13 @@ from .image import Image, make_image
 from .tiles import read_bytes, slot_bytes, split_rows, tile_image, tiles_of
 from .units import (
     EMBEDDING,
-    HEAD,
-    LM_HEAD,
     Tile,
+    TiledMatrix,
     Unit,
     WholeUnit,
     is_expert,
-    local_names,
-    tile_source,
+    stored_matrix,
+    tiled_name,
     unit_files,
     unit_weights,
 )
@@ -65,6 +64,17 @@ class Residency:
         return frozenset(tile.unit for tile in self.tiles)
 
 
+@dataclass(frozen=True)
+class UnitPlan:
+    """What one unit keeps on the device and how the rest of it streams, with the bytes of each."""
+
+    kept: frozenset[str]
+    tiles: tuple[Tile, ...]
+    resident_bytes: int
+    slot_bytes: int  # 0 when nothing streams
+    staging_bytes: int
+
+
 def residency_of(
     checkpoint: Checkpoint,
     resident: Iterable[str],
@@ -79,90 +89,107 @@ def residency_of(
     and its vectors stay too; but not one with experts. Raises ArgumentError for fewer than two
     slots or a name the checkpoint does not have.
     """
-    if slots < 2:
-        raise ArgumentError(f"{slots} slots are too few: one is read while another is in use")
+    check_slots(slots)
     files = unit_files(checkpoint)
-    kept = set(resident)
-    known = {name for file in files.values() for name in file.weights}
-    if not kept <= known:
-        raise ArgumentError(f"not in {checkpoint.path}: {', '.join(sorted(kept - known))}")
-    tiles: list[Tile] = []
-    resident_bytes = slot = staging = 0
-    for unit, file in files.items():
-        streamed = streamed_image(checkpoint, unit, kept, packing)
-        if _in_tiles(streamed, tile_bytes):
-            assert streamed is not None
-            assert tile_bytes is not None
-            matrices = _matrices(file, streamed.raw)
-            kept.update(name for name in streamed.raw if name not in matrices)
-            for name, entry in matrices.items():
-                rows = split_rows(entry, packing, tile_bytes)
-                tiles += tiles_of(unit, _called(unit, name), entry, rows)
-                slot = max(slot, slot_bytes(entry, packing, rows))
-                if entry.packing != packing:
-                    staging = max(staging, read_bytes(entry, rows))
-        elif streamed is not None:
-            slot = max(slot, streamed.nbytes)
-            staging = max(staging, streamed.raw_bytes * streamed.repacked)
-        for image in resident_images(file, kept & set(file.weights), packing):
-            resident_bytes += image.nbytes
-            staging = max(staging, image.raw_bytes * image.repacked)
+    wanted = set(resident)
+    unknown = wanted.difference(*(file.weights for file in files.values()))
+    if unknown:
+        raise ArgumentError(f"not in {checkpoint.path}: {', '.join(sorted(unknown))}")
+    units = [plan_unit(unit, file, wanted, packing, tile_bytes) for unit, file in files.items()]
+    slot = max(unit.slot_bytes for unit in units)
     return Residency(
-        frozenset(kept),
+        frozenset().union(*(unit.kept for unit in units)),
         slots if slot else 0,
         slot,
-        resident_bytes,
-        staging,
+        sum(unit.resident_bytes for unit in units),
+        max(unit.staging_bytes for unit in units),
         workspace,
         packing,
-        tuple(tiles),
+        tuple(tile for unit in units for tile in unit.tiles),
     )
 
 
-def _in_tiles(streamed: Image | None, tile_bytes: int | None) -> bool:
-    """Whether what a unit streams is too large for one piece, and can be cut."""
-    if streamed is None or tile_bytes is None or streamed.nbytes <= tile_bytes:
-        return False
-    return not any(is_expert(name) for name in streamed.raw)
+def check_slots(slots: int) -> None:
+    """Raise ArgumentError for fewer slots than streaming takes."""
+    if slots < 2:
+        raise ArgumentError(f"{slots} slots are too few: one is read while another is in use")
 
 
-def resident_images(file: WeightFile, names: Iterable[str], packing: str) -> list[Image]:
-    """How resident weights of one file lie: together as read, or each alone when repacked."""
-    wanted = set(names)
-    if not wanted:
-        return []
-    together = make_image(file, wanted, packing)
-    if not together.repacked:
-        return [together]
-    return [make_image(file, [name], packing) for name in file.weights if name in wanted]
+def plan_unit(
+    unit: WholeUnit, file: WeightFile, kept: Collection[str], packing: str, tile_bytes: int | None
+) -> UnitPlan:
+    """What a unit takes that keeps those of its file's weights that are in `kept`.
+
+    Its vectors stay as well if it would stream more than `tile_bytes` and is cut into tiles.
+    """
+    kept = file.weights.keys() & kept
+    streamed = _streamed_image(unit, file, kept, packing)
+    tiles: list[Tile] = []
+    slot = staging = 0
+    if streamed is not None and _in_tiles(streamed, tile_bytes):
+        assert tile_bytes is not None
+        for name in streamed.raw:
+            entry = file.weights[name]
+            if not isinstance(entry, QuantEntry):
+                kept.add(name)
+                continue
+            rows = split_rows(entry, packing, tile_bytes)
+            tiles += tiles_of(unit, tiled_name(unit, name), entry, rows)
+            slot = max(slot, slot_bytes(entry, packing, rows))
+            if entry.packing != packing:
+                staging = max(staging, read_bytes(entry, rows))
+    elif streamed is not None:
+        slot, staging = streamed.nbytes, streamed.raw_bytes * streamed.repacked
+    resident = _kept_images(file, kept, packing)
+    staging = max([staging, *(image.raw_bytes for image in resident if image.repacked)])
+    nbytes = sum(image.nbytes for image in resident)
+    return UnitPlan(frozenset(kept), tuple(tiles), nbytes, slot, staging)
 
 
-def streamed_image(
-    checkpoint: Checkpoint, unit: WholeUnit, resident: Collection[str], packing: str
-) -> Image | None:
-    """How the weights that a unit streams lie in one slot; None if all of them are resident."""
-    names = [name for name in unit_weights(checkpoint, unit) if name not in resident]
-    return make_image(unit_files(checkpoint)[unit], names, packing) if names else None
+def resident_images(checkpoint: Checkpoint, plan: Residency) -> dict[WholeUnit, list[Image]]:
+    """How the weights of each unit's file that stay on the device lie there."""
+    return {
+        unit: _kept_images(file, file.weights.keys() & plan.resident, plan.packing)
+        for unit, file in unit_files(checkpoint).items()
+    }
 
 
 def streamed_images(checkpoint: Checkpoint, plan: Residency) -> dict[Unit, Image]:
     """All that streams, in the order of computation, and how it lies in a slot."""
     images: dict[Unit, Image] = {}
-    tiled = plan.tiled
-    for unit in unit_files(checkpoint):
+    tiled = tiled_matrices(checkpoint, plan)
+    for unit, file in unit_files(checkpoint).items():
         if unit in tiled:
-            for tile in (t for t in plan.tiles if t.unit == unit):
-                images[tile] = tile_image(*tile_source(checkpoint, tile), tile, plan.packing)
+            for name, matrix in tiled[unit].items():
+                entry = stored_matrix(unit, file, name)
+                images |= {t: tile_image(file, entry, t, plan.packing) for t in matrix.tiles}
         else:
-            image = streamed_image(checkpoint, unit, plan.resident, plan.packing)
+            image = _streamed_image(unit, file, plan.resident, plan.packing)
             if image is not None:
                 images[unit] = image
     return images
 
 
-def host_images(checkpoint: Checkpoint, plan: Residency) -> dict[Unit, Image]:
+def tiled_matrices(
+    checkpoint: Checkpoint, plan: Residency
+) -> dict[WholeUnit, dict[str, TiledMatrix]]:
+    """The matrices of each tiled unit that come in tiles, by the names that computations use."""
+    files = unit_files(checkpoint)
+    parts: dict[tuple[WholeUnit, str], list[Tile]] = {}
+    for tile in plan.tiles:
+        parts.setdefault((tile.unit, tile.name), []).append(tile)
+    tiled: dict[WholeUnit, dict[str, TiledMatrix]] = {}
+    for (unit, name), tiles in parts.items():
+        shape = stored_matrix(unit, files[unit], name).shape
+        tiled.setdefault(unit, {})[name] = TiledMatrix(shape, tuple(tiles))
+    return tiled
+
+
+def host_images(
+    checkpoint: Checkpoint, plan: Residency, streamed: Mapping[Unit, Image]
+) -> dict[Unit, Image]:
     """All that host memory holds and how it lies there: in the order of computation, then rows."""
-    images = {u: i for u, i in streamed_images(checkpoint, plan).items() if u in plan.host}
+    images = {unit: image for unit, image in streamed.items() if unit in plan.host}
     if EMBEDDING in plan.host:
         images[EMBEDDING] = rows_image(checkpoint)
     return images
@@ -175,18 +202,26 @@ def rows_image(checkpoint: Checkpoint) -> Image:
     return make_image(checkpoint.outer, [EMBEDDING], packing)
 
 
-def _matrices(file: WeightFile, names: Iterable[str]) -> dict[str, QuantEntry]:
-    """The quantized ones among some weights of a file, in file order."""
-    wanted = set(names)
-    return {
-        name: entry
-        for name, entry in file.weights.items()
-        if name in wanted and isinstance(entry, QuantEntry)
-    }
+def _in_tiles(streamed: Image, tile_bytes: int | None) -> bool:
+    """Whether what a unit streams is too large for one piece, and can be cut."""
+    if tile_bytes is None or streamed.nbytes <= tile_bytes:
+        return False
+    return not any(is_expert(name) for name in streamed.raw)
 
 
-def _called(unit: WholeUnit, name: str) -> str:
-    """What computations call a matrix of a unit; the tied embedding is the head's."""
-    if unit == HEAD and name == EMBEDDING:
-        return LM_HEAD
-    return local_names(unit, [name])[name]
+def _kept_images(file: WeightFile, names: Collection[str], packing: str) -> list[Image]:
+    """How resident weights of one file lie: together as read, or each alone when repacked."""
+    if not names:
+        return []
+    together = make_image(file, names, packing)
+    if not together.repacked:
+        return [together]
+    return [make_image(file, [name], packing) for name in file.weights if name in names]
+
+
+def _streamed_image(
+    unit: WholeUnit, file: WeightFile, resident: Collection[str], packing: str
+) -> Image | None:
+    """How the weights that a unit streams lie in one slot; None if all of them are resident."""
+    names = [name for name in unit_weights(unit, file) if name not in resident]
+    return make_image(file, names, packing) if names else None

@@ -44,7 +44,7 @@ _EXPERTS = ".mlp.experts."  # in the names of experts' weights
 
 
 def unit_label(unit: Unit) -> str:
-    """A unit as people call it."""
+    """A unit as messages and timelines name it."""
     if isinstance(unit, Tile):
         rows = f"{unit.first_row}..{unit.stop - 1}"
         return f"{unit_label(unit.unit)}, {unit.name} {rows}"
@@ -57,20 +57,14 @@ def unit_files(checkpoint: Checkpoint) -> dict[WholeUnit, WeightFile]:
     return {**files, HEAD: checkpoint.outer}
 
 
-def unit_weights(checkpoint: Checkpoint, unit: WholeUnit) -> tuple[str, ...]:
-    """Names of the weights a unit computes with, in file order.
+def unit_weights(unit: WholeUnit, file: WeightFile) -> tuple[str, ...]:
+    """Names of the weights in its file that a unit computes with, in file order.
 
     An untied embedding belongs to no unit: its rows are gathered (`WeightStore.gather_rows`).
     """
-    if unit != HEAD:
-        return tuple(checkpoint.layers[int(unit)].weights)
-    names = tuple(checkpoint.outer.weights)
-    return tuple(n for n in names if n != EMBEDDING or not has_own_head(checkpoint))
-
-
-def has_own_head(checkpoint: Checkpoint) -> bool:
-    """Whether there is a head besides the embedding (not tied)."""
-    return LM_HEAD in checkpoint.outer.weights
+    if unit != HEAD or LM_HEAD not in file.weights:
+        return tuple(file.weights)
+    return tuple(name for name in file.weights if name != EMBEDDING)
 
 
 def is_expert(name: str) -> bool:
@@ -95,24 +89,16 @@ def local_names(unit: WholeUnit, weights: Iterable[str]) -> dict[str, str]:
     return {name: name.removeprefix(prefix) for name in weights}
 
 
-def tile_source(checkpoint: Checkpoint, tile: Tile) -> tuple[WeightFile, QuantEntry]:
-    """The file that a tile is read from, and its whole matrix there; a tied head's embedding."""
-    file = unit_files(checkpoint)[tile.unit]
-    names = {local: name for name, local in local_names(tile.unit, file.weights).items()}
-    entry = file.weights[names.get(tile.name, EMBEDDING)]
+def tiled_name(unit: WholeUnit, name: str) -> str:
+    """What computations call a matrix that comes in tiles; the tied embedding is the head."""
+    if unit == HEAD and name == EMBEDDING:
+        return LM_HEAD
+    return local_names(unit, [name])[name]
+
+
+def stored_matrix(unit: WholeUnit, file: WeightFile, name: str) -> QuantEntry:
+    """The matrix in a unit's file for which `tiled_name` is `name`."""
+    names = {tiled_name(unit, stored): stored for stored in unit_weights(unit, file)}
+    entry = file.weights[names[name]]
     assert isinstance(entry, QuantEntry)
-    return file, entry
-
-
-def tiled_matrices(
-    checkpoint: Checkpoint, unit: WholeUnit, tiles: Iterable[Tile]
-) -> dict[str, TiledMatrix]:
-    """The matrices of a unit that come in tiles, by the names that computations use."""
-    named: dict[str, list[Tile]] = {}
-    for tile in tiles:
-        if tile.unit == unit:
-            named.setdefault(tile.name, []).append(tile)
-    return {
-        name: TiledMatrix(tile_source(checkpoint, parts[0])[1].shape, tuple(parts))
-        for name, parts in named.items()
-    }
+    return entry

@@ -26,6 +26,7 @@ class DenseOps:
     """
 
     PACKING, CACHE, USES_OUT = "split32", "host", False
+    ACTIVATION_BITS: tuple[int, ...] = (16,)
 
     def __init__(self, seen: Seen | None = None) -> None:
         self.seen = seen
@@ -40,10 +41,9 @@ class DenseOps:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         silu_mul: bool = False,
-        activation_bits: int = 16,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `kernels.reference.ops.w4_linear`; inputs are not rounded."""
+        """See `kernels.reference.ops.w4_linear`."""
         if norm is not None:
             x = reference_ops.rms_norm(x, norm, eps)
         matrix = weight.dequantize() if isinstance(weight, QTensor) else weight
@@ -102,7 +102,6 @@ class DenseOps:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         residual: Tensor | None = None,
-        activation_bits: int = 16,
         out: Tensor | None = None,
     ) -> Tensor:
         """Experts come quantized only. Raises UnsupportedModelError."""

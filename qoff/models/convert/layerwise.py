@@ -76,7 +76,7 @@ class Layerwise:
         cache = _OneLayer(self._shapes, self._ragged)
         batch = Batch(self.ids.flatten(), self._ragged, cache, self._ragged.last_rows)
         run = Pass(batch, Scratch(), self._rotary, hidden.clone())
-        steps = Layer(self.spec, ops, self._shapes, 16).steps(layer, dict(weights), run)
+        steps = Layer(self.spec, ops, self._shapes).steps(layer, dict(weights), run)
         unit = next(steps, None)
         assert unit is None  # waits for no tile
         return run.input

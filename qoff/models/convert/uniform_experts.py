@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qoff.memory.plan.units import is_expert
+from qoff.memory.plan import is_expert
 from qoff.quant import QTensor, widened
 
 Weights = Mapping[str, QTensor | Tensor]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qoff.memory import Weights
-from qoff.memory.plan.units import local_names
+from qoff.memory.plan import local_names
 
 from .configs import DTYPE
 from .experts import QuantizedExperts

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
 from qoff.errors import ArgumentError, FormatError, OpError
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.ops import Ops
+from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import KVQuant
 from qoff.kvcache.host.build import host_cache
 from qoff.models.batch import Batch
@@ -65,7 +65,6 @@ class ModuleDecoder:
         self,
         checkpoint: Checkpoint,
         ops: Ops,
-        activation_bits: int,
         trust_remote_code: bool,
         kv: KVQuant | None = None,
     ) -> None:
@@ -92,7 +91,7 @@ class ModuleDecoder:
         self.outer_bytes = _read_outer(checkpoint, structure)
         described = ModuleLayer(str(config["model_type"]), self._text_config.to_json_string())
         self.head_shapes = (described,) * len(structure.layers)
-        self._install(checkpoint, structure, ops, activation_bits)
+        self._install(checkpoint, structure)
 
     def embed_with(self, embed: Callable[[Tensor], Tensor]) -> None:
         """Look up rows of the embedding by `embed`, from ids int64 [U] to float [U, K]."""
@@ -168,18 +167,16 @@ class ModuleDecoder:
         kv.forms([shape.head_dim for shape in found.values()])
         return found
 
-    def _install(
-        self, checkpoint: Checkpoint, structure: Structure, ops: Ops, activation_bits: int
-    ) -> None:
+    def _install(self, checkpoint: Checkpoint, structure: Structure) -> None:
         """Replace what computes with quantized weights, and let layers wait for theirs."""
-        multiply = Multiply(ops, activation_bits)
+        multiply = Multiply(self._ops)
         for i, file in enumerate(checkpoint.layers):
             quantized = {n for n, entry in file.weights.items() if isinstance(entry, QuantEntry)}
             # Whether a group divides the columns is in the file; any does here.
             matrices = {p.name: matrices_of(p, 1) for p in structure.layer(i)}
             binder = WeightBinder(structure, i, quantized, matrices, multiply)
             _wait_for_weights(structure.layers[i], binder)
-        head = Head(structure.outputs, Multiply(ops))
+        head = Head(structure.outputs, Multiply(exact(self._ops)))
         self.model.set_output_embeddings(head)
 
 

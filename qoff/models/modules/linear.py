@@ -21,10 +21,9 @@ Bound: TypeAlias = QTensor | Tensor | TiledMatrix
 
 @dataclass(frozen=True)
 class Multiply:
-    """x @ W.T + bias by the op; activation_bits: 16, or 8."""
+    """x @ W.T + bias by the op."""
 
     ops: Ops
-    activation_bits: int = 16
 
     def __call__(self, x: Tensor, matrix: Bound, bias: Tensor | None) -> Tensor:
         """x: float32 [..., K]. Returns [..., N]."""
@@ -38,7 +37,7 @@ class Multiply:
                 of_tile = slice(tile.first_row, tile.stop)
                 out[:, of_tile] = self(rows, some, None if bias is None else bias[of_tile])
         elif len(rows):
-            out = self.ops.w4_linear(rows, matrix, bias=bias, activation_bits=self.activation_bits)
+            out = self.ops.w4_linear(rows, matrix, bias=bias)
         return out.view(*x.shape[:-1], count)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.ops import Ops
+from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.host.build import host_cache
 from qoff.memory import HEAD, Weights
@@ -50,10 +50,9 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
 class Decoder:
     """A decoder of the Llama family, computed by `ops` on weights that it is handed step by step.
 
-    `embed` turns token ids, int64 [M], into [M, hidden_size] of any float dtype. activation_bits:
-    of the inputs of each layer's matmuls, 16 or 8; the head's are always 16. device, dtype: of
-    hidden states; dense weights are on that device too. replays: layers at decode are recorded
-    there and replayed; None: never.
+    `embed` turns token ids, int64 [M], into [M, hidden_size] of any float dtype. The head's
+    inputs are never rounded to fewer than 16 bits. device, dtype: of hidden states; dense weights
+    are on that device too. replays: layers at decode are recorded there and replayed; None: never.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Decoder:
         spec: DecoderSpec,
         ops: Ops,
         embed: Callable[[Tensor], Tensor],
-        activation_bits: int = 16,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         replays: Replays | None = None,
@@ -76,8 +74,8 @@ class Decoder:
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
         self._kinds = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.head_shapes = head_shapes(spec)
-        self._layer = Layer(spec, ops, self.head_shapes, activation_bits)
-        self._linear = Linear(ops, spec.norm_eps, activation_bits)
+        self._layer = Layer(spec, ops, self.head_shapes)
+        self._head = Linear(exact(ops), spec.norm_eps)
 
     def new_cache(self, sequences: int, capacity: int = 0, kv: KVQuant | None = None) -> KVCache:
         """An empty cache for this many sequences: float32, or packed as `kv` says.
@@ -141,7 +139,7 @@ class Decoder:
         norm = vector(weights, names.NORM)
         if self.spec.norm == "layer" and norm is not None:
             rows, norm = normalized(self.spec, rows, weights, "model.norm"), None
-        logits = yield from self._linear(run, weights, names.HEAD, rows, norm=norm, bits=16)
+        logits = yield from self._head(run, weights, names.HEAD, rows, norm=norm)
         cache.end(ragged)
         return self._scaled(logits.float())
 

@@ -27,10 +27,10 @@ class ExpertWeights(NamedTuple):
 
 
 class Experts:
-    """Computes the experts of a layer. activation_bits: of the inputs of their matmuls."""
+    """Computes the experts of a layer."""
 
-    def __init__(self, spec: ExpertsSpec, ops: Ops, activation_bits: int) -> None:
-        self.spec, self._ops, self._activation_bits = spec, ops, activation_bits
+    def __init__(self, spec: ExpertsSpec, ops: Ops) -> None:
+        self.spec, self._ops = spec, ops
         self._views: dict[tuple[int, int], tuple[QExperts, QExperts]] = {}  # by where they lie
 
     def compute(self, x: Tensor, scores: Tensor, weights: Weights) -> Tensor:
@@ -49,7 +49,6 @@ class Experts:
             activation=self.spec.activation,
             gate_up_bias=own.gate_up_bias,
             down_bias=own.down_bias,
-            activation_bits=self._activation_bits,
         )
 
     def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:

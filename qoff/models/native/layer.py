@@ -11,7 +11,7 @@ from torch import Tensor
 from qoff.kernels.embedding import embedding
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.ops import Ops
+from qoff.kernels.ops import Ops, exact
 from qoff.memory import TiledMatrix, Weights
 from qoff.models import names
 from qoff.models.batch import MLP_TOKENS, Pass, first_rows
@@ -26,19 +26,13 @@ _BEFORE_ATTENTION, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
 
 
 class Layer:
-    """Computes a layer of a forward pass, in place of its hidden states.
+    """Computes a layer of a forward pass, in place of its hidden states."""
 
-    activation_bits: of the inputs of its matmuls, 16 or 8.
-    """
-
-    def __init__(
-        self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape], activation_bits: int
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape]) -> None:
         self._spec, self._ops, self._shapes = spec, ops, shapes
-        self._linear = Linear(ops, spec.norm_eps, activation_bits)
-        self._experts = (
-            None if spec.experts is None else Experts(spec.experts, ops, activation_bits)
-        )
+        self._linear = Linear(ops, spec.norm_eps)
+        self._exact_linear = Linear(exact(ops), spec.norm_eps)  # for scores that decide
+        self._experts = None if spec.experts is None else Experts(spec.experts, ops)
 
     def steps(self, layer: int, weights: Weights, run: Pass) -> Steps:
         """Compute a layer; yields the tiles it waits for. Returns the hidden states."""
@@ -135,7 +129,7 @@ class Layer:
         for first in range(0, count, MLP_TOKENS):
             part = slice(first, min(first + MLP_TOKENS, count))
             x = normalized(self._spec, run.input[part], weights, _BEFORE_MLP)
-            scores = yield from self._linear(run, weights, names.ROUTER, x, bits=16)
+            scores = yield from self._exact_linear(run, weights, names.ROUTER, x)
             added = experts.compute(x, scores, weights)
             if experts.spec.shared_size:
                 shared = yield from self._inner(weights, run, "mlp.shared_expert", x, None, part)
@@ -143,7 +137,7 @@ class Layer:
                     run, weights, "mlp.shared_expert.down_proj", shared
                 )
                 if experts.spec.shared_gate:
-                    score = yield from self._linear(run, weights, names.SHARED_GATE, x, bits=16)
+                    score = yield from self._exact_linear(run, weights, names.SHARED_GATE, x)
                     shared = shared * torch.sigmoid(score)
                 added = added + shared
             run.input[part] += added

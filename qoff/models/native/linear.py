@@ -20,11 +20,11 @@ ALL = slice(None)
 class Linear:
     """f(norm(x) @ W.T + bias) on the weights that a forward pass was handed.
 
-    eps: of RMSNorms that are fused. activation_bits: of inputs, unless a call says otherwise.
+    eps: of RMSNorms that are fused.
     """
 
-    def __init__(self, ops: Ops, eps: float, activation_bits: int) -> None:
-        self._ops, self._eps, self._activation_bits = ops, eps, activation_bits
+    def __init__(self, ops: Ops, eps: float) -> None:
+        self._ops, self._eps = ops, eps
 
     def __call__(
         self,
@@ -38,7 +38,6 @@ class Linear:
         adds: bool = False,
         norm: Tensor | None = None,
         silu_mul: bool = False,
-        bits: int | None = None,
     ) -> Steps:
         """Return the result, in `out` if there is one.
 
@@ -47,13 +46,7 @@ class Linear:
         where the batch keeps them.
         """
         matrix, bias = weights[name], vector(weights, f"{name}.bias")
-        call = partial(
-            self._ops.w4_linear,
-            norm=norm,
-            eps=self._eps,
-            silu_mul=silu_mul,
-            activation_bits=bits or self._activation_bits,
-        )
+        call = partial(self._ops.w4_linear, norm=norm, eps=self._eps, silu_mul=silu_mul)
         if isinstance(matrix, TiledMatrix):
             share = 2 if silu_mul else 1  # rows for a column of the result
             result = yield from self._by_tiles(run, matrix, call, x, bias, out, part, adds, share)

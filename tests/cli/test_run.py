@@ -1,0 +1,99 @@
+"""`qoff run`: programs that never import qoff load its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import tiny_checkpoint
+
+LOADING = """import sys
+from transformers import AutoModelForCausalLM
+
+assert __name__ == "__main__"
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(type(model).__name__, sys.argv[2:])
+"""
+TASK = """task: letters
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{q}}}}"
+doc_to_choice: "{{{{c}}}}"
+doc_to_target: a
+metric_list: [{{metric: acc}}]
+"""
+
+
+def qoff(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "qoff", "run", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "HF_HOME": str(cwd / "home")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+
+
+def test_a_script_loads_a_checkpoint_and_gets_its_arguments(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(LOADING)
+    found = qoff("script.py", checkpoint, "--help", "-m", "x", "--", "y", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "LlamaForCausalLM ['--help', '-m', 'x', '--', 'y']"
+
+
+@pytest.mark.slow
+def test_the_command_line_of_lm_eval_evaluates_a_checkpoint(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    documents = [{"q": "abc", "c": ["d", "x"], "a": 0}, {"q": "", "c": ["a", "b", "c"], "a": 2}]
+    data = tmp_path / "letters.jsonl"
+    data.write_text("\n".join(map(json.dumps, documents)))
+    (tmp_path / "letters.yaml").write_text(TASK.format(data=data))
+    found = qoff(
+        "-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={checkpoint}",
+        "--tasks", "letters", "--include_path", tmp_path, "--device", "cpu",
+        "--output_path", tmp_path / "out",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    (path,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(path.read_text())
+    assert results["n-samples"]["letters"]["effective"] == 2
+    assert results["results"]["letters"]["acc,none"] in (0, 0.5, 1)
+
+
+def test_the_programs_exit_status_is_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(7)")
+    assert qoff("script.py", cwd=tmp_path).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "no_such.module"], "no module 'no_such.module'"),
+        (["no_such.py"], "no_such.py: there is no such script"),
+    ],
+)
+def test_a_program_that_is_not_there_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    found = qoff(*arguments, cwd=tmp_path)
+    assert found.returncode == 1
+    assert message in found.stderr
+    assert len(found.stderr.splitlines()) == 1

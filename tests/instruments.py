@@ -1,0 +1,5 @@
+"""Hooks of tests."""
+
+from qoff.memory.instrumentation import Instrumentation
+
+POISON = Instrumentation(poison=True)

@@ -1,0 +1,40 @@
+"""Every script of examples/ runs, on a tiny model."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import budgets, tiny_checkpoint, tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+FAMILY = "llama-head64"
+
+
+@pytest.fixture
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    """What each script is given."""
+    base = tmp_path_factory.getbasetemp()
+    checkpoint = tiny_checkpoint(base, FAMILY)
+    return {
+        "generate": [checkpoint, budgets(checkpoint)[1]],
+        "many_prompts": [checkpoint],
+        "from_pretrained": [tiny_model(base, FAMILY)],
+        "one_kernel": [],
+        "accuracy": [checkpoint, ROOT / "README.md"],
+    }
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.stem)
+def test_it_runs_and_prints(
+    path: Path,
+    arguments: dict[str, list[object]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments[path.stem])])
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.strip()

@@ -1,0 +1,43 @@
+"""What `import qoff` offers, and what it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import qoff
+from qoff import errors
+from qoff.models.convert.convert import convert
+
+
+@pytest.mark.parametrize("name", qoff.__all__)
+def test_every_name_is_there_and_listed(name: str) -> None:
+    assert getattr(qoff, name) is not None
+    assert name in dir(qoff)
+
+
+def test_all_errors_are_exported() -> None:
+    found = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert found <= set(qoff.__all__)
+
+
+def test_convert_is_the_function() -> None:
+    assert qoff.convert is convert
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'laod'"):
+        qoff.laod  # noqa: B018
+
+
+def test_importing_and_listing_import_nothing_heavy() -> None:
+    program = (
+        "import sys, qoff; dir(qoff); qoff.BudgetError, qoff.__version__\n"
+        "print(sorted({'torch', 'transformers', 'numba', 'numpy', 'triton'} & set(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
