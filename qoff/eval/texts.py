@@ -1,4 +1,4 @@
-"""The texts that models are judged by."""
+"""The texts that models are evaluated on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dataset_text(name: str) -> str:
     """A dataset's test split, joined by empty lines as is usual; fetched by `datasets`.
 
     Raises ArgumentError for another name than "wikitext2", QoffError where the package is not
-    installed or the dataset cannot be had.
+    installed or the dataset cannot be fetched.
     """
     if name not in _DATASETS:
         raise ArgumentError(f"no dataset {name!r} is known; use {', '.join(_DATASETS)}, or --text")
@@ -49,7 +49,7 @@ def dataset_text(name: str) -> str:
         rows = datasets.load_dataset(path, config, split=split)
     except Exception as error:  # whatever hub, network or file system raise
         reason = " ".join(str(error).split())
-        raise QoffError(f"dataset {path} cannot be had ({reason}); use --text FILE") from error
+        raise QoffError(f"dataset {path} cannot be fetched ({reason}); use --text FILE") from error
     return "\n\n".join(rows[column])
 
 

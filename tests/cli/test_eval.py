@@ -84,7 +84,7 @@ def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_p
     [
         (["--window", 1000], "less than one window of 1000"),
         (["--stride", 101], "stride of 101"),
-        (["--definition", "mine"], "no windows are called 'mine'"),
+        (["--definition", "mine"], "no definition 'mine'"),
         (["--dataset", "wikitext2"], "not both"),
         (["--every-token"], "need --kv-bits"),
         (["--kv-bits", "4", "--kv-form", "odd"], "not 'odd'"),

@@ -63,7 +63,7 @@ def test_a_peer_that_fails_is_one_error(source: Path) -> None:
     def fails(w: Tensor) -> Tensor:
         raise RuntimeError("a\nb")
 
-    with pytest.raises(ArgumentError, match="no matrix of model"):
+    with pytest.raises(ArgumentError, match="no finite matrix of the same shape for model"):
         changed(source, Peer("x", "qoff", 4, wrong)).__enter__()
     with pytest.raises(QoffError, match=r"x cannot quantize model\..*: a b"):
         changed(source, Peer("x", "qoff", 4, fails)).__enter__()

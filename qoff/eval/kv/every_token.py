@@ -1,8 +1,8 @@
 """Attention to keys and values that have all been packed, down to the token's own.
 
-A real cache keeps the newest tokens unpacked, and hides some of what its form loses. To compare
-forms, every block of 64 tokens of a window is packed and unpacked before anything attends to it,
-and what is left over is a block of its own. Also a form that no real cache has: K before RoPE.
+A real cache keeps the newest tokens unpacked, which hides some of what its form loses. To compare
+forms, every block of 64 tokens of a window is packed and unpacked before anything attends to it;
+the tokens left over are a block of their own. Caches of llama.cpp are simulated the same way.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ RoundTrip = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class EveryTokenOps:
-    """The ops of a CPU, with attention as the module says.
+    """The ops of a CPU, with attention to packed tokens alone.
 
-    before_rope: K is packed before it is rotated. Windows have to be read whole, and all `layers`
-    of them in their order.
+    before_rope: K is packed before it is rotated. Windows must be read whole, through all `layers`
+    in their order.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EveryTokenOps:
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As `Ops.attention`. Raises ArgumentError where a sequence was begun before."""
+        """As `Ops.attention`. Raises ArgumentError for a sequence that was started earlier."""
         if any(span.past for span in ragged.spans):
             raise ArgumentError("where every token is packed, a window has to be read at once")
         layer = self._calls % self._layers
@@ -88,7 +88,7 @@ class EveryTokenOps:
 
 
 def packed(quant: KVQuant) -> RoundTrip:
-    """As qoff's blocks of 64 tokens; `window` and `sinks` are not looked at."""
+    """As qoff's blocks of 64 tokens; `window` and `sinks` are ignored."""
 
     def round_trip(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         form = quant.form(k.shape[-1], layer)

@@ -1,8 +1,8 @@
-"""Other packages' 4-bit weights, judged as ours are: same model, same text, same windows.
+"""Other packages' 4-bit weights, evaluated like ours: same model, same text, same windows.
 
-Each quantizes the matrices of a float model by its own code, which also turns them back into
-floats; the model with those is evaluated. So accuracy is compared, and no kernel. All of them leave
-embedding and head alone, and so does `qoff`, here, to be compared with them.
+Each quantizes the matrices of a float model and dequantizes them by its own code; the model with
+these is evaluated. So accuracy is compared, not kernels. All of them leave embedding and head
+alone, and here qoff does, too.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def changed(path: str | Path, peer: Peer) -> Iterator[TransformersSubject]:
                 reason = " ".join(str(error).split())
                 raise QoffError(f"{peer.name} cannot quantize {name}: {reason}") from error
             if found.shape != linear.weight.shape or not bool(found.isfinite().all()):
-                raise ArgumentError(f"{peer.name} makes no matrix of {name}")
+                raise ArgumentError(
+                    f"{peer.name} returns no finite matrix of the same shape for {name}"
+                )
             linear.weight.copy_(found)
     yield TransformersSubject(model, peer.name)
     del model

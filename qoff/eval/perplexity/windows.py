@@ -105,7 +105,7 @@ def cut(
     out, or a text that is shorter than one window.
     """
     if definition not in DEFINITIONS:
-        raise ArgumentError(f"no windows are called {definition!r}; use {', '.join(DEFINITIONS)}")
+        raise ArgumentError(f"there is no definition {definition!r}; use {', '.join(DEFINITIONS)}")
     if limit is not None and limit < 1:
         raise ArgumentError(f"{limit} windows; use 1 at least")
     if length < 2:
