@@ -30,8 +30,8 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
 from qoff.memory.plan import HEAD, Unit, local_names, unit_files
 from qoff.models import names
-from qoff.models.batch import Batch
 from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
@@ -392,15 +392,15 @@ class PlainRun:
         spec = DecoderSpec.from_config(checkpoint.config)
         self.decoder = Decoder(spec, ops, table.dequantize().__getitem__, **options)
 
-    def forward(self, batch: Batch) -> Tensor:
-        return drive(self.decoder, batch, self._units)
+    def forward(self, run: ForwardPass) -> Tensor:
+        return drive(self.decoder, run, self._units)
 
 
 def drive(
-    decoder: Decoder, batch: Batch, units: Mapping[Unit, Mapping[str, QTensor | Tensor]]
+    decoder: Decoder, run: ForwardPass, units: Mapping[Unit, Mapping[str, QTensor | Tensor]]
 ) -> Tensor:
     """Send a forward pass the weights it asks for; returns its logits."""
-    steps = decoder.steps(batch)
+    steps = decoder.steps(run)
     unit = next(steps)
     while True:
         try:

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qoff.kernels.layout.ragged import Ragged
-from qoff.models.batch import ResidentActivations
-from qoff.models.runtime import Batch, Runtime
+from qoff.models.forward_pass import ForwardPass, ResidentActivations
+from qoff.models.runtime import Runtime
 
 PIECE = 256  # tokens read at a time
 _LOGITS = 1 << 26  # at a time, at most (256 MiB), where rows can be chosen
@@ -65,7 +65,7 @@ class QoffSubject(Subject):
             ragged = Ragged.of([width] * count, [past] * count)
             first = min(max(place - 1 - past, 0), width - 1)  # the first row that is wanted
             rows = torch.arange(count * width).view(count, width)[:, first:].flatten()
-            batch = Batch(tokens.flatten(), ragged, cache, rows)
+            batch = ForwardPass(tokens.flatten(), ragged, cache, rows)
             logits = self._runtime.forward(batch).view(count, width - first, -1)
             if past + width < place:
                 continue
@@ -77,7 +77,7 @@ class QoffSubject(Subject):
         seen = _Recorded()
         ragged = Ragged.of([len(window)], [0])
         cache = self._runtime.new_cache(1, len(window))
-        self._runtime.forward(Batch(window, ragged, cache, ragged.last_rows, seen))
+        self._runtime.forward(ForwardPass(window, ragged, cache, ragged.last_rows, seen))
         yield from seen.states[1:-1]  # the embedding is no layer's
 
 

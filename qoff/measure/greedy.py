@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.ragged import Ragged
-from qoff.models.runtime import Batch, Runtime
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Sequences:
         batch, count = tokens.shape
         ragged = Ragged.of([count] * batch, [self.length] * batch)
         logits = self._runtime.forward(
-            Batch(tokens.flatten(), ragged, self.cache, ragged.last_rows)
+            ForwardPass(tokens.flatten(), ragged, self.cache, ragged.last_rows)
         )
         self.length += count
         return logits.argmax(dim=-1).cpu()  # which waits for a GPU

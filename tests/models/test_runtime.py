@@ -27,7 +27,7 @@ from qoff.kvcache import PlainCache
 from qoff.memory import DiskReader, Residency, ThreadTransfers, residency_of
 from qoff.memory.plan import unit_files
 from qoff.models import names
-from qoff.models.batch import Batch
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from tests.instruments import POISON
@@ -62,9 +62,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
 
 
-def next_batch(tokens: Sequence[Tensor], cache: PlainCache) -> Batch:
+def next_batch(tokens: Sequence[Tensor], cache: PlainCache) -> ForwardPass:
     ragged = Ragged.of([len(t) for t in tokens], cache.lengths)
-    return Batch(torch.cat(list(tokens)), ragged, cache, torch.arange(ragged.tokens))
+    return ForwardPass(torch.cat(list(tokens)), ragged, cache, torch.arange(ragged.tokens))
 
 
 def logits_of(runtime: Runtime) -> Tensor:

@@ -17,7 +17,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import KVQuant
 from qoff.kvcache.host.build import host_cache
-from qoff.models.batch import Batch
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
 from qoff.models.tensor_names import EMBEDDING, HEAD
 
@@ -116,27 +116,26 @@ class ModuleDecoder:
             )
         return ModuleCache(self._text_config, sequences)
 
-    def steps(self, batch: Batch) -> Steps:
+    def steps(self, run: ForwardPass) -> Steps:
         """One forward pass, as a generator over its units, like `Decoder.steps`.
 
         Hidden states stay where they are between its steps. Raises OpError for another cache than
         `new_cache` makes, and as `ModuleCache.begin` does.
         """
-        cache = batch.cache
-        tokens = getattr(cache, "tokens", None)
-        if not isinstance(cache, ModuleCache) or (tokens is None) == bool(self._shapes):
+        cache = run.cache
+        if not isinstance(cache, ModuleCache) or hasattr(cache, "tokens") != bool(self._shapes):
             raise OpError(f"this model needs a cache of its own, not a {type(cache).__name__}")
-        cache.begin(batch.ragged)
-        new = new_columns(batch.ragged)
-        places = new.nonzero()[batch.logit_rows].T
-        work = ModulePass(lambda: self._forward(batch.tokens, new, cache), places)
-        if tokens is not None:
+        run.cached = cached = cache.begin(run.ragged)
+        new = new_columns(run.ragged)
+        places = new.nonzero()[run.logit_rows].T
+        work = ModulePass(lambda: self._forward(run.tokens, new, cache), places)
+        if cached.tokens is not None:
             numbers = {layer: i for i, layer in enumerate(self._shapes)}
             work.attention = PackedAttention(
-                self._ops, self._shapes, numbers, tokens, batch.ragged, new
+                self._ops, self._shapes, numbers, cached.tokens, run.ragged, new
             )
         logits = yield from work.steps()
-        cache.end(batch.ragged)
+        cached.end()
         return logits
 
     def _forward(self, tokens: Tensor, new: Tensor, cache: ModuleCache) -> Tensor:
