@@ -25,7 +25,7 @@ from bench.demo import fetch_gguf
 from bench.harness import Report, arguments
 from qoff.cli.convert import calibration_ids
 from qoff.eval import peers
-from qoff.models import names
+from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
@@ -56,7 +56,7 @@ class Model:
         other = None
         if calibration is not None:
             run = Layerwise(self._model.spec, calibration)
-            other = run, run.embedded(self._outer[names.EMBEDDING])
+            other = run, run.embedded(self._outer[EMBEDDING])
 
         def solved(layer: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             nonlocal other
@@ -75,7 +75,7 @@ class Model:
 
     def _through(self, change: Callable[[int, dict[str, Tensor]], dict[str, Tensor]]) -> Tensor:
         """Final hidden states, with each layer's weights changed."""
-        hidden = self._run.embedded(self._outer[names.EMBEDDING])
+        hidden = self._run.embedded(self._outer[EMBEDDING])
         random = torch.Generator().manual_seed(0)
         for layer in range(self._model.spec.num_layers):
             weights = {w.name: self._floats.floats(w) for w in self._model.units[layer][1]}

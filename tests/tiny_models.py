@@ -28,7 +28,7 @@ from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import BudgetError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
-from qoff.memory.plan import HEAD, Unit, local_names, unit_files
+from qoff.memory.plan import EMBEDDING, HEAD, LM_HEAD, Unit, local_names, unit_files
 from qoff.models import names
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
@@ -386,9 +386,9 @@ class PlainRun:
                 }
             )
         outer = self._units[HEAD]
-        table = outer[names.EMBEDDING]
+        table = outer[EMBEDDING]
         assert isinstance(table, QTensor)
-        self._units[HEAD] = {names.HEAD: table, **outer}
+        self._units[HEAD] = {LM_HEAD: table, **outer}
         spec = DecoderSpec.from_config(checkpoint.config)
         self.decoder = Decoder(spec, ops, table.dequantize().__getitem__, **options)
 

@@ -14,7 +14,7 @@ from .layer_cache import PackedTokens
 
 
 @dataclass(frozen=True)
-class DevicePass:
+class PassTables:
     """The sequences of one forward pass in all S slots of a cache; for all layers.
 
     Rows are the new tokens in the order of their slots. A slot without new tokens counts as empty:
@@ -56,7 +56,7 @@ class DeviceLayerCache:
     pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes]
     recent_k: Tensor  # float16 or bfloat16 [S, W, kv_heads, D]
     recent_v: Tensor
-    step: DevicePass
+    step: PassTables
     # The tokens before `resident_from`, in host memory; rows are in the order of the slots.
     offloaded: tuple[PackedTokens, ...] = ()
     write_back: Tensor | None = None  # like pool: where new blocks go that will be in host memory

@@ -18,9 +18,8 @@ from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
-from qoff.memory.plan import unit_label
+from qoff.memory.plan import EMBEDDING, unit_label
 
-from . import names
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
 from .native.decoder import UNPACKED_ON_GPU, Decoder
@@ -185,7 +184,7 @@ class Runtime:
         self.close()
 
     def _embed(self, ids: Tensor) -> Tensor:
-        return self.store.gather_rows(names.EMBEDDING, ids)
+        return self.store.gather_rows(EMBEDDING, ids)
 
 
 def device_of(name: torch.device | str) -> torch.device:

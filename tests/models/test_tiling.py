@@ -26,7 +26,7 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
-from qoff.models import names
+from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.native.decoder import Decoder
@@ -94,7 +94,7 @@ def opened(
 ) -> tuple[WeightStore, Decoder]:
     store = WeightStore(checkpoint, plan, packing=plan.packing, instrumentation=POISON)
     spec = DecoderSpec.from_config(checkpoint.config)
-    decoder = Decoder(spec, ops, lambda ids: store.gather_rows(names.EMBEDDING, ids))
+    decoder = Decoder(spec, ops, lambda ids: store.gather_rows(EMBEDDING, ids))
     return store, decoder
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.device_cache import DeviceLayerCache, DevicePass
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.slots import SlotPass
@@ -214,7 +214,7 @@ class DeviceCachePass(SlotPass):
             entries[: len(row)] = torch.tensor([place[block] for block in row], dtype=torch.int32)
         return table.to(device, non_blocking=True)
 
-    def _upload(self, spans: Sequence[Span], ragged: Ragged) -> DevicePass:
+    def _upload(self, spans: Sequence[Span], ragged: Ragged) -> PassTables:
         sequences = self._cache.sequences
         start, rows, length, packed, after, resident_from, offloaded_until = (
             [0] * sequences for _ in range(7)
@@ -240,7 +240,7 @@ class DeviceCachePass(SlotPass):
         positions, order, slots = self._row_tables(spans, ragged, counts[0])
         in_pool = max(p - n for p, n in zip(packed, resident_from, strict=True))
         new_in_pool = [len(b) - new_offloaded[slot] for slot, b in self._new.items()]
-        return DevicePass(
+        return PassTables(
             start=counts[0],
             row_start=counts[1],
             length=counts[2],

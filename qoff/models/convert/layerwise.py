@@ -18,7 +18,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
 from qoff.kvcache import CachePass, PlainCache
-from qoff.models import names
+from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.native.decoder import head_shapes
 from qoff.models.native.layer import Layer
@@ -97,7 +97,7 @@ class Layerwise:
         spec = self.spec
         if spec.final_norm:
             rows = normalized(spec, rows, dict(outer), "model.norm")
-        head = outer[names.EMBEDDING if spec.tie_word_embeddings else names.HEAD]
+        head = outer[EMBEDDING if spec.tie_word_embeddings else LM_HEAD]
         matrix = head.dequantize() if isinstance(head, QTensor) else head
         found = rows @ matrix.T
         if spec.logit_scale != 1:

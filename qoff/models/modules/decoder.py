@@ -17,9 +17,9 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import KVQuant
 from qoff.kvcache.host.build import host_cache
+from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
-from qoff.models.tensor_names import EMBEDDING, HEAD
 
 from . import probe
 from .attention import NAME, PackedAttention, register
@@ -212,7 +212,7 @@ def _check_layers(checkpoint: Checkpoint, structure: Structure) -> None:
                     f"{file.path}: has no {place.name}, which config.json asks for; convert the "
                     "model again"
                 )
-    missing = {EMBEDDING} if structure.head is None else {EMBEDDING, HEAD}
+    missing = {EMBEDDING} if structure.head is None else {EMBEDDING, LM_HEAD}
     missing |= {place.name for place in structure.outer()}
     missing -= set(checkpoint.outer.weights)
     if missing:

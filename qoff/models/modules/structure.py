@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qoff.errors import UnsupportedModelError
-from qoff.models.tensor_names import EMBEDDING, HEAD
+from qoff.memory.plan import EMBEDDING, LM_HEAD
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 
@@ -102,7 +102,7 @@ class Structure:
         """The name in the checkpoint."""
         if place is self.embedding:
             return EMBEDDING
-        return HEAD if place is self.head else place.name
+        return LM_HEAD if place is self.head else place.name
 
 
 def buffers_from_config(model: Any) -> None:

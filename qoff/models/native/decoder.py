@@ -14,6 +14,7 @@ from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.host.build import host_cache
 from qoff.memory import HEAD, Weights
+from qoff.memory.plan import LM_HEAD
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.spec import DecoderSpec
@@ -140,7 +141,7 @@ class Decoder:
         norm = vector(weights, names.NORM)
         if self.spec.norm == "layer" and norm is not None:
             rows, norm = normalized(self.spec, rows, weights, "model.norm"), None
-        logits = yield from self._head(run, weights, names.HEAD, rows, norm=norm)
+        logits = yield from self._head(run, weights, LM_HEAD, rows, norm=norm)
         cached.end()
         return self._scaled(logits.float())
 
