@@ -15,19 +15,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 
 # Of benches, lm_eval and what every command has.
-OTHERS = set(
-    [
-        "--help",
-        "--model",
-        "--windows",
-        "--spread",
-        "--plot",
-        "--quick",
-        "--large",
-        "--any",
-        "--options",
-    ]
-)
+OTHERS = {
+    "--help",
+    "--model",
+    "--windows",
+    "--plot",
+    "--quick",
+    "--large",
+    "--any",
+    "--options",
+    "--spread",
+}
 
 
 def name(path: Path) -> str:
