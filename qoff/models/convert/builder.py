@@ -144,8 +144,8 @@ class Builder:
             own = Format(max(bits for bits, _ in found), min(group for _, group in found))
             if chosen and imported and not chosen.holds(own):
                 raise QuantizationError(
-                    f"{prefix}{weight.name}: it keeps its codes ({own}), which {chosen} does not hold; "
-                    "leave its format out, or convert the model that it was quantized from"
+                    f"{prefix}{weight.name}: keeps its codes ({own}), which {chosen} does not "
+                    "hold; leave its format out, or convert the model that it was quantized from"
                 )
             return chosen or own, imported
         bits = self.quant.head_bits if weight.sensitive else self.quant.bits
