@@ -14,7 +14,7 @@ from qoff.cli.main import app
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 
-# Of benches, lm_eval and what every command has.
+# Of benches, lm_eval, llama.cpp, and what every command has.
 OTHERS = {
     "--help",
     "--model",
@@ -25,6 +25,7 @@ OTHERS = {
     "--any",
     "--options",
     "--spread",
+    "--override-tensor",
 }
 
 
