@@ -104,7 +104,7 @@ def test_formats_are_those_asked_for_in_both_packings(
 @pytest.mark.parametrize(
     ("family", "quant", "ids", "error", "message"),
     [
-        ("llama", GPTQ, None, QuantizationError, "wants a text to calibrate on"),
+        ("llama", GPTQ, None, QuantizationError, "needs a text to calibrate on"),
         ("llama", QuantConfig(group_size=32), texts(2, 8), QuantizationError, "no calibration"),
         ("mixtral", GPTQ, texts(2, 8), UnsupportedModelError, "mixture of experts cannot be"),
         ("opt", GPTQ, texts(1, 300), ArgumentError, "up to 256 tokens"),

@@ -279,7 +279,7 @@ def test_a_packed_cache_is_refused(base: Path) -> None:
 def test_a_model_that_remembers_within_its_modules_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("recurrent_gemma", **{**TINY, "lru_width": 64})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(UnsupportedModelError, match="does not keep what it remembers"):
+    with pytest.raises(UnsupportedModelError, match="keeps its states outside"):
         convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
 
 

@@ -37,7 +37,7 @@ def is_modules(checkpoint: Checkpoint) -> bool:
     layout = checkpoint.config["quantization_config"].get("layout")
     if layout not in (None, "layers", LAYOUT):
         raise FormatError(
-            f"{checkpoint.path}: this qoff reads no layout {layout!r}; use a newer qoff"
+            f"{checkpoint.path}: this version does not read layout {layout!r}; use a newer qoff"
         )
     return bool(layout == LAYOUT)
 

@@ -47,8 +47,8 @@ class Structure:
         inside = any(hasattr(module, "_setup_cache") for module in model.modules())
         if inside or not known & {*CACHE_ARGUMENTS} or not model._supports_default_dynamic_cache():
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not keep what it remembers in transformers' "
-                "DynamicCache, and several sequences would get mixed up; it is not supported"
+                f"{type(model).__name__} keeps its states outside of transformers' DynamicCache, "
+                "where those of several sequences would get mixed up; it is not supported"
             )
         path, layers = _layers(model)
         names = {id(module): name for name, module in model.named_modules()}
