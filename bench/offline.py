@@ -21,7 +21,14 @@ from typing import Any
 
 from bench import ptx, ttgir
 from bench.gpu_limits import LIMITS, WARP, blocks_per_sm
-from qoff.kernels.triton.launch.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
+from qoff.errors import OpError
+from qoff.kernels.triton.launch.variant import (
+    NO_SHARED_IN_LOOP,
+    TENSOR_CORES,
+    WIDE_CODES,
+    Variant,
+    shipped,
+)
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
@@ -174,8 +181,8 @@ def collect(
 ) -> list[Artefact]:
     """Compile every variant of the ops for every capability, on `jobs` processes.
 
-    An op is a module of qoff.kernels, or the full name of any module that has `variants`. One that
-    cannot be imported gives an Artefact with its error per capability.
+    An op is one of those that `shipped` lists, or the full name of any module that has `variants`.
+    One that is not there gives an Artefact with its error per capability.
     """
     work, found = [], []
     for op in ops:
@@ -195,10 +202,14 @@ def collect(
 
 
 def variants_of(op: str, capability: int) -> Iterable[Variant]:
-    """The variants that the module of an op lists; see `collect`."""
-    module = importlib.import_module(op if "." in op else f"qoff.kernels.{op}")
-    variants: Iterable[Variant] = module.variants(capability)
-    return variants
+    """The variants of an op, or those that a module lists; see `collect`."""
+    if "." in op:
+        variants: Iterable[Variant] = importlib.import_module(op).variants(capability)
+        return variants
+    found = [variant for variant in shipped(capability) if variant.op == op]
+    if not found:
+        raise OpError(f"there is no op {op!r}")
+    return found
 
 
 def _job(work: tuple[str, int, int, Path | None]) -> Artefact:

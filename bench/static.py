@@ -20,21 +20,9 @@ from pathlib import Path
 from bench.gpu_limits import CAPABILITIES, LIMITS
 from bench.offline import Artefact, as_json, collect, interpreted
 from bench.text_table import text_table
+from qoff.kernels.triton.launch.variant import shipped
 
-OPS = (
-    "quantize",
-    "dequantize",
-    "w4_linear",
-    "w4_experts",
-    "rms_norm",
-    "silu_mul",
-    "gated_silu",
-    "rope",
-    "kv_append",
-    "merge",
-    "decode_attention",
-    "prefill_attention",
-)
+OPS = tuple(dict.fromkeys(variant.op for variant in shipped(90)))
 JOBS = 2
 _HEADER = (
     "variant",
