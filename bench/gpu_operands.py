@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qoff.kernels.layout.device_cache import DeviceLayerCache, DevicePass
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.reference.kv_blocks import quantize_blocks
@@ -68,7 +68,7 @@ def random_cache(
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     packed = on_device([BLOCK_TOKENS * b for b in blocks])
-    step = DevicePass(
+    step = PassTables(
         start=on_device(pasts),
         row_start=on_device([sum(counts[:s]) for s in range(len(counts) + 1)]),
         length=on_device([past + count for past, count in zip(pasts, counts, strict=True)]),

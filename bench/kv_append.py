@@ -13,7 +13,7 @@ from bench.gpu_case import Call, Case, Check, Work, relative_rms
 from bench.gpu_targets import PLAIN_APPEND
 from bench.model_shapes import Shape, models
 from bench.rope import tables
-from qoff.kernels.layout.device_cache import DeviceLayerCache, DevicePass
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import kv_blocks
 from qoff.kernels.triton.attention.append import kv_append
@@ -54,7 +54,7 @@ def append(
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     pool = torch.zeros(sequences * blocks, kv_heads, form.nbytes, dtype=torch.uint8, device=device)
-    step = DevicePass(
+    step = PassTables(
         start=on_device(starts),
         row_start=on_device([rows * s for s in range(sequences + 1)]),
         length=on_device(ends),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from qoff.kernels.layout.device_cache import DeviceLayerCache, DevicePass
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference.kv_blocks import quantize_blocks
 
@@ -54,11 +54,11 @@ def random_cache(
 
 def random_pass(
     old: list[int], packed: list[int], table: torch.Tensor, rows: list[int] | None = None
-) -> DevicePass:
+) -> PassTables:
     """A pass of `rows` tokens after the `old` ones; None: of the last of these."""
     counts = [min(n, 1) for n in old] if rows is None else rows
     start = [n - min(n, 1) for n in old] if rows is None else old
-    return DevicePass(
+    return PassTables(
         start=ints(start),
         row_start=ints([sum(counts[:s]) for s in range(len(counts) + 1)]),
         length=ints([n + c for n, c in zip(start, counts, strict=True)]),

@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
 
 from bench.gpu_limits import WARP
-from qoff.kernels.layout.device_cache import DeviceLayerCache, DevicePass
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.qexperts import QExperts
@@ -207,7 +207,7 @@ def merged(variant: Variant) -> None:
 def cache(form: KVFormat, dtype: torch.dtype, rows: int, new: int, older: bool) -> DeviceLayerCache:
     """A pass of `rows` tokens of each sequence that completes `new` blocks."""
     recent = empty(dtype, SEQUENCES, 64, KV_HEADS, form.head_dim)
-    step = DevicePass(
+    step = PassTables(
         **{name: ints(SEQUENCES) for name in ("start", "length", "packed", "after")},
         row_start=ints(SEQUENCES + 1),
         table=ints(SEQUENCES, BLOCKS),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from qoff.kernels.layout.device_cache import DeviceLayerCache, DevicePass
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import kv_blocks as reference
 from qoff.kernels.triton.attention.append import KvAppendConfig, kv_append, variants
@@ -34,7 +34,7 @@ class Case:
         blocks = -(-int((start + rows).max()) // BLOCK_TOKENS)
         count = len(self.sequences) * blocks
         self.table = torch.randperm(count).int().view(len(self.sequences), blocks)
-        step = DevicePass(
+        step = PassTables(
             start=start,
             row_start=torch.cat((torch.zeros(1), rows.cumsum(0))).int(),
             length=start + rows,
