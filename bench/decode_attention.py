@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
-from bench.gpu_operands import Cache, random_cache
+from bench.gpu_operands import random_cache
 from bench.gpu_peers import BACKENDS, sdpa
 from bench.gpu_targets import SDPA
 from bench.model_shapes import Shape, models
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.reference import attention as reference
 from qoff.kernels.triton.attention.decode import DecodeConfig, decode_attention
 
 OP = "decode_attention"
-_NAMES = ("pool", "block_table", "compressed", "length", "recent_k", "recent_v", "form")
 _CONTEXTS = (1024, 8192, 32768, 131072)
 _BATCHES = (1, 8, 32)
 _MATH_TOKENS = 1 << 16  # the backend that materializes the scores is too slow for more
@@ -46,17 +45,13 @@ def _error(
 ) -> float:
     cache = random_cache(form, 2, lengths, dtype, device)
     q = torch.randn(len(lengths), 2 * group, form.head_dim, device=device).to(dtype)
-    scale = form.head_dim**-0.5
-    out, lse = decode_attention(q, scale=scale, **_operands(cache))
-    expected, expected_lse = reference.decode_attention(q, scale=scale, **_operands(cache))
+    shape = HeadShape(2 * group, 2, form.head_dim, form.head_dim**-0.5)
+    out, lse = decode_attention(q, cache, shape)
+    expected, expected_lse = reference.decode_attention(q, cache, shape)
     finite = torch.isfinite(expected_lse)
     if not torch.equal(finite, torch.isfinite(lse)):
         return float("inf")
     return max(relative_rms(out, expected), relative_rms(lse[finite], expected_lse[finite]))
-
-
-def _operands(cache: Cache) -> dict[str, Any]:
-    return {name: getattr(cache, name) for name in _NAMES}
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -108,9 +103,9 @@ def problem(
     form = KVFormat(model.head_dim)
     cache = random_cache(form, model.kv_heads, [context] * batch, torch.float16, device)
     q = torch.randn(batch, model.heads, model.head_dim, device=device).half()
-    operands = {**_operands(cache), "scale": model.head_dim**-0.5}
+    shape = HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim**-0.5)
 
     def attend(config: DecodeConfig | None = None) -> object:
-        return decode_attention(q, config=config, **operands)
+        return decode_attention(q, cache, shape, config=config)
 
     return attend, q

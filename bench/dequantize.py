@@ -27,7 +27,7 @@ def _error(
     shape: tuple[int, int], dtype: torch.dtype, bits: int, group: int, device: torch.device
 ) -> float:
     q = random_weight(*shape, device, bits, group)
-    out = dequantize(q.codes, q.scale_min, bits, group, dtype)
+    out = dequantize(q, dtype)
     return relative_rms(out, q.dequantize())
 
 
@@ -41,4 +41,4 @@ def cases(quick: bool) -> Iterator[Case]:
 
 def _build(n: int, k: int, device: torch.device) -> Work:
     q = random_weight(n, k, device)
-    return Work(lambda: dequantize(q.codes, q.scale_min, q.bits, q.group_size, torch.float16))
+    return Work(lambda: dequantize(q, torch.float16))

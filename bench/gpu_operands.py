@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.reference.kv_blocks import quantize_blocks
@@ -30,30 +29,19 @@ def random_weight(
     return QTensor(codes, scale_min, (n, k), bits, group, "split32")
 
 
-@dataclass(frozen=True)
-class Cache:
-    """A packed KV cache, its physical blocks in random order, and the ring of newest tokens."""
-
-    pool: Tensor
-    block_table: Tensor
-    compressed: Tensor
-    length: Tensor
-    recent_k: Tensor
-    recent_v: Tensor
-    form: KVFormat
-
-
 def random_cache(
     form: KVFormat,
     kv_heads: int,
     lengths: list[int],
     dtype: torch.dtype,
     device: torch.device,
-    window: int = BLOCK_TOKENS,
-) -> Cache:
+    rows: list[int] | None = None,
+) -> DeviceLayerCache:
     """Sequences of `lengths` tokens; the last, incomplete block of each is in the ring.
 
-    A sequence whose length is a positive multiple of 64 keeps its last block in the ring.
+    A sequence whose length is a positive multiple of 64 keeps its last block in the ring. rows: new
+    tokens of each in the pass, which come after these; None: one, the last of these. Physical
+    blocks are in random order.
     """
     blocks = [max(0, length - 1) // BLOCK_TOKENS for length in lengths]
     total = max(1, sum(blocks))
@@ -71,8 +59,26 @@ def random_cache(
     for s, count in enumerate(blocks):
         table[s, :count] = order[first : first + count]
         first += count
-    shape = (2, len(lengths), window, kv_heads, form.head_dim)
-    recent = torch.randn(shape, device=device).to(dtype)
-    compressed = torch.tensor([64 * b for b in blocks], dtype=torch.int32, device=device)
-    length = torch.tensor(lengths, dtype=torch.int32, device=device)
-    return Cache(pool, table, compressed, length, recent[0], recent[1], form)
+    ring = (2, len(lengths), BLOCK_TOKENS, kv_heads, form.head_dim)
+    recent = torch.randn(ring, device=device).to(dtype)
+    pasts = [max(0, n - 1) for n in lengths] if rows is None else lengths
+    counts = [min(n, 1) for n in lengths] if rows is None else rows
+
+    def on_device(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    packed = on_device([BLOCK_TOKENS * b for b in blocks])
+    step = PassTables(
+        start=on_device(pasts),
+        row_start=on_device([sum(counts[:s]) for s in range(len(counts) + 1)]),
+        length=on_device([past + count for past, count in zip(pasts, counts, strict=True)]),
+        packed=packed,
+        after=packed,
+        table=table,
+        positions=on_device(
+            [past + i for past, n in zip(pasts, counts, strict=True) for i in range(n)]
+        ),
+        max_rows=max(counts),
+        max_packed=BLOCK_TOKENS * max(blocks),
+    )
+    return DeviceLayerCache(form, pool, recent[0], recent[1], step)

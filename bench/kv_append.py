@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from bench.gpu_case import Call, Case, Check, Work, relative_rms
 from bench.gpu_targets import PLAIN_APPEND
 from bench.model_shapes import Shape, models
 from bench.rope import tables
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import kv_blocks
 from qoff.kernels.triton.attention.append import kv_append
@@ -31,25 +31,10 @@ class Append:
     v: Tensor
     cos: Tensor
     sin: Tensor
-    start: Tensor
-    row_start: Tensor
-    recent_k: Tensor
-    recent_v: Tensor
-    pool: Tensor
-    block_table: Tensor
-    before: Tensor
-    after: Tensor
-    form: KVFormat
-    max_rows: int
-    max_new_blocks: int
+    cache: DeviceLayerCache
 
-    def operands(self) -> dict[str, Any]:
-        """What the launcher and the reference share, by name."""
-        own = {"max_rows", "max_new_blocks"}
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
-
-    def run(self) -> None:
-        kv_append(**self.operands(), max_rows=self.max_rows, max_new_blocks=self.max_new_blocks)
+    def run(self, function: Callable[..., None] = kv_append) -> None:
+        function(self.k, self.v, self.cache, (self.cos, self.sin))
 
 
 def append(
@@ -68,22 +53,25 @@ def append(
     def on_device(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
+    pool = torch.zeros(sequences * blocks, kv_heads, form.nbytes, dtype=torch.uint8, device=device)
+    step = PassTables(
+        start=on_device(starts),
+        row_start=on_device([rows * s for s in range(sequences + 1)]),
+        length=on_device(ends),
+        packed=on_device(before),
+        after=on_device(after),
+        table=table.view(sequences, blocks),
+        positions=on_device([start + i for start in starts for i in range(rows)]),
+        max_rows=rows,
+        max_packed=max(before),
+        max_new_blocks=max((a - b) // BLOCK_TOKENS for a, b in zip(after, before, strict=True)),
+    )
     return Append(
         torch.randn(tokens, kv_heads, form.head_dim, device=device).half(),
         torch.randn(tokens, kv_heads, form.head_dim, device=device).half(),
         cos,
         sin,
-        on_device(starts),
-        on_device([rows * s for s in range(sequences + 1)]),
-        recent[0],
-        recent[1],
-        torch.zeros(sequences * blocks, kv_heads, form.nbytes, dtype=torch.uint8, device=device),
-        table.view(sequences, blocks),
-        on_device(before),
-        on_device(after),
-        form,
-        rows,
-        max((a - b) // BLOCK_TOKENS for a, b in zip(after, before, strict=True)),
+        DeviceLayerCache(form, pool, recent[0], recent[1], step),
     )
 
 
@@ -101,18 +89,15 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 def _error(form: KVFormat, rows: int, device: torch.device) -> float:
     work = append(form, 2, [0, 63, 100], rows, device)
-    expected = replace(
-        work,
-        pool=work.pool.clone(),
-        recent_k=work.recent_k.clone(),
-        recent_v=work.recent_v.clone(),
-    )
+    mine = work.cache
+    copies = {name: getattr(mine, name).clone() for name in ("pool", "recent_k", "recent_v")}
+    other = replace(mine, **copies)
     work.run()
-    kv_blocks.append(**expected.operands())
-    found = kv_blocks.dequantize_blocks(work.pool, form)
-    wanted = kv_blocks.dequantize_blocks(expected.pool, form)
-    pairs = [(work.recent_k, expected.recent_k), (work.recent_v, expected.recent_v)]
-    if work.max_new_blocks:
+    replace(work, cache=other).run(kv_blocks.append)
+    found = kv_blocks.dequantize_blocks(mine.pool, form)
+    wanted = kv_blocks.dequantize_blocks(other.pool, form)
+    pairs = [(mine.recent_k, other.recent_k), (mine.recent_v, other.recent_v)]
+    if mine.step.max_new_blocks:
         pairs += zip(found, wanted, strict=True)
     return max(relative_rms(a, b) for a, b in pairs)
 
@@ -139,7 +124,7 @@ def _plain(work: Append) -> Call:
     """RoPE and two indexed copies into an fp16 cache."""
     cache = torch.zeros(2, *work.k.shape, dtype=torch.float16, device=work.k.device)
     slots = torch.arange(work.k.shape[0], device=work.k.device)
-    positions = slots % work.max_rows
+    positions = slots % work.cache.step.max_rows
 
     def call() -> None:
         cache[0].index_copy_(0, slots, rope(work.k, positions, work.cos, work.sin))

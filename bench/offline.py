@@ -21,22 +21,15 @@ from typing import Any
 
 from bench import ptx, ttgir
 from bench.gpu_limits import LIMITS, WARP, blocks_per_sm
-from qoff.kernels.triton.launch.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
+from qoff.errors import OpError
+from qoff.kernels.triton.launch.variant import (
+    NO_SHARED_IN_LOOP,
+    TENSOR_CORES,
+    WIDE_CODES,
+    Variant,
+    shipped,
+)
 
-MODULES = {  # of the ops, in qoff.kernels.triton
-    "quantize": "linear.quantize",
-    "dequantize": "linear.dequantize",
-    "w4_linear": "linear.linear",
-    "w4_experts": "moe.experts",
-    "rms_norm": "elementwise.rms_norm",
-    "silu_mul": "elementwise.silu_mul",
-    "gated_silu": "elementwise.interleaved_silu_mul",
-    "rope": "elementwise.rope",
-    "kv_append": "attention.append",
-    "merge": "attention.merge",
-    "decode_attention": "attention.decode",
-    "prefill_attention": "attention.prefill",
-}
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -188,8 +181,8 @@ def collect(
 ) -> list[Artefact]:
     """Compile every variant of the ops for every capability, on `jobs` processes.
 
-    An op is one of `MODULES`, or the full name of any module that has `variants`. One that
-    cannot be imported gives an Artefact with its error per capability.
+    An op is one of those that `shipped` lists, or the full name of any module that has `variants`.
+    One that is not there gives an Artefact with its error per capability.
     """
     work, found = [], []
     for op in ops:
@@ -209,11 +202,14 @@ def collect(
 
 
 def variants_of(op: str, capability: int) -> Iterable[Variant]:
-    """The variants that the module of an op lists; see `collect`."""
-    name = f"qoff.kernels.triton.{MODULES[op]}" if op in MODULES else op
-    module = importlib.import_module(name)
-    variants: Iterable[Variant] = module.variants(capability)
-    return variants
+    """The variants of an op, or those that a module lists; see `collect`."""
+    if "." in op:
+        variants: Iterable[Variant] = importlib.import_module(op).variants(capability)
+        return variants
+    found = [variant for variant in shipped(capability) if variant.op == op]
+    if not found:
+        raise OpError(f"there is no op {op!r}")
+    return found
 
 
 def _job(work: tuple[str, int, int, Path | None]) -> Artefact:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +13,13 @@ from bench.gpu_operands import random_cache
 from bench.gpu_peers import BACKENDS, sdpa
 from bench.gpu_targets import SDPA
 from bench.model_shapes import Shape, models
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.reference import attention as reference
 from qoff.kernels.triton.attention.prefill import prefill_attention
 
 OP = "prefill_attention"
-_NAMES = ("pool", "block_table", "compressed", "recent_k", "recent_v")
 _ROWS = 2048
 _CONTEXTS = (0, 8192, 32768)
 _MATH_SCORES = 1 << 28
@@ -50,8 +50,8 @@ def _error(
     device: torch.device,
 ) -> float:
     operands = _operands(form, 2, group, starts, rows, dtype, device)
-    out, lse = prefill_attention(**operands)
-    expected, expected_lse = reference.prefill_attention(**operands)
+    out, lse = prefill_attention(*operands)
+    expected, expected_lse = reference.prefill_attention(*operands)
     return max(relative_rms(out, expected), relative_rms(lse, expected_lse))
 
 
@@ -63,15 +63,13 @@ def _operands(
     rows: list[int],
     dtype: torch.dtype,
     device: torch.device,
-) -> dict[str, Any]:
-    """What the launcher and the reference take, by name."""
-    cache = random_cache(form, kv_heads, starts, dtype, device)
+) -> tuple[Tensor, Tensor, Tensor, DeviceLayerCache, HeadShape]:
+    """What the launcher and the reference take."""
+    cache = random_cache(form, kv_heads, starts, dtype, device, rows)
     k, v = torch.randn(2, sum(rows), kv_heads, form.head_dim, device=device).to(dtype)
     q = torch.randn(sum(rows), kv_heads * group, form.head_dim, device=device).to(dtype)
-    firsts = torch.tensor([0, *rows], device=device).cumsum(0).int()
-    packed = {name: getattr(cache, name) for name in _NAMES}
-    fresh = {"q": q, "k": k, "v": v, "row_start": firsts, "start": cache.length}
-    return {**fresh, **packed, "form": form, "scale": form.head_dim**-0.5}
+    shape = HeadShape(kv_heads * group, kv_heads, form.head_dim, form.head_dim**-0.5)
+    return q, k, v, cache, shape
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -99,10 +97,8 @@ def _build(model: Shape, context: int, device: torch.device) -> Work:
     operands = _operands(
         form, model.kv_heads, model.group, [context], [_ROWS], torch.float16, device
     )
-    # The launcher's default bound, block_table's width, is one block for an empty cache.
-    operands |= {"max_rows": _ROWS, "max_compressed": max(0, context - 1) // 64 * 64}
     peers = {SDPA + name: partial(_peer, name, model, context, device) for name in BACKENDS}
-    return Work(lambda: prefill_attention(**operands), peers)
+    return Work(lambda: prefill_attention(*operands), peers)
 
 
 def _peer(name: str, model: Shape, context: int, device: torch.device) -> Call:

@@ -30,8 +30,9 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache.host.packed import PackedCache
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import head_shapes
-from qoff.models.runtime import Batch, Runtime
+from qoff.models.runtime import Runtime
 
 KV_HEADS = 8
 POOL_BYTES = 1 << 30  # at least, so that it is read from memory each time
@@ -124,7 +125,7 @@ def _prompt_cache(runtime: Runtime, sinks: int, ids: Tensor) -> PackedCache:
     forms = [KVFormat(shape.head_dim) for shape in shapes]
     cache = PackedCache(shapes, forms, len(ids), window=64, sinks=sinks)
     ragged = Ragged.of([ids.shape[1]] * len(ids), [0] * len(ids))
-    runtime.forward(Batch(ids.flatten(), ragged, cache, ragged.last_rows))
+    runtime.forward(ForwardPass(ids.flatten(), ragged, cache, ragged.last_rows))
     return cache
 
 
@@ -133,7 +134,7 @@ def _losses(runtime: Runtime, cache: PackedCache, ids: Tensor) -> Tensor:
     found = []
     for now, following in zip(ids.T[:-1], ids.T[1:], strict=True):
         ragged = Ragged.of([1] * len(ids), list(cache.lengths))
-        logits = runtime.forward(Batch(now.contiguous(), ragged, cache, ragged.last_rows))
+        logits = runtime.forward(ForwardPass(now.contiguous(), ragged, cache, ragged.last_rows))
         found.append(cross_entropy(logits, following, reduction="none"))
     return torch.stack(found, 1)
 

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu_limits import CAPABILITIES, LIMITS
-from bench.offline import MODULES, Artefact, as_json, collect, interpreted
+from bench.offline import Artefact, as_json, collect, interpreted
+from qoff.kernels.triton.launch.variant import shipped
 from qoff.measure.tables import markdown
 
-OPS = tuple(MODULES)
+OPS = tuple(dict.fromkeys(variant.op for variant in shipped(90)))
 JOBS = 2
 _HEADER = (
     "variant", "sm", "warps", "regs", "spill", "shared", "blocks/SM", "warps/SM",

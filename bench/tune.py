@@ -126,7 +126,7 @@ def _linear(m: int, n: int, k: int) -> Search:
         x = torch.randn(m, k, device=device).half()
 
         def call(config: Any) -> Call:
-            return lambda: w4_linear(x, q.codes, q.scale_min, None, _BITS, GROUP, config)
+            return lambda: w4_linear(x, q, None, config)
 
         return call
 

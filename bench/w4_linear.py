@@ -42,7 +42,7 @@ def _error(
     q = random_weight(*shape, device, bits, group)
     x = torch.randn(m, shape[1], device=device).to(dtype)
     bias = torch.randn(shape[0], device=device).to(dtype)
-    out = w4_linear(x, q.codes, q.scale_min, bias, bits, group)
+    out = w4_linear(x, q, bias)
     return relative_rms(out, x.double() @ q.dequantize().double().T + bias.double())
 
 
@@ -79,7 +79,7 @@ def _build(m: int, n: int, k: int, device: torch.device) -> Work:
         TINYGEMM: partial(tinygemm, x, q),
         GEMLITE: partial(gemlite, x, q),
     }
-    return Work(lambda: w4_linear(x, q.codes, q.scale_min, None, q.bits, GROUP), peers, True)
+    return Work(lambda: w4_linear(x, q), peers, True)
 
 
 def _cublas(x: torch.Tensor, q: QTensor) -> Call:

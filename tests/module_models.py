@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from qoff.checkpoint import Checkpoint, TensorEntry, WeightFile, read_weight
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.convert.convert import convert
 from qoff.models.modules.quantizable import matrices_of
 from qoff.models.modules.structure import CACHE_ARGUMENTS, Structure, UnitWeight
-from qoff.models.tensor_names import EMBEDDING, HEAD
 from tests.tiny_models import BOS, EOS, PAD, QUANT, TINY, save_tokenizer
 
 HYBRID_JAMBA: dict[str, Any] = {
@@ -166,7 +166,7 @@ def module_reference(base: Path, name: str) -> Any:
 def _put(file: WeightFile, place: UnitWeight, structure: Structure) -> None:
     weight = getattr(place.module, place.attribute)
     name = structure.stored_as(place)
-    if isinstance(file.weights.get(name), TensorEntry) or name in (EMBEDDING, HEAD):
+    if isinstance(file.weights.get(name), TensorEntry) or name in (EMBEDDING, LM_HEAD):
         weight.copy_(dense(file, name))
         return
     for matrix in matrices_of(place, 1):

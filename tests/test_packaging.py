@@ -128,6 +128,9 @@ def test_the_installed_wheel_imports_from_another_directory(wheel: Path, tmp_pat
     said = run(site / "bin" / "qoff", "--version", cwd=elsewhere, PYTHONPATH=str(site))
     assert said == f"qoff {qoff.__version__}\n"
     assert f"qoff-{qoff.__version__}-" in wheel.name
+    assert "error of the op" in run(
+        sys.executable, ROOT / "examples/one_kernel.py", cwd=elsewhere, PYTHONPATH=str(site)
+    )
 
 
 def test_the_tree_imports_without_an_installation(tree: Path, tmp_path: Path) -> None:

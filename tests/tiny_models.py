@@ -28,10 +28,10 @@ from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import BudgetError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
-from qoff.memory.plan import HEAD, Unit, local_names, unit_files
+from qoff.memory.plan import EMBEDDING, HEAD, LM_HEAD, Unit, local_names, unit_files
 from qoff.models import names
-from qoff.models.batch import Batch
 from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
@@ -386,21 +386,21 @@ class PlainRun:
                 }
             )
         outer = self._units[HEAD]
-        table = outer[names.EMBEDDING]
+        table = outer[EMBEDDING]
         assert isinstance(table, QTensor)
-        self._units[HEAD] = {names.HEAD: table, **outer}
+        self._units[HEAD] = {LM_HEAD: table, **outer}
         spec = DecoderSpec.from_config(checkpoint.config)
         self.decoder = Decoder(spec, ops, table.dequantize().__getitem__, **options)
 
-    def forward(self, batch: Batch) -> Tensor:
-        return drive(self.decoder, batch, self._units)
+    def forward(self, run: ForwardPass) -> Tensor:
+        return drive(self.decoder, run, self._units)
 
 
 def drive(
-    decoder: Decoder, batch: Batch, units: Mapping[Unit, Mapping[str, QTensor | Tensor]]
+    decoder: Decoder, run: ForwardPass, units: Mapping[Unit, Mapping[str, QTensor | Tensor]]
 ) -> Tensor:
     """Send a forward pass the weights it asks for; returns its logits."""
-    steps = decoder.steps(batch)
+    steps = decoder.steps(run)
     unit = next(steps)
     while True:
         try:

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from .kv_format import KVFormat
+from qoff.errors import OpError
+from qoff.kernels.operands import FLOATS, INT32, INTS, require
+
+from .heads import HeadShape
+from .kv_format import BLOCK_TOKENS, KVFormat
 from .layer_cache import PackedTokens
 
 
 @dataclass(frozen=True)
-class DevicePass:
+class PassTables:
     """The sequences of one forward pass in all S slots of a cache; for all layers.
 
     Rows are the new tokens in the order of their slots. A slot without new tokens counts as empty:
     zeros everywhere. Tensors are on the device, numbers are what the host knows without waiting.
     The tokens before `resident_from` are in host memory; those from `packed` to `offloaded_until`
-    will be.
+    will be. Raises OpError for tensors and numbers that do not fit each other; what is in the
+    tensors is not looked at, as that would wait for the GPU.
     """
 
     start: Tensor  # int32 [S], position of the first new token
@@ -32,16 +38,35 @@ class DevicePass:
     # too; from `packed` to `offloaded_until` the place in the write-back buffer.
     table: Tensor
     positions: Tensor  # int32 or int64 [M], of each row
-    order: Tensor | None  # int64 [M], where each row is among the new tokens; None: the same place
-    slots: Tensor | None  # int64 [M], of each row, at decode; None: row i is slot i, of all S
     max_rows: int  # of a sequence; 1 for decode
-    max_packed: (
-        int  # at least `packed` less `resident_from` of each, at most what `table` has room for
-    )
-    max_new_blocks: int  # of a sequence, write-back aside
+    # At least `packed` less `resident_from` of each, at most what `table` has room for.
+    max_packed: int
+    max_new_blocks: int = 0  # of a sequence, write-back aside
+    order: Tensor | None = None  # int64 [M], the place of each row among the new tokens; None: same
+    slots: Tensor | None = None  # int64 [M], of each row, at decode; None: row i is slot i, of S
     resident_from: Tensor | None = None  # int32 [S], multiples of 64; None: 0
     offloaded_until: Tensor | None = None  # int32 [S], at least `packed`; None: no write-back
     max_offloaded_blocks: int = 0  # new ones of a sequence to be written back
+
+    def __post_init__(self) -> None:
+        slots, device = len(self.start), self.start.device
+        for name in ("start", "length", "packed", "after", "resident_from", "offloaded_until"):
+            if (tensor := getattr(self, name)) is not None:
+                require(name, tensor, INT32, (slots,), device)
+        require("row_start", self.row_start, INT32, (slots + 1,), device)
+        require("table", self.table, INT32, (slots, "blocks"), device, rows_apart=True)
+        require("positions", self.positions, INTS, ("M",), device)
+        columns = self.table.shape[1]
+        if not 0 <= self.max_packed <= columns * BLOCK_TOKENS:
+            raise OpError(
+                f"max_packed is 0 up to the {columns * BLOCK_TOKENS} tokens that the block table "
+                f"has room for, not {self.max_packed}"
+            )
+        if self.max_rows < 0 or not 0 <= self.max_new_blocks <= columns:
+            raise OpError(
+                f"max_rows is 0 or more, not {self.max_rows}; max_new_blocks is 0 up to the "
+                f"{columns} columns of the block table, not {self.max_new_blocks}"
+            )
 
 
 @dataclass(frozen=True)
@@ -49,18 +74,50 @@ class DeviceLayerCache:
     """Keys and values of one layer on a GPU.
 
     Tokens up to `packed` are in blocks, the others in the rings: position p of a sequence in slot
-    p % W. A pass attends to blocks as they were before it, and packs those that it completes.
+    p % W; W is 64 or more. A pass attends to blocks as they were before it, and packs those that it
+    completes. Raises OpError for tensors that do not fit each other, the form or the pass.
     """
 
     form: KVFormat
     pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes]
     recent_k: Tensor  # float16 or bfloat16 [S, W, kv_heads, D]
     recent_v: Tensor
-    step: DevicePass
+    step: PassTables
     # The tokens before `resident_from`, in host memory; rows are in the order of the slots.
     offloaded: tuple[PackedTokens, ...] = ()
     write_back: Tensor | None = None  # like pool: where new blocks go that will be in host memory
-    values_rotated: bool = False  # V in blocks and in the ring: `rotated.rotate_values`
+    values_rotated: bool = False  # V in blocks and in the ring: `rotation.rotate_values`
+
+    def __post_init__(self) -> None:
+        recent, device = self.recent_k, self.step.start.device
+        ring = (len(self.step.start), "W", "kv_heads", self.form.head_dim)
+        require("recent_k", recent, FLOATS, ring, device)
+        require("recent_v", self.recent_v, (recent.dtype,), recent.shape, device)
+        if recent.shape[1] < BLOCK_TOKENS:
+            raise OpError(f"a ring has {BLOCK_TOKENS} slots or more, not {recent.shape[1]}")
+        records = ("blocks", recent.shape[2], self.form.nbytes)
+        for name, pool in (("pool", self.pool), ("write_back", self.write_back)):
+            if pool is None:
+                continue
+            require(name, pool, (torch.uint8,), records, device)
+            if pool.storage_offset() % 16:
+                raise OpError(f"{name} must start at a multiple of 16 bytes of its storage")
+
+    def check_queries(self, query: Tensor, shape: HeadShape, sinks: Tensor | None) -> None:
+        """Raise OpError unless `query` [rows, heads, D] and `sinks` [heads] fit cache and shape."""
+        kv_heads, dim = self.recent_k.shape[2:]
+        if (shape.kv_heads, shape.head_dim) != (kv_heads, dim) or shape.heads % kv_heads:
+            raise OpError(f"{shape} does not fit a cache of {kv_heads} KV heads of {dim} channels")
+        heads, dtype = (shape.heads, dim), (self.recent_k.dtype,)
+        require("q", query, dtype, ("rows", *heads), self.recent_k.device, rows_apart=True)
+        if sinks is not None:
+            require("sinks", sinks, (torch.float32,), heads[:1], query.device)
+
+    def check_fresh(self, key: Tensor, value: Tensor) -> None:
+        """Raise OpError unless new keys and values are [T, kv_heads, D] like those of the rings."""
+        dtype, device = (self.recent_k.dtype,), self.recent_k.device
+        require("k", key, dtype, ("T", *self.recent_k.shape[2:]), device, rows_apart=True)
+        require("v", value, dtype, key.shape, device, rows_apart=True)
 
     def replay_key(self) -> tuple[int, ...] | None:
         """What kernels are told of this cache beside the values in its memory.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 
 from .elementwise import rope
@@ -125,36 +126,29 @@ def _dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, form: KVFormat) -
 def append(
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    start: Tensor,
-    row_start: Tensor,
-    recent_k: Tensor,
-    recent_v: Tensor,
-    pool: Tensor,
-    block_table: Tensor,
-    before: Tensor,
-    after: Tensor,
-    form: KVFormat,
+    cache: DeviceLayerCache,
+    tables: tuple[Tensor, Tensor] | None = None,
     interleaved: bool = False,
 ) -> None:
     """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
 
-    k, v: [T, kv_heads, D], rows row_start[s]..row_start[s+1]-1 of sequence s at positions start[s]
-    on. cos, sin: [P, R/2] as for `reference_elementwise.rope`, or None for keys that are turned
-    already. Tokens before[s]..after[s]-1, whole blocks, go into pool [blocks, kv_heads, nbytes]
-    where block_table [S, max_blocks] says: those from start[s] on from k and v, older ones from the
-    ring recent_k, recent_v [S, W, kv_heads, D], which holds position p in slot p % W. Then tokens
-    from after[s] on go into the ring. K is rounded to its dtype before it is packed.
+    k, v: [T, kv_heads, D], rows row_start[s]..row_start[s+1]-1 of the pass of sequence s at
+    positions start[s] on. tables: cos and sin [P, R/2] as for `elementwise.rope`, or None for keys
+    that are turned already. Tokens packed[s]..after[s]-1, whole blocks, go into the pool where the
+    table says: those from start[s] on from k and v, older ones from the ring, which holds position
+    p in slot p % W. Then tokens from after[s] on go into the ring. K is rounded to its dtype before
+    it is packed.
     """
+    step, form, recent_k, recent_v = cache.step, cache.form, cache.recent_k, cache.recent_v
     window = recent_k.shape[1]
-    starts, firsts, befores, afters = (x.tolist() for x in (start, row_start, before, after))
-    for s, (first, old, new) in enumerate(zip(starts, befores, afters, strict=True)):
-        rows = slice(firsts[s], firsts[s + 1])
-        positions = torch.arange(first, first + rows.stop - rows.start, device=k.device)
-        key, value = k[rows], v[rows]
-        if cos is not None and sin is not None:
-            key = rope(key, positions, cos, sin, interleaved)
+    numbers = (step.start, step.row_start[:-1], step.row_start[1:], step.packed, step.after)
+    for s, (first, row, stop, old, new) in enumerate(
+        zip(*(x.tolist() for x in numbers), strict=True)
+    ):
+        positions = torch.arange(first, first + stop - row, device=k.device)
+        key, value = k[row:stop], v[row:stop]
+        if tables is not None:
+            key = rope(key, positions, *tables, interleaved)
         if new > old:
             slots = torch.arange(old, min(first, new), device=k.device) % window
             done = max(new - first, 0)
@@ -166,7 +160,7 @@ def append(
             ]
             logical = torch.arange(old // BLOCK_TOKENS, new // BLOCK_TOKENS, device=k.device)
             records = quantize_blocks(blocks[0], blocks[1], form, logical[:, None] == 0)
-            pool[block_table[s, logical].long()] = records
+            cache.pool[step.table[s, logical].long()] = records
         kept = positions >= new
         recent_k[s, positions[kept] % window] = key[kept].to(recent_k.dtype)
         recent_v[s, positions[kept] % window] = value[kept].to(recent_v.dtype)

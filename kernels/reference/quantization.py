@@ -40,7 +40,7 @@ def minmax_scale(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[T
     span = high - low
     # By a tensor: on a GPU, torch multiplies by the inverse of a number, which rounds differently.
     scale = (span / span.new_tensor(2**bits - 1)).to(scale_dtype)
-    minimum = low.to(scale_dtype)
+    minimum = (low + 0.0).to(scale_dtype)  # of zeros of both signs, which is least is left open
     if not bool((torch.isfinite(scale) & torch.isfinite(minimum) & torch.isfinite(span)).all()):
         largest = float(torch.maximum(low.abs(), high.abs()).max())
         advice = "use float32 scales" if scale_dtype == torch.float16 else "scale the weights down"

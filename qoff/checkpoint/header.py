@@ -155,8 +155,8 @@ def _described(path: Path, metadata: Any) -> dict[str, Any]:
     text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise FormatError(
-            f"{path}: the header has no readable metadata {METADATA_KEY!r}; this is no file of a "
-            "qoff checkpoint: convert the model with qoff convert"
+            f"{path}: the header has no readable metadata {METADATA_KEY!r}; this is not a file of "
+            "a qoff checkpoint: convert the model with qoff convert"
         )
     try:
         return load_object(text)

@@ -9,7 +9,7 @@ from typing import Any
 def load_object(text: bytes | str) -> dict[str, Any]:
     """Parse a JSON object in UTF-8. Raises ValueError saying why it is none.
 
-    A name that stands twice in an object is refused: two readers could take different values.
+    A name that occurs twice in an object is refused: two readers could take different values.
     """
     try:
         decoded = text.decode() if isinstance(text, bytes) else text
@@ -27,6 +27,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise ValueError(f"the name {name!r} stands twice")
+            raise ValueError(f"the name {name!r} occurs twice")
         result[name] = value
     return result

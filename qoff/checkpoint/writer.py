@@ -130,7 +130,7 @@ class CheckpointWriter:
             Checkpoint.open(self._folder)
         except FormatError as error:
             what = str(error).replace(str(self._folder), str(self.path))
-            raise ConversionError(f"{self.path}: this would be no checkpoint: {what}") from error
+            raise ConversionError(f"{self.path}: this would not be a checkpoint: {what}") from error
         with self._failures():
             self._check_place()
             publish(self._folder, self.path)
@@ -170,7 +170,7 @@ class CheckpointWriter:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise ConversionError(self._no_space()) from error
             raise ConversionError(
-                f"{self.path}: cannot be written ({error}); see to it, or choose another place"
+                f"{self.path}: cannot be written ({error}); fix that, or choose another place"
             ) from error
 
     def _no_space(self) -> str:
@@ -189,7 +189,7 @@ class CheckpointWriter:
             read_config(self.path)
         except FormatError as error:
             raise ConversionError(
-                f"{self.path}: is no qoff checkpoint, and only one is overwritten ({error}); "
+                f"{self.path}: is not a qoff checkpoint, so it is not overwritten ({error}); "
                 "remove it, or choose another place"
             ) from error
 

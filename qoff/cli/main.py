@@ -30,7 +30,7 @@ TopP = Annotated[
     float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this probability.")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed for sampling.")]
-Raw = Annotated[bool, typer.Option(help="Do not apply the chat template.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")]
 Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace to this file.")]
 AttentionTop = Annotated[
     float, typer.Option(help="Fraction of the packed KV blocks that a new token attends to.")
@@ -92,9 +92,11 @@ def convert(
     ] = None,
     for_: Annotated[str, typer.Option("--for", help="Device to pack for: any or cpu.")] = "any",
     requantize: Annotated[
-        bool, typer.Option(help="Quantize again what cannot be taken over exactly.")
+        bool, typer.Option("--requantize", help="Quantize again what cannot be taken over exactly.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from qoff.kernels.layout.ragged import Ragged, Span
-from qoff.kvcache import KVCache
-from qoff.kvcache.slots import SlotCache
+from qoff.kvcache.slots import SlotCache, SlotSubset
+from qoff.models.forward_pass import ForwardPass
 
 from .prefixes import PrefixIndex
 from .request import Sequence
 from .sampling import Sampler
-
-
-@dataclass(frozen=True)
-class Work:
-    """The rows of one forward pass: which sequences, and how many tokens of each."""
-
-    cache: KVCache
-    ragged: Ragged
-    tokens: Tensor  # int64 [M]
-    logit_rows: Tensor  # int64, of the sequences in `wanted`
-    wanted: tuple[Sequence, ...]
-    reads: tuple[tuple[Sequence, int], ...] = ()  # tokens of their prompts
 
 
 class BatchSlots:
@@ -110,7 +96,7 @@ class BatchSlots:
                 if sequence is not None:
                     self._prefixes.add(sequence.prompt, self.cache.blocks[slot])
 
-    def decode(self) -> Work | None:
+    def decode(self) -> ForwardPass | None:
         """A pass with the newest token of each sequence whose prompt is read."""
         chosen = [(i, s) for i, s in enumerate(self.slots) if s is not None and s.answer]
         if not chosen:
@@ -118,9 +104,9 @@ class BatchSlots:
         spans = tuple(Span(i, row, 1, self.cache.lengths[i]) for row, (i, _) in enumerate(chosen))
         tokens = torch.tensor([s.answer[-1] for _, s in chosen])
         ragged = Ragged(spans)
-        return Work(self.cache, ragged, tokens, ragged.last_rows, tuple(s for _, s in chosen))
+        return ForwardPass(tokens, ragged, self.cache, ragged.last_rows)
 
-    def read(self, most: int) -> Work | None:
+    def read(self, most: int) -> ForwardPass | None:
         """A pass with pieces of prompts: together at most `most` tokens, as if all were as long."""
         waiting = [(i, s) for i, s in enumerate(self.slots) if s is not None and self._reads(i, s)]
         chosen: list[tuple[int, Sequence, int]] = []
@@ -137,11 +123,24 @@ class BatchSlots:
         ragged = Ragged.of([count for _, _, count in chosen], [s.read for _, s, _ in chosen])
         tokens = torch.tensor([t for _, s, n in chosen for t in s.prompt[s.read : s.read + n]])
         done = [s.read + n == len(s.prompt) for _, s, n in chosen]
-        return Work(
-            cache,
-            ragged,
-            tokens,
-            ragged.last_rows[torch.tensor(done)],
-            tuple(s for (_, s, _), ready in zip(chosen, done, strict=True) if ready),
-            tuple((s, n) for _, s, n in chosen),
-        )
+        return ForwardPass(tokens, ragged, cache, ragged.last_rows[torch.tensor(done)])
+
+    def take(
+        self, run: ForwardPass, logits: Tensor, samplers: dict[Sequence, Sampler]
+    ) -> tuple[int, int]:
+        """Note what a pass has read of prompts, and draw a token for each row of its logits.
+
+        Returns how many tokens were read and drawn.
+        """
+        read = drawn = 0
+        rows = iter(logits.cpu())
+        subset = run.cache.slots if isinstance(run.cache, SlotSubset) else None
+        for span in run.ragged.spans:
+            sequence = self.slots[span.slot if subset is None else subset[span.slot]]
+            assert sequence is not None
+            if subset is not None:
+                read += span.count
+                sequence.read += span.count
+            if sequence.decoding:
+                drawn += self.extend(sequence, next(rows), samplers)
+        return read, drawn

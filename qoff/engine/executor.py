@@ -13,7 +13,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import UnsupportedModelError
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.host.recent import Scratch as KVScratch
+from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.tiered import TieredBlocks
@@ -109,7 +109,7 @@ class Executor(ABC):
             )
         decoder = self.runtime.decoder
         assert isinstance(decoder, Decoder)  # others are refused above
-        self.scratch = decoder.new_scratch(tokens)
+        self.workspace = decoder.new_workspace(tokens)
 
     @abstractmethod
     def new_cache(self) -> SlotCache:
@@ -194,7 +194,7 @@ class CpuExecutor(Executor):
             attention_top=quant.attention_top,
             values_rotated=quant.values_rotated,
             store=self.blocks,
-            scratch=self._kv_scratch,
+            workspace=self._recent_workspace,
         )
 
     def _transfers(self) -> Transfers:
@@ -208,7 +208,7 @@ class CpuExecutor(Executor):
         return self.memory.blocks.tier_bytes()
 
     def _open_blocks(self) -> TieredBlocks:
-        self._kv_scratch = KVScratch()
+        self._recent_workspace = RecentWorkspace()
         return TieredBlocks(
             self.forms,
             [shape.kv_heads for shape in self.shapes],

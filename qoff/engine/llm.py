@@ -21,18 +21,18 @@ from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory.arena import Arena
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
-from qoff.models.batch import Activations, Batch, ResidentActivations
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime, device_of
 from qoff.plan import Memory, Plan
 
 from .answers import Answers, Prompt
-from .batch import BatchSlots, Work
+from .batch import BatchSlots
 from .executor import CpuExecutor, Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Result, SamplingParams, Sequence
 from .resources import Resources
 from .sampling import Sampler, sampler_of
-from .schedule import Pass, Schedule
+from .schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -258,19 +258,18 @@ class LLM:
     def _round(self, batches: list[BatchSlots], samplers: dict[Sequence, Sampler]) -> list[Result]:
         """One pass of every batch: a token more of each sequence, or more of its prompt."""
         start, before = time.perf_counter(), self._machine.counters()
-        works: list[tuple[BatchSlots, Work]] = []
+        passes: list[tuple[BatchSlots, ForwardPass]] = []
         for batch in batches:
-            for work in (batch.decode(), batch.read(self.plan.prefill_tokens)):
-                if work is not None:
-                    works.append((batch, work))
-        passes = [self._pass(i, work) for i, (_, work) in enumerate(works)]
+            for run in (batch.decode(), batch.read(self.plan.prefill_tokens)):
+                if run is not None:
+                    self._place(run, len(passes))
+                    passes.append((batch, run))
         done: list[Result] = []
-        generated = 0
-        for (batch, work), logits in zip(works, self._schedule.round(passes), strict=True):
-            for sequence, count in work.reads:
-                sequence.read += count
-            for sequence, row in zip(work.wanted, logits.cpu(), strict=True):
-                generated += batch.extend(sequence, row, samplers)
+        read = generated = 0
+        found = self._schedule.round([run for _, run in passes])
+        for (batch, run), logits in zip(passes, found, strict=True):
+            tokens, drawn = batch.take(run, logits, samplers)
+            read, generated = read + tokens, generated + drawn
         for batch in batches:
             batch.index()
             for sequence in batch.sequences():
@@ -280,18 +279,15 @@ class LLM:
                     del samplers[sequence]
                     done.append(result)
         spent = [after - was for after, was in zip(self._machine.counters(), before, strict=True)]
-        read = sum(count for _, work in works for _, count in work.reads)
         seconds = time.perf_counter() - start
         self.rounds.append(RoundStats(read, generated, seconds, *spent))
         return done
 
-    def _pass(self, number: int, work: Work) -> Pass:
-        activations: Activations = ResidentActivations()
+    def _place(self, run: ForwardPass, number: int) -> None:
+        """Say where a pass of a round has its values."""
+        run.name, run.workspace = f"pass {number}", self._machine.workspace
         if self._machine.activations is not None:
-            activations = self._machine.activations.batch(number)
-        scratch = self._machine.scratch
-        batch = Batch(work.tokens, work.ragged, work.cache, work.logit_rows, activations, scratch)
-        return Pass(f"pass {number}", batch)
+            run.activations = self._machine.activations.batch(number)
 
 
 def _machine(on_gpu: bool) -> type[Executor]:

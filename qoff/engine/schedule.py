@@ -4,36 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from qoff.kvcache import KVCache
 from qoff.memory import Unit, WeightStore
-from qoff.memory.activations import ParkedActivations
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import unit_label
-from qoff.models.batch import Batch
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import AnyDecoder
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward pass of a round."""
-
-    name: str
-    batch: Batch
-
-    @property
-    def cache(self) -> KVCache:
-        return self.batch.cache
-
-    def prefetch(self, unit: Unit) -> None:
-        """Start to bring what the pass will want for a unit, weights aside."""
-        if isinstance(unit, int):
-            self.cache.prefetch(unit)
-        if isinstance(self.batch.activations, ParkedActivations):
-            self.batch.activations.prefetch()
 
 
 class Schedule:
@@ -57,14 +35,14 @@ class Schedule:
         self._span = instrumentation.span
         self._after: dict[Unit, Unit] = {}  # which unit a pass asks for after each
 
-    def round(self, passes: Sequence[Pass]) -> list[Tensor]:
+    def round(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
         """Return the logits of each pass, float32 [R, vocab_size]."""
         if self._schedule == "sequential":
             return [self._together([one])[0] for one in passes]
         return self._together(passes)
 
-    def _together(self, passes: Sequence[Pass]) -> list[Tensor]:
-        steps = [self._decoder.steps(one.batch) for one in passes]
+    def _together(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
+        steps = [self._decoder.steps(one) for one in passes]
         found: dict[int, Tensor] = {}
         try:
             unit = [next(step) for step in steps][-1]  # the same for all
@@ -90,7 +68,7 @@ class Schedule:
         except BaseException:
             with ExitStack() as all_of_them:
                 for one in passes:
-                    all_of_them.callback(one.cache.abandon)
+                    all_of_them.callback(one.abandon)
             raise
         finally:
             for step in steps:

@@ -17,8 +17,9 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qoff.errors import OpError, QoffError
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.runtime import Batch, Runtime, RuntimeStats
+from qoff.models.runtime import Runtime, RuntimeStats
 
 from .cache import QoffCache
 from .padded_batch import PaddedBatch
@@ -104,7 +105,7 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
             raise OpError("logits_to_keep must be how many of the last columns, not which ones")
         rows, places = columns.logit_rows(logits_to_keep)
         found = self.runtime.forward(
-            Batch(columns.tokens(input_ids), columns.ragged, cache.tokens, rows)
+            ForwardPass(columns.tokens(input_ids), columns.ragged, cache.tokens, rows)
         ).cpu()
         cache.add(columns)
         kept = min(logits_to_keep, width) if logits_to_keep else width

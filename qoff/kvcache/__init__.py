@@ -1,6 +1,6 @@
 """What the model remembers of the tokens it has read."""
 
-from .base import KVCache
+from .base import CachePass, KVCache
 from .device.cache import DeviceCache
 from .host.mixed import MixedCache
 from .host.packed import PackedCache
@@ -10,6 +10,7 @@ from .slots import SlotCache
 from .store.placement import KVPlacement
 
 __all__ = [
+    "CachePass",
     "DeviceCache",
     "KVCache",
     "KVPlacement",

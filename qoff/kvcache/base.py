@@ -11,11 +11,37 @@ from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 
 
+class CachePass(ABC):
+    """One forward pass on a cache: what its attention reads, and where its new tokens go.
+
+    Each layer is opened, attended to and closed; then the pass ends, or is abandoned.
+    """
+
+    def prefetch(self, layer: int) -> None:  # noqa: B027 - most caches have everything at hand
+        """Start to bring what `open` will want, if there is room for it."""
+
+    @abstractmethod
+    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
+        """Return what the attention of a layer reads and appends to."""
+
+    def close(self, layer: int) -> None:  # noqa: B027 - most caches have nothing to do
+        """The layer's attention is done."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """All layers are done: the new tokens are remembered."""
+
+    def abandon(self) -> None:  # noqa: B027 - most caches hold nothing until the end
+        """Give back what was taken, unless the pass has ended.
+
+        What the cache holds is worthless if layers are done.
+        """
+
+
 class KVCache(ABC):
     """Keys and values of every layer for a number of sequences, in slots 0, 1, ...
 
-    A forward pass calls `begin`; then for each layer `open`, the attention op, and `close`; then
-    `end`. `lengths[i]` is how many tokens of sequence i are remembered.
+    `lengths[i]` is how many tokens of sequence i are remembered.
     """
 
     lengths: list[int]
@@ -30,26 +56,13 @@ class KVCache(ABC):
         """Bytes allocated, used or not."""
 
     @abstractmethod
-    def begin(self, ragged: Ragged) -> None:
+    def begin(self, ragged: Ragged) -> CachePass:
         """Make room for the new tokens of a forward pass."""
 
-    def prefetch(self, layer: int) -> None:  # noqa: B027 - most caches have everything at hand
-        """Start to bring what `open` will want, if there is room for it."""
-
-    @abstractmethod
-    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
-        """Return what the attention of a layer reads and appends to."""
-
-    def close(self, layer: int) -> None:  # noqa: B027 - most caches have nothing to do
-        """The layer's attention is done."""
-
-    def end(self, ragged: Ragged) -> None:
-        """All layers are done: the new tokens are remembered."""
+    def lengthen(self, ragged: Ragged) -> None:
+        """Count the new tokens of a pass that ends."""
         for span in ragged.spans:
             self.lengths[span.slot] += span.count
-
-    def abandon(self) -> None:  # noqa: B027 - most caches hold nothing between `begin` and `end`
-        """The pass under way will not end; what the cache holds is worthless if layers are done."""
 
     @abstractmethod
     def select(self, sequences: Sequence[int]) -> None:

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
-from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 
-from .base import KVCache
+from .base import CachePass, KVCache
 
 
-class CachePass(Protocol):
-    """One forward pass on a cache: what it takes, and where its new tokens go."""
+class SlotPass(CachePass):
+    """A forward pass on some slots of a cache."""
 
-    def prefetch(self, layer: int) -> None:
-        """Start to bring the packed tokens of a layer."""
-
-    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
-        """What the attention of a layer reads and appends to."""
-
-    def close(self, layer: int) -> None:
-        """The layer's attention is done."""
-
-    def end(self) -> None:
-        """The new blocks are blocks of the cache."""
-
-    def abandon(self) -> None:
-        """Give back what was taken. Raises ArgumentError where the cache is worthless now."""
-
-    def release(self) -> None:
-        """Give back what was taken."""
+    @property
+    @abstractmethod
+    def spoils(self) -> bool:
+        """Whether the cache is worthless if this pass does not end."""
 
 
 class BlockUsers(Protocol):
@@ -61,10 +47,10 @@ class SlotCache(KVCache):
         self.lengths = [0] * sequences
         self.blocks: list[list[int]] = [[] for _ in range(sequences)]
         self.expected = [expected] * sequences
-        self._pass: CachePass | None = None
+        self._pass: SlotPass | None = None  # under way, of `begin`
 
     @abstractmethod
-    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> CachePass:
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> SlotPass:
         """A new pass; slot i of `ragged` is slot `slots[i]` of the cache (None: i)."""
 
     @abstractmethod
@@ -85,37 +71,31 @@ class SlotCache(KVCache):
         """How many blocks a sequence of this many tokens has."""
         return max(0, tokens - sinks - window) // BLOCK_TOKENS
 
-    def begin(self, ragged: Ragged) -> None:
+    def begin(self, ragged: Ragged) -> CachePass:
+        """As `KVCache.begin`. A pass that has not ended is given back.
+
+        Raises ArgumentError where that one has written over what there was.
+        """
         if self._pass is not None:
+            if self._pass.spoils:
+                raise ArgumentError(
+                    "the last forward pass on this KV cache ended half-way through; use a new cache"
+                )
             self._pass.abandon()
-            self._pass = None
         self._pass = self.start(ragged)
+        return self._pass
 
-    def prefetch(self, layer: int) -> None:
-        self._current.prefetch(layer)
-
-    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
-        return self._current.open(layer)
-
-    def close(self, layer: int) -> None:
-        self._current.close(layer)
-
-    def end(self, ragged: Ragged) -> None:
-        self._current.end()
-        self._pass = None
-        super().end(ragged)
-
-    def abandon(self) -> None:
-        if self._pass is not None:
-            self._pass.release()
+    def over(self, ended: SlotPass) -> None:
+        """A pass has ended, or will not."""
+        if self._pass is ended:
             self._pass = None
 
-    def subset(self, slots: Sequence[int]) -> KVCache:
+    def subset(self, slots: Sequence[int]) -> SlotSubset:
         """Some slots of this cache as slots 0, 1, ... of one; for passes of many tokens.
 
         Its passes may be under way together with one of the cache itself over other slots.
         """
-        return _Subset(self, tuple(slots))
+        return SlotSubset(self, tuple(slots))
 
     def select(self, sequences: Sequence[int]) -> None:
         kept = list(sequences)
@@ -165,59 +145,14 @@ class SlotCache(KVCache):
             del self.blocks[slot][kept:]
             self.lengths[slot] = left
 
-    @property
-    def _current(self) -> CachePass:
-        if self._pass is None:
-            raise ArgumentError("no forward pass has begun on this cache")
-        return self._pass
 
+@dataclass(frozen=True)
+class SlotSubset:
+    """Slots of a cache for a pass of many tokens; its slot i is slot `slots[i]` of the cache."""
 
-class _Subset(KVCache):
-    """A pass of many tokens over some slots; slot i of it is slot `slots[i]` of the cache."""
+    cache: SlotCache
+    slots: tuple[int, ...]
 
-    def __init__(self, cache: SlotCache, slots: tuple[int, ...]) -> None:
-        self._cache = cache
-        self._slots = slots
-        self.lengths = [cache.lengths[slot] for slot in slots]
-        self._pass: CachePass | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._cache.nbytes
-
-    def begin(self, ragged: Ragged) -> None:
-        if self._pass is not None:
-            self._pass.abandon()
-            self._pass = None
-        self._pass = self._cache.start(ragged, self._slots)
-
-    def prefetch(self, layer: int) -> None:
-        assert self._pass is not None
-        self._pass.prefetch(layer)
-
-    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
-        assert self._pass is not None
-        return self._pass.open(layer)
-
-    def close(self, layer: int) -> None:
-        assert self._pass is not None
-        self._pass.close(layer)
-
-    def end(self, ragged: Ragged) -> None:
-        assert self._pass is not None
-        self._pass.end()
-        self._pass = None
-        super().end(ragged)
-        for slot, length in zip(self._slots, self.lengths, strict=True):
-            self._cache.lengths[slot] = length
-
-    def abandon(self) -> None:
-        if self._pass is not None:
-            self._pass.release()
-            self._pass = None
-
-    def select(self, sequences: Sequence[int]) -> None:
-        raise ArgumentError("sequences are selected in the whole cache")
-
-    def forget(self, tokens: int) -> None:
-        raise ArgumentError("tokens are forgotten in the whole cache")
+    def begin(self, ragged: Ragged) -> CachePass:
+        """Make room for the new tokens of a forward pass."""
+        return self.cache.start(ragged, self.slots)

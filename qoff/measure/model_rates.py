@@ -20,8 +20,9 @@ from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import ops_for
 from qoff.memory import plan_residency
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
-from qoff.models.runtime import Batch, Runtime, device_of
+from qoff.models.runtime import Runtime, device_of
 from qoff.models.spec import DecoderSpec
 
 from .cases import Case, Setup
@@ -122,7 +123,7 @@ class Sequences:
         batch, count = tokens.shape
         ragged = Ragged.of([count] * batch, [self.length] * batch)
         logits = self._runtime.forward(
-            Batch(tokens.flatten(), ragged, self.cache, ragged.last_rows)
+            ForwardPass(tokens.flatten(), ragged, self.cache, ragged.last_rows)
         )
         self.length += count
         return logits.argmax(dim=-1).cpu()  # which waits for a GPU

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from qoff.kernels.ops import Ops, ops_for, with_activation_bits
 
@@ -18,8 +17,8 @@ from .io.timeline import Timeline
 class Instrumentation:
     """Made once, and handed to all that hold or move bytes.
 
-    timeline: notes every move and computation. poison: memory that holds nothing is NaN. links:
-    slower ones than there are. ops: others than the device's.
+    timeline: notes every move and computation. poison: memory that holds nothing is filled with
+    0xFF, NaN in floats. links: slower ones than there are. ops: others than the device's.
     """
 
     timeline: Timeline | None = None
@@ -38,11 +37,6 @@ class Instrumentation:
     def span(self, lane: str, name: str) -> AbstractContextManager[None]:
         """Note how long a `with` block takes, if there is a timeline."""
         return nullcontext() if self.timeline is None else self.timeline.span(lane, name)
-
-    def wipe(self, memory: Tensor) -> None:
-        """Fill memory that holds nothing, uint8, with 0xFF, NaN in floats, if that is wanted."""
-        if self.poison:
-            memory.fill_(0xFF)
 
 
 PLAIN = Instrumentation()

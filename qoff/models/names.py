@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from qoff.errors import UnsupportedModelError
+from qoff.memory.plan import EMBEDDING, LM_HEAD
 
 from .spec import DecoderSpec, ExpertsSpec
-from .tensor_names import EMBEDDING as EMBEDDING
-from .tensor_names import HEAD as HEAD
 from .tensor_names import TensorNames
 
 ROW_BLOCK = 16
@@ -74,7 +73,7 @@ class Weight:
     @property
     def sensitive(self) -> bool:
         """Whether its codes have as many bits as those of embedding and head."""
-        return self.name in (EMBEDDING, HEAD, ROUTER, SHARED_GATE, POSITIONS)
+        return self.name in (EMBEDDING, LM_HEAD, ROUTER, SHARED_GATE, POSITIONS)
 
     @property
     def rows(self) -> int:
@@ -115,9 +114,9 @@ def outer_weights(spec: DecoderSpec, names: TensorNames | None = None) -> tuple[
     """Return the weights outside of the layers; `lm_head` only if it is not the embedding."""
     names = names or _names_of(spec)
     rows, width = spec.vocab_size, spec.hidden_size
-    sources = {EMBEDDING: names.embedding, HEAD: names.head}
+    sources = {EMBEDDING: names.embedding, LM_HEAD: names.head}
     if spec.tie_word_embeddings:
-        del sources[HEAD]
+        del sources[LM_HEAD]
     matrices = [
         Weight(name, (Part(source, rows, _after(0), times=names.times.get(name)),), width)
         for name, source in sources.items()

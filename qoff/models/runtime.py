@@ -18,12 +18,11 @@ from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
-from qoff.memory.plan import unit_label
+from qoff.memory.plan import EMBEDDING, unit_label
 
-from . import names
-from .batch import Batch
+from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
-from .native.decoder import HEAD, UNPACKED_ON_GPU, Decoder
+from .native.decoder import UNPACKED_ON_GPU, Decoder
 from .native.graphs import Replays
 from .spec import DecoderSpec
 
@@ -123,10 +122,10 @@ class Runtime:
         self._turn = threading.Lock()
         weakref.finalize(self, self.store.close)  # for who drops it without closing it
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, run: ForwardPass) -> Tensor:
         """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""
         with self._turn:
-            steps = self.decoder.steps(batch)
+            steps = self.decoder.steps(run)
             unit = next(steps)
             while True:
                 weights = self.store.acquire(unit)
@@ -185,7 +184,7 @@ class Runtime:
         self.close()
 
     def _embed(self, ids: Tensor) -> Tensor:
-        return self.store.gather_rows(names.EMBEDDING, ids)
+        return self.store.gather_rows(EMBEDDING, ids)
 
 
 def device_of(name: torch.device | str) -> torch.device:
@@ -212,6 +211,3 @@ def _check_gpu(kv: KVQuant | None, dtype: torch.dtype) -> None:
         raise ArgumentError(f"hidden states on a GPU are float16 or bfloat16, not {dtype}")
     if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ArgumentError("this GPU cannot multiply bfloat16; use dtype=torch.float16")
-
-
-__all__ = ["HEAD", "AnyDecoder", "Batch", "Runtime", "RuntimeStats"]

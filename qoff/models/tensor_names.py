@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-
 
 @dataclass(frozen=True)
 class TensorNames:
@@ -20,7 +18,7 @@ class TensorNames:
     after the other ("heads"). fused_gate_up: one tensor has the rows of gate above those of up.
     stacked_experts: one tensor has all experts, [experts, columns, rows], its rows of gate and up
     in turn. rope_pairs: neighbouring channels of queries and keys turn together. norm_offset: what
-    norm weights are stored less. times: from EMBEDDING or HEAD to a matrix that it
+    norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix that it
     is multiplied by from the right, and whether that is stored transposed.
     """
 

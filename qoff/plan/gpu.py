@@ -16,7 +16,7 @@ from qoff.kvcache.device.plan import DeviceBlockPlan
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
-from qoff.models.batch import Scratch
+from qoff.models.forward_pass import LayerWorkspace
 from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 
@@ -148,7 +148,7 @@ def _device_work(
         )
         for shape, form in zip(shapes, forms, strict=True)
     )
-    chunk = Scratch.nbytes(spec, tokens, tiled) // 4 - tokens * (wide + spec.q_rows)
+    chunk = LayerWorkspace.nbytes(spec, tokens, tiled) // 4 - tokens * (wide + spec.q_rows)
     mlp = item * (3 * chunk + 2 * tokens * spec.hidden_size)
     embedded = 4 * tokens * spec.hidden_size
     longest = max(spec.hidden_size, spec.intermediate_size, spec.q_rows)
@@ -161,7 +161,7 @@ def _device_work(
     work = max(attention, mlp, embedded) + matrix + logits + rotary + tables
     if tiled:  # each pass has its own between the tiles of a layer
         for most in (plan.prefill_tokens, size):
-            work += plan.batches * Scratch.nbytes(spec, most, tiled=True) // 4 * item
+            work += plan.batches * LayerWorkspace.nbytes(spec, most, tiled=True) // 4 * item
     return work
 
 

@@ -12,12 +12,11 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
-from qoff.kvcache.host.recent import RecentTokens
-from qoff.kvcache.host.recent import Scratch as KVScratch
+from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
 from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
-from qoff.models.batch import Scratch
+from qoff.models.forward_pass import LayerWorkspace
 from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 from qoff.units import format_size
@@ -129,17 +128,19 @@ class Memory:
         recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
         tokens = max(plan.prefill_tokens, plan.batch_size)
         prefill = max(
-            KVScratch.floats_for(shape, 1, plan.prefill_tokens + plan.batch_size * (window + 16))
+            RecentWorkspace.floats_for(
+                shape, 1, plan.prefill_tokens + plan.batch_size * (window + 16)
+            )
             for shape in shapes
         )
         passes = 2 * plan.batches  # each batch may decode and read prompts in a round
         # Logits of all passes of a round, and a copy of those that are scaled.
         logits = 4 * (plan.batches + 1) * plan.batch_size * spec.vocab_size
-        work = Scratch.nbytes(spec, tokens) + 4 * prefill + logits
+        work = LayerWorkspace.nbytes(spec, tokens) + 4 * prefill + logits
         work += table_bytes(spec, plan.context + 1)
         if tiled:  # each pass has its own between the tiles of a layer
             for most in (plan.prefill_tokens, plan.batch_size):
-                work += plan.batches * Scratch.nbytes(spec, most, tiled=True)
+                work += plan.batches * LayerWorkspace.nbytes(spec, most, tiled=True)
         if plan.activations == "device":
             # Prompts and single tokens of each batch.
             held = 4 * plan.batches * (plan.prefill_tokens + plan.batch_size) * spec.hidden_size

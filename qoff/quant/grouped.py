@@ -98,8 +98,8 @@ def widened(q: QTensor, bits: int, group_size: int) -> QTensor:
     """
     if bits < q.bits or q.group_size % group_size:
         raise QuantizationError(
-            f"a matrix of {q.bits} bits and group {q.group_size} cannot be had with {bits} bits "
-            f"and group {group_size} without quantizing it anew"
+            f"a matrix of {q.bits} bits and group {q.group_size} cannot be stored with {bits} bits "
+            f"and group {group_size} without quantizing it again"
         )
     if (bits, group_size) == (q.bits, q.group_size):
         return q

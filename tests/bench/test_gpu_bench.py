@@ -29,7 +29,9 @@ from bench.gpu_targets import CUBLAS, TARGETS
 from bench.model_shapes import LLAMA_8B, MODELS, TOKENS
 from qoff.errors import OpError
 from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.triton.attention import decode
 from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.linear import gemv, skinny
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -341,8 +343,8 @@ def test_random_operands_have_the_shapes_asked_for() -> None:
     q = random_weight(8, 128, CPU, bits=8, group=32)
     assert 0.5 < q.dequantize().std() * 128**0.5 * 3 < 4
     cache = random_cache(KVFormat(64), 2, [0, 64, 65, 200], torch.float16, CPU)
-    assert cache.compressed.tolist() == [0, 0, 64, 192]
-    used = [int(p) for s, n in enumerate([0, 0, 1, 3]) for p in cache.block_table[s, :n]]
+    assert cache.step.packed.tolist() == [0, 0, 64, 192]
+    used = [int(p) for s, n in enumerate([0, 0, 1, 3]) for p in cache.step.table[s, :n]]
     assert sorted(used) == list(range(4))
 
 
@@ -356,6 +358,8 @@ def test_tuning_asks_for_the_keys_that_launchers_look_up(
         asked.append((op, key))
 
     monkeypatch.setattr(tuned, "lookup", lookup)
+    for launcher in (gemv, skinny, decode):
+        launcher._configured.cache_clear()
     shape = replace(LLAMA_8B, heads=4, kv_heads=2, head_dim=64)
     monkeypatch.setattr(tune, "MODELS", (shape,))
     monkeypatch.setattr(tune, "_CONTEXT", 70)

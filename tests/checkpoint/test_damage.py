@@ -133,7 +133,7 @@ HEADERS: dict[str, tuple[Damage, str]] = {
     "header an array": (header_text(lambda t: b"[]"), "not a JSON object"),
     "name twice": (
         header_text(lambda t: t.replace(b'.codes"', b'.scale_min"')),
-        "stands twice",
+        "occurs twice",
     ),
     "data not at a block": (unaligned, "not at a multiple of 4096"),
     "overlap": (shifted(-4), "hole or an overlap"),

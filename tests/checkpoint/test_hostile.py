@@ -149,7 +149,7 @@ def test_a_pipe_is_refused_instead_of_waited_for(folder: Path, name: str) -> Non
 def test_a_name_twice_in_the_index_is_refused(folder: Path) -> None:
     text = (folder / INDEX_FILE).read_text()
     (folder / INDEX_FILE).write_text(text.replace("{", '{"checksums": {},', 1))
-    with pytest.raises(FormatError, match=rf"{INDEX_FILE}: .*'checksums' stands twice"):
+    with pytest.raises(FormatError, match=rf"{INDEX_FILE}: .*'checksums' occurs twice"):
         Checkpoint.open(folder)
 
 

@@ -19,7 +19,7 @@ import pytest
 from qoff.engine import LLM, Result, SamplingParams
 from qoff.engine import executor as executor_module
 from qoff.engine.sampling import Sampler
-from qoff.engine.schedule import Pass, Schedule
+from qoff.engine.schedule import Schedule
 from qoff.errors import DiskReadError, DiskWriteError, QoffError
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.host.packed_pass import PackedPass
@@ -252,10 +252,10 @@ def test_a_generator_of_a_closed_llm_ends_with_an_error(
 
 
 class Recorded:
-    """A cache that only remembers that it was abandoned."""
+    """A pass that only remembers that it was abandoned."""
 
-    def __init__(self, fails: bool) -> None:
-        self.abandoned = False
+    def __init__(self, number: int, fails: bool) -> None:
+        self.number, self.abandoned = number, False
         self._fails = fails
 
     def abandon(self) -> None:
@@ -266,19 +266,14 @@ class Recorded:
 
 def test_one_pass_that_fails_abandons_all_even_if_one_cannot_be() -> None:
     class Steps:
-        def steps(self, batch: Any) -> Iterator[int]:
-            if batch.number == 1:
+        def steps(self, run: Recorded) -> Iterator[int]:
+            if run.number == 1:
                 raise ZeroDivisionError
             yield 0
 
-    class NumberedBatch:
-        def __init__(self, number: int, cache: Recorded) -> None:
-            self.number, self.cache = number, cache
-
-    caches = [Recorded(fails) for fails in (False, True, False)]
-    batches: list[Any] = [NumberedBatch(i, cache) for i, cache in enumerate(caches)]
+    passes: list[Any] = [Recorded(i, fails) for i, fails in enumerate((False, True, False))]
     decoder: Any = Steps()
     schedule = Schedule(decoder, None, "column")  # type: ignore[arg-type]
     with pytest.raises((ZeroDivisionError, RuntimeError)):
-        schedule.round([Pass(str(i), batch) for i, batch in enumerate(batches)])
-    assert [cache.abandoned for cache in caches] == [True] * 3
+        schedule.round(passes)
+    assert [one.abandoned for one in passes] == [True] * 3

@@ -23,7 +23,7 @@ from qoff.kernels.reference import elementwise
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache, KVPlacement, KVQuant
 from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.device.cache_step import CacheStep
+from qoff.kvcache.device.cache_pass import DeviceCachePass
 from qoff.kvcache.device.prefetch import BlockPrefetcher, PrefetchedBlocks
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
@@ -249,9 +249,9 @@ def test_no_more_of_the_gpu_is_taken_than_the_plan_says(checkpoint: Path) -> Non
 
 
 PLACES = [
-    (CacheStep, "open"),
-    (CacheStep, "close"),
-    (CacheStep, "end"),
+    (DeviceCachePass, "open"),
+    (DeviceCachePass, "close"),
+    (DeviceCachePass, "end"),
     (PrefetchedBlocks, "open"),
     (BlockPrefetcher, "bring"),
     (BlockRing, "use"),

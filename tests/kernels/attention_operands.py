@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference.kv_blocks import quantize_blocks
 
 
-@dataclass(frozen=True)
-class Cache:
-    """A pool whose physical blocks are in random order, and a ring that is NaN where unused."""
-
-    pool: Tensor
-    block_table: Tensor
-    compressed: Tensor
-    length: Tensor
-    recent_k: Tensor
-    recent_v: Tensor
-    form: KVFormat = field(repr=False)
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """All up to `compressed`."""
-        return self.pool, self.block_table, self.compressed
-
-    @property
-    def ring(self) -> tuple[Tensor, Tensor]:
-        return self.recent_k, self.recent_v
+def ints(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def random_cache(
@@ -39,8 +22,13 @@ def random_cache(
     sizes: list[tuple[int, int]],
     dtype: torch.dtype = torch.float16,
     ring: int = 64,
-) -> Cache:
-    """A cache of sequences with (blocks, recent tokens); K has channels of very different sizes."""
+    rows: list[int] | None = None,
+) -> DeviceLayerCache:
+    """A cache of sequences with (blocks, recent tokens); K has channels of very different sizes.
+
+    Physical blocks are in random order, and the ring is NaN where unused. rows: new tokens of each
+    sequence, after these; None: one, the last of these.
+    """
     blocks = [b for b, _ in sizes]
     total = sum(blocks)
     spread = torch.linspace(-1, 1, form.head_dim).exp2()
@@ -59,29 +47,46 @@ def random_cache(
         slots = torch.arange(count * BLOCK_TOKENS, count * BLOCK_TOKENS + tokens) % ring
         recent[0, s, slots] = torch.randn(tokens, kv_heads, form.head_dim).to(dtype) * 2
         recent[1, s, slots] = torch.randn(tokens, kv_heads, form.head_dim).to(dtype)
-    return Cache(
-        pool,
-        table,
-        torch.tensor([b * BLOCK_TOKENS for b in blocks], dtype=torch.int32),
-        torch.tensor([b * BLOCK_TOKENS + t for b, t in sizes], dtype=torch.int32),
-        recent[0],
-        recent[1],
-        form,
+    old = [b * BLOCK_TOKENS + t for b, t in sizes]
+    step = random_pass(old, [b * BLOCK_TOKENS for b in blocks], table, rows)
+    return DeviceLayerCache(form, pool, recent[0], recent[1], step)
+
+
+def random_pass(
+    old: list[int], packed: list[int], table: torch.Tensor, rows: list[int] | None = None
+) -> PassTables:
+    """A pass of `rows` tokens after the `old` ones; None: of the last of these."""
+    counts = [min(n, 1) for n in old] if rows is None else rows
+    start = [n - min(n, 1) for n in old] if rows is None else old
+    return PassTables(
+        start=ints(start),
+        row_start=ints([sum(counts[:s]) for s in range(len(counts) + 1)]),
+        length=ints([n + c for n, c in zip(start, counts, strict=True)]),
+        packed=ints(packed),
+        after=ints(packed),
+        table=table,
+        positions=ints([n + i for n, c in zip(start, counts, strict=True) for i in range(c)]),
+        max_rows=max(counts),
+        max_packed=max(packed),
     )
 
 
-def without_oldest(cache: Cache, blocks: list[int]) -> tuple[Cache, Cache]:
+def without_oldest(
+    cache: DeviceLayerCache, blocks: list[int]
+) -> tuple[DeviceLayerCache, DeviceLayerCache]:
     """A cache whose table leads nowhere for so many blocks of each sequence, and one without them.
 
     The second counts positions from its first block on, which a ring of 64 tokens does not notice.
     """
-    holes, table = cache.block_table.clone(), torch.full_like(cache.block_table, 2**30)
+    step = cache.step
+    holes, table = step.table.clone(), torch.full_like(step.table, 2**30)
     for s, count in enumerate(blocks):
         holes[s, :count] = 2**30
-        table[s, : table.shape[1] - count] = cache.block_table[s, count:]
-    older = torch.tensor(blocks, dtype=torch.int32) * BLOCK_TOKENS
-    compressed, length = cache.compressed - older, cache.length - older
+        table[s, : table.shape[1] - count] = step.table[s, count:]
+    older = ints(blocks) * BLOCK_TOKENS
+    without = {name: getattr(step, name) - older for name in ("start", "length", "packed", "after")}
+    most = int((step.packed - older).max())
     return (
-        replace(cache, block_table=holes),
-        replace(cache, block_table=table, compressed=compressed, length=length),
+        replace(cache, step=replace(step, table=holes, resident_from=older, max_packed=most)),
+        replace(cache, step=replace(step, table=table, max_packed=most, **without)),
     )

@@ -19,10 +19,11 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
 
 from bench.gpu_limits import WARP
-from bench.offline import variants_of
-from bench.static import OPS
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.attention.append import kv_append
 from qoff.kernels.triton.attention.decode import decode_attention
 from qoff.kernels.triton.attention.merge import merge
@@ -31,8 +32,8 @@ from qoff.kernels.triton.elementwise.interleaved_silu_mul import gated_silu
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 from qoff.kernels.triton.elementwise.rope import rope
 from qoff.kernels.triton.elementwise.silu_mul import silu_mul
-from qoff.kernels.triton.launch.variant import Variant
-from qoff.kernels.triton.linear import split_k
+from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.variant import Variant, shipped
 from qoff.kernels.triton.linear.dequantize import dequantize
 from qoff.kernels.triton.linear.linear import w4_linear
 from qoff.kernels.triton.linear.quantize import quantize
@@ -43,7 +44,7 @@ from qoff.kernels.triton.moe.product import Product
 from qoff.kernels.triton.moe.tiles import config_for, tile_product, tiles
 
 CAPABILITY = 90
-GPU = split_k.Gpu(CAPABILITY, 128)  # as variants assume
+GPU = Gpu(CAPABILITY, 128)  # as variants assume
 GRID_MAX = (2**31 - 1, 65535, 65535)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SEQUENCES, KV_HEADS, BLOCKS = 3, 8, 128
@@ -73,7 +74,7 @@ def record(launches: list[Launch]) -> None:
         )
 
     jit.JITFunction.run = run
-    split_k.Gpu.of = staticmethod(lambda device: GPU)
+    Gpu.of = staticmethod(lambda device: GPU)
 
 
 def differences(variant: Variant, launch: Launch) -> list[str]:
@@ -124,7 +125,7 @@ def linear(variant: Variant) -> None:
     if c["PARTIAL"]:  # the launch has no bias, the sum of the parts has
         bias = empty(dtype, n)
     codes = empty(torch.uint8, n, row_bytes)
-    w4_linear(empty(dtype, m, k), codes, scale_min, bias, bits, group)
+    w4_linear(empty(dtype, m, k), QTensor(codes, scale_min, (n, k), bits, group, "split32"), bias)
 
 
 def splits(variant: Variant) -> None:
@@ -166,7 +167,8 @@ def dequantized(variant: Variant) -> None:
     group = run * 8 // bits
     scale_min = empty(dtype_of(variant, "scale_min"), 4096 // group, 4096, 2)
     codes = empty(torch.uint8, 4096, 4096 * bits // 8)
-    dequantize(codes, scale_min, bits, group, dtype_of(variant, "out"))
+    weight = QTensor(codes, scale_min, (4096, 4096), bits, group, "split32")
+    dequantize(weight, dtype_of(variant, "out"))
 
 
 def quantized(variant: Variant) -> None:
@@ -202,14 +204,21 @@ def merged(variant: Variant) -> None:
     merge(outs, empty(torch.float32, c["PARTS"], 16, 32), dtype_of(variant, "out"))
 
 
-def cache(form: KVFormat, dtype: torch.dtype) -> dict[str, Tensor]:
+def cache(form: KVFormat, dtype: torch.dtype, rows: int, new: int, older: bool) -> DeviceLayerCache:
+    """A pass of `rows` tokens of each sequence that completes `new` blocks."""
     recent = empty(dtype, SEQUENCES, 64, KV_HEADS, form.head_dim)
-    return {
-        "pool": empty(torch.uint8, 9, KV_HEADS, form.nbytes),
-        "block_table": ints(SEQUENCES, BLOCKS),
-        "recent_k": recent,
-        "recent_v": recent,
-    }
+    step = PassTables(
+        **{name: ints(SEQUENCES) for name in ("start", "length", "packed", "after")},
+        row_start=ints(SEQUENCES + 1),
+        table=ints(SEQUENCES, BLOCKS),
+        positions=ints(rows),
+        max_rows=rows,
+        max_packed=64 * BLOCKS,
+        max_new_blocks=new,
+        resident_from=ints(SEQUENCES) if older else None,
+    )
+    pool = empty(torch.uint8, 9, KV_HEADS, form.nbytes)
+    return DeviceLayerCache(form, pool, recent, recent, step)
 
 
 def appended(variant: Variant) -> None:
@@ -222,48 +231,34 @@ def appended(variant: Variant) -> None:
         c.get("ROTATED", False),
     )
     k = empty(dtype, 7, KV_HEADS, form.head_dim)
-    table = empty(torch.float32, 9, c["PAIRS"]) if c["PAIRS"] else None
-    counts = {name: ints(SEQUENCES) for name in ("start", "before", "after")}
-    kv_append(
-        k,
-        k,
-        table,
-        table,
-        row_start=ints(SEQUENCES + 1),
-        max_rows=5,
-        max_new_blocks=2,
-        form=form,
-        interleaved=c["ROPE"] == "interleaved",
-        **counts,
-        **cache(form, dtype),
-    )
+    table = empty(torch.float32, 9, c["PAIRS"])
+    tables = (table, table) if c["PAIRS"] else None
+    kv_append(k, k, cache(form, dtype, 5, 2, False), tables, c["ROPE"] == "interleaved")
 
 
 def attended(variant: Variant) -> None:
     c = variant.constants
-    staging = "staged_k" in variant.types and "q" not in variant.types
-    dtype = torch.float16 if staging else dtype_of(variant, "q")
+    writes = "scratch_k" in variant.types and "q" not in variant.types
+    dtype = torch.float16 if writes else dtype_of(variant, "q")
     form = KVFormat(c["HEAD_DIM"], c["K_BITS"], c["V_BITS"], "token" if c["K_TOKEN"] else "channel")
-    heads = KV_HEADS * c.get("GROUP", 4)
-    options: dict[str, Any] = {
-        "form": form,
-        "scale": 0.125,
-        "soft_cap": 30.0 if c.get("SOFT_CAP") else 0.0,
-        "window": 100 if c["WINDOW"] else 0,
-        "sinks": empty(torch.float32, heads) if c.get("SINKS") else None,
-        "resident_from": ints(SEQUENCES) if c["RESIDENT_FROM"] else None,
-        "compressed": ints(SEQUENCES),
-        **cache(form, dtype),
-    }
-    if variant.op == "decode_attention":
-        q = empty(dtype, SEQUENCES, heads, form.head_dim)
-        decode_attention(q, length=ints(SEQUENCES), **options)
+    shape = HeadShape(
+        heads=KV_HEADS * c.get("GROUP", 4),
+        kv_heads=KV_HEADS,
+        head_dim=form.head_dim,
+        scale=0.125,
+        window=100 if c["WINDOW"] else None,
+        soft_cap=30.0 if c.get("SOFT_CAP") else 0.0,
+    )
+    sinks = empty(torch.float32, shape.heads) if c.get("SINKS") else None
+    decode = variant.op == "decode_attention"
+    rows = SEQUENCES if decode else 4096 if writes or c["SCRATCH"] else 16
+    q = empty(dtype, rows, shape.heads, form.head_dim)
+    kept = cache(form, dtype, rows, 0, c["RESIDENT_FROM"])
+    if decode:
+        decode_attention(q, kept, shape, sinks)
         return
-    tokens = 4096 if staging or c["STAGED"] else 16
-    k = empty(dtype, tokens, KV_HEADS, form.head_dim)
-    start, row_start = ints(SEQUENCES), ints(SEQUENCES + 1)
-    q = empty(dtype, tokens, heads, form.head_dim)
-    prefill_attention(q, k, k, row_start=row_start, start=start, **options)
+    k = empty(dtype, rows, KV_HEADS, form.head_dim)
+    prefill_attention(q, k, k, kept, shape, sinks)
 
 
 LAUNCHERS: dict[str, Callable[[Variant], None]] = {
@@ -284,7 +279,7 @@ LAUNCHERS: dict[str, Callable[[Variant], None]] = {
     "write_kernel": appended,
     "decode_attention_kernel": attended,
     "prefill_attention_kernel": attended,
-    "stage_kernel": attended,
+    "scratch_kernel": attended,
 }
 
 
@@ -292,14 +287,13 @@ def main() -> None:
     launches: list[Launch] = []
     record(launches)
     found, count = [], 0
-    for op in OPS:
-        for variant in variants_of(op, CAPABILITY):
-            launches.clear()
-            LAUNCHERS[variant.kernel.fn.__name__](variant)
-            mine = [launch for launch in launches if launch["kernel"] is variant.kernel]
-            lines = [differences(variant, launch) for launch in mine] or [["is not launched"]]
-            found += [f"{op} {variant.name}: {line}" for line in lines[0]]
-            count += 1
+    for variant in shipped(CAPABILITY):
+        launches.clear()
+        LAUNCHERS[variant.kernel.fn.__name__](variant)
+        mine = [launch for launch in launches if launch["kernel"] is variant.kernel]
+        lines = [differences(variant, launch) for launch in mine] or [["is not launched"]]
+        found += [f"{variant.op} {variant.name}: {line}" for line in lines[0]]
+        count += 1
     print(json.dumps({"triton": triton.__version__, "variants": count, "differences": found}))
 
 

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.reference.attention import decode_attention, prefill_attention
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, hadamard
-from tests.kernels.attention_operands import Cache, random_cache
+from tests.kernels.attention_operands import random_cache
 from tests.tolerances import assert_close
 
 FORMS = [
@@ -21,12 +23,15 @@ FORMS = [
 ]
 
 
-def _plain_cache(cache: Cache, s: int) -> tuple[Tensor, Tensor]:
-    """K (not rotated) and V of a sequence, float64 [kv_heads, tokens, D], token by token."""
+def _plain_cache(cache: DeviceLayerCache, s: int, new: bool = False) -> tuple[Tensor, Tensor]:
+    """K (not rotated) and V of a sequence, float64 [kv_heads, tokens, D], token by token.
+
+    new: without the tokens of the pass.
+    """
     form, rows = cache.form, ([], [])
-    for position in range(int(cache.length[s])):
-        if position < int(cache.compressed[s]):
-            record = cache.pool[cache.block_table[s, position // 64]]
+    for position in range(int(cache.step.start[s] if new else cache.step.length[s])):
+        if position < int(cache.step.packed[s]):
+            record = cache.pool[cache.step.table[s, position // 64]]
             k, v = (x[:, position % 64].double() for x in dequantize_blocks(record, form))
             if form.rotated:
                 k = k @ hadamard(form.head_dim, torch.float64)
@@ -57,8 +62,8 @@ def _expected(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Ten
 def test_decode(form: KVFormat, window: int) -> None:
     cache = random_cache(form, 2, [(2, 9), (0, 1), (1, 0)], ring=70)
     q = torch.randn(3, 6, form.head_dim, dtype=torch.float64)
-    args = (q, *cache.parts, cache.length, *cache.ring, form, 0.1)
-    out, _ = decode_attention(*args, window=window, compute_dtype=torch.float64)
+    shape = HeadShape(6, 2, form.head_dim, 0.1, window)
+    out, _ = decode_attention(q, cache, shape, compute_dtype=torch.float64)
     for s in range(3):
         expected = _expected(q[s : s + 1], *_plain_cache(cache, s), 0.1, window)
         assert_close(out[s : s + 1], expected, tolerance=1e-6)
@@ -67,17 +72,15 @@ def test_decode(form: KVFormat, window: int) -> None:
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_prefill(form: KVFormat, window: int) -> None:
-    cache = random_cache(form, 2, [(1, 9), (0, 0)], ring=70)
-    rows = torch.tensor([0, 5, 75], dtype=torch.int32)
+    cache = random_cache(form, 2, [(1, 9), (0, 0)], ring=70, rows=[5, 70])
+    rows = cache.step.row_start
     q = torch.randn(75, 4, form.head_dim, dtype=torch.float64)
     k, v = torch.randn(2, 75, 2, form.head_dim, dtype=torch.float64)
-    out, _ = prefill_attention(
-        q, k, v, rows, cache.length, *cache.parts, *cache.ring, form, 0.1,
-        window=window, compute_dtype=torch.float64,
-    )  # fmt: skip
+    shape = HeadShape(4, 2, form.head_dim, 0.1, window)
+    out, _ = prefill_attention(q, k, v, cache, shape, compute_dtype=torch.float64)
     for s in range(2):
         mine = slice(int(rows[s]), int(rows[s + 1]))
-        pairs = zip(_plain_cache(cache, s), (k[mine], v[mine]), strict=True)
+        pairs = zip(_plain_cache(cache, s, new=True), (k[mine], v[mine]), strict=True)
         keys, values = (torch.cat((old, new.transpose(0, 1)), 1) for old, new in pairs)
         expected = _expected(q[mine], keys, values, 0.1, window)
         assert_close(out[mine], expected, tolerance=1e-6)
@@ -88,8 +91,8 @@ def test_log_sum_exp_soft_cap_and_sinks() -> None:
     cache = random_cache(form, 1, [(1, 3), (0, 0)])
     q = torch.randn(2, 2, 64, dtype=torch.float64)
     sinks = torch.tensor([0.5, -2.0])
-    args = (q, *cache.parts, cache.length, *cache.ring, form, 0.3)
-    out, lse = decode_attention(*args, soft_cap=5.0, sinks=sinks, compute_dtype=torch.float64)
+    shape = HeadShape(2, 1, 64, 0.3, soft_cap=5.0)
+    out, lse = decode_attention(q, cache, shape, sinks, compute_dtype=torch.float64)
     k, v = _plain_cache(cache, 0)
     scores = 5 * torch.tanh(0.3 * q[0] @ k[0].T / 5)
     total = scores.exp().sum(-1) + sinks.double().exp()
@@ -102,6 +105,6 @@ def test_log_sum_exp_soft_cap_and_sinks() -> None:
 def test_no_keys_at_all() -> None:
     cache = random_cache(KVFormat(64), 1, [(0, 0)])
     q = torch.randn(1, 2, 64)
-    out, lse = decode_attention(q, *cache.parts, cache.length, *cache.ring, cache.form, 0.3)
+    out, lse = decode_attention(q, cache, HeadShape(2, 1, 64, 0.3))
     assert torch.equal(out, torch.zeros_like(q))
     assert torch.equal(lse, torch.full((1, 2), -torch.inf))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.reference import attention as reference_attention
 from qoff.kernels.triton.attention.decode import (
@@ -13,7 +17,7 @@ from qoff.kernels.triton.attention.decode import (
     decode_attention,
     variants,
 )
-from tests.kernels.attention_operands import Cache, random_cache, without_oldest
+from tests.kernels.attention_operands import random_cache, without_oldest
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -32,29 +36,23 @@ FORMS = [
 ]
 
 
-def _check(cache: Cache, q: torch.Tensor, run: int | None = None, **options) -> torch.Tensor:
-    scale = options.pop("scale", q.shape[-1] ** -0.5)
+def _shape(cache: DeviceLayerCache, heads: int, **options) -> HeadShape:
+    kv_heads, dim = cache.recent_k.shape[2:]
+    return HeadShape(heads, kv_heads, dim, **{"scale": dim**-0.5, **options})
+
+
+def _check(
+    cache: DeviceLayerCache,
+    q: torch.Tensor,
+    run: int | None = None,
+    sinks: torch.Tensor | None = None,
+    **options,
+) -> torch.Tensor:
+    shape = _shape(cache, q.shape[1], **options)
     expected = reference_attention.decode_attention(
-        q.double(),
-        *cache.parts,
-        cache.length,
-        *cache.ring,
-        cache.form,
-        scale,
-        **options,
-        compute_dtype=torch.float64,
+        q.double(), cache, shape, sinks, compute_dtype=torch.float64
     )
-    actual = decode_attention(
-        q,
-        *cache.parts,
-        cache.length,
-        *cache.ring,
-        cache.form,
-        scale,
-        **options,
-        run=run,
-        max_compressed=int(cache.compressed.max()),
-    )
+    actual = decode_attention(q, cache, shape, sinks, run=run)
     assert actual[0].dtype == q.dtype
     assert_close(actual[0], expected[0], dtype=q.dtype)
     assert_close(actual[1], expected[1], dtype=q.dtype)
@@ -99,44 +97,24 @@ def test_sliding_window(window: int) -> None:
 def test_blocks_before_the_window_are_not_read() -> None:
     cache = random_cache(KVFormat(64), 1, [(4, 10)])
     q = torch.randn(1, 2, 64, dtype=torch.float16)
-    table = cache.block_table.clone()
+    table = cache.step.table.clone()
     table[0, :2] = 2**30
     out = _check(cache, q, window=100)
-    spoiled = decode_attention(
-        q,
-        cache.pool,
-        table,
-        cache.compressed,
-        cache.length,
-        *cache.ring,
-        cache.form,
-        0.125,
-        window=100,
-    )
-    assert torch.equal(spoiled[0], out)
+    spoiled = replace(cache, step=replace(cache.step, table=table))
+    assert torch.equal(decode_attention(q, spoiled, _shape(cache, 2, window=100))[0], out)
 
 
-@pytest.mark.parametrize("window", [0, 100])
-def test_blocks_that_are_elsewhere_are_not_read(window: int) -> None:
+@pytest.mark.parametrize("window", [None, 100])
+def test_blocks_that_are_elsewhere_are_not_read(window: int | None) -> None:
     cache = random_cache(KVFormat(64), 1, [(4, 10), (3, 64), (1, 0), (2, 5)])
-    blocks = [2, 0, 1, 2]
-    holes, rest = without_oldest(cache, blocks)
+    holes, rest = without_oldest(cache, [2, 0, 1, 2])
     q = torch.randn(4, 2, 64, dtype=torch.float16)
-    operands = (cache.length, *cache.ring, cache.form, 0.125)
-    resident_from = 64 * torch.tensor(blocks, dtype=torch.int32)
-    out, lse = decode_attention(
-        q,
-        *holes.parts,
-        *operands,
-        resident_from=resident_from,
-        window=window,
-        max_compressed=3 * 64,
-        run=1,
-    )
+    out, lse = decode_attention(q, holes, _shape(cache, 2, window=window), run=1)
     # One that has no token at all attends to nothing.
     expected = _check(rest, q, window=window)
     assert_close(out, expected, dtype=torch.float16)
     assert torch.equal(lse[2], torch.full_like(lse[2], -torch.inf))
+    _check(holes, q, window=window)
 
 
 @pytest.mark.parametrize("soft_cap", [3.0, 50.0])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from qoff.errors import OpError
-from qoff.kernels.library.weights import dequantize as registered
 from qoff.kernels.triton.linear.dequantize import DequantizeConfig, dequantize, dequantize_into
 from tests.kernels.packed import quantized
 from tests.tolerances import assert_close
@@ -18,11 +17,11 @@ FORMATS = [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]
 def test_equals_the_reference(rows, groups, bits, group, scale_dtype):
     q = quantized(rows, groups * group, bits, group, scale_dtype)
     config = DequantizeConfig(block=512)
-    y = dequantize(q.codes, q.scale_min, bits, group, torch.float16, config)
+    y = dequantize(q, torch.float16, config)
     # A fused multiply-add may round a rare value the other way.
     assert bool((y - q.dequantize(torch.float16)).abs().le(2.0**-10 * y.abs()).all())
     assert_close(
-        dequantize(q.codes, q.scale_min, bits, group, torch.bfloat16, config),
+        dequantize(q, torch.bfloat16, config),
         q.dequantize(),
         dtype=torch.bfloat16,
     )
@@ -36,24 +35,8 @@ def test_rows_of_a_larger_matrix():
 
 
 @pytest.mark.parametrize(
-    ("codes", "scale_min", "bits", "group", "dtype", "message"),
-    [
-        (torch.zeros(4, 32), (2, 4, 2), 4, 32, torch.float16, "codes is uint8"),
-        (torch.zeros(4, 32).byte(), (1, 4, 2), 4, 32, torch.float16, "scale_min is"),
-        (torch.zeros(4, 32).byte(), (2, 4, 2), 4, 32, torch.float32, "float32 is not supported"),
-        (torch.zeros(4, 32).byte(), (2, 4, 2), 3, 32, torch.float16, "3 is not supported"),
-        (torch.zeros(4, 16).byte(), (1, 4, 2), 4, 64, torch.float16, "does not divide"),
-    ],
+    ("packing", "dtype"), [("rows16", torch.float16), ("split32", torch.float32)]
 )
-def test_wrong_operands_are_refused(codes, scale_min, bits, group, dtype, message):
-    with pytest.raises(OpError, match=message):
-        registered(codes, torch.zeros(scale_min).half(), bits, group, dtype)
-
-
-def test_the_op_on_a_cpu_and_on_meta_tensors():
-    q = quantized(4, 64, 4, 32)
-    y = registered(q.codes, q.scale_min, 4, 32, torch.bfloat16)
-    assert torch.equal(y, q.dequantize(torch.bfloat16))
-    meta = registered(q.codes.to("meta"), q.scale_min.to("meta"), 4, 32, torch.bfloat16)
-    assert meta.shape == (4, 64)
-    assert meta.dtype == torch.bfloat16
+def test_another_packing_or_dtype_is_refused(packing, dtype):
+    with pytest.raises(OpError, match=f"not packing {packing} to {dtype}"):
+        dequantize(quantized(16, 64, 4, 32).to_packing(packing), dtype)

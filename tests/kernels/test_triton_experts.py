@@ -1,4 +1,4 @@
-"""The MLP of a mixture of experts in Triton, and as a registered op, against the reference."""
+"""The MLP of a mixture of experts in Triton against the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels import library
 from qoff.kernels.layout.qexperts import ACTIVATIONS, QExperts
 from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_experts
@@ -158,28 +157,6 @@ def test_the_rule() -> None:
     assert block_for(1, 1) == 16
 
 
-def flat(operands: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of `torch.ops.qoff.experts`."""
-    x, topk_ids, topk_weights, gate_up, down = operands
-    return (
-        x, topk_ids, topk_weights,
-        gate_up.codes, gate_up.scale_min, gate_up.bits, gate_up.group_size, options["gate_up_bias"],
-        down.codes, down.scale_min, down.bits, down.group_size, options["down_bias"],
-        options["residual"], "silu",
-    )  # fmt: skip
-
-
-def test_the_registered_op() -> None:
-    operands, options = case(4, 3, 2, 64, 32)
-    found = library.experts(*operands, **options, activation="silu")
-    check(found, operands, {**options, "activation": "silu"})
-    arguments = flat(operands, options)
-    torch.library.opcheck(torch.ops.qoff.experts.default, arguments)
-    meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
-    on_meta = torch.ops.qoff.experts(*meta)
-    assert (on_meta.shape, on_meta.dtype) == (found.shape, found.dtype)
-
-
 def moved(q: QExperts, by: int) -> QExperts:
     """The same experts, `by` bytes further than a multiple of 16."""
     codes = torch.zeros(q.codes.numel() + 16, dtype=torch.uint8)[by : by + q.codes.numel()]
@@ -208,8 +185,7 @@ def moved(q: QExperts, by: int) -> QExperts:
         ({"topk_weights": torch.zeros(3, 2, device="meta")}, "topk_weights is on meta"),
     ],
 )
-@pytest.mark.parametrize("function", [triton_ops.experts, library.experts])
-def test_wrong_operands_are_refused(function: Any, change: dict, complaint: str) -> None:
+def test_wrong_operands_are_refused(change: dict, complaint: str) -> None:
     (x, topk_ids, topk_weights, gate_up, down), options = case(4, 3, 2, 64, 32)
     operands = {
         "x": x,
@@ -219,7 +195,7 @@ def test_wrong_operands_are_refused(function: Any, change: dict, complaint: str)
         "down": down,
     }
     with pytest.raises(OpError, match=complaint):
-        function(**{**operands, **options, "activation": "silu", **change})
+        triton_ops.experts(**{**operands, **options, "activation": "silu", **change})
 
 
 def test_an_out_that_does_not_fit_is_refused() -> None:

@@ -1,11 +1,12 @@
 """The Triton append against the reference: rings, records, and nothing else written."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import kv_blocks as reference
 from qoff.kernels.triton.attention.append import KvAppendConfig, kv_append, variants
@@ -27,27 +28,36 @@ class Case:
         start, rows, before, after = (
             torch.tensor(x, dtype=torch.int32) for x in zip(*self.sequences, strict=True)
         )
-        self.max_rows = int(rows.max())
-        self.max_new_blocks = int((after - before).max()) // BLOCK_TOKENS
         heads = self.kv_heads, self.form.head_dim
         qkv = torch.randn(int(rows.sum()), 3, *heads).to(self.dtype)
         self.k, self.v = qkv[:, 1] * torch.linspace(0.2, 5, heads[1]).to(self.dtype), qkv[:, 2]
-        row_start = torch.cat((torch.zeros(1), rows.cumsum(0))).int()
-        self.lengths = start, row_start
         blocks = -(-int((start + rows).max()) // BLOCK_TOKENS)
         count = len(self.sequences) * blocks
         self.table = torch.randperm(count).int().view(len(self.sequences), blocks)
-        self.limits = before, after
+        step = PassTables(
+            start=start,
+            row_start=torch.cat((torch.zeros(1), rows.cumsum(0))).int(),
+            length=start + rows,
+            packed=before,
+            after=after,
+            table=self.table,
+            positions=torch.zeros(len(self.k)).int(),
+            max_rows=int(rows.max()),
+            max_packed=int(before.max()),
+            max_new_blocks=int((after - before).max()) // BLOCK_TOKENS,
+        )
         ring = (len(self.sequences), self.window, *heads)
-        self.recent_k, self.recent_v = (torch.randn(ring).to(self.dtype) for _ in range(2))
+        recent_k, recent_v = (torch.randn(ring).to(self.dtype) for _ in range(2))
         shape = (count, self.kv_heads, self.form.nbytes)
         self.pool = torch.randint(0, 256, shape, dtype=torch.uint8)
+        self.cache = DeviceLayerCache(self.form, self.pool, recent_k, recent_v, step)
 
-    def run(self, function, cos, sin, *sizes, **options):
+    def run(self, function, tables=None, **options):
         """What `function` leaves in copies of ring and pool."""
-        state = [x.clone() for x in (self.recent_k, self.recent_v, self.pool)]
-        tensors = (*self.lengths, *state, self.table, *self.limits)
-        function(self.k, self.v, cos, sin, *tensors, *sizes, form=self.form, **options)
+        names = ("recent_k", "recent_v", "pool")
+        state = [getattr(self.cache, name).clone() for name in names]
+        cache = replace(self.cache, **dict(zip(names, state, strict=True)))
+        function(self.k, self.v, cache, tables, **options)
         return state
 
     def packed(self):
@@ -59,17 +69,14 @@ class Case:
         return written
 
 
-def check(case, cos=None, sin=None, interleaved=False, config=None):
+def check(case, tables=None, interleaved=False, config=None):
     expected_k, expected_v, expected_pool = case.run(
-        reference.append, cos, sin, interleaved=interleaved
+        reference.append, tables, interleaved=interleaved
     )
-    recent_k, recent_v, pool = case.run(
-        kv_append, cos, sin, case.max_rows, case.max_new_blocks,
-        interleaved=interleaved, config=config,
-    )  # fmt: skip
+    recent_k, recent_v, pool = case.run(kv_append, tables, interleaved=interleaved, config=config)
     assert torch.equal(recent_v, expected_v)
     assert_close(recent_k, expected_k)
-    if cos is None:
+    if tables is None:
         assert torch.equal(recent_k, expected_k)
     written = case.packed()
     assert torch.equal(pool[~written], case.pool[~written])
@@ -125,12 +132,12 @@ def test_ragged_sequences(dtype):
 @pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 80), (80, 32), (64, 2), (96, 60)])
 def test_new_keys_are_turned_before_they_are_packed(head_dim, rotary, interleaved):
     case = Case([(40, 30, 0, 64), (3, 2, 0, 0)], KVFormat(head_dim))
-    check(case, *tables(100, rotary), interleaved)
+    check(case, tables(100, rotary), interleaved)
 
 
 def test_bfloat16_keys_are_turned():
     case = Case([(40, 3, 0, 0), (0, 1, 0, 0)], KVFormat(64), dtype=torch.bfloat16)
-    check(case, *tables(100, 64))
+    check(case, tables(100, 64))
 
 
 def test_blocks_are_read_before_the_ring_is_written():
@@ -161,7 +168,7 @@ def test_equal_values_have_scale_zero():
     case = Case([(0, 64, 0, 64)], KVFormat(64), kv_heads=1)
     case.k, case.v = torch.full_like(case.k, 0.3), torch.full_like(case.v, -2.0)
     check(case)
-    _, _, pool = case.run(kv_append, None, None, 64, 1)
+    _, _, pool = case.run(kv_append)
     k, v = reference.dequantize_blocks(pool[case.packed()], case.form)
     assert bool((k == case.k[0, 0, 0].float()).all() and (v == -2).all())
 

@@ -55,15 +55,13 @@ class Told:
             for slot, (start, end) in zip(slots, pairwise(starts), strict=True)
         )
         ragged = Ragged(spans)
-        self.cache.begin(ragged)
+        step = self.cache.begin(ragged)
         for layer in range(len(FORMS)):
             qkv = torch.randn(ragged.tokens, self.shape.qkv_width).half()
             heads = [self.shape.heads, self.shape.kv_heads, self.shape.kv_heads]
             q, k, v = qkv.view(ragged.tokens, -1, 64).split(heads, dim=1)
-            found = triton_ops.attention(
-                qkv.to(DEVICE), self.shape, self.cache.open(layer), ragged
-            ).cpu()
-            self.cache.close(layer)
+            found = triton_ops.attention(qkv.to(DEVICE), self.shape, step.open(layer), ragged).cpu()
+            step.close(layer)
             for span in spans:
                 rows = slice(span.start, span.start + span.count)
                 k_before, v_before = self.tokens[span.slot][layer]
@@ -71,7 +69,7 @@ class Told:
                 self.tokens[span.slot][layer] = kv
                 expected = self._expected(q[rows], layer, span.slot, span.past)
                 assert_close(found[rows], expected, dtype=torch.float16)
-        self.cache.end(ragged)
+        step.end()
         for slot in slots:
             left = len(self.tokens[slot][0][0]) - self.packed[slot] - self.window
             new = max(0, left) // 64
@@ -230,11 +228,11 @@ def test_a_pass_that_failed_can_be_done_again(tokens: int, opened: int) -> None:
     told = Told(1, 0)
     told.forward([63 if tokens == 1 else 4])
     ragged = Ragged.of([tokens], told.cache.lengths)
-    told.cache.begin(ragged)
+    step = told.cache.begin(ragged)
     for layer in range(opened):
         qkv = torch.randn(tokens, SHAPE.qkv_width).half().to(DEVICE)
-        triton_ops.attention(qkv, SHAPE, told.cache.open(layer), ragged)
-        told.cache.close(layer)
+        triton_ops.attention(qkv, SHAPE, step.open(layer), ragged)
+        step.close(layer)
     told.forward([tokens])
     assert told.cache.store.used == told.packed[0] // 64
 
@@ -242,23 +240,19 @@ def test_a_pass_that_failed_can_be_done_again(tokens: int, opened: int) -> None:
 def test_a_long_pass_that_failed_between_layers_is_the_end() -> None:
     told = Told(1, 0)
     told.forward([100])
-    told.cache.begin(Ragged.of([300], [100]))
-    told.cache.open(0)
+    told.cache.begin(Ragged.of([300], [100])).open(0)
     with pytest.raises(ArgumentError, match="half-way"):
         told.cache.begin(Ragged.of([1], [100]))
 
 
 def test_other_uses_are_refused() -> None:
     told = Told(1, 0)
-    with pytest.raises(ArgumentError, match="no forward pass"):
-        told.cache.open(0)
     with pytest.raises(ArgumentError, match="does not continue"):
         told.cache.begin(Ragged.of([1], [7]))
     with pytest.raises(ArgumentError, match="does not continue"):
         told.cache.begin(Ragged.of([1, 1], [0, 0]))
     ragged = Ragged.of([2], [0])
-    told.cache.begin(ragged)
-    opened = told.cache.open(0)
+    opened = told.cache.begin(ragged).open(0)
     wide = SHAPE.qkv_width
     for qkv, complaint in (
         (torch.zeros(2, wide), "float16 or bfloat16"),
@@ -287,11 +281,10 @@ def test_the_reference_is_met_with_norms_and_rotation(heads: tuple[int, int]) ->
             (triton_ops, cache, qkv.to(DEVICE)),
             (reference_ops, plain, qkv.float()),
         ):
-            memory.begin(ragged)
+            step = memory.begin(ragged)
             tables = [table.to(x.device) for table in rotary]
             vectors = {name: norm.to(x.device) for name, norm in norms.items()}
-            opened = memory.open(0)
-            found = ops.attention(x, shape, opened, ragged, rotary=tables, **vectors)
+            found = ops.attention(x, shape, step.open(0), ragged, rotary=tables, **vectors)
             outs.append(found.cpu().float())
-            memory.end(ragged)
+            step.end()
         assert_close(outs[0], outs[1], dtype=torch.float16)

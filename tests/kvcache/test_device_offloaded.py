@@ -19,7 +19,7 @@ from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged, Span
-from qoff.kvcache import DeviceCache, KVCache, KVPlacement
+from qoff.kvcache import CachePass, DeviceCache, KVPlacement
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.base import GrowingBlocks
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
@@ -76,12 +76,11 @@ class Pair:
         slots = list(range(len(counts))) if slots is None else slots
         ragged = self.ragged(counts, slots)
         qkvs = self.random(ragged.tokens)
-        for cache in (self.resident, self.hybrid):
-            cache.begin(ragged)
+        steps = [cache.begin(ragged) for cache in (self.resident, self.hybrid)]
         for layer, qkv in enumerate(qkvs):
-            self.same(layer, qkv, ragged, self.resident, self.hybrid)
-        for cache in (self.resident, self.hybrid):
-            cache.end(ragged)
+            self.same(layer, qkv, ragged, *steps)
+        for step in steps:
+            step.end()
         self.check()
 
     def ragged(self, counts: list[int], slots: list[int]) -> Ragged:
@@ -98,17 +97,17 @@ class Pair:
         return [torch.randn(tokens, self.shape.qkv_width).to(GPU, self.dtype) for _ in self.forms]
 
     def same(
-        self, layer: int, qkv: Tensor, ragged: Ragged, resident: KVCache, hybrid: KVCache
+        self, layer: int, qkv: Tensor, ragged: Ragged, resident: CachePass, hybrid: CachePass
     ) -> None:
         """One layer of a pass of both caches."""
         hybrid.prefetch(layer)
         expected, found = (
-            triton_ops.attention(qkv, self.shape, cache.open(layer), ragged)
-            for cache in (resident, hybrid)
+            triton_ops.attention(qkv, self.shape, step.open(layer), ragged)
+            for step in (resident, hybrid)
         )
         assert hybrid.open(layer) is hybrid.open(layer)
-        for cache in (resident, hybrid):
-            cache.close(layer)
+        for step in (resident, hybrid):
+            step.close(layer)
         assert_close(found.cpu(), expected.cpu(), tolerance=PACKED_ATTENTION)
 
     def check(self) -> None:
@@ -190,16 +189,14 @@ def test_a_pass_over_a_subset_beside_one_over_the_others() -> None:
     pair.forward([66, 64], [0, 1])
     decoded = pair.ragged([1], [0])
     read = Ragged.of([70, 64], [0, 64])
-    subsets = [cache.subset([2, 1]) for cache in (pair.resident, pair.hybrid)]
-    for cache, subset in zip((pair.resident, pair.hybrid), subsets, strict=True):
-        cache.begin(decoded)
-        subset.begin(read)
+    caches = pair.resident, pair.hybrid
+    ones = [cache.begin(decoded) for cache in caches]
+    manys = [cache.subset([2, 1]).begin(read) for cache in caches]
     for layer, (one, many) in enumerate(zip(pair.random(1), pair.random(134), strict=True)):
-        pair.same(layer, one, decoded, pair.resident, pair.hybrid)
-        pair.same(layer, many, read, subsets[0], subsets[1])
-    for cache, subset in zip((pair.resident, pair.hybrid), subsets, strict=True):
-        cache.end(decoded)
-        subset.end(read)
+        pair.same(layer, one, decoded, *ones)
+        pair.same(layer, many, read, *manys)
+    for step in (*ones, *manys):
+        step.end()
     pair.check()
     assert pair.hybrid.lengths == [67, 128, 70]
     assert pair.hybrid.offloaded_tokens == [64, 128, 64]
@@ -209,16 +206,16 @@ def test_a_pass_over_a_subset_beside_one_over_the_others() -> None:
 def test_a_pass_that_was_given_up_leaves_no_trace() -> None:
     pair = Pair(1)
     pair.forward([60])
-    for abandon in (pair.hybrid.abandon, lambda: None):
+    for abandoned in (True, False):
         ragged = pair.ragged([70], [0])
-        pair.hybrid.begin(ragged)
-        opened = pair.hybrid.open(0)
-        triton_ops.attention(pair.random(70)[0], SHAPE, opened, ragged)
-        pair.hybrid.close(0)
-        abandon()
+        step = pair.hybrid.begin(ragged)
+        triton_ops.attention(pair.random(70)[0], SHAPE, step.open(0), ragged)
+        step.close(0)
+        if abandoned:
+            step.abandon()
     with pytest.raises(ArgumentError, match="half-way"):
         pair.hybrid.begin(ragged)
-    pair.hybrid.abandon()
+    step.abandon()
     assert isinstance(pair.hybrid.store.offloaded, GrowingBlocks)
     assert pair.hybrid.store.used == pair.hybrid.store.offloaded.used == 0
 

@@ -54,12 +54,12 @@ class Told:
     def forward(self, counts: list[int]) -> None:
         """A pass over random new tokens; every layer's output is checked."""
         ragged = Ragged.of(counts, [len(t[0][0]) for t in self.tokens])
-        self.cache.begin(ragged)
+        step = self.cache.begin(ragged)
         for layer in range(len(self.forms)):
             qkv = torch.randn(ragged.tokens, SHAPE.qkv_width)
             q, k, v = qkv.view(ragged.tokens, -1, 64).split([4, 2, 2], dim=1)
-            found = self._attention(qkv.clone(), SHAPE, self.cache.open(layer), ragged)
-            self.cache.close(layer)
+            found = self._attention(qkv.clone(), SHAPE, step.open(layer), ragged)
+            step.close(layer)
             for span in ragged.spans:
                 rows = slice(span.start, span.start + span.count)
                 before = self.tokens[span.slot][layer]
@@ -67,7 +67,7 @@ class Told:
                 self.tokens[span.slot][layer] = kv
                 expected = self._expected(q[rows], layer, span.slot, span.past)
                 assert_close(found[rows], expected, tolerance=PACKED_ATTENTION)
-        self.cache.end(ragged)
+        step.end()
         lengths = [len(t[0][0]) for t in self.tokens]
         self.packed = [
             max(packed, packed + max(0, n - packed - self.window) // 64 * 64)
@@ -214,10 +214,10 @@ def test_a_pass_that_failed_can_be_done_again(tokens: int, closed: int) -> None:
     told = Told(1, 0, cpu.attention)
     told.forward([63])
     ragged = Ragged.of([tokens], [63])
-    told.cache.begin(ragged)
+    step = told.cache.begin(ragged)
     for layer in range(closed):
-        told.cache.open(layer)
-        told.cache.close(layer)
+        step.open(layer)
+        step.close(layer)
     told.forward([tokens])
     assert used(told.cache) == told.packed[0] // 64
 
@@ -225,9 +225,9 @@ def test_a_pass_that_failed_can_be_done_again(tokens: int, closed: int) -> None:
 def test_a_long_pass_that_failed_between_layers_is_the_end() -> None:
     told = Told(1, 0, cpu.attention)
     told.forward([100])
-    told.cache.begin(Ragged.of([300], [100]))
-    told.cache.open(0)
-    told.cache.close(0)
+    step = told.cache.begin(Ragged.of([300], [100]))
+    step.open(0)
+    step.close(0)
     with pytest.raises(ArgumentError, match="half-way"):
         told.cache.begin(Ragged.of([1], [100]))
 
@@ -237,5 +237,3 @@ def test_other_uses_are_refused() -> None:
         KVQuant(window=-1)
     with pytest.raises(ArgumentError, match="not 4 and 5"):
         KVQuant(v_bits=5)
-    with pytest.raises(ArgumentError, match="no forward pass"):
-        PackedCache([SHAPE], FORMS[:1], 1).open(0)

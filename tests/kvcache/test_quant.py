@@ -86,5 +86,4 @@ def test_values_are_rotated_where_that_is_wanted(
     with closing(Runtime(path)) as runtime:
         kv = replace(KVQuant.of(bits), values_rotated=rotated)
         cache = runtime.decoder.new_cache(1, 0, kv)
-        cache.begin(Ragged.of([1], [0]))
-        assert cache.open(1).values_rotated is rotated
+        assert cache.begin(Ragged.of([1], [0])).open(1).values_rotated is rotated

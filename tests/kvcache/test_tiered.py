@@ -24,7 +24,8 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
-from qoff.kvcache import KVCache, PackedCache
+from qoff.kvcache import CachePass, KVCache, PackedCache
+from qoff.kvcache.slots import SlotSubset
 from qoff.kvcache.store.base import BlockStore
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from qoff.kvcache.store.tiered import RING_SLOTS, BlockPlan, TieredBlocks
@@ -112,23 +113,27 @@ def cache_on(
     return cache
 
 
-def attend(cache: KVCache, layer: int, qkv: Tensor, ragged: Ragged, shape: HeadShape) -> Tensor:
-    found = cpu.attention(qkv.clone(), shape, cache.open(layer), ragged)
-    cache.close(layer)
+def attend(step: CachePass, layer: int, qkv: Tensor, ragged: Ragged, shape: HeadShape) -> Tensor:
+    found = cpu.attention(qkv.clone(), shape, step.open(layer), ragged)
+    step.close(layer)
     return found
 
 
 def forward(
-    cache: KVCache, ragged: Ragged, qkv: Sequence[Tensor], shape: HeadShape, ahead: bool
+    cache: KVCache | SlotSubset,
+    ragged: Ragged,
+    qkv: Sequence[Tensor],
+    shape: HeadShape,
+    ahead: bool,
 ) -> list[Tensor]:
     """One pass; `ahead` prefetches a layer before the one at hand is opened."""
-    cache.begin(ragged)
+    step = cache.begin(ragged)
     found = []
     for layer in LAYERS:
         for wanted in range(layer, min(layer + 1 + ahead, len(FORMS))):
-            cache.prefetch(wanted)
-        found.append(attend(cache, layer, qkv[layer], ragged, shape))
-    cache.end(ragged)
+            step.prefetch(wanted)
+        found.append(attend(step, layer, qkv[layer], ragged, shape))
+    step.end()
     return found
 
 
@@ -278,17 +283,16 @@ def test_batches_that_take_turns_in_each_layer(
         for count in (MOST_TOKENS - 100, 1, 63, 1):
             raggeds = [Ragged.of([count], cache.lengths) for cache in caches]
             qkv = [[torch.randn(count, PLAIN.qkv_width) for _ in LAYERS] for _ in caches]
-            for cache, ragged in zip(caches, raggeds, strict=True):
-                cache.begin(ragged)
-            caches[0].prefetch(0)
+            steps = [cache.begin(ragged) for cache, ragged in zip(caches, raggeds, strict=True)]
+            steps[0].prefetch(0)
             found: list[list[Tensor]] = [[] for _ in caches]
             turns = [(layer, i) for layer in LAYERS for i in range(batches)]
             for (layer, i), following in zip(turns, [*turns[1:], None], strict=True):
                 if following is not None:
-                    caches[following[1]].prefetch(following[0])
-                found[i].append(attend(caches[i], layer, qkv[i][layer], raggeds[i], PLAIN))
+                    steps[following[1]].prefetch(following[0])
+                found[i].append(attend(steps[i], layer, qkv[i][layer], raggeds[i], PLAIN))
             for i in range(batches):
-                caches[i].end(raggeds[i])
+                steps[i].end()
                 expected = forward(others[i], raggeds[i], qkv[i], PLAIN, False)
                 for mine, other in zip(found[i], expected, strict=True):
                     assert_close(mine, other, tolerance=SAME)
@@ -346,16 +350,16 @@ def test_attention_is_exact_over_what_is_kept(
             ragged = Ragged.of([count], cache.lengths)
             (past,), (packed,) = cache.lengths, cache.packed
             view = cache if count == 1 else cache.subset([0])
-            view.begin(ragged)
+            step = view.begin(ragged)
             for layer in LAYERS:
                 qkv = torch.randn(count, shape.qkv_width)
                 q, k, v = qkv.view(count, -1, 64).split([4, 2, 2], dim=1)
-                found = attend(view, layer, qkv, ragged, shape)
+                found = attend(step, layer, qkv, ragged, shape)
                 k, v = (torch.cat(pair) for pair in zip(tokens[layer], (k, v), strict=True))
                 tokens[layer] = k, v
                 expected = exact(q, *known(k, v, FORMS[layer], sinks, packed), past, shape)
                 assert_close(found, expected, tolerance=PACKED_ATTENTION)
-            view.end(ragged)
+            step.end()
         assert cache.packed == [64 * PackedCache.blocks_of(sum(counts), WINDOW, sinks)]
         assert cache.packed[0] > 0
 
@@ -436,17 +440,17 @@ def test_a_pass_that_failed_before_one_that_does_not_fit_is_given_back_once(
     with tiered(tmp_path, placement, plan) as store:
         cache = cache_on(store, 2, tokens=400)
         small, large = Ragged.of([200], [0]), Ragged.of([399, 399], [0, 0])
-        cache.begin(small)
+        step = cache.begin(small)
         assert store.used(DISK) == 2
         with pytest.raises(BudgetError):
             cache.begin(large)
         assert store.used(DISK) == 0
         other = cache_on(store, 1, tokens=400)
-        other.begin(Ragged.of([400], [0]))
+        late = other.begin(Ragged.of([400], [0]))
         assert store.used(DISK) == plan.blocks[DISK]  # also those that were given back
-        cache.abandon()
+        step.abandon()
         assert store.used(DISK) == plan.blocks[DISK]
-        other.abandon()
+        late.abandon()
         assert_empty(store)
 
 
@@ -490,8 +494,7 @@ def test_what_is_abandoned_half_way_gives_blocks_and_slots_back(tmp_path: Path) 
         forward(cache.subset([0]), Ragged.of([300], [0]), qkv, PLAIN, True)
         used = store.used(DISK)
         for opened in (False, True):
-            half = cache.subset([0])
-            half.begin(Ragged.of([200], [300]))
+            half = cache.subset([0]).begin(Ragged.of([200], [300]))
             half.prefetch(0)
             half.prefetch(1)
             if opened:
@@ -560,12 +563,12 @@ def test_a_block_that_was_not_written_is_an_error_wherever_it_is_wanted(tmp_path
                 store.read(0, cache.blocks[0][0])
             with pytest.raises(DiskWriteError, match="Input/output error"):
                 store.flush()
-            cache.begin(Ragged.of([1], [600]))
+            step = cache.begin(Ragged.of([1], [600]))
             with pytest.raises(DiskWriteError, match="Input/output error"):
-                cache.prefetch(0)
+                step.prefetch(0)
             with pytest.raises(DiskWriteError, match="Input/output error"):
-                cache.open(0)
-            cache.abandon()
+                step.open(0)
+            step.abandon()
         cache.reset(0)
         assert_empty(store)
         pwritev.broken = False
@@ -610,12 +613,12 @@ def test_a_read_error_is_raised_where_the_layer_is_opened(tmp_path: Path) -> Non
         forward(cache.subset([0]), Ragged.of([600], [0]), qkv, PLAIN, True)
         preadv.broken = True
         for ahead in (True, False):
-            cache.begin(Ragged.of([1], [600]))
+            step = cache.begin(Ragged.of([1], [600]))
             if ahead:
-                cache.prefetch(0)
+                step.prefetch(0)
             with pytest.raises(DiskReadError, match="Input/output error"):
-                cache.open(0)
-            cache.abandon()
+                step.open(0)
+            step.abandon()
         preadv.broken = False
         one = [torch.randn(1, PLAIN.qkv_width) for _ in LAYERS]
         forward(cache, Ragged.of([1], [600]), one, PLAIN, True)

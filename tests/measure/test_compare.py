@@ -170,7 +170,7 @@ def test_a_result_is_kept_beside_those_of_the_same_day(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[]", "but a list"),
         ('{"bench": "gpu", "results": []}', "has no date, settings"),
-        ('{"a": 1, "a": 2}', "stands twice"),
+        ('{"a": 1, "a": 2}', "occurs twice"),
         (b"\xff\xfe", "not JSON"),
     ],
 )

@@ -13,7 +13,7 @@ from qoff.errors import ArgumentError, BudgetError, OpError
 from qoff.measure import model_rates
 from qoff.measure.cases import Case, Setup, grid_of_cases
 from qoff.measure.model_rates import backend_of, check, rates
-from qoff.models.batch import Batch
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime
 from tests.module_models import module_checkpoint
 from tests.tiny_models import budgets, tiny_checkpoint
@@ -33,7 +33,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pass]]:
     noted: list[Pass] = []
     forward = Runtime.forward
 
-    def noting(self: Runtime, batch: Batch) -> Tensor:
+    def noting(self: Runtime, batch: ForwardPass) -> Tensor:
         ((past, count),) = {(span.past, span.count) for span in batch.ragged.spans}
         noted.append((len(batch.ragged.spans), past, count))
         assert batch.cache.lengths == [past] * len(batch.ragged.spans)

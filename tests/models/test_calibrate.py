@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
 from qoff.errors import ArgumentError, QuantizationError, UnsupportedModelError
-from qoff.models import names
+from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.convert import convert
 from qoff.models.convert.layerwise import Layerwise
@@ -53,7 +53,7 @@ def test_a_layer_at_a_time_is_the_whole_model(
     ids = texts(3, 20)
     run = Layerwise(model.spec, ids)
     outer = {w.name: builder.floats(w) for w in model.units[-1][1]}
-    hidden = run.embedded(outer[names.EMBEDDING])
+    hidden = run.embedded(outer[EMBEDDING])
     for layer, (prefix, weights) in enumerate(model.units[:-1]):
         # tables of positions are looked up, and come quantized only
         built = {
@@ -104,7 +104,7 @@ def test_formats_are_those_asked_for_in_both_packings(
 @pytest.mark.parametrize(
     ("family", "quant", "ids", "error", "message"),
     [
-        ("llama", GPTQ, None, QuantizationError, "wants a text to calibrate on"),
+        ("llama", GPTQ, None, QuantizationError, "needs a text to calibrate on"),
         ("llama", QuantConfig(group_size=32), texts(2, 8), QuantizationError, "no calibration"),
         ("mixtral", GPTQ, texts(2, 8), UnsupportedModelError, "mixture of experts cannot be"),
         ("opt", GPTQ, texts(1, 300), ArgumentError, "up to 256 tokens"),

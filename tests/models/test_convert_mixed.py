@@ -16,7 +16,8 @@ from qoff.errors import QuantizationError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.models.convert.convert import convert
-from qoff.models.runtime import Batch, Runtime
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.runtime import Runtime
 from qoff.quant import Format, QuantConfig
 from tests.models.test_convert_gguf import Model as GGUFModel
 from tests.models.test_convert_gguf import read_all
@@ -54,7 +55,7 @@ def logits(path: Path, **options: int) -> tuple[Tensor, int]:
     ids = torch.arange(3, 40)
     with Runtime(path, **options) as runtime:  # type: ignore[arg-type]
         ragged = Ragged.of([len(ids)], [0])
-        batch = Batch(ids, ragged, runtime.new_cache(1), torch.arange(len(ids)))
+        batch = ForwardPass(ids, ragged, runtime.new_cache(1), torch.arange(len(ids)))
         return runtime.forward(batch), runtime.stats().slot_bytes
 
 

@@ -20,8 +20,8 @@ from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
-from qoff.models.batch import Batch
 from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.names import interleave16
 from qoff.quant import QuantConfig, quantize
 from tests.quant.packed_matrices import (
@@ -216,7 +216,7 @@ def test_logits_are_those_of_the_model(ops: ModuleType, tmp_path: Path) -> None:
     model.load_state_dict(values)
     run, ids = PlainRun(out, ops), torch.randint(100, (21,))
     cache = run.decoder.new_cache(1)
-    logits = run.forward(Batch(ids, Ragged.of([21], cache.lengths), cache, torch.arange(21)))
+    logits = run.forward(ForwardPass(ids, Ragged.of([21], cache.lengths), cache, torch.arange(21)))
     assert_close(logits, model(ids[None]).logits[0], tolerance=DECODER_LOGITS)
 
 

@@ -13,7 +13,7 @@ from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import PlainCache
-from qoff.models.batch import Batch
+from qoff.models.forward_pass import ForwardPass
 from tests.tiny_models import FAMILIES, PlainRun, reference_model, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 
@@ -31,7 +31,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def forward(run: PlainRun, cache: PlainCache, tokens: list[Tensor]) -> Tensor:
     """Logits of all new tokens, those of one sequence after those of the other."""
     ragged = Ragged.of([len(t) for t in tokens], cache.lengths)
-    batch = Batch(torch.cat(tokens), ragged, cache, torch.arange(ragged.tokens))
+    batch = ForwardPass(torch.cat(tokens), ragged, cache, torch.arange(ragged.tokens))
     return run.forward(batch)
 
 
@@ -103,7 +103,7 @@ def test_only_the_wanted_rows_have_logits(tmp_path_factory: pytest.TempPathFacto
     every = forward(run, run.decoder.new_cache(3), prompts)
     ragged = Ragged.of(LENGTHS, [0, 0, 0])
     for rows in (ragged.last_rows, torch.tensor([5, 0]), torch.empty(0, dtype=torch.int64)):
-        batch = Batch(torch.cat(prompts), ragged, run.decoder.new_cache(3), rows)
+        batch = ForwardPass(torch.cat(prompts), ragged, run.decoder.new_cache(3), rows)
         found = run.forward(batch)
         assert found.shape == (len(rows), every.shape[1])
         assert_close(found, every[rows], tolerance=DECODER_LOGITS)

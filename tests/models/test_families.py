@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 from qoff.checkpoint import Checkpoint
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
-from qoff.models.batch import Batch
 from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass
 from qoff.quant import QuantConfig
 from tests.tiny_models import FAMILIES, TINY, PlainRun, save_model
 from tests.tolerances import relative_rms
@@ -35,7 +35,9 @@ VISION = {
 def logits(checkpoint: Path, tokens: Tensor) -> Tensor:
     run = PlainRun(checkpoint, reference_ops)
     ragged = Ragged.of([len(tokens)], [0])
-    return run.forward(Batch(tokens, ragged, run.decoder.new_cache(1), torch.arange(len(tokens))))
+    return run.forward(
+        ForwardPass(tokens, ragged, run.decoder.new_cache(1), torch.arange(len(tokens)))
+    )
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.ragged import Ragged
-from qoff.models.batch import Batch
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime
 from tests.instruments import POISON
 from tests.tiny_models import budgets, tiny_checkpoint
@@ -27,7 +27,7 @@ def logits(path: Path, memory: int | None) -> Tensor:
             ragged = Ragged.of(counts, cache.lengths)
             tokens = torch.randint(3, 128, (ragged.tokens,))
             rows = torch.arange(ragged.tokens)
-            found.append(runtime.forward(Batch(tokens, ragged, cache, rows)))
+            found.append(runtime.forward(ForwardPass(tokens, ragged, cache, rows)))
         return torch.cat(found)
 
 

@@ -27,9 +27,9 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import KVQuant
 from qoff.memory import residency_of
 from qoff.memory.instrumentation import Instrumentation
-from qoff.models.batch import Batch
 from qoff.models.convert.convert import convert
 from qoff.models.families import FAMILIES, SOURCES
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.runtime import Runtime
 from tests.instruments import POISON
@@ -88,9 +88,9 @@ def tokens(lengths: Sequence[int], seed: int = 0) -> tuple[list[Tensor], Tensor]
     return prompts, torch.randint(3, VOCAB, (len(lengths), DECODE_STEPS))
 
 
-def next_batch(cache: ModuleCache, new: list[Tensor]) -> Batch:
+def next_batch(cache: ModuleCache, new: list[Tensor]) -> ForwardPass:
     ragged = Ragged.of([len(t) for t in new], cache.lengths)
-    return Batch(torch.cat(new), ragged, cache, torch.arange(ragged.tokens))
+    return ForwardPass(torch.cat(new), ragged, cache, torch.arange(ragged.tokens))
 
 
 def logits_of(runtime: Runtime, prompts: list[Tensor], decoded: Tensor) -> list[Tensor]:
@@ -279,7 +279,7 @@ def test_a_packed_cache_is_refused(base: Path) -> None:
 def test_a_model_that_remembers_within_its_modules_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("recurrent_gemma", **{**TINY, "lru_width": 64})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(UnsupportedModelError, match="does not keep what it remembers"):
+    with pytest.raises(UnsupportedModelError, match="keeps its states outside"):
         convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
 
 

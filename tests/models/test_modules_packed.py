@@ -22,9 +22,10 @@ from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.packed_cache import PackedModuleCache
 from qoff.models.modules.probe import is_standard
-from qoff.models.runtime import Batch, Runtime
+from qoff.models.runtime import Runtime
 from tests.instruments import POISON
 from tests.module_models import PACKABLE, expected_logits, module_checkpoint, module_reference
 from tests.tiny_models import EXPERTS, QUANT, VOCAB, budgets, save_model, save_tokenizer
@@ -54,9 +55,9 @@ def tokens() -> tuple[list[Tensor], Tensor]:
     return prompts, torch.randint(3, VOCAB, (len(LENGTHS), 4))
 
 
-def batch(cache: Any, new: list[Tensor]) -> Batch:
+def batch(cache: Any, new: list[Tensor]) -> ForwardPass:
     ragged = Ragged.of([len(t) for t in new], cache.lengths)
-    return Batch(torch.cat(new), ragged, cache, torch.arange(ragged.tokens))
+    return ForwardPass(torch.cat(new), ragged, cache, torch.arange(ragged.tokens))
 
 
 def logits_of(runtime: Runtime) -> list[Tensor]:

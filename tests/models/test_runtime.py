@@ -25,9 +25,8 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import PlainCache
 from qoff.memory import DiskReader, Residency, ThreadTransfers, residency_of
-from qoff.memory.plan import unit_files
-from qoff.models import names
-from qoff.models.batch import Batch
+from qoff.memory.plan import EMBEDDING, unit_files
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from tests.instruments import POISON
@@ -62,9 +61,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
 
 
-def next_batch(tokens: Sequence[Tensor], cache: PlainCache) -> Batch:
+def next_batch(tokens: Sequence[Tensor], cache: PlainCache) -> ForwardPass:
     ragged = Ragged.of([len(t) for t in tokens], cache.lengths)
-    return Batch(torch.cat(list(tokens)), ragged, cache, torch.arange(ragged.tokens))
+    return ForwardPass(torch.cat(list(tokens)), ragged, cache, torch.arange(ragged.tokens))
 
 
 def logits_of(runtime: Runtime) -> Tensor:
@@ -305,7 +304,7 @@ def test_a_cache_keeps_what_was_said_through_every_move(
 
 def test_an_untied_embedding_is_gathered_from_disk(llama: Path) -> None:
     with Runtime(llama, device_memory=budgets(llama)[0]) as runtime:
-        assert names.EMBEDDING not in runtime.residency.resident
+        assert EMBEDDING not in runtime.residency.resident
         logits_of(runtime)
         before = runtime.stats().disk_bytes
         runtime.decoder._embed(torch.tensor([3]))

@@ -26,9 +26,9 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
-from qoff.models import names
-from qoff.models.batch import Batch, Scratch
+from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.native.decoder import Decoder
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
@@ -58,19 +58,21 @@ def checkpoints(family: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {packing: base / packing for packing in PACKINGS}
 
 
-def next_batch(tokens: Sequence[Tensor], cache: KVCache, scratch: Scratch | None = None) -> Batch:
+def next_pass(
+    tokens: Sequence[Tensor], cache: KVCache, workspace: LayerWorkspace | None = None
+) -> ForwardPass:
     ragged = Ragged.of([len(t) for t in tokens], cache.lengths)
     rows = torch.arange(ragged.tokens)
-    return Batch(torch.cat(list(tokens)), ragged, cache, rows, scratch=scratch)
+    return ForwardPass(torch.cat(list(tokens)), ragged, cache, rows, workspace=workspace)
 
 
 def run(decoder: Decoder, store: WeightStore, prompts: Sequence[Tensor] = PROMPTS) -> Tensor:
     """Logits of a ragged prefill and of two decode steps."""
     cache = decoder.new_cache(len(prompts))
-    found = [finish(decoder.steps(next_batch(prompts, cache)), store)]
+    found = [finish(decoder.steps(next_pass(prompts, cache)), store)]
     for token in (7, 70):
-        batch = next_batch([torch.tensor([token + i]) for i in range(len(prompts))], cache)
-        found.append(finish(decoder.steps(batch), store))
+        one = next_pass([torch.tensor([token + i]) for i in range(len(prompts))], cache)
+        found.append(finish(decoder.steps(one), store))
     return torch.cat(found)
 
 
@@ -92,7 +94,7 @@ def opened(
 ) -> tuple[WeightStore, Decoder]:
     store = WeightStore(checkpoint, plan, packing=plan.packing, instrumentation=POISON)
     spec = DecoderSpec.from_config(checkpoint.config)
-    decoder = Decoder(spec, ops, lambda ids: store.gather_rows(names.EMBEDDING, ids))
+    decoder = Decoder(spec, ops, lambda ids: store.gather_rows(EMBEDDING, ids))
     return store, decoder
 
 
@@ -143,7 +145,7 @@ def test_any_batch_asks_for_the_units_of_the_store_in_order(
     prompts = [torch.arange(n) for n in tokens]
     asked: list[Unit] = []
     with store:
-        steps = decoder.steps(next_batch(prompts, decoder.new_cache(len(prompts))))
+        steps = decoder.steps(next_pass(prompts, decoder.new_cache(len(prompts))))
         assert len(finish(steps, store, asked)) == sum(tokens)
         assert tuple(asked) == store.units
     assert {u.unit for u in asked if isinstance(u, Tile)} == {*range(decoder.spec.num_layers), HEAD}
@@ -171,27 +173,23 @@ class Windows:
 def test_batches_share_tiles_windows_and_scratch(
     shared: bool, checkpoints: dict[str, Path]
 ) -> None:
-    """Each tile serves all batches; hidden states are away, and a scratch not made for tiles."""
+    """Each tile serves all batches; hidden states are away, and a workspace not made for tiles."""
     checkpoint = Checkpoint.open(checkpoints["rows16"])
     prompts = [torch.arange(3 + i, 40, 2 + i) for i in range(4)]
     store, decoder = opened(checkpoint, plan_residency(checkpoint, None))
     with store:
         alone = [
-            finish(decoder.steps(next_batch([p], decoder.new_cache(1))), store) for p in prompts
+            finish(decoder.steps(next_pass([p], decoder.new_cache(1))), store) for p in prompts
         ]
     store, decoder = opened(checkpoint, residency_of(checkpoint, [], tile_bytes=9_000))
     window = torch.empty(64, decoder.spec.hidden_size)
-    scratch = decoder.new_scratch(64) if shared else None
+    workspace = decoder.new_workspace(64) if shared else None
     with store:
         passes = []
         for p in prompts:
-            batch = next_batch([p], decoder.new_cache(1), scratch)
-            away = Windows(window)
-            passes.append(
-                decoder.steps(
-                    Batch(batch.tokens, batch.ragged, batch.cache, batch.logit_rows, away, scratch)
-                )
-            )
+            one = next_pass([p], decoder.new_cache(1), workspace)
+            one.activations = Windows(window)
+            passes.append(decoder.steps(one))
         units = {next(steps) for steps in passes}
         finished: list[Tensor] = []
         while len(finished) < len(passes):
@@ -223,7 +221,7 @@ def test_a_runtime_takes_less_than_two_layers(checkpoints: dict[str, Path]) -> N
     least, _ = budgets(path)
     with Runtime(path) as whole, Runtime(path, device_memory=least) as tiled:
         assert tiled.residency.tiles
-        batches = [next_batch(PROMPTS, r.new_cache(3)) for r in (whole, tiled)]
+        batches = [next_pass(PROMPTS, r.new_cache(3)) for r in (whole, tiled)]
         assert torch.equal(whole.forward(batches[0]), tiled.forward(batches[1]))
 
 

@@ -19,8 +19,8 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import KVQuant
 from qoff.memory import plan_residency
 from qoff.memory.instrumentation import Instrumentation
-from qoff.models.batch import Batch
 from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.graphs import Replays
 from qoff.models.runtime import Runtime
 from tests.tiny_models import QUANT, PlainRun, save_model
@@ -76,7 +76,7 @@ class Runs:
         tokens = torch.randint(3, self.vocab, (ragged.tokens,))
         packed = any(self.caches[0].packed)
         found, *others = (
-            run.forward(Batch(tokens, ragged, cache, torch.arange(ragged.tokens)))
+            run.forward(ForwardPass(tokens, ragged, cache, torch.arange(ragged.tokens)))
             for run, cache in zip(self.runs, self.caches, strict=True)
         )
         assert found.dtype == torch.float32
@@ -167,7 +167,7 @@ def test_layers_that_are_replayed_compute_the_same(tmp_path: Path) -> None:
     for counts in ([76, 2], *[[1, 1]] * 8):  # one of the steps packs a block
         tokens, ragged = torch.randint(3, 32, (sum(counts),)), Ragged.of(counts, caches[0].lengths)
         expected, found = (
-            run.forward(Batch(tokens, ragged, cache, torch.arange(ragged.tokens)))
+            run.forward(ForwardPass(tokens, ragged, cache, torch.arange(ragged.tokens)))
             for run, cache in zip((plain, replaying), caches, strict=True)
         )
         assert_close(found, expected, dtype=torch.float16)
@@ -201,7 +201,9 @@ def test_logits_on_a_gpu_are_those_of_the_cpu(tmp_path: Path, dtype: torch.dtype
         caches = on_cpu.new_cache(2), gpu.new_cache(2)
         for batch, bits in ((ragged, 0), (Ragged.of([1, 1], [149, 1]), 8)):
             expected, found = (
-                run.forward(Batch(tokens[: batch.tokens], batch, cache, torch.arange(batch.tokens)))
+                run.forward(
+                    ForwardPass(tokens[: batch.tokens], batch, cache, torch.arange(batch.tokens))
+                )
                 for run, cache in zip((on_cpu, gpu), caches, strict=True)
             )
             assert_close(found.cpu(), expected, tolerance=coarser * FLOAT16_LOGITS[bits])
@@ -250,7 +252,7 @@ def greedy(run: PlainRun | Runtime, tokens: int = 8) -> list[int]:
     fresh: Tensor = torch.arange(3, 20)
     for _ in range(tokens):
         ragged = Ragged.of([len(fresh)], cache.lengths)
-        logits = run.forward(Batch(fresh, ragged, cache, ragged.last_rows))
+        logits = run.forward(ForwardPass(fresh, ragged, cache, ragged.last_rows))
         fresh = logits.argmax(-1).cpu()
         found += fresh.tolist()
     return found

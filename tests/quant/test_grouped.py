@@ -39,5 +39,5 @@ def test_wider_codes_and_smaller_groups_have_the_same_values(
 @pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 128)])
 def test_narrower_codes_and_larger_groups_are_refused(bits: int, group: int) -> None:
     q = quantize(torch.randn(16, 128), 8, 64, "rtn")
-    with pytest.raises(QuantizationError, match="8 bits and group 64 cannot be had"):
+    with pytest.raises(QuantizationError, match="8 bits and group 64 cannot be stored"):
         widened(q, bits, group)

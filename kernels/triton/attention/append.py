@@ -6,14 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.errors import OpError
+from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
+from qoff.kernels.triton.elementwise.rope import check_tables
 from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
 from .pack import hadamard, load_half, load_turned, pack_channels, pack_tokens
@@ -143,92 +149,144 @@ def write_kernel(
     tl.store(recent_k + at + HALF, k_high, mask=mask)
 
 
+Tables = tuple[Tensor, Tensor]
+
+
 def kv_append(
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    start: Tensor,
-    row_start: Tensor,
-    recent_k: Tensor,
-    recent_v: Tensor,
-    pool: Tensor,
-    block_table: Tensor,
-    before: Tensor,
-    after: Tensor,
-    max_rows: int,
-    max_new_blocks: int,
-    form: KVFormat,
+    cache: DeviceLayerCache,
+    tables: Tables | None = None,
     interleaved: bool = False,
     config: KvAppendConfig | None = None,
 ) -> None:
     """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
 
-    k, v: [T, kv_heads, D], rows row_start[s]..row_start[s+1]-1 belong to sequence s, at positions
-    start[s] on; tokens may lie apart, a token's heads may not. cos, sin: float32 [P, R/2], or
-    None for keys that need no turning (see `rope`). Tokens before[s]..after[s]-1, whole blocks, go
-    into pool [blocks, kv_heads, form.nbytes] where block_table [S, max_blocks] says, those from
-    start[s] on from k and v, older ones from the ring; tokens from after[s] on go into the ring
-    recent_k, recent_v [S, W, kv_heads, D], position p into slot p % W. At most W of them may, and
-    blocks are read before the ring is written. No sequence has more than max_rows rows or
-    max_new_blocks new blocks. One launch without new blocks, otherwise two.
+    k, v: [T, kv_heads, D], rows row_start[s]..row_start[s+1]-1 of `cache.step` belong to sequence
+    s, at positions start[s] on; tokens may lie apart, a token's heads may not. tables: cos and sin,
+    float32 [P, R/2], for keys that RoPE is to turn (see `rope`). Tokens packed[s]..after[s]-1,
+    whole blocks, go into the pool where the table says, those from start[s] on from k and v, older
+    ones from the ring; tokens from after[s] on, at most W, go into the ring. Blocks are read before
+    the ring is written. One launch without new blocks, otherwise two. Raises OpError.
 
-    Values are those of `reference_kv.append`: K is turned in float32 and rounded to its dtype
-    before it is packed. A code may be the neighbour where the quotient is within float32 rounding
-    of a half; a Hadamard rotation is exact but for float32 sums.
+    Values are those of `reference.kv_blocks.append`: K is turned in float32 and rounded to its
+    dtype before it is packed. A code may be the neighbour where the quotient is within float32
+    rounding of a half; a Hadamard rotation is exact but for float32 sums.
     """
-    sequences, window, kv_heads, head_dim = recent_k.shape
-    if config is None:
-        entry = tuned.lookup("kv_append", k.device, f"{kv_heads}-{head_dim}")
-        config = KvAppendConfig(**entry) if entry else _heuristic(kv_heads, head_dim)
-    pairs = 0 if cos is None else cos.shape[1]
-    shared = _row_constants(form, pairs, interleaved)
-    tables = (k if cos is None else cos, v if sin is None else sin)  # not read without cos and sin
-    if max_new_blocks > 0 and sequences > 0:
-        pack_kernel[(kv_heads, max_new_blocks, sequences)](
-            k,
-            v,
-            *tables,
-            start,
-            row_start,
-            recent_k,
-            recent_v,
-            pool,
-            block_table,
-            before,
-            after,
-            k.stride(0),
-            v.stride(0),
-            kv_heads,
-            window,
-            block_table.stride(0),
-            **shared,
-            **_pack_constants(form),
-            num_warps=config.pack_warps,
-            num_stages=1,
-            **LAUNCH,
+    step = cache.step
+    blocks = NewBlocks(cache.pool, step.packed, step.after, step.max_new_blocks)
+    pack_blocks(k, v, cache, blocks, tables, interleaved, config)
+    write_recent(k, v, cache, step.after, tables, interleaved, config)
+
+
+class NewBlocks(NamedTuple):
+    """Blocks to pack: tokens before[s]..after[s]-1 of each sequence, no more than `most` blocks."""
+
+    pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes]
+    before: Tensor  # int32 [S]
+    after: Tensor  # int32 [S]
+    most: int
+
+
+def pack_blocks(
+    k: Tensor,
+    v: Tensor,
+    cache: DeviceLayerCache,
+    blocks: NewBlocks,
+    tables: Tables | None = None,
+    interleaved: bool = False,
+    config: KvAppendConfig | None = None,
+) -> None:
+    """The part of `kv_append` that packs. Raises OpError."""
+    cache.check_fresh(k, v)
+    kv_heads, window, form = k.shape[1], cache.recent_k.shape[1], cache.form
+    if form.rotated and Gpu.of(k.device).capability < 80:
+        raise OpError(
+            "rotating K takes tensor cores of compute capability 8.0 or newer, not "
+            f"{Gpu.of(k.device).capability / 10}; use k_form 'channel'"
         )
-    if max_rows > 0 and sequences > 0:
-        grid = (triton.cdiv(kv_heads, config.heads), min(max_rows, window), sequences)
-        write_kernel[grid](
-            k,
-            v,
-            *tables,
-            start,
-            row_start,
-            recent_k,
-            recent_v,
-            after,
-            k.stride(0),
-            v.stride(0),
-            kv_heads,
-            window,
-            **shared,
-            HEADS=config.heads,
-            num_warps=config.write_warps,
-            num_stages=1,
-            **LAUNCH,
-        )
+    step, sequences = cache.step, len(blocks.before)
+    if not blocks.most or not sequences:
+        return
+    config = config or _configured(k.device, kv_heads, form.head_dim)
+    cos, sin, pairs = _tables(k, v, tables)
+    pack_kernel[(kv_heads, blocks.most, sequences)](
+        k,
+        v,
+        cos,
+        sin,
+        step.start,
+        step.row_start,
+        cache.recent_k,
+        cache.recent_v,
+        blocks.pool,
+        step.table,
+        blocks.before,
+        blocks.after,
+        k.stride(0),
+        v.stride(0),
+        kv_heads,
+        window,
+        step.table.stride(0),
+        **_row_constants(form, pairs, interleaved),
+        **_pack_constants(form),
+        num_warps=config.pack_warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+
+
+def write_recent(
+    k: Tensor,
+    v: Tensor,
+    cache: DeviceLayerCache,
+    after: Tensor,
+    tables: Tables | None = None,
+    interleaved: bool = False,
+    config: KvAppendConfig | None = None,
+) -> None:
+    """The part of `kv_append` that writes tokens from after[s] (int32 [S]) on to the ring."""
+    cache.check_fresh(k, v)
+    step, (sequences, window, kv_heads, head_dim) = cache.step, cache.recent_k.shape
+    if not step.max_rows or not sequences:
+        return
+    config = config or _configured(k.device, kv_heads, head_dim)
+    cos, sin, pairs = _tables(k, v, tables)
+    grid = (triton.cdiv(kv_heads, config.heads), min(step.max_rows, window), sequences)
+    write_kernel[grid](
+        k,
+        v,
+        cos,
+        sin,
+        step.start,
+        step.row_start,
+        cache.recent_k,
+        cache.recent_v,
+        after,
+        k.stride(0),
+        v.stride(0),
+        kv_heads,
+        window,
+        **_row_constants(cache.form, pairs, interleaved),
+        HEADS=config.heads,
+        num_warps=config.write_warps,
+        num_stages=1,
+        **LAUNCH,
+    )
+
+
+def _tables(k: Tensor, v: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, int]:
+    """cos, sin and the pairs they turn; without any, k and v stand in, which are not read."""
+    if tables is None:
+        return k, v, 0
+    check_tables(*tables, k.shape[2], k.device)
+    return *tables, tables[0].shape[1]
+
+
+@cache
+def _configured(device: torch.device, kv_heads: int, head_dim: int) -> KvAppendConfig:
+    entry = tuned.lookup("kv_append", device, f"{kv_heads}-{head_dim}")
+    return KvAppendConfig(**entry) if entry else _heuristic(kv_heads, head_dim)
 
 
 def _heuristic(kv_heads: int, head_dim: int) -> KvAppendConfig:

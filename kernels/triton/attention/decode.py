@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.errors import OpError
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.gpu import capability, processors
+from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.variant import LAUNCH, TENSOR_CORES, WIDE_CODES, Variant
 from qoff.kernels.triton.linear.nibbles import use_asm
 
@@ -156,43 +160,32 @@ def decode_attention_kernel(
 
 def decode_attention(
     q: Tensor,
-    pool: Tensor,
-    block_table: Tensor,
-    compressed: Tensor,
-    length: Tensor,
-    recent_k: Tensor,
-    recent_v: Tensor,
-    form: KVFormat,
-    scale: float,
-    soft_cap: float = 0.0,
-    window: int = 0,
+    cache: DeviceLayerCache,
+    shape: HeadShape,
     sinks: Tensor | None = None,
-    resident_from: Tensor | None = None,
-    max_compressed: int | None = None,
     config: DecodeConfig | None = None,
     run: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [S, Hq, D] in q's type and log-sum-exp float32 [S, Hq]: one query per sequence.
 
-    The arguments are those of `reference_attention.decode_attention`. All tensors are contiguous
-    but q, whose rows may lie apart. resident_from: int32 [S], multiples of 64, at most
-    `compressed`: older tokens are in no block of the pool, and are not attended (default: 0).
-    max_compressed is at least every `compressed` less `resident_from` (default: what block_table
-    can hold); run is how many blocks a program attends to (default: `blocks_per_run`).
+    Meaning and arguments are those of `reference.attention.decode_attention`. q: in the dtype of
+    the ring; its rows may lie apart. run: how many blocks a program attends to (default:
+    `blocks_per_run`). Raises OpError.
     """
-    sequences, heads, _ = q.shape
-    kv_heads = pool.shape[1]
+    cache.check_queries(q, shape, sinks)
+    step, form, window = cache.step, cache.form, shape.window or 0
+    sequences, heads, kv_heads = len(step.start), shape.heads, shape.kv_heads
+    if len(q) != sequences:
+        raise OpError(f"q has a row for each of {sequences} sequences, not {len(q)}")
     group = heads // kv_heads
     columns = _columns(group)
-    if config is None:
-        entry = tuned.lookup("decode_attention", q.device, _key(form, group))
-        config = DecodeConfig(**entry) if entry else _heuristic(capability(q.device), form, group)
-    blocks = block_table.shape[1] if max_compressed is None else max_compressed // BLOCK_TOKENS
+    config = config or _configured(q.device, form, columns)
+    blocks = step.max_packed // BLOCK_TOKENS
     if window:  # a window that starts inside a block reaches into one more
         blocks = min(blocks, window // BLOCK_TOKENS + 1)
     tiles = kv_heads * triton.cdiv(group, columns)
     if run is None:
-        run = blocks_per_run(sequences * tiles, blocks, processors(q.device), config)
+        run = blocks_per_run(sequences * tiles, blocks, Gpu.of(q.device).processors, config)
     parts = 1 + triton.cdiv(blocks, run)
     outs = torch.empty(parts, sequences, heads, form.head_dim, dtype=q.dtype, device=q.device)
     lses = torch.empty(parts, sequences, heads, dtype=torch.float32, device=q.device)
@@ -201,31 +194,31 @@ def decode_attention(
         decode_attention_kernel[(tiles, parts, sequences)](
             q,
             packed,
-            pool,
-            block_table,
-            compressed,
-            length,
-            recent_k,
-            recent_v,
+            cache.pool,
+            step.table,
+            step.packed,
+            step.length,
+            cache.recent_k,
+            cache.recent_v,
             sinks,
-            resident_from,
+            step.resident_from,
             outs,
             lses,
-            scale * LOG2E.value,
-            scale * factor * LOG2E.value,
-            soft_cap * LOG2E.value,
+            shape.scale * LOG2E.value,
+            shape.scale * factor * LOG2E.value,
+            shape.soft_cap * LOG2E.value,
             window,
             run,
-            block_table.stride(0),
-            recent_k.shape[1],
+            step.table.stride(0),
+            cache.recent_k.shape[1],
             kv_heads,
             q.stride(0),
             packed.stride(0),
             **_constants(form, group, config),
-            SOFT_CAP=soft_cap != 0,
+            SOFT_CAP=shape.soft_cap != 0,
             WINDOW=window != 0,
             SINKS=sinks is not None,
-            RESIDENT_FROM=resident_from is not None,
+            RESIDENT_FROM=step.resident_from is not None,
             PREFETCH=bool(config.prefetch) and use_asm(),
             ASM=use_asm(),
             num_warps=config.num_warps,
@@ -235,6 +228,13 @@ def decode_attention(
     if parts == 1:
         return outs[0], lses[0]
     return merge(outs, lses)
+
+
+@cache
+def _configured(device: torch.device, form: KVFormat, columns: int) -> DecodeConfig:
+    key = f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}-{columns}"
+    entry = tuned.lookup("decode_attention", device, key)
+    return DecodeConfig(**entry) if entry else _heuristic(Gpu.of(device).capability, form, columns)
 
 
 def blocks_per_run(tiles: int, blocks: int, processors: int, config: DecodeConfig) -> int:
@@ -252,11 +252,7 @@ def _columns(group: int) -> int:
     return 8 if group <= 8 else 16
 
 
-def _key(form: KVFormat, group: int) -> str:
-    return f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}-{_columns(group)}"
-
-
-def _heuristic(capability: int, form: KVFormat, group: int) -> DecodeConfig:
+def _heuristic(capability: int, form: KVFormat, columns: int) -> DecodeConfig:
     """As few warps as hold a block in registers: one warp needs no barriers.
 
     Where memory is fast for the number of processors, the loads of a block alone are too few bytes
@@ -265,7 +261,7 @@ def _heuristic(capability: int, form: KVFormat, group: int) -> DecodeConfig:
     if capability < 80:
         return DecodeConfig(num_warps=8)
     small = form.head_dim <= 128
-    warps = (1 if small else 2) * (_columns(group) // 8)
+    warps = (1 if small else 2) * (columns // 8)
     return DecodeConfig(num_warps=warps, prefetch=int(small and capability in (90, 100)))
 
 
@@ -307,7 +303,7 @@ def _forms() -> Iterator[KVFormat]:
 
 
 def _variant(capability: int, dtype: str, form: KVFormat, group: int, **extras: bool) -> Variant:
-    config = _heuristic(capability, form, group)
+    config = _heuristic(capability, form, _columns(group))
     kind = f"k{form.k_bits}{form.k_form}-v{form.v_bits}"
     constants: dict[str, Any] = {
         **_constants(form, group, config),

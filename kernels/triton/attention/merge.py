@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.errors import OpError
+from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
@@ -77,17 +80,20 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Join partial attention results outs [P, T, H, D] by their log-sum-exps, float32 [P, T, H].
 
-    Returns the output [T, H, D] in `dtype` (default: that of outs) and its natural log-sum-exp
-    [T, H]. A part with -inf counts nothing, whatever it holds; where all have -inf, the output is 0
-    and the log-sum-exp -inf. Values are those of `reference_kv.merge`.
+    outs: float16, bfloat16 or float32. Returns the output [T, H, D] in `dtype` (default: that of
+    outs) and its natural log-sum-exp [T, H]. A part with -inf counts nothing, whatever it holds;
+    where all have -inf, the output is 0 and the log-sum-exp -inf. Values are those of
+    `reference.kv_blocks.merge`. Raises OpError.
     """
+    require("outs", outs, FLOATS_AND_32, ("P", "T", "H", "D"), outs.device)
+    require("lses", lses, (torch.float32,), outs.shape[:3], outs.device)
+    if not outs.shape[0]:
+        raise OpError("there is nothing to merge: outs [P, T, H, D] has no parts")
     parts, tokens, heads, head_dim = outs.shape
     out = torch.empty((tokens, heads, head_dim), dtype=dtype or outs.dtype, device=outs.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=outs.device)
     rows = tokens * heads
-    if config is None:
-        entry = tuned.lookup("merge", outs.device, f"{head_dim}-{outs.dtype}-{parts}")
-        config = MergeConfig(**entry) if entry else _heuristic(parts, head_dim)
+    config = config or _configured(outs.device, outs.dtype, parts, head_dim)
     merge_kernel[(triton.cdiv(rows, config.rows),)](
         outs,
         lses,
@@ -101,6 +107,12 @@ def merge(
         **LAUNCH,
     )
     return out, lse
+
+
+@cache
+def _configured(device: torch.device, dtype: torch.dtype, parts: int, head_dim: int) -> MergeConfig:
+    entry = tuned.lookup("merge", device, f"{head_dim}-{dtype}-{parts}")
+    return MergeConfig(**entry) if entry else _heuristic(parts, head_dim)
 
 
 def _heuristic(parts: int, head_dim: int) -> MergeConfig:

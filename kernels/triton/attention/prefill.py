@@ -2,8 +2,8 @@
 
 A program has the queries of one tile: consecutive positions of one sequence, times the heads of one
 GQA group, so that a tile of keys serves them all. It reads packed blocks and dequantizes them in
-registers ("direct"). Every tile of queries does so again; where there are many, all blocks are
-dequantized once into a scratch of bounded size and read from there ("staged").
+registers. Every tile of queries does so again; where there are many, all blocks are dequantized
+once into a scratch of bounded size and read from there.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.errors import OpError
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.gpu import capability
+from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.variant import (
     LAUNCH,
     TENSOR_CORES,
@@ -31,9 +35,8 @@ from qoff.kernels.triton.launch.variant import (
 )
 from qoff.kernels.triton.linear.nibbles import use_asm
 
-from . import prefill_scratch
 from .kv_tiles import LN2, LOG2E, TOKENS
-from .prefill_scratch import dequantize_blocks, staged_constants, staged_heads
+from .prefill_scratch import dequantize_blocks, scratch_constants, scratch_heads
 from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
 from .rotation import rotate
 
@@ -42,14 +45,14 @@ _EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "RESIDENT_FROM")
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """`rows` queries of a tile (positions times heads), and when blocks are staged."""
+    """`rows` queries of a tile (positions times heads), and when blocks go through a scratch."""
 
     rows: int
     num_warps: int
     num_stages: int
     # Dequantizing a block costs a tile of queries about a third of its products; writing it out and
     # reading it back costs as much as five to eight tiles. Tiles per sequence and KV head:
-    staged_tiles: int = 8
+    scratch_tiles: int = 8
     scratch_mib: int = 256
 
 
@@ -66,8 +69,8 @@ def prefill_attention_kernel(
     compressed,
     recent_k,
     recent_v,
-    staged_k,  # [S, heads of the launch, staged_tokens, D] or not read
-    staged_v,
+    scratch_k,  # [S, heads of the launch, scratch_tokens, D] or not read
+    scratch_v,
     sinks,
     resident_from,
     out,
@@ -80,7 +83,7 @@ def prefill_attention_kernel(
     ring,  # W
     kv_heads,
     first_head,
-    staged_tokens,
+    scratch_tokens,
     q_stride,
     packed_stride,
     k_stride,
@@ -101,7 +104,7 @@ def prefill_attention_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     RESIDENT_FROM: tl.constexpr,
-    STAGED: tl.constexpr,
+    SCRATCH: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -137,12 +140,12 @@ def prefill_attention_kernel(
     q_low, q_high = load_halves(q_packed, q_row, inside, HALF, PAD, True)
     q_low = q_low.to(tl.float16)
     q_high = q_high.to(tl.float16)
-    if STAGED:
-        staged = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * staged_tokens * HEAD_DIM
+    if SCRATCH:
+        base = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * scratch_tokens * HEAD_DIM
         if RESIDENT_FROM:
-            staged -= older.to(tl.int64) * HEAD_DIM
+            base -= older.to(tl.int64) * HEAD_DIM
         low, high, top, total = attend_rows(
-            q_low, q_high, staged_k + staged, staged_v + staged, HEAD_DIM, HEAD_DIM,
+            q_low, q_high, scratch_k + base, scratch_v + base, HEAD_DIM, HEAD_DIM,
             first_block * TOKENS, in_blocks, in_blocks, 1, 0,
             position, window, scale_packed, soft_cap, low, high, top, total,
             HALF, PAD, SOFT_CAP, WINDOW, False, False, STAGES, ASM,
@@ -214,91 +217,70 @@ def prefill_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    row_start: Tensor,
-    start: Tensor,
-    pool: Tensor,
-    block_table: Tensor,
-    compressed: Tensor,
-    recent_k: Tensor,
-    recent_v: Tensor,
-    form: KVFormat,
-    scale: float,
-    soft_cap: float = 0.0,
-    window: int = 0,
+    cache: DeviceLayerCache,
+    shape: HeadShape,
     sinks: Tensor | None = None,
-    resident_from: Tensor | None = None,
-    max_rows: int | None = None,
-    max_compressed: int | None = None,
     config: PrefillConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] in q's type and log-sum-exp float32 [T, Hq] of new tokens.
 
-    The arguments are those of `reference_attention.prefill_attention`. All tensors are contiguous
-    but q, k and v, whose rows may lie apart. resident_from: int32 [S], multiples of 64, at most
-    `compressed`: older tokens are in no block of the pool, and are not attended (default: 0).
-    max_rows is at least the rows of every sequence (default: T), max_compressed every `compressed`
-    less `resident_from` (default: what block_table can hold).
+    Meaning and arguments are those of `reference.attention.prefill_attention`. q, k, v: in the
+    dtype of the ring; their rows may lie apart. Raises OpError.
     """
+    cache.check_queries(q, shape, sinks)
+    cache.check_fresh(k, v)
+    if len(q) != len(k):
+        raise OpError(f"{len(q)} rows of queries, but {len(k)} of keys")
     tokens, heads, dim = q.shape
-    sequences, kv_heads = start.shape[0], pool.shape[1]
+    step, form, window = cache.step, cache.form, shape.window or 0
+    sequences, kv_heads = len(step.start), shape.kv_heads
     group = heads // kv_heads
     out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if not tokens:
         return out, lse
     config = config or _configured(q.device, form)
-    blocks = block_table.shape[1] if max_compressed is None else max_compressed // BLOCK_TOKENS
-    tiles = triton.cdiv((tokens if max_rows is None else max_rows) * group, config.rows)
-    values = sequences * blocks * BLOCK_TOKENS * dim
+    blocks = step.max_packed // BLOCK_TOKENS
+    tiles = triton.cdiv(step.max_rows * group, config.rows)
     piece = 0
-    if tiles >= config.staged_tiles:
-        piece = staged_heads(values, kv_heads, config.scratch_mib)
-    shape = (sequences, piece or 0, blocks * BLOCK_TOKENS, dim)
-    scratch = torch.empty(2, *shape, dtype=torch.float16, device=q.device)
+    if tiles >= config.scratch_tiles:
+        values = sequences * blocks * BLOCK_TOKENS * dim
+        piece = scratch_heads(values, kv_heads, config.scratch_mib)
+    room = (2, sequences, piece, blocks * BLOCK_TOKENS, dim)
+    scratch = torch.empty(room, dtype=torch.float16, device=q.device)
     packed, factor = rotate(q) if form.rotated else (q, 1.0)
-    constants = staged_constants(form)
+    constants = scratch_constants(form)
     for first in range(0, kv_heads, piece or kv_heads):
         count = min(piece or kv_heads, kv_heads - first)
         if piece:
-            dequantize_blocks(
-                pool,
-                block_table,
-                compressed,
-                start,
-                resident_from,
-                scratch,
-                form,
-                window,
-                first,
-                count,
-            )
+            dequantize_blocks(cache, window, scratch, first, count)
         prefill_attention_kernel[(tiles, count, sequences)](
             q,
             packed,
             k,
             v,
-            row_start,
-            start,
-            pool,
-            block_table,
-            compressed,
-            recent_k,
-            recent_v,
+            step.row_start,
+            step.start,
+            cache.pool,
+            step.table,
+            step.packed,
+            cache.recent_k,
+            cache.recent_v,
             scratch[0],
             scratch[1],
             sinks,
-            resident_from,
+            step.resident_from,
             out,
             lse,
-            scale * LOG2E.value,
-            scale * factor * LOG2E.value,
-            soft_cap * LOG2E.value,
+            shape.scale * LOG2E.value,
+            shape.scale * factor * LOG2E.value,
+            shape.soft_cap * LOG2E.value,
             window,
-            block_table.stride(0),
-            recent_k.shape[1],
+            step.table.stride(0),
+            cache.recent_k.shape[1],
             kv_heads,
             first,
-            shape[2],
+            room[3],
             q.stride(0),
             packed.stride(0),
             k.stride(0),
@@ -306,11 +288,11 @@ def prefill_attention(
             **constants,
             GROUP=group,
             ROWS=config.rows,
-            SOFT_CAP=soft_cap != 0,
+            SOFT_CAP=shape.soft_cap != 0,
             WINDOW=window != 0,
             SINKS=sinks is not None,
-            RESIDENT_FROM=resident_from is not None,
-            STAGED=bool(piece),
+            RESIDENT_FROM=step.resident_from is not None,
+            SCRATCH=bool(piece),
             STAGES=config.num_stages,
             ASM=use_asm(),
             num_warps=config.num_warps,
@@ -325,60 +307,60 @@ def scratch_bytes(
 ) -> int:
     """The most bytes a call takes to dequantize up to `blocks` blocks of each sequence."""
     values = sequences * blocks * BLOCK_TOKENS * form.head_dim
-    return 4 * values * staged_heads(values, kv_heads, _configured(device, form).scratch_mib)
+    return 4 * values * scratch_heads(values, kv_heads, _configured(device, form).scratch_mib)
 
 
+@cache
 def _configured(device: torch.device, form: KVFormat) -> PrefillConfig:
     dim = form.head_dim
     entry = tuned.lookup("prefill_attention", device, f"{dim}-k{form.k_bits}-v{form.v_bits}")
-    return PrefillConfig(**entry) if entry else _heuristic(capability(device), dim)
+    return PrefillConfig(**entry) if entry else _heuristic(Gpu.of(device).capability, dim)
 
 
 def _heuristic(capability: int, head_dim: int) -> PrefillConfig:
     """As large a tile as registers and shared memory of the architecture hold."""
     if capability < 80:  # no tensor cores in Triton there: products take many registers
-        return PrefillConfig(16, num_warps=8, num_stages=1, staged_tiles=0, scratch_mib=1 << 14)
+        return PrefillConfig(16, num_warps=8, num_stages=1, scratch_tiles=0, scratch_mib=1 << 14)
     if head_dim > 128:
         rows = 32 if capability in (89, 120) else 64
         # There older Tritons run out of registers when blocks are dequantized on the way.
-        staged = 8 if capability != 80 or WARPS_OVER_ROWS else 0
-        return PrefillConfig(rows, num_warps=8, num_stages=1, staged_tiles=staged)
+        tiles = 8 if capability != 80 or WARPS_OVER_ROWS else 0
+        return PrefillConfig(rows, num_warps=8, num_stages=1, scratch_tiles=tiles)
     if capability == 100:
         return PrefillConfig(rows=64, num_warps=4, num_stages=2 if head_dim <= 64 else 3)
     if capability == 120:
         return PrefillConfig(rows=64, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
-    # Before Hopper every warp dequantizes for itself, so that staging pays earlier.
+    # Before Hopper every warp dequantizes for itself, so that the scratch pays earlier.
     tiles = 8 if capability == 90 else 3
     rows = 64 if capability == 89 or head_dim == 96 else 128
-    return PrefillConfig(rows, num_warps=8, num_stages=2, staged_tiles=tiles)
+    return PrefillConfig(rows, num_warps=8, num_stages=2, scratch_tiles=tiles)
 
 
 def variants(capability: int) -> Iterator[Variant]:
     """Every shipped configuration for a compute capability (but Turing's of head size 256, which
     runs there, with registers spilled).
 
-    Each head size with the default form, direct and staged; other forms, the extras together (soft
-    cap, window, sinks and a first block) and bfloat16 with head size 128; the kernel that stages.
+    Each head size with the default form, from packed blocks and from the scratch; other forms, the
+    extras together (soft cap, window, sinks and a first block) and bfloat16 with head size 128.
     """
-    yield from prefill_scratch.variants(capability)
     for head_dim in HEAD_DIMS if capability > 75 else HEAD_DIMS[:-1]:
-        direct = _heuristic(capability, head_dim).staged_tiles > 0
-        for staged in (False, True) if direct else (True,):
-            yield _variant(capability, "fp16", KVFormat(head_dim), STAGED=staged)
-    extras = {**dict.fromkeys(_EXTRAS, True), "STAGED": capability == 75}
+        direct = _heuristic(capability, head_dim).scratch_tiles > 0
+        for through in (False, True) if direct else (True,):
+            yield _variant(capability, "fp16", KVFormat(head_dim), SCRATCH=through)
+    extras = {**dict.fromkeys(_EXTRAS, True), "SCRATCH": capability == 75}
     yield _variant(capability, "fp16", KVFormat(128), **extras)
     if capability > 75:
         yield _variant(capability, "fp16", KVFormat(128, k_form="token", rotated=True))
         yield _variant(capability, "fp16", KVFormat(128, k_bits=8, v_bits=8))
-        for staged in (False, True):
-            yield _variant(capability, "bf16", KVFormat(128), STAGED=staged)
+        for through in (False, True):
+            yield _variant(capability, "bf16", KVFormat(128), SCRATCH=through)
 
 
 def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Variant:
     config = _heuristic(capability, form.head_dim)
-    names = (*_EXTRAS, "STAGED")
+    names = (*_EXTRAS, "SCRATCH")
     constants: dict[str, Any] = {
-        **staged_constants(form),
+        **scratch_constants(form),
         **{name: flags.get(name, False) for name in names},
         "GROUP": 4,
         "ROWS": config.rows,
@@ -386,10 +368,10 @@ def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Vari
         "ASM": True,
     }
     types = dict.fromkeys(("q", "q_packed", "k", "v", "recent_k", "recent_v", "out"), f"*{dtype}")
-    types |= {"pool": "*u8", "lse": "*fp32", "staged_k": "*fp16", "staged_v": "*fp16"}
+    types |= {"pool": "*u8", "lse": "*fp32", "scratch_k": "*fp16", "scratch_v": "*fp16"}
     types |= dict.fromkeys(("row_start", "start", "block_table", "compressed"), "*i32")
     types |= dict.fromkeys(("scale", "scale_packed", "soft_cap"), "fp32")
-    sizes = ["window", "max_blocks", "ring", "kv_heads", "first_head", "staged_tokens"]
+    sizes = ["window", "max_blocks", "ring", "kv_heads", "first_head", "scratch_tokens"]
     sizes += ["q_stride", "packed_stride", "k_stride", "v_stride"]
     types |= dict.fromkeys(sizes, "i32")
     for name, pointer in (("sinks", "*fp32"), ("resident_from", "*i32")):
@@ -399,7 +381,7 @@ def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Vari
             constants[name] = None
     kind = f"{dtype}-{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"
     label = "".join(f"-{name.lower()}" for name in names if constants[name])
-    traits = set() if constants["STAGED"] or form.k_form == "token" else {WIDE_CODES}
+    traits = set() if constants["SCRATCH"] or form.k_form == "token" else {WIDE_CODES}
     if capability > 75:
         traits.add(TENSOR_CORES)
     return Variant(

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
 from qoff.kernels.triton.launch.variant import LAUNCH, WIDE_CODES, Variant
 from qoff.kernels.triton.linear.nibbles import use_asm
@@ -22,19 +23,19 @@ WARPS = 4
 
 
 @triton.jit
-def stage_kernel(
+def scratch_kernel(
     pool,
     block_table,
     compressed,
     start,
     resident_from,
-    staged_k,  # [S, heads of the launch, staged_tokens, D]
-    staged_v,
+    scratch_k,  # [S, heads of the launch, scratch_tokens, D]
+    scratch_v,
     window,
     max_blocks,
     kv_heads,
     first_head,
-    staged_tokens,
+    scratch_tokens,
     HEAD_DIM: tl.constexpr,
     PAD: tl.constexpr,
     K_BITS: tl.constexpr,
@@ -66,51 +67,42 @@ def stage_kernel(
         record, HEAD_DIM, PAD, K_BITS, V_BITS, K_TOKEN, PARTS, K_SCALE, V_CODES, V_SCALE, ASM
     )
     channel = tl.arange(0, PAD)
-    base = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * staged_tokens * HEAD_DIM
+    base = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * scratch_tokens * HEAD_DIM
     at = base + token[:, None] * HEAD_DIM + channel[None, :]
     mask = (token >= 0)[:, None] & (channel < HALF)[None, :]
-    tl.store(staged_k + at, k_low, mask=mask)
-    tl.store(staged_k + HALF + at, k_high, mask=mask)
-    tl.store(staged_v + at, v_low, mask=mask)
-    tl.store(staged_v + HALF + at, v_high, mask=mask)
+    tl.store(scratch_k + at, k_low, mask=mask)
+    tl.store(scratch_k + HALF + at, k_high, mask=mask)
+    tl.store(scratch_v + at, v_low, mask=mask)
+    tl.store(scratch_v + HALF + at, v_high, mask=mask)
 
 
 def dequantize_blocks(
-    pool: Tensor,
-    block_table: Tensor,
-    compressed: Tensor,
-    start: Tensor,
-    resident_from: Tensor | None,
-    scratch: Tensor,
-    form: KVFormat,
-    window: int,
-    first_head: int,
-    heads: int,
+    cache: DeviceLayerCache, window: int, scratch: Tensor, first_head: int, heads: int
 ) -> None:
     """Dequantize the KV heads first_head.. of all blocks that any query can see.
 
     scratch: float16 [2, S, >= heads, tokens, D], written as K and V [S, heads, tokens, D] from
-    the start of either half, without tokens before `resident_from` (int32 [S], multiples of 64).
+    the start of either half, without tokens before `cache.step.resident_from`.
     """
-    tokens = scratch.shape[3]
+    step, tokens = cache.step, scratch.shape[3]
     if not tokens:
         return
-    stage_kernel[(tokens // TOKENS.value, heads, scratch.shape[1])](
-        pool,
-        block_table,
-        compressed,
-        start,
-        resident_from,
+    scratch_kernel[(tokens // TOKENS.value, heads, scratch.shape[1])](
+        cache.pool,
+        step.table,
+        step.packed,
+        step.start,
+        step.resident_from,
         scratch[0],
         scratch[1],
         window,
-        block_table.stride(0),
-        pool.shape[1],
+        step.table.stride(0),
+        cache.pool.shape[1],
         first_head,
         tokens,
-        **staged_constants(form),
+        **scratch_constants(cache.form),
         WINDOW=window != 0,
-        RESIDENT_FROM=resident_from is not None,
+        RESIDENT_FROM=step.resident_from is not None,
         ASM=use_asm(),
         num_warps=WARPS,
         num_stages=1,
@@ -118,12 +110,12 @@ def dequantize_blocks(
     )
 
 
-def staged_constants(form: KVFormat) -> dict[str, int | bool]:
+def scratch_constants(form: KVFormat) -> dict[str, int | bool]:
     """`form`, with halves of a head padded to a power of two."""
     return {**form_constants(form), "PAD": triton.next_power_of_2(form.half)}
 
 
-def staged_heads(values: int, kv_heads: int, scratch_mib: int) -> int:
+def scratch_heads(values: int, kv_heads: int, scratch_mib: int) -> int:
     """KV heads whose K and V fit the scratch together; 0 if not even one does.
 
     values: of K of one head of all sequences.
@@ -145,24 +137,24 @@ def variants(capability: int) -> Iterator[Variant]:
 
 def _variant(form: KVFormat, window: bool = False) -> Variant:
     constants: dict[str, Any] = {
-        **staged_constants(form),
+        **scratch_constants(form),
         "WINDOW": window,
         "RESIDENT_FROM": window,
         "ASM": True,
     }
-    types = {"pool": "*u8", "staged_k": "*fp16", "staged_v": "*fp16"}
+    types = {"pool": "*u8", "scratch_k": "*fp16", "scratch_v": "*fp16"}
     types |= dict.fromkeys(("block_table", "compressed", "start"), "*i32")
     if window:
         types["resident_from"] = "*i32"
     else:
         constants["resident_from"] = None
-    sizes = ("window", "max_blocks", "kv_heads", "first_head", "staged_tokens")
+    sizes = ("window", "max_blocks", "kv_heads", "first_head", "scratch_tokens")
     types |= dict.fromkeys(sizes, "i32")
     kind = f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"
     return Variant(
         op="prefill_attention",
         name=f"prefill_scratch-{kind}" + ("-window" if window else ""),
-        kernel=stage_kernel,
+        kernel=scratch_kernel,
         types=types,
         constants=constants,
         num_warps=WARPS,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.errors import OpError
+from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
 TURN = tl.constexpr(16)  # columns of gate, then as many of up
@@ -32,9 +34,14 @@ def gated_silu_kernel(z, out, columns, BLOCK: tl.constexpr):
 def gated_silu(z: Tensor, out: Tensor | None = None) -> Tensor:
     """Return silu(gate) * up [T, C] for contiguous z [T, 2C], 16 columns of gate, 16 of up in turn.
 
-    C is a multiple of 16. `out` is contiguous. Values are those of `reference_ops.gated_silu` in
-    float32, rounded once.
+    z: float16, bfloat16 or float32; C is a multiple of 16. out: contiguous, in the dtype of z.
+    Values are those of `reference.ops.gated_silu` in float32, rounded once. Raises OpError.
     """
+    require("z", z, FLOATS_AND_32, ("T", "2C"), z.device)
+    if z.shape[1] % (2 * TURN.value):
+        raise OpError(f"z has turns of 16 columns of gate and 16 of up, not {z.shape[1]} columns")
+    if out is not None:
+        require("out", out, (z.dtype,), (z.shape[0], z.shape[1] // 2), z.device)
     tokens, columns = z.shape[0], z.shape[1] // 2
     out = z.new_empty(tokens, columns) if out is None else out
     if tokens:

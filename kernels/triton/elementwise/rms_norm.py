@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
@@ -63,16 +65,18 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return norm(x + residual) * weight and x + residual; without a residual the latter is x.
 
-    x, residual: contiguous [T, C] of one dtype, weight [C]. The sum is rounded to the dtype of x
-    where it is returned, but not where it is normed. Values are those of
-    `reference_elementwise.rms_norm` and `add_rms_norm`.
+    x, residual: contiguous [T, C] of one dtype, float16, bfloat16 or float32; weight: [C] of any of
+    these. The sum is rounded to the dtype of x where it is returned, but not where it is normed.
+    Values are those of `reference.elementwise.rms_norm` and `add_rms_norm`. Raises OpError.
     """
+    require("x", x, FLOATS_AND_32, ("T", "C"), x.device)
     tokens, columns = x.shape
+    require("weight", weight, FLOATS_AND_32, (columns,), x.device)
+    if residual is not None:
+        require("residual", residual, (x.dtype,), x.shape, x.device)
     out = torch.empty_like(x)
     new_residual = x if residual is None else torch.empty_like(x)
-    if config is None:
-        entry = tuned.lookup("rms_norm", x.device, f"{columns}")
-        config = RmsNormConfig(**entry) if entry else _heuristic(columns)
+    config = config or _configured(x.device, columns)
     rms_norm_kernel[(triton.cdiv(tokens, config.rows),)](
         x,
         x if residual is None else residual,
@@ -90,6 +94,12 @@ def rms_norm(
         **LAUNCH,
     )
     return out, new_residual
+
+
+@cache
+def _configured(device: torch.device, columns: int) -> RmsNormConfig:
+    entry = tuned.lookup("rms_norm", device, f"{columns}")
+    return RmsNormConfig(**entry) if entry else _heuristic(columns)
 
 
 def _heuristic(columns: int) -> RmsNormConfig:

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.errors import OpError
+from qoff.kernels.operands import FLOATS_AND_32, INTS, require
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
@@ -90,17 +93,19 @@ def rope(
 ) -> Tensor:
     """Return x [T, H, D] with pairs of its first R channels turned by the angles of positions [T].
 
-    The tokens of x may lie apart (a slice of a fused projection), each token's heads are
-    contiguous. positions: int32 or int64, below P. cos, sin: float32 [P, R/2]. Column i turns
-    channels i and i + R/2, or with `interleaved` 2i and 2i + 1; channels from R on are copied.
-    Values are those of `reference_elementwise.rope`: float32 inside, rounded once.
+    x: float16, bfloat16 or float32; its tokens may lie apart (a slice of a fused projection), each
+    token's heads are contiguous. positions: int32 or int64, below P (not checked, as that would
+    wait for the GPU). cos, sin: float32 [P, R/2]. Column i turns channels i and i + R/2, or with
+    `interleaved` 2i and 2i + 1; channels from R on are copied. Values are those of
+    `reference.elementwise.rope`: float32 inside, rounded once. Raises OpError.
     """
+    require("x", x, FLOATS_AND_32, ("T", "H", "D"), x.device, rows_apart=True)
     tokens, heads, head_dim = x.shape
+    require("positions", positions, INTS, (tokens,), x.device)
+    check_tables(cos, sin, head_dim, x.device)
     pairs = cos.shape[1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if config is None:
-        entry = tuned.lookup("rope", x.device, f"{heads}-{head_dim}")
-        config = RopeConfig(**entry) if entry else _heuristic(heads, head_dim)
+    config = config or _configured(x.device, heads, head_dim)
     rope_kernel[(tokens, triton.cdiv(heads, config.heads))](
         x,
         positions,
@@ -115,6 +120,23 @@ def rope(
         **LAUNCH,
     )
     return out
+
+
+def check_tables(cos: Tensor, sin: Tensor, head_dim: int, device: torch.device) -> None:
+    """Raise OpError unless cos and sin are rotary tables that fit a head."""
+    require("cos", cos, (torch.float32,), ("P", "R/2"), device)
+    require("sin", sin, (torch.float32,), cos.shape, device)
+    if not 1 <= cos.shape[1] <= head_dim // 2:
+        raise OpError(
+            f"cos [P, R/2] turns R channels, from 2 up to the head size {head_dim}, "
+            f"not {2 * cos.shape[1]}"
+        )
+
+
+@cache
+def _configured(device: torch.device, heads: int, head_dim: int) -> RopeConfig:
+    entry = tuned.lookup("rope", device, f"{heads}-{head_dim}")
+    return RopeConfig(**entry) if entry else _heuristic(heads, head_dim)
 
 
 def _heuristic(heads: int, head_dim: int) -> RopeConfig:

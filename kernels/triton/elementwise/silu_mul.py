@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.errors import OpError
+from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
@@ -38,13 +42,15 @@ def silu_mul_kernel(gate_up, out, columns, BLOCK: tl.constexpr):
 def silu_mul(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
     """Return silu(gate) * up [T, C] for contiguous gate_up [T, 2C], gate its first C columns.
 
-    Values are those of `reference_elementwise.silu_mul`: float32 inside, rounded once.
+    gate_up: float16, bfloat16 or float32. Values are those of `reference.elementwise.silu_mul`:
+    float32 inside, rounded once. Raises OpError.
     """
+    require("gate_up", gate_up, FLOATS_AND_32, ("T", "2C"), gate_up.device)
+    if gate_up.shape[1] % 2:
+        raise OpError(f"gate_up has columns of gate and as many of up, not {gate_up.shape[1]}")
     tokens, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, columns)
-    if config is None:
-        entry = tuned.lookup("silu_mul", gate_up.device, f"{columns}")
-        config = SiluMulConfig(**entry) if entry else SiluMulConfig()
+    config = config or _configured(gate_up.device, columns)
     silu_mul_kernel[(tokens, triton.cdiv(columns, config.block))](
         gate_up,
         out,
@@ -55,6 +61,11 @@ def silu_mul(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
         **LAUNCH,
     )
     return out
+
+
+@cache
+def _configured(device: torch.device, columns: int) -> SiluMulConfig:
+    return SiluMulConfig(**(tuned.lookup("silu_mul", device, f"{columns}") or {}))
 
 
 def variants(capability: int) -> Iterator[Variant]:

@@ -1,26 +1,29 @@
-"""What launchers ask about a GPU; where there is none (Triton's interpreter), an H200's answers."""
+"""What launchers ask about a GPU."""
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
-
-
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
 
 # Those that the configurations are compiled and checked for, and others with the same registers,
 # shared memory and tensor cores.
 _ALIKE = {86: 89, 87: 80, 88: 89, 103: 100, 121: 120}
 
 
-def capability(device: torch.device) -> int:
-    """Compute capability whose configurations fit: 90 for 9.0, 89 for 8.6."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    exact = major * 10 + minor
-    return _ALIKE.get(exact, exact)
+class Gpu(NamedTuple):
+    """What the choice of a configuration depends on."""
+
+    capability: int  # compute capability whose configurations fit: 90 for 9.0, 89 for 8.6
+    processors: int  # streaming multiprocessors
+
+    @staticmethod
+    @cache
+    def of(device: torch.device) -> Gpu:
+        """The GPU `device`; for Triton's interpreter on a CPU, a small one."""
+        if device.type != "cuda":
+            return Gpu(90, 4)
+        found = torch.cuda.get_device_properties(device)
+        exact = 10 * found.major + found.minor
+        return Gpu(_ALIKE.get(exact, exact), found.multi_processor_count)

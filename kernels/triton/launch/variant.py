@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +28,7 @@ WARPS_OVER_ROWS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 class Variant:
     """A kernel with the types, constants and options that its launcher would compile it with."""
 
-    op: str  # the module in qoff.kernels
+    op: str
     name: str  # of the variant, unique within the op
     kernel: Any  # the function under @triton.jit
     types: Mapping[str, str]  # Triton type of each argument that is not a constant: "*fp16", "i32"
@@ -37,3 +38,31 @@ class Variant:
     unaligned: frozenset[str] = frozenset()  # pointers and strides that are not multiples of 16
     traits: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(default_factory=lambda: LAUNCH)  # others
+
+
+MODULES = (  # in qoff.kernels.triton, those with `variants`
+    "linear.quantize",
+    "linear.dequantize",
+    "linear.fma",
+    "linear.gemv",
+    "linear.skinny",
+    "linear.split_k",
+    "moe.pairs",
+    "moe.tiles",
+    "moe.experts",
+    "elementwise.rms_norm",
+    "elementwise.silu_mul",
+    "elementwise.interleaved_silu_mul",
+    "elementwise.rope",
+    "attention.append",
+    "attention.merge",
+    "attention.decode",
+    "attention.prefill_scratch",
+    "attention.prefill",
+)
+
+
+def shipped(capability: int) -> Iterator[Variant]:
+    """Every variant of every op for a compute capability."""
+    for module in MODULES:
+        yield from import_module(f"qoff.kernels.triton.{module}").variants(capability)

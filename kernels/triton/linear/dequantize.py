@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import torch
@@ -13,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.errors import OpError
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.operands import FLOATS
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.variant import LAUNCH, WIDE_CODES, Variant
 
@@ -64,19 +68,19 @@ def dequantize_kernel(
 
 
 def dequantize(
-    codes: Tensor,
-    scale_min: Tensor,
-    bits: int,
-    group_size: int,
-    dtype: torch.dtype,
-    config: DequantizeConfig | None = None,
+    weight: QTensor, dtype: torch.dtype, config: DequantizeConfig | None = None
 ) -> Tensor:
     """Return the matrix [N, K] in `dtype`: code * scale + minimum in float32, rounded once.
 
-    codes: uint8, packing split32, 4 or 8 bits. scale_min: [K/g, N, 2] float16 or float32.
+    weight: packing split32. dtype: float16 or bfloat16. Raises OpError.
     """
-    out = torch.empty(codes.shape[0], codes.shape[1] * 8 // bits, dtype=dtype, device=codes.device)
-    dequantize_into(codes, scale_min, bits, group_size, out, config)
+    if weight.packing != "split32" or dtype not in FLOATS:
+        raise OpError(
+            "packing split32 is dequantized to float16 or bfloat16, "
+            f"not packing {weight.packing} to {dtype}"
+        )
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    dequantize_into(weight.codes, weight.scale_min, weight.bits, weight.group_size, out, config)
     return out
 
 
@@ -88,12 +92,13 @@ def dequantize_into(
     out: Tensor,
     config: DequantizeConfig | None = None,
 ) -> None:
-    """Dequantize into contiguous `out` [N, K]; `scale_min` may be rows sliced from a larger one."""
+    """Dequantize rows of a matrix of packing split32 into contiguous `out` [N, K].
+
+    Nothing is checked: `codes` and `scale_min` may be rows sliced from those of a larger matrix.
+    """
     if not codes.numel():
         return
-    if config is None:
-        entry = tuned.lookup("dequantize", codes.device, f"{bits}-{group_size}")
-        config = DequantizeConfig(**entry) if entry else DequantizeConfig()
+    config = config or _configured(codes.device, bits, group_size)
     run = group_size * bits // 8
     per_program = max(1, config.block // run)
     runs = codes.numel() // run
@@ -112,6 +117,11 @@ def dequantize_into(
         num_stages=1,
         **LAUNCH,
     )
+
+
+@cache
+def _configured(device: torch.device, bits: int, group: int) -> DequantizeConfig:
+    return DequantizeConfig(**(tuned.lookup("dequantize", device, f"{bits}-{group}") or {}))
 
 
 def variants(capability: int) -> Iterator[Variant]:

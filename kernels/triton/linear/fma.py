@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.variant import LAUNCH, WIDE_CODES, Variant
 
@@ -111,19 +113,12 @@ def fma_kernel(
 
 
 def fma(
-    x: Tensor,
-    codes: Tensor,
-    scale_min: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    config: FmaConfig | None = None,
+    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: FmaConfig | None = None
 ) -> Tensor:
     """x @ W.T + bias; operands as `w4_linear` takes them."""
-    n, row_bytes = codes.shape
-    if config is None:
-        entry = tuned.lookup("w4_fma", x.device, f"{bits}-{group_size}-{n}x{x.shape[1]}")
-        config = FmaConfig(**entry) if entry else FmaConfig()
+    n, row_bytes = weight.codes.shape
+    bits, group_size = weight.bits, weight.group_size
+    config = config or _configured(x.device, bits, group_size, n, x.shape[1])
     group_bytes = group_size * bits // 8
     groups = min(
         config.block_bytes // group_bytes, triton.next_power_of_2(row_bytes // group_bytes)
@@ -131,8 +126,8 @@ def fma(
     out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
     fma_kernel[(triton.cdiv(n, config.block_n), x.shape[0])](
         x,
-        codes,
-        scale_min,
+        weight.codes,
+        weight.scale_min,
         bias,
         out,
         n,
@@ -149,6 +144,11 @@ def fma(
         **LAUNCH,
     )
     return out
+
+
+@cache
+def _configured(device: torch.device, bits: int, group: int, n: int, k: int) -> FmaConfig:
+    return FmaConfig(**(tuned.lookup("w4_fma", device, f"{bits}-{group}-{n}x{k}") or {}))
 
 
 def variants(capability: int) -> Iterator[Variant]:

@@ -23,29 +23,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.variant import (
-    LAUNCH,
     NO_SHARED_IN_LOOP,
     TENSOR_CORES,
     WIDE_CODES,
     Variant,
 )
 
-from .nibbles import byte_values, dot16, load_scale_min, low_high, use_asm
-from .split_k import Gpu, add_splits, partial_sums
+from .nibbles import byte_values, dot16, load_scale_min, low_high
+from .product import SPLITS_MAX, ends, multiply, variant
 
 COLUMNS = 8  # of the right operand: the narrowest that tensor cores take
 STEP_BYTES_MIN = 32  # of a row that tensor cores take at once
 STEP_BYTES = 128  # of a row that a warp takes at once: a cache line
-SPLITS_MAX = 16
 
 # 1.0 for every byte. Made from the codes so that the tile gets their layout.
 _ONES_F16 = tl.constexpr("mov.b32 $0, 0x3c003c00; mov.b32 $1, 0x3c003c00; // $2")
@@ -263,7 +263,7 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     there are about two programs for each multiprocessor.
     """
     config = GemvConfig(block_n=32 if tokens <= 2 else 64, registers=255 if tokens > 8 else 168)
-    wanted = 2 * gpu.multiprocessors
+    wanted = 2 * gpu.processors
     while config.block_n > 16 and triton.cdiv(rows, config.block_n) < wanted:
         config = replace(config, block_n=config.block_n // 2)
     programs = triton.cdiv(rows, config.block_n)
@@ -273,56 +273,29 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
 
 
 def gemv(
-    x: Tensor,
-    codes: Tensor,
-    scale_min: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    config: GemvConfig | None = None,
+    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: GemvConfig | None = None
 ) -> Tensor:
     """x @ W.T + bias for up to `tokens_max` rows of x; operands as `w4_linear` takes them."""
-    m, n, row_bytes = x.shape[0], *codes.shape
-    group_bytes = group_size * bits // 8
-    tokens = triton.next_power_of_2(m)
-    if config is None:
-        key = f"{str(x.dtype)[6:]}-{bits}-{group_size}-{tokens}-{n}x{x.shape[1]}"
-        entry = tuned.lookup("w4_gemv", x.device, key)
-        config = (
-            GemvConfig(**entry)
-            if entry
-            else choose(tokens, n, row_bytes, group_bytes, Gpu.of(x.device))
-        )
-    groups = groups_per_step(tokens, group_bytes)
-    steps = triton.cdiv(row_bytes, groups * group_bytes * config.warps * config.splits)
-    covered = steps * config.splits * config.warps * groups * group_bytes
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    target = out if config.splits == 1 else partial_sums(config.splits, out)
-    gemv_kernel[(triton.cdiv(n, config.block_n), config.splits)](
-        x,
-        codes,
-        scale_min,
-        bias,
-        target,
-        m,
-        n,
-        row_bytes,
-        x.stride(0),
-        steps,
-        **constants(config, tokens, group_bytes, bits, covered == row_bytes, bias is not None),
-        ASM=use_asm(),
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **options(config),
-    )
-    if config.splits > 1:
-        add_splits(target, bias, out)
-    return out
+    bits, group, (n, k) = weight.bits, weight.group_size, weight.shape
+    group_bytes, row_bytes = group * bits // 8, weight.codes.shape[1]
+    tokens = triton.next_power_of_2(x.shape[0])
+    config = config or _configured(x.device, x.dtype, bits, group, tokens, n, k)
+    step = groups_per_step(tokens, group_bytes) * group_bytes * config.warps * config.splits
+    steps = triton.cdiv(row_bytes, step)
+    even = steps * step == row_bytes
+    fixed = constants(config, tokens, group_bytes, bits, even, bias is not None)
+    grid = (triton.cdiv(n, config.block_n), config.splits)
+    return multiply(gemv_kernel, grid, x, weight, bias, steps, fixed, config)
 
 
-def options(config: GemvConfig) -> dict[str, int]:
-    """Further options of the compiler: a cap on registers above what it would choose by itself."""
-    return {**LAUNCH, "maxnreg": config.registers} if config.registers else {**LAUNCH}
+@cache
+def _configured(
+    device: torch.device, dtype: torch.dtype, bits: int, group: int, tokens: int, n: int, k: int
+) -> GemvConfig:
+    entry = tuned.lookup("w4_gemv", device, f"{str(dtype)[6:]}-{bits}-{group}-{tokens}-{n}x{k}")
+    if entry:
+        return GemvConfig(**entry)
+    return choose(tokens, n, k * bits // 8, group * bits // 8, Gpu.of(device))
 
 
 def constants(
@@ -337,10 +310,7 @@ def constants(
         "BLOCK_N": config.block_n,
         "WARPS": config.warps,
         "COLS": max(COLUMNS, tokens),
-        "BIAS": bias and config.splits == 1,
-        "PARTIAL": config.splits > 1,
-        "EVEN": even,
-        "STAGES": config.stages,
+        **ends(config, even, bias),
     }
 
 
@@ -390,24 +360,6 @@ def _variant(
     name = f"gemv-{dtype}-{bits}bit-group{group}-m{tokens}-rows{config.block_n}"
     name += "-splits" if config.splits > 1 else ""
     name += ("" if even else "-uneven") + ("" if bias else f"-scale{scale}-nobias")
-    types = {"x": f"*{dtype}", "codes": "*u8", "scale_min": f"*{scale}"}
-    types["out"] = "*fp32" if config.splits > 1 else f"*{dtype}"
-    types |= dict.fromkeys(("M", "N", "row_bytes", "x_stride", "steps"), "i32")
-    fixed: dict[str, Any] = {**constants(config, tokens, group_bytes, bits, even, bias)}
-    fixed["ASM"] = True
-    if bias:
-        types["bias"] = f"*{dtype}"
-    else:
-        fixed["bias"] = None
-    return Variant(
-        op="w4_linear",
-        name=name,
-        kernel=gemv_kernel,
-        types=types,
-        constants=fixed,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        unaligned=frozenset({"M", "steps"}),
-        traits=frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP}),
-        options=options(config),
-    )
+    fixed = constants(config, tokens, group_bytes, bits, even, bias)
+    traits = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
+    return variant(gemv_kernel, name, dtype, scale, bias, fixed, config, traits)

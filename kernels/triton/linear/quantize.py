@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import torch
@@ -13,7 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.errors import OpError
 from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
@@ -27,9 +31,9 @@ class QuantizeConfig:
 
 
 @triton.jit
-def _levels(w, minimum, inverse, TOP: tl.constexpr):
+def _levels(w, minimum, scale, TOP: tl.constexpr):
     """The nearest of the levels 0..TOP as int32; adding 2**23 rounds to nearest, ties to even."""
-    level = (w - minimum[:, None]) * inverse[:, None]
+    level = tl.div_rn(w - minimum[:, None], scale[:, None] + tl.zeros_like(w))
     level = tl.minimum(tl.maximum(level, 0.0), TOP)
     return (level + 8388608.0).to(tl.int32, bitcast=True) & 255
 
@@ -61,15 +65,12 @@ def quantize_kernel(
     high = tl.max(tl.maximum(first, second), axis=1)
     poison = tl.sum(first * 0.0 + second * 0.0, axis=1)  # NaN if any weight is not finite
     scale = (tl.div_rn(high - low, tl.full((RUNS,), TOP, tl.float32)) + poison).to(SCALE)
-    minimum = (low + poison).to(SCALE)
+    minimum = (low + 0.0 + poison).to(SCALE)  # never -0.0, as in the reference
     wide = scale.to(tl.float32)
-    # Below 2**-126 the inverse could overflow; such a group is its minimum, to within 2**-118.
-    tiny = wide < 1.1754943508222875e-38
-    inverse = tl.div_rn(tl.full((RUNS,), 1.0, tl.float32), tl.where(tiny, 1.0, wide))
-    inverse = tl.where(tiny, 0.0, inverse)
+    wide = tl.where(wide == 0.0, float("inf"), wide)  # such a group is its minimum
     base = minimum.to(tl.float32)
-    first_level = _levels(first, base, inverse, TOP)
-    second_level = _levels(second, base, inverse, TOP)
+    first_level = _levels(first, base, wide, TOP)
+    second_level = _levels(second, base, wide, TOP)
     if BITS == 4:
         packed = (first_level | (second_level << 4)).to(tl.uint8)
         tl.store(codes + run[:, None] * HALF + index[None, :], packed, mask=mask)
@@ -87,23 +88,23 @@ def quantize(
     group_size: int,
     scale_dtype: torch.dtype = torch.float16,
     config: QuantizeConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> QTensor:
     """Round w [N, K] to the nearest of 2**bits levels between each group's minimum and maximum.
 
-    w: contiguous float16, bfloat16 or float32. Returns codes (uint8, packing split32) and scale_min
-    [K/g, N, 2] in `scale_dtype`. Values are those of `reference.quantize`, but a code may be the
-    neighbour where the quotient is within float32 rounding of a half. A group with NaN or infinity
-    gets a scale and minimum of NaN, one whose range `scale_dtype` cannot hold gets infinity:
-    nothing is raised, so that the GPU need not be waited for; check that scale_min is finite.
+    w: contiguous float16, bfloat16 or float32. scale_dtype: float16 or float32. The result, of
+    packing split32, has the bits of `reference.quantization.quantize`. But a group with NaN or
+    infinity gets a scale and minimum of NaN, one whose range `scale_dtype` cannot hold gets
+    infinity: nothing is raised, so that the GPU need not be waited for; check that scale_min is
+    finite. Raises OpError for operands of another form.
     """
-    codes_shape, scale_min_shape = packed_shapes(
-        (w.shape[0], w.shape[1]), bits, group_size, "split32"
-    )
+    require("w", w, FLOATS_AND_32, ("N", "K"), w.device)
+    if scale_dtype not in (torch.float16, torch.float32):
+        raise OpError(f"scales are float16 or float32, not {scale_dtype}")
+    shape = (w.shape[0], w.shape[1])
+    codes_shape, scale_min_shape = packed_shapes(shape, bits, group_size, "split32")
     codes = torch.empty(codes_shape, dtype=torch.uint8, device=w.device)
     scale_min = torch.empty(scale_min_shape, dtype=scale_dtype, device=w.device)
-    if config is None:
-        entry = tuned.lookup("quantize", w.device, f"{bits}-{group_size}")
-        config = QuantizeConfig(**entry) if entry else QuantizeConfig()
+    config = config or _configured(w.device, bits, group_size)
     runs = w.numel() // group_size
     per_program = max(1, config.block // group_size)
     quantize_kernel[(triton.cdiv(runs, per_program),)](
@@ -120,7 +121,12 @@ def quantize(
         num_stages=1,
         **LAUNCH,
     )
-    return codes, scale_min
+    return QTensor(codes, scale_min, shape, bits, group_size, "split32")
+
+
+@cache
+def _configured(device: torch.device, bits: int, group: int) -> QuantizeConfig:
+    return QuantizeConfig(**(tuned.lookup("quantize", device, f"{bits}-{group}") or {}))
 
 
 def variants(capability: int) -> Iterator[Variant]:

@@ -13,26 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.variant import (
-    LAUNCH,
-    TENSOR_CORES,
-    WARPS_OVER_ROWS,
-    WIDE_CODES,
-    Variant,
-)
+from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.variant import TENSOR_CORES, WARPS_OVER_ROWS, WIDE_CODES, Variant
 
-from .nibbles import byte_values, dot16, load_scale_min, low_high, use_asm
-from .split_k import Gpu, add_splits, partial_sums
-
-SPLITS_MAX = 16
+from .nibbles import byte_values, dot16, load_scale_min, low_high
+from .product import SPLITS_MAX, ends, multiply, variant
 
 
 @dataclass(frozen=True)
@@ -227,60 +221,33 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
         config = replace(config, row_bytes=32)
     programs = triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, block_m)
     step = config.parts * config.row_bytes
-    splits = min(gpu.multiprocessors // programs, row_bytes // (2 * step), SPLITS_MAX)
+    splits = min(gpu.processors // programs, row_bytes // (2 * step), SPLITS_MAX)
     return replace(config, splits=splits if splits >= 2 else 1)
 
 
 def skinny(
-    x: Tensor,
-    codes: Tensor,
-    scale_min: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    config: SkinnyConfig | None = None,
+    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: SkinnyConfig | None = None
 ) -> Tensor:
     """x @ W.T + bias; operands as `w4_linear` takes them."""
-    m, n, row_bytes = x.shape[0], *codes.shape
-    group_bytes = group_size * bits // 8
-    if config is None:
-        key = f"{str(x.dtype)[6:]}-{bits}-{group_size}-{triton.next_power_of_2(m)}-{n}x{x.shape[1]}"
-        entry = tuned.lookup("w4_skinny", x.device, key)
-        config = (
-            SkinnyConfig(**entry)
-            if entry
-            else choose(m, n, row_bytes, group_bytes, Gpu.of(x.device))
-        )
-    per_step = config.parts * config.row_bytes * config.splits
-    steps = triton.cdiv(row_bytes, per_step)
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    target = out if config.splits == 1 else partial_sums(config.splits, out)
+    m, bits, group, (n, k) = x.shape[0], weight.bits, weight.group_size, weight.shape
+    config = config or _configured(x.device, x.dtype, bits, group, m, n, k)
+    row_bytes, step = weight.codes.shape[1], config.parts * config.row_bytes * config.splits
+    steps = triton.cdiv(row_bytes, step)
+    even = steps * step == row_bytes
+    fixed = constants(config, group * bits // 8, bits, even, bias is not None)
     grid = (triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m), config.splits)
-    skinny_kernel[grid](
-        x,
-        codes,
-        scale_min,
-        bias,
-        target,
-        m,
-        n,
-        row_bytes,
-        x.stride(0),
-        steps,
-        **constants(config, group_bytes, bits, steps * per_step == row_bytes, bias is not None),
-        ASM=use_asm(),
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **options(config),
-    )
-    if config.splits > 1:
-        add_splits(target, bias, out)
-    return out
+    return multiply(skinny_kernel, grid, x, weight, bias, steps, fixed, config)
 
 
-def options(config: SkinnyConfig) -> dict[str, int]:
-    """Further options of the compiler: a cap on registers above what it would choose by itself."""
-    return {**LAUNCH, "maxnreg": config.registers} if config.registers else {**LAUNCH}
+@cache
+def _configured(
+    device: torch.device, dtype: torch.dtype, bits: int, group: int, m: int, n: int, k: int
+) -> SkinnyConfig:
+    tokens = triton.next_power_of_2(m)
+    entry = tuned.lookup("w4_skinny", device, f"{str(dtype)[6:]}-{bits}-{group}-{tokens}-{n}x{k}")
+    if entry:
+        return SkinnyConfig(**entry)
+    return choose(m, n, k * bits // 8, group * bits // 8, Gpu.of(device))
 
 
 def constants(
@@ -294,21 +261,8 @@ def constants(
         "BLOCK_M": config.block_m,
         "BYTES": config.row_bytes,
         "PARTS": config.parts,
-        "BIAS": bias and config.splits == 1,
-        "PARTIAL": config.splits > 1,
-        "EVEN": even,
-        "STAGES": config.stages,
+        **ends(config, even, bias),
     }
-
-
-TYPES = {
-    "codes": "*u8",
-    "M": "i32",
-    "N": "i32",
-    "row_bytes": "i32",
-    "x_stride": "i32",
-    "steps": "i32",
-}
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -353,22 +307,6 @@ def _variant(
     name = f"skinny-{dtype}-{bits}bit-group{group}-m{config.block_m}"
     name += "-splits" if config.splits > 1 else ""
     name += ("" if even else "-uneven") + ("" if bias else f"-scale{scale}-nobias")
-    types = {**TYPES, "x": f"*{dtype}", "scale_min": f"*{scale}"}
-    types["out"] = "*fp32" if config.splits > 1 else f"*{dtype}"
-    fixed: dict[str, Any] = {**constants(config, group_bytes, bits, even, bias), "ASM": True}
-    if bias:
-        types["bias"] = f"*{dtype}"
-    else:
-        fixed["bias"] = None
-    return Variant(
-        op="w4_linear",
-        name=name,
-        kernel=skinny_kernel,
-        types=types,
-        constants=fixed,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        unaligned=frozenset({"M", "steps"}),
-        traits=frozenset({TENSOR_CORES, WIDE_CODES}),
-        options=options(config),
-    )
+    fixed = constants(config, group_bytes, bits, even, bias)
+    traits = frozenset({TENSOR_CORES, WIDE_CODES})
+    return variant(skinny_kernel, name, dtype, scale, bias, fixed, config, traits)

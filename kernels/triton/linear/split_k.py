@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,22 +14,6 @@ from torch import Tensor
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
 _BLOCK = 256
-
-
-class Gpu(NamedTuple):
-    """What the choice of a configuration depends on."""
-
-    capability: int  # compute capability times ten
-    multiprocessors: int
-
-    @staticmethod
-    @cache
-    def of(device: torch.device) -> Gpu:
-        """The GPU `device`; for Triton's interpreter on a CPU, a small one."""
-        if device.type != "cuda":
-            return Gpu(80, 4)
-        found = torch.cuda.get_device_properties(device)
-        return Gpu(10 * found.major + found.minor, found.multi_processor_count)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The MLP of a mixture of experts on a GPU, on 4- or 8-bit codes: two products and a sum.
 
-Few pairs of a token and an expert are computed each by itself (`w4_experts_pairs`), many are sorted
-by expert and computed in tiles (`w4_experts_tiles`). Weighted outputs are kept in float32 and
+Few pairs of a token and an expert are computed each by itself (`pairs`), many are sorted by expert
+and computed in tiles (`tiles`). Weighted outputs are kept in float32 and
 summed for each token in the order of its experts.
 """
 
@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qoff.kernels.layout.qexperts import QExperts
+from qoff.errors import OpError
+from qoff.kernels.layout.qexperts import QExperts, check_mlp
+from qoff.kernels.operands import FLOATS, require
+from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
-from qoff.kernels.triton.linear.split_k import Gpu
 
-from . import pairs as pairs_kernel
-from . import tiles as tiles_kernel
 from .pairs import fma_pairs, gemv_pairs
-from .product import Product
+from .product import UNIT, Product
 from .tiles import Tiles, block_for, config_for, tile_product, tiles
 
 PAIRS_MAX = 1 << 15  # in one launch; more tokens go one part after the other
@@ -74,8 +74,12 @@ def experts(
     in turn; down: E x [H, I]; packing split32, every expert's codes and scales at multiples of 16
     bytes. Biases: [E, 2I] and [E, H], residual and out: [M, H], in the dtype of x; out may be x or
     the residual. All contiguous. Activations are rounded to the dtype of x, nothing else is but the
-    result. block: pairs of a tile, 0 for each by itself; None leaves it to the rule.
+    result. activation: see `reference.experts.activate`. block: pairs of a tile, 0 for each by
+    itself; None leaves it to the rule. Raises OpError.
     """
+    check_mlp(gate_up, down, activation)
+    _check_weights(gate_up=gate_up, down=down)
+    _check(x, topk_ids, topk_weights, gate_up, gate_up_bias, down_bias, residual, out)
     out = torch.empty_like(x) if out is None else out
     together = max(1, PAIRS_MAX // topk_ids.shape[1])
     for first in range(0, len(x), together):
@@ -86,6 +90,47 @@ def experts(
         _compute(one, two, block)
         add_up(two.out, None if residual is None else residual[rows], out[rows])
     return out
+
+
+def _check_weights(**weights: QExperts) -> None:
+    for name, weight in weights.items():
+        if weight.packing != "split32":
+            raise OpError(f"{name} is of packing {weight.packing}; the op takes split32")
+        starts = (
+            weight.codes.storage_offset(),
+            weight.scale_min.storage_offset() * weight.scale_min.element_size(),
+        )
+        if any(number % UNIT for number in (*starts, *weight.strides)):
+            raise OpError(
+                f"{name}: codes and scales of every expert start at multiples of {UNIT} bytes of "
+                f"their storage, not at {starts} and every {weight.strides} bytes"
+            )
+
+
+def _check(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: QExperts,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    device, (rows, hidden) = gate_up.device, gate_up.shape
+    require("x", x, FLOATS, ("M", hidden), device)
+    require("topk_ids", topk_ids, (torch.int64,), (len(x), "T"), device)
+    if topk_ids.shape[1] < 1:
+        raise OpError("a token chooses at least one expert; topk_ids is [M, 0]")
+    require("topk_weights", topk_weights, (torch.float32,), topk_ids.shape, device)
+    for name, tensor, shape in (
+        ("gate_up_bias", gate_up_bias, (gate_up.count, rows)),
+        ("down_bias", down_bias, (gate_up.count, hidden)),
+        ("residual", residual, x.shape),
+        ("out", out, x.shape),
+    ):
+        if tensor is not None:
+            require(name, tensor, (x.dtype,), shape, device)
 
 
 def _compute(one: Product, two: Product, block: int | None) -> None:
@@ -131,9 +176,7 @@ def add_up(weighted: Tensor, residual: Tensor | None, out: Tensor) -> None:
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration of all kernels for a compute capability."""
-    yield from pairs_kernel.variants(capability)
-    yield from tiles_kernel.variants(capability)
+    """The sum for a compute capability, with and without a residual."""
     for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
         for per_token, residual in ((8, True), (4, False)):
             yield Variant(

@@ -1,7 +1,7 @@
 """A product of a mixture of experts for few pairs of a token and an expert: each by itself.
 
-A program computes some rows of one pair, as `w4_gemv` does for a token, or without tensor cores as
-`w4_fma` does. Pairs of one expert each read its codes, from the second-level cache at best.
+A program computes some rows of one pair, as `linear.gemv` does for a token, or without tensor cores
+as `linear.fma` does. Pairs of one expert each read its codes, from the second-level cache at best.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -22,8 +22,9 @@ from qoff.kernels.triton.launch.variant import (
     Variant,
 )
 from qoff.kernels.triton.linear.fma import FmaConfig, fma_sums
-from qoff.kernels.triton.linear.gemv import COLUMNS, GemvConfig, gemv_sums, groups_per_step, options
+from qoff.kernels.triton.linear.gemv import COLUMNS, GemvConfig, gemv_sums, groups_per_step
 from qoff.kernels.triton.linear.nibbles import use_asm
+from qoff.kernels.triton.linear.product import options
 
 from .product import Product, expert_of, finish
 
@@ -147,18 +148,9 @@ def gemv_pairs(p: Product, config: GemvConfig = GEMV) -> None:
     steps = triton.cdiv(p.row_bytes, step)
     n = p.weight.shape[0]
     experts_gemv_kernel[(triton.cdiv(n, config.block_n), p.pairs)](
-        p.x,
-        p.weight.codes,
-        p.weight.scale_min,
-        p.bias,
-        p.topk_weights,
-        p.out,
+        *p.tensors,
         p.topk_ids,
-        p.per_token,
-        *p.distances,
-        n,
-        p.row_bytes,
-        p.x.shape[1],
+        *p.sizes,
         steps,
         **_gemv_constants(
             config,
@@ -179,18 +171,9 @@ def fma_pairs(p: Product, config: FmaConfig = FMA) -> None:
     """Compute the product without tensor cores."""
     n = p.weight.shape[0]
     experts_fma_kernel[(triton.cdiv(n, config.block_n), p.pairs)](
-        p.x,
-        p.weight.codes,
-        p.weight.scale_min,
-        p.bias,
-        p.topk_weights,
-        p.out,
+        *p.tensors,
         p.topk_ids,
-        p.per_token,
-        *p.distances,
-        n,
-        p.row_bytes,
-        p.x.shape[1],
+        *p.sizes,
         **_fma_constants(config, p.group_bytes, p.weight.bits, p.bias is not None, p.activation),
         ASM=use_asm(),
         num_warps=config.warps,

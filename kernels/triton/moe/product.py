@@ -41,6 +41,20 @@ class Product(NamedTuple):
         return self.topk_ids.numel()
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What every kernel of a product takes first."""
+        weight = self.weight
+        bias, topk_weights, out = self.bias, self.topk_weights, self.out
+        return self.x, weight.codes, weight.scale_min, bias, topk_weights, out
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """per_token, distances of experts in units of 16 bytes, rows, bytes of a row, K."""
+        codes, scale_min = self.weight.strides
+        rows, k = self.weight.shape
+        return self.per_token, codes // UNIT, scale_min // UNIT, rows, self.row_bytes, k
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of the codes of a row."""
         return self.weight.codes.shape[2]
@@ -48,12 +62,6 @@ class Product(NamedTuple):
     @property
     def group_bytes(self) -> int:
         return self.weight.group_size * self.weight.bits // 8
-
-    @property
-    def distances(self) -> tuple[int, int]:
-        """From an expert's codes and scales to those of the next, in units of 16 bytes."""
-        codes, scale_min = self.weight.strides
-        return codes // UNIT, scale_min // UNIT
 
     @classmethod
     def gate_up(

@@ -1,8 +1,8 @@
 """A product of a mixture of experts for many pairs: sorted by expert, in tiles of one expert each.
 
 The tiles are numbered on the GPU without waiting for it: as many programs are launched as there
-can be tiles, and those beyond the last do nothing. A tile is a product as in `w4_skinny`, with rows
-of x gathered.
+can be tiles, and those beyond the last do nothing. A tile is a product as in `linear.skinny`, with
+rows of x gathered.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from qoff.kernels.triton.launch.variant import TENSOR_CORES, WIDE_CODES, Variant
 from qoff.kernels.triton.linear.nibbles import use_asm
-from qoff.kernels.triton.linear.skinny import SkinnyConfig, options, skinny_sums
+from qoff.kernels.triton.linear.product import options
+from qoff.kernels.triton.linear.skinny import SkinnyConfig, skinny_sums
 
 from .pairs import UNALIGNED, form_name, types_and_bias
 from .product import Product, expert_of, finish
@@ -130,7 +131,7 @@ def block_for(pairs: int, experts: int) -> int:
 def config_for(block: int, group_bytes: int) -> SkinnyConfig:
     """The configuration of tiles of `block` pairs, or of 32 where groups are small.
 
-    Smaller than those of `w4_skinny`: addresses of gathered rows take registers, too.
+    Smaller than those of `linear.skinny`: addresses of gathered rows take registers, too.
     """
     if block <= BLOCKS[0]:
         return SkinnyConfig(block_m=block)
@@ -144,20 +145,11 @@ def tile_product(p: Product, tiles_: Tiles, config: SkinnyConfig) -> None:
     steps = triton.cdiv(p.row_bytes, step)
     n, count = p.weight.shape[0], tiles_.table.shape[1]
     experts_tile_kernel[(triton.cdiv(n, config.block_n), count)](
-        p.x,
-        p.weight.codes,
-        p.weight.scale_min,
-        p.bias,
-        p.topk_weights,
-        p.out,
+        *p.tensors,
         tiles_.order,
         tiles_.table,
         count,
-        p.per_token,
-        *p.distances,
-        n,
-        p.row_bytes,
-        p.x.shape[1],
+        *p.sizes,
         steps,
         **_constants(
             config,

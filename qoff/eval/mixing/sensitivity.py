@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import QuantizationError
-from qoff.models import names
+from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
@@ -126,7 +126,7 @@ class Sensitivities:
             with tempfile.TemporaryFile() as file:
                 self._forward(file)
         assert self._final is not None
-        hidden = self._run.embedded(outer[names.EMBEDDING])
+        hidden = self._run.embedded(outer[EMBEDDING])
         for layer in range(self._model.spec.num_layers):
             prefix, parts = self._model.units[layer]
             built = {
@@ -139,7 +139,7 @@ class Sensitivities:
         return self._divergence(self._final, hidden, outer)
 
     def _embedded(self) -> Tensor:
-        return self._run.embedded(self._outer[names.EMBEDDING])
+        return self._run.embedded(self._outer[EMBEDDING])
 
     def _weights(self, layer: int) -> dict[str, Tensor]:
         return {w.name: self._floats.floats(w) for w in self._model.units[layer][1]}

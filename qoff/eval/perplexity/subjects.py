@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qoff.kernels.layout.ragged import Ragged
-from qoff.models.runtime import Batch, Runtime
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.runtime import Runtime
 
 PIECE = 256  # tokens read at a time
 _LOGITS = 1 << 26  # at a time, at most (256 MiB), where rows can be chosen
@@ -58,7 +59,7 @@ class QoffSubject:
             ragged = Ragged.of([width] * count, [past] * count)
             first = min(max(place - 1 - past, 0), width - 1)  # the first row that is wanted
             rows = torch.arange(count * width).view(count, width)[:, first:].flatten()
-            batch = Batch(tokens.flatten(), ragged, cache, rows)
+            batch = ForwardPass(tokens.flatten(), ragged, cache, rows)
             logits = self._runtime.forward(batch).view(count, width - first, -1)
             if past + width < place:
                 continue

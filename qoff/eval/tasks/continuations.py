@@ -15,8 +15,9 @@ from torch import Tensor
 from qoff.errors import ArgumentError
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.ragged import Ragged
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.runtime import Batch, Runtime
+from qoff.models.runtime import Runtime
 
 Pair = tuple[list[int], list[int]]  # tokens of a context, and of what follows
 Score = tuple[float, bool]  # log-probability in nats; whether each token was the likeliest
@@ -119,7 +120,7 @@ def _rows(runtime: Runtime, batch: Sequence[_Reading], pass_tokens: int) -> list
         tokens = torch.tensor([token for piece in pieces for token in piece])
         # A pass that wants no logits still needs a row to ask for.
         wanted = torch.tensor(rows or [0])
-        logits = runtime.forward(Batch(tokens, ragged, cache, wanted)).cpu().float()
+        logits = runtime.forward(ForwardPass(tokens, ragged, cache, wanted)).cpu().float()
         for (i, position), row in zip(places, logits, strict=False):
             found[i].append(_row(row, batch[i].tokens, position))
     return found

@@ -17,7 +17,7 @@ from qoff.kvcache.store.placement import DEVICE, KVPlacement
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 from .blocks import DeviceBlocks, offloaded_blocks
-from .cache_step import CacheStep
+from .cache_pass import DeviceCachePass
 from .tables import DeviceTables
 
 
@@ -100,8 +100,8 @@ class DeviceCache(SlotCache):
         """How many tokens of each sequence, its oldest, are not on the device."""
         return [BLOCK_TOKENS * len(offloaded_blocks(blocks)) for blocks in self.blocks]
 
-    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> CacheStep:
-        return CacheStep(self, ragged, slots)
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> DeviceCachePass:
+        return DeviceCachePass(self, ragged, slots)
 
     def select(self, sequences: Sequence[int]) -> None:
         kept = list(sequences)

@@ -1,4 +1,4 @@
-"""Far blocks on their way to a GPU, for attention there: slots that those of a layer go through.
+"""Offloaded blocks on their way to a GPU, for attention there, through a few slots.
 
 The slots lie in one piece of memory behind the pools of all layers, and each layer's pool reaches
 to its end: a block in a slot is a block of the pool with a number, like those that stay.
@@ -108,7 +108,7 @@ class BlockPrefetcher:
 
 
 class PrefetchedBlocks:
-    """Far blocks of one forward pass, which come to the device layer by layer."""
+    """Offloaded blocks of one forward pass, which come to the device layer by layer."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class WriteBackQueue:
     ) -> None:
         self._store = store
         self._device = device
-        self._instrumentation = instrumentation
+        self._poison = instrumentation.poison
         self._stream: torch.cuda.Stream | None = None
         self._buffers = len(buffers)
         self._free = list(buffers)
@@ -122,8 +122,9 @@ class WriteBackQueue:
         self._free.append(buffer)
 
     def _wipe(self, buffer: WriteBackBuffer) -> None:
-        self._instrumentation.wipe(buffer.memory)
-        self._instrumentation.wipe(buffer.host)
+        if self._poison:
+            buffer.memory.fill_(0xFF)
+            buffer.host.fill_(0xFF)
 
 
 def _on_host(write_back: WriteBack) -> Tensor:

@@ -10,7 +10,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kvcache.base import KVCache
+from qoff.kvcache.base import CachePass, KVCache
 
 from .packed import PackedCache
 from .plain import PlainCache
@@ -42,8 +42,9 @@ class MixedCache(KVCache):
         )
         self.plain = PlainCache(list(compress(shapes, [not p for p in packed])), sequences)
         self._parts: tuple[KVCache, KVCache] = (self.packed, self.plain)
+        # Which part each layer is in, and its number there.
         self._where = [
-            (self._parts[0 if form is not None else 1], packed[:layer].count(form is not None))
+            (0 if form is not None else 1, packed[:layer].count(form is not None))
             for layer, form in enumerate(forms)
         ]
         self.lengths = [0] * sequences
@@ -52,30 +53,10 @@ class MixedCache(KVCache):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
-    def begin(self, ragged: Ragged) -> None:
-        for part in self._parts:
-            part.begin(ragged)
-
-    def prefetch(self, layer: int) -> None:
-        cache, index = self._where[layer]
-        cache.prefetch(index)
-
-    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
-        cache, index = self._where[layer]
-        return cache.open(index)
-
-    def close(self, layer: int) -> None:
-        cache, index = self._where[layer]
-        cache.close(index)
-
-    def end(self, ragged: Ragged) -> None:
-        for part in self._parts:
-            part.end(ragged)
-        super().end(ragged)
-
-    def abandon(self) -> None:
-        for part in self._parts:
-            part.abandon()
+    def begin(self, ragged: Ragged) -> CachePass:
+        passes = [part.begin(ragged) for part in self._parts]
+        layers = [(passes[part], layer) for part, layer in self._where]
+        return _MixedPass(self, ragged, passes, layers)
 
     def select(self, sequences: Sequence[int]) -> None:
         for part in self._parts:
@@ -89,3 +70,38 @@ class MixedCache(KVCache):
         for part in self._parts:
             part.forget_each(tokens)
         self.lengths = list(self.plain.lengths)
+
+
+class _MixedPass(CachePass):
+    """layers: of each layer, the pass on its part and its number there."""
+
+    def __init__(
+        self,
+        cache: MixedCache,
+        ragged: Ragged,
+        passes: Sequence[CachePass],
+        layers: Sequence[tuple[CachePass, int]],
+    ) -> None:
+        self._cache, self._ragged = cache, ragged
+        self._passes, self._layers = passes, layers
+
+    def prefetch(self, layer: int) -> None:
+        part, index = self._layers[layer]
+        part.prefetch(index)
+
+    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
+        part, index = self._layers[layer]
+        return part.open(index)
+
+    def close(self, layer: int) -> None:
+        part, index = self._layers[layer]
+        part.close(index)
+
+    def end(self) -> None:
+        for part in self._passes:
+            part.end()
+        self._cache.lengthen(self._ragged)
+
+    def abandon(self) -> None:
+        for part in self._passes:
+            part.abandon()

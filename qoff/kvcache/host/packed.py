@@ -14,7 +14,7 @@ from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.base import BlockStore, GrowingBlocks
 
 from .packed_pass import PackedPass
-from .recent import RecentTokens, Scratch
+from .recent import RecentTokens, RecentWorkspace
 
 
 class PackedCache(SlotCache):
@@ -24,7 +24,7 @@ class PackedCache(SlotCache):
     oldest `sinks`, a multiple of 16. A block is packed when 64 tokens have left the window, once
     and for all layers in the same forward pass. Sequences that were one before (`select`) share
     their blocks. attention_top: see `LayerCache.top`. store: where blocks lie, by default memory
-    that grows. scratch: for passes of many tokens, shared with other caches. values_rotated: see
+    that grows. workspace: for passes of many tokens, shared with other caches. values_rotated: see
     `LayerCache`. Raises ArgumentError for `sinks` with layers that attend to a sliding window.
     """
 
@@ -41,7 +41,7 @@ class PackedCache(SlotCache):
         attention_top: float = 1.0,
         values_rotated: bool = False,
         store: BlockStore | None = None,
-        scratch: Scratch | None = None,
+        workspace: RecentWorkspace | None = None,
     ) -> None:
         if sinks % KEYS_PER_VECTOR or sinks < 0:
             raise ArgumentError(f"{sinks} sink tokens; use a multiple of {KEYS_PER_VECTOR}")
@@ -52,7 +52,7 @@ class PackedCache(SlotCache):
         self.attention_top = attention_top
         self.values_rotated = values_rotated
         self.store = store or GrowingBlocks(forms, [shape.kv_heads for shape in shapes])
-        self.scratch = scratch or Scratch()
+        self.workspace = workspace or RecentWorkspace()
         self.recent = RecentTokens(self.shapes, sequences, self.recent_tokens(window, sinks))
 
     @staticmethod

@@ -3,41 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from qoff.errors import ArgumentError
-from qoff.kernels.layout.heads import KEYS_PER_VECTOR
+from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import quantize_blocks
 from qoff.kernels.triton.attention.rotation import rotate_values
+from qoff.kvcache.slots import SlotPass
+from qoff.kvcache.store.base import BlockStore
 
-if TYPE_CHECKING:
-    from .packed import PackedCache
+from .recent import RecentTokens, RecentWorkspace
 
 
-class PackedPass:
+class PackedState(Protocol):
+    """What a pass reads and changes of its cache."""
+
+    shapes: tuple[HeadShape, ...]
+    window: int
+    sinks: int
+    attention_top: float
+    values_rotated: bool
+    lengths: list[int]
+    blocks: list[list[int]]
+    expected: list[int]
+    store: BlockStore
+    recent: RecentTokens
+    workspace: RecentWorkspace
+
+    @staticmethod
+    def blocks_of(tokens: int, window: int, sinks: int) -> int: ...
+
+    def over(self, ended: SlotPass) -> None: ...
+
+
+class PackedPass(SlotPass):
     """A pass of the sequences of `ragged`, in slots of the cache or in places of `slots`.
 
     New tokens go after the unpacked ones; where there is no room for that, or with `slots`, the
-    unpacked tokens of the layer at hand are in the cache's scratch meanwhile.
+    unpacked tokens of the layer at hand are in the cache's workspace meanwhile.
     """
 
     def __init__(
-        self, cache: PackedCache, ragged: Ragged, slots: Sequence[int] | None = None
+        self, cache: PackedState, ragged: Ragged, slots: Sequence[int] | None = None
     ) -> None:
         self._cache = cache
         self._ragged = ragged
-        self._slots = range(cache.sequences) if slots is None else slots  # of the cache
+        self._slots = range(len(cache.lengths)) if slots is None else slots  # of the cache
         rows = [cache.blocks[slot] for slot in self._slots]
         self._packed = [BLOCK_TOKENS * len(blocks) for blocks in rows]
         self._places = ragged.positions - torch.tensor(self._packed)[ragged.slots]
         self._longest = int(self._places.max())
-        self._scratch = slots is not None or self._longest >= cache.recent.capacity
+        self._apart = slots is not None or self._longest >= cache.recent.capacity
         self._unpacked = {
             span.slot: span.past + span.count - self._packed[span.slot] for span in ragged.spans
         }
@@ -53,7 +74,7 @@ class PackedPass:
     def open(self, layer: int) -> LayerCache:
         """What the attention of a layer reads and appends to."""
         keys, values = self._tokens(layer)
-        if self._scratch:
+        if self._apart:
             self._copy_recent(layer, keys, values)
         return LayerCache(
             keys,
@@ -66,33 +87,36 @@ class PackedPass:
         )
 
     def close(self, layer: int) -> None:
-        """Let go of the packed tokens; leave the unpacked ones of a scratch in the cache."""
+        """Let go of the packed tokens; leave the unpacked ones of a workspace in the cache."""
         self._view.close(layer)
-        if self._scratch:
+        if self._apart:
             self._pack(layer)
             self._closed += 1
 
     def end(self) -> None:
-        """Pack what is complete; without a scratch no unpacked token has moved so far."""
-        if not self._scratch and self._new:
+        """Pack what is complete; without a workspace no unpacked token has moved so far."""
+        if not self._apart and self._new:
             for layer in range(len(self._cache.shapes)):
                 self._pack(layer)
+        cache, slots = self._cache, self._slots
         for slot, blocks in self._new.items():
-            self._cache.blocks[self._slots[slot]] += blocks
+            cache.blocks[slots[slot]] += blocks
+        self._new = {}
+        for span in self._ragged.spans:
+            cache.lengths[slots[span.slot]] += span.count
+        cache.over(self)
+
+    @property
+    def spoils(self) -> bool:
+        return self._closed > 0
 
     def abandon(self) -> None:
-        """Give back what a pass that did not end has taken."""
-        if self._closed:
-            raise ArgumentError(
-                "the last forward pass on this KV cache ended half-way through; use a new cache"
-            )
-        self.release()
-
-    def release(self) -> None:
         """Let go of all that was brought and of the new blocks."""
         self._view.abandon()
         for blocks in self._new.values():
             self._cache.store.release(blocks)
+        self._new = {}
+        self._cache.over(self)
 
     def _allocate(self) -> None:
         cache = self._cache
@@ -104,14 +128,14 @@ class PackedPass:
                     expected = cache.expected[self._slots[slot]]
                     self._new[slot] = cache.store.allocate(range(old, old + count), expected)
         except BaseException:
-            self.release()
+            self.abandon()
             raise
 
     def _tokens(self, layer: int) -> tuple[Tensor, Tensor]:
         cache = self._cache
-        if not self._scratch:
+        if not self._apart:
             return cache.recent.keys[layer], cache.recent.values[layer]
-        return cache.scratch.take(cache.shapes[layer], len(self._slots), self._longest + 1)
+        return cache.workspace.take(cache.shapes[layer], len(self._slots), self._longest + 1)
 
     def _copy_recent(self, layer: int, to_keys: Tensor, to_values: Tensor) -> None:
         recent = self._cache.recent
@@ -141,9 +165,9 @@ class PackedPass:
                 opening = (position == 0)[:, None]  # [blocks, 1]; none where there are sinks
                 records = quantize_blocks(k, v, cache.store.forms[layer], opening)
                 cache.store.write(layer, blocks, records)
-            if self._scratch:
+            if self._apart:
                 self._keep(layer, slot, 0, min(first, tokens), 0)
-            if tokens > done and (blocks or self._scratch):
+            if tokens > done and (blocks or self._apart):
                 self._keep(layer, slot, done, tokens, first)
 
     def _keep(self, layer: int, slot: int, start: int, stop: int, place: int) -> None:

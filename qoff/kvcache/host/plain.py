@@ -10,7 +10,7 @@ from torch import Tensor
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, cache_shapes
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kvcache.base import KVCache
+from qoff.kvcache.base import CachePass, KVCache
 
 _GROWTH_TOKENS = 256
 
@@ -27,19 +27,15 @@ class PlainCache(KVCache):
         self.capacity = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._places = (torch.empty(0, dtype=torch.int64), 0)
         self._allocate(sequences, max(capacity, KEYS_PER_VECTOR))
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
-    def begin(self, ragged: Ragged) -> None:
+    def begin(self, ragged: Ragged) -> CachePass:
         self.reserve(ragged.longest + 1)
-        self._places = (ragged.positions, ragged.longest)
-
-    def open(self, layer: int) -> LayerCache:
-        return LayerCache(self.keys[layer], self.values[layer], *self._places)
+        return _PlainPass(self, ragged)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in every sequence; what is remembered stays."""
@@ -74,3 +70,15 @@ class PlainCache(KVCache):
             self.keys[layer][:, :, :blocks] = old_keys[layer][kept, :, :blocks]
             self.values[layer][:, :, :longest] = old_values[layer][kept, :, :longest]
             old_keys[layer] = old_values[layer] = torch.empty(0)
+
+
+class _PlainPass(CachePass):
+    def __init__(self, cache: PlainCache, ragged: Ragged) -> None:
+        self._cache, self._ragged = cache, ragged
+
+    def open(self, layer: int) -> LayerCache:
+        cache, ragged = self._cache, self._ragged
+        return LayerCache(cache.keys[layer], cache.values[layer], ragged.positions, ragged.longest)
+
+    def end(self) -> None:
+        self._cache.lengthen(self._ragged)

@@ -46,7 +46,7 @@ class RecentTokens:
         self.values[layer][slot, :, place : place + tokens] = v
 
 
-class Scratch:
+class RecentWorkspace:
     """Room for the unpacked tokens of one layer at a time, shared by all that take turns."""
 
     def __init__(self, floats: int = 0) -> None:

@@ -42,11 +42,11 @@ class BlockRing:
         self._free = list(range(len(slots)))
         self._slots = slots
         self._alive = alive
-        self._instrumentation = instrumentation
+        self._poison = instrumentation.poison
         self._ahead: list[Fetch] = []  # fetched, not in use; oldest first
         self.wait_s = 0.0  # that `use` waited
         for memory in slots:
-            instrumentation.wipe(memory)
+            self._wipe(memory)
 
     def start(self, fill: Fill, must: bool) -> Fetch | None:
         """Start a fetch; None when no slot is free, unless it must: another one is dropped then."""
@@ -87,7 +87,7 @@ class BlockRing:
         if fetch in self._ahead:
             self._ahead.remove(fetch)
         fetch.in_use = False
-        self._instrumentation.wipe(fetch.memory)
+        self._wipe(fetch.memory)
         self._free.append(fetch.slot)
 
     def _settle(self, fetch: Fetch) -> None:
@@ -96,3 +96,7 @@ class BlockRing:
             while not future.done():
                 if wait([future], timeout=_WATCH_S).not_done and not self._alive():
                     raise DiskReadError("KV cache: the threads that move blocks died")
+
+    def _wipe(self, memory: Tensor) -> None:
+        if self._poison:
+            memory.fill_(0xFF)

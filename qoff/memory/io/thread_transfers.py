@@ -75,7 +75,8 @@ class ThreadTransfers:
         return copy
 
     def recycle(self, memory: Tensor) -> Mark:
-        self._instrumentation.wipe(memory)
+        if self._poison:
+            memory.fill_(0xFF)
         return None
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ class ThreadTransfers:
 
     def watch(self, instrumentation: Instrumentation) -> None:
         """Note units in its timeline from now on."""
-        self._instrumentation, timeline = instrumentation, instrumentation.timeline
+        timeline, self._poison = instrumentation.timeline, instrumentation.poison
         self.to_device = Lane(timeline, DISK_TO_DEVICE)
         self.to_host = Lane(timeline, DISK_TO_HOST)
         self.copies = Lane(timeline, HOST_TO_DEVICE)

@@ -136,7 +136,7 @@ class Builder:
             if info.obstacle and not self.requantize:
                 raise QuantizationError(
                     f"{self.source.path}: {name} {info.obstacle}; pass requantize=True "
-                    "(--requantize) to quantize its values anew, at some loss"
+                    "(--requantize) to quantize its values again, at some loss"
                 )
         chosen = self.quant.chosen(prefix + weight.name)
         if found := [x.quantized for x in stored.values() if x.quantized]:
@@ -144,8 +144,8 @@ class Builder:
             own = Format(max(bits for bits, _ in found), min(group for _, group in found))
             if chosen and imported and not chosen.holds(own):
                 raise QuantizationError(
-                    f"{prefix}{weight.name}: its codes, {own}, are taken over, which {chosen} does "
-                    "not hold; leave it out, or convert the model that it was quantized from"
+                    f"{prefix}{weight.name}: keeps its codes ({own}), which {chosen} does not "
+                    "hold; leave its format out, or convert the model that it was quantized from"
                 )
             return chosen or own, imported
         bits = self.quant.head_bits if weight.sensitive else self.quant.bits

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qoff.models import names
+from qoff.memory.plan import EMBEDDING
 from qoff.models.names import Weight
 from qoff.quant import QTensor
 from qoff.quant.compensated import compensated
@@ -31,7 +31,7 @@ class Calibration:
         self._builder, self._units = builder, model.units
         self._run = Layerwise(model.spec, ids)
         _, outer = model.units[-1]
-        table = next(w for w in outer if w.name == names.EMBEDDING)
+        table = next(w for w in outer if w.name == EMBEDDING)
         self._hidden = self._run.embedded(builder.floats(table))
 
     @torch.no_grad()

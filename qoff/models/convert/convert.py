@@ -41,18 +41,19 @@ def convert(
     trust_remote_code: bool = False,
     calibration: Tensor | None = None,
 ) -> Path:
-    """Convert a model directory with safetensors, or a GGUF file, to a checkpoint directory `out`.
+    """Convert a model to a checkpoint directory `out`, which is returned.
 
-    `for_cpu` stores the packing that CPU kernels read. Codes of quantized weights are taken over,
-    those of a fused weight in the widest format of its parts; where no format of ours can hold them
-    this needs `requantize`, which quantizes their values anew. Besides a constant, memory holds one
-    layer, or the outer weights, as written. calibration: token ids, int64 [texts, tokens], for
-    solver "gptq", which no other takes; memory as `calibrate.Calibration` says.
+    source_path: a directory with safetensors, or a GGUF file. quant: how float weights are
+    quantized. for_cpu: store the packing that the CPU kernels read. Quantized weights keep their
+    codes, those of a fused weight in the widest format of its parts; requantize: quantize the
+    values of others again. overwrite: replace a checkpoint at `out`. progress: called with units
+    done and units in all. calibration: token ids, int64 [texts, tokens], for solver "gptq" only.
+    trust_remote_code: run code that comes with the model or its tokenizer, and keep it with the
+    checkpoint.
 
-    A directory of an architecture without a spec is converted for transformers' own modules
-    (`modules.conversion`); memory then holds one layer, or the outer weights, in float32. Code that
-    comes with a model or its tokenizer is run, and kept with the checkpoint, only with
-    `trust_remote_code`.
+    Memory holds one layer, or the outer weights, as written; for calibration see
+    `calibrate.Calibration`. An architecture without a spec is converted for transformers' own
+    modules (`convert.modules`), with one layer, or the outer weights, in float32 in memory.
 
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
     ConversionError when writing fails; then nothing is left at `out`.
@@ -112,8 +113,8 @@ def convert(
 def _check_calibration(quant: QuantConfig, calibration: Tensor | None) -> None:
     if quant.solver in CALIBRATED and calibration is None:
         raise QuantizationError(
-            f"solver {quant.solver!r} wants a text to calibrate on (--calibration FILE); "
-            "hqq, mse and rtn do without"
+            f"solver {quant.solver!r} needs a text to calibrate on (--calibration FILE); "
+            "hqq, mse and rtn do not"
         )
     if quant.solver not in CALIBRATED and calibration is not None:
         raise QuantizationError(

@@ -17,9 +17,9 @@ from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
-from qoff.kvcache import PlainCache
-from qoff.models import names
-from qoff.models.batch import Batch, Pass, Scratch
+from qoff.kvcache import CachePass, PlainCache
+from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.native.decoder import head_shapes
 from qoff.models.native.layer import Layer
 from qoff.models.native.norms import normalized
@@ -73,9 +73,17 @@ class Layerwise:
     ) -> Tensor:
         """Return the hidden states after a layer; those before it stay as they are."""
         ops = cast(Ops, DenseOps(seen))
-        cache = _OneLayer(self._shapes, self._ragged)
-        batch = Batch(self.ids.flatten(), self._ragged, cache, self._ragged.last_rows)
-        run = Pass(batch, Scratch(), self._rotary, hidden.clone())
+        ragged = self._ragged
+        run = ForwardPass(
+            self.ids.flatten(),
+            ragged,
+            PlainCache((), len(ragged.spans)),
+            ragged.last_rows,
+            workspace=LayerWorkspace(),
+            cached=_OneLayer(self._shapes, ragged),
+            rotary=self._rotary,
+            hidden=hidden.clone(),
+        )
         steps = Layer(self.spec, ops, self._shapes).steps(layer, dict(weights), run)
         unit = next(steps, None)
         assert unit is None  # waits for no tile
@@ -89,7 +97,7 @@ class Layerwise:
         spec = self.spec
         if spec.final_norm:
             rows = normalized(spec, rows, dict(outer), "model.norm")
-        head = outer[names.EMBEDDING if spec.tie_word_embeddings else names.HEAD]
+        head = outer[EMBEDDING if spec.tie_word_embeddings else LM_HEAD]
         matrix = head.dequantize() if isinstance(head, QTensor) else head
         found = rows @ matrix.T
         if spec.logit_scale != 1:
@@ -104,15 +112,17 @@ class Layerwise:
         return max(1, _LOGITS // self.spec.vocab_size)
 
 
-class _OneLayer(PlainCache):
+class _OneLayer(CachePass):
     """Fresh memory for the keys and values of whichever layer is at work."""
 
     def __init__(self, shapes: Sequence[HeadShape], ragged: Ragged) -> None:
-        super().__init__((), len(ragged.spans))
-        self._every, self._ragged = shapes, ragged
+        self._shapes, self._ragged = shapes, ragged
+
+    def end(self) -> None:
+        """Nothing is remembered."""
 
     def open(self, layer: int) -> LayerCache:
         positions, longest = self._ragged.positions, self._ragged.longest
         capacity = -(-(longest + 1) // KEYS_PER_VECTOR) * KEYS_PER_VECTOR
-        keys, values = cache_shapes(self.sequences, self._every[layer], capacity)
+        keys, values = cache_shapes(len(self._ragged.spans), self._shapes[layer], capacity)
         return LayerCache(torch.zeros(keys), torch.zeros(values), positions, longest)

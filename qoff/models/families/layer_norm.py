@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.spec import unsupported
-from qoff.models.tensor_names import EMBEDDING, HEAD, TensorNames
+from qoff.models.tensor_names import TensorNames
 
 from .family import Config, Family, Fields, Has, activation, one_window
 
@@ -74,7 +75,7 @@ def _without_projections(config: Config, has: Has) -> tuple[dict[str, Any], Tens
         head=OPT.names.head if has(OPT.names.head) else OPT.names.embedding,
         times={
             EMBEDDING: ("model.decoder.project_in.weight", True),
-            HEAD: ("model.decoder.project_out.weight", False),
+            LM_HEAD: ("model.decoder.project_out.weight", False),
         },
     )
     return {**config, "word_embed_proj_dim": hidden, "tie_word_embeddings": False}, names

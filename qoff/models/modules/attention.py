@@ -16,7 +16,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
-from qoff.kvcache import KVCache
+from qoff.kvcache import CachePass
 
 from .passes import ModulePass
 
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 class PackedAttention:
-    """Appends new tokens to a cache of qoff's, and attends to it.
+    """Appends the new tokens of a pass to a cache of qoff's, and attends to it.
 
     places: the layer of the cache, by transformers' number of the layer. new: bool [B, T], which
     columns are tokens; they are the rows of `ragged`.
@@ -64,7 +64,7 @@ class PackedAttention:
         ops: Ops,
         shapes: dict[int, HeadShape],
         places: dict[int, int],
-        cache: KVCache,
+        cache: CachePass,
         ragged: Ragged,
         new: Tensor,
     ) -> None:

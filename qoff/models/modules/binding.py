@@ -1,4 +1,4 @@
-"""Lending a layer's weights to its modules for the time that it is computed."""
+"""Puts a layer's weights into its modules while the layer is computed."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError, OpError
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kvcache import KVCache
+from qoff.kvcache import CachePass, KVCache
 
 
 class ModuleCache(KVCache):
@@ -44,8 +44,8 @@ class ModuleCache(KVCache):
 
         return any(isinstance(layer, States) for layer in self.states.layers)
 
-    def begin(self, ragged: Ragged) -> None:
-        """Check that a pass can be read.
+    def begin(self, ragged: Ragged) -> ModuleCachePass:
+        """A pass, if it can be read.
 
         Raises OpError for one without some of the sequences, one after a pass that failed, one
         after others of a different number of tokens for each sequence, and in models with recurrent
@@ -70,15 +70,13 @@ class ModuleCache(KVCache):
                 "sequence at a time; give the whole prompt at once, to an empty cache"
             )
         self._begun = True
+        return ModuleCachePass(self, ragged)
 
     def end(self, ragged: Ragged) -> None:
-        super().end(ragged)
+        """Count the new tokens and columns of a pass."""
+        self.lengthen(ragged)
         self.real = torch.cat([self.real, new_columns(ragged)], 1)
         self._begun = False
-
-    def open(self, layer: int) -> NoReturn:
-        """Refuse: only transformers' modules read this cache. Raises OpError."""
-        raise OpError("a cache of transformers' modules has no layers that qoff's ops could read")
 
     def select(self, sequences: Sequence[int]) -> None:
         rows = list(sequences)
@@ -112,6 +110,23 @@ class ModuleCache(KVCache):
         from transformers import DynamicCache
 
         return DynamicCache(config=self._config)
+
+
+class ModuleCachePass(CachePass):
+    """A forward pass of transformers' modules; tokens: the one on the cache of qoff's in it."""
+
+    def __init__(self, cache: ModuleCache, ragged: Ragged, tokens: CachePass | None = None) -> None:
+        self._cache, self._ragged = cache, ragged
+        self.tokens = tokens
+
+    def open(self, layer: int) -> NoReturn:
+        """Refuse: only transformers' modules read this cache. Raises OpError."""
+        raise OpError("a cache of transformers' modules has no layers that qoff's ops could read")
+
+    def end(self) -> None:
+        if self.tokens is not None:
+            self.tokens.end()
+        self._cache.end(self._ragged)
 
 
 def new_columns(ragged: Ragged) -> Tensor:

@@ -17,9 +17,9 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import KVQuant
 from qoff.kvcache.host.build import host_cache
-from qoff.models.batch import Batch
+from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
-from qoff.models.tensor_names import EMBEDDING, HEAD
 
 from . import probe
 from .attention import NAME, PackedAttention, register
@@ -37,7 +37,7 @@ def is_modules(checkpoint: Checkpoint) -> bool:
     layout = checkpoint.config["quantization_config"].get("layout")
     if layout not in (None, "layers", LAYOUT):
         raise FormatError(
-            f"{checkpoint.path}: this qoff reads no layout {layout!r}; use a newer qoff"
+            f"{checkpoint.path}: this version does not read layout {layout!r}; use a newer qoff"
         )
     return bool(layout == LAYOUT)
 
@@ -116,27 +116,27 @@ class ModuleDecoder:
             )
         return ModuleCache(self._text_config, sequences)
 
-    def steps(self, batch: Batch) -> Steps:
+    def steps(self, run: ForwardPass) -> Steps:
         """One forward pass, as a generator over its units, like `Decoder.steps`.
 
         Hidden states stay where they are between its steps. Raises OpError for another cache than
         `new_cache` makes, and as `ModuleCache.begin` does.
         """
-        cache = batch.cache
-        tokens = getattr(cache, "tokens", None)
-        if not isinstance(cache, ModuleCache) or (tokens is None) == bool(self._shapes):
+        cache = run.cache
+        if not isinstance(cache, ModuleCache) or hasattr(cache, "tokens") != bool(self._shapes):
             raise OpError(f"this model needs a cache of its own, not a {type(cache).__name__}")
-        cache.begin(batch.ragged)
-        new = new_columns(batch.ragged)
-        places = new.nonzero()[batch.logit_rows].T
-        work = ModulePass(lambda: self._forward(batch.tokens, new, cache), places)
-        if tokens is not None:
+        run.cached = cached = cache.begin(run.ragged)
+        new = new_columns(run.ragged)
+        places = new.nonzero()[run.logit_rows].T
+        work = ModulePass(lambda: self._forward(run.tokens, new, cache), places)
+        if cached.tokens is not None:
             numbers = {layer: i for i, layer in enumerate(self._shapes)}
             work.attention = PackedAttention(
-                self._ops, self._shapes, numbers, tokens, batch.ragged, new
+                self._ops, self._shapes, numbers, cached.tokens, run.ragged, new
             )
         logits = yield from work.steps()
-        cache.end(batch.ragged)
+        cached.end()
+        run.cached = None
         return logits
 
     def _forward(self, tokens: Tensor, new: Tensor, cache: ModuleCache) -> Tensor:
@@ -213,7 +213,7 @@ def _check_layers(checkpoint: Checkpoint, structure: Structure) -> None:
                     f"{file.path}: has no {place.name}, which config.json asks for; convert the "
                     "model again"
                 )
-    missing = {EMBEDDING} if structure.head is None else {EMBEDDING, HEAD}
+    missing = {EMBEDDING} if structure.head is None else {EMBEDDING, LM_HEAD}
     missing |= {place.name for place in structure.outer()}
     missing -= set(checkpoint.outer.weights)
     if missing:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
 from qoff.memory import HEAD, TiledMatrix
-from qoff.models.tensor_names import HEAD as LM_HEAD
+from qoff.memory.plan import LM_HEAD
 
 from .configs import DTYPE
 from .passes import by_tiles, current

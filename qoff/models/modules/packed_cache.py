@@ -12,7 +12,7 @@ from qoff.errors import ArgumentError
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVCache
 
-from .cache import ModuleCache
+from .cache import ModuleCache, ModuleCachePass
 
 
 class PackedLayer(CacheLayerMixin):
@@ -70,13 +70,10 @@ class PackedModuleCache(ModuleCache):
     def nbytes(self) -> int:
         return super().nbytes + self.tokens.nbytes
 
-    def begin(self, ragged: Ragged) -> None:
-        super().begin(ragged)
-        self.tokens.begin(ragged)
-
-    def end(self, ragged: Ragged) -> None:
-        self.tokens.end(ragged)
-        super().end(ragged)
+    def begin(self, ragged: Ragged) -> ModuleCachePass:
+        begun = super().begin(ragged)
+        begun.tokens = self.tokens.begin(ragged)
+        return begun
 
     def select(self, sequences: Sequence[int]) -> None:
         self.tokens.select(sequences)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qoff.errors import UnsupportedModelError
-from qoff.models.tensor_names import EMBEDDING, HEAD
+from qoff.memory.plan import EMBEDDING, LM_HEAD
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 
@@ -47,8 +47,8 @@ class Structure:
         inside = any(hasattr(module, "_setup_cache") for module in model.modules())
         if inside or not known & {*CACHE_ARGUMENTS} or not model._supports_default_dynamic_cache():
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not keep what it remembers in transformers' "
-                "DynamicCache, and several sequences would get mixed up; it is not supported"
+                f"{type(model).__name__} keeps its states outside of transformers' DynamicCache, "
+                "where those of several sequences would get mixed up; it is not supported"
             )
         path, layers = _layers(model)
         names = {id(module): name for name, module in model.named_modules()}
@@ -102,7 +102,7 @@ class Structure:
         """The name in the checkpoint."""
         if place is self.embedding:
             return EMBEDDING
-        return HEAD if place is self.head else place.name
+        return LM_HEAD if place is self.head else place.name
 
 
 def buffers_from_config(model: Any) -> None:

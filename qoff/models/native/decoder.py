@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,8 +14,9 @@ from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.host.build import host_cache
 from qoff.memory import HEAD, Weights
+from qoff.memory.plan import LM_HEAD
 from qoff.models import names
-from qoff.models.batch import Batch, Pass, Scratch
+from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.spec import DecoderSpec
 
 from .graphs import Replays
@@ -104,43 +104,46 @@ class Decoder:
             )
         return host_cache(shapes, sequences, kv, capacity)
 
-    def new_scratch(self, tokens: int, tiled: bool = False) -> Scratch:
+    def new_workspace(self, tokens: int, tiled: bool = False) -> LayerWorkspace:
         """Working space for passes of up to this many tokens."""
-        return Scratch.of(self.spec, tokens, tiled) if self._ops.USES_OUT else Scratch(tiled=tiled)
+        if not self._ops.USES_OUT:
+            return LayerWorkspace(tiled=tiled)
+        return LayerWorkspace.of(self.spec, tokens, tiled)
 
-    def steps(self, batch: Batch) -> Steps:
+    def steps(self, run: ForwardPass) -> Steps:
         """One forward pass, as a generator over its units.
 
         It yields the unit it needs next (0, 1, ..., HEAD) and is sent that unit's weights, by
         their names inside the layer, which it uses until it yields again. Where a matrix is a
         `TiledMatrix`, it yields the tiles one by one, while the unit's other weights stay valid.
-        Which units it yields does not depend on the batch. A tied embedding comes as "lm_head". It
+        Which units it yields does not depend on the pass. A tied embedding comes as "lm_head". It
         returns the logits, float32 [R, vocab_size]; the new tokens are then in the cache.
         """
-        cache, ragged, activations = batch.cache, batch.ragged, batch.activations
+        ragged, activations = run.ragged, run.activations
         self.spec.check_positions(ragged.longest + 1)
-        cache.begin(ragged)
+        run.cached = cached = run.cache.begin(ragged)
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
-        rotary = [None if kind is None else tables[kind] for kind in self._kinds]
-        activations.store(self._embedded(batch.tokens))
-        scratch = (batch.scratch or self.new_scratch(ragged.tokens)).upto(ragged.tokens)
-        run = Pass(batch, scratch, rotary)
+        run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
+        activations.store(self._embedded(run.tokens))
+        workspace = run.workspace or self.new_workspace(ragged.tokens)
+        run.workspace = workspace.upto(ragged.tokens)
         for layer in range(self.spec.num_layers):
             weights = yield layer
-            if tiled(weights) and not run.scratch.tiled:
-                run.scratch = self.new_scratch(ragged.tokens, tiled=True)
+            if tiled(weights) and not run.workspace.tiled:
+                run.workspace = self.new_workspace(ragged.tokens, tiled=True)
             run.hidden = activations.load()
             if not self._replayed(layer, weights, run):
                 yield from self._layer.steps(layer, weights, run)
             activations.store(run.input)
         weights = yield HEAD
-        rows = activations.load()[batch.logit_rows]
+        rows = activations.load()[run.logit_rows]
         run.hidden = None
         norm = vector(weights, names.NORM)
         if self.spec.norm == "layer" and norm is not None:
             rows, norm = normalized(self.spec, rows, weights, "model.norm"), None
-        logits = yield from self._head(run, weights, names.HEAD, rows, norm=norm)
-        cache.end(ragged)
+        logits = yield from self._head(run, weights, LM_HEAD, rows, norm=norm)
+        cached.end()
+        run.cached = None
         return self._scaled(logits.float())
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -157,19 +160,19 @@ class Decoder:
             logits = spec.logit_soft_cap * torch.tanh(logits / spec.logit_soft_cap)
         return logits
 
-    def _replayed(self, layer: int, weights: Weights, run: Pass) -> bool:
+    def _replayed(self, layer: int, weights: Weights, run: ForwardPass) -> bool:
         """Compute a layer as its recording, or record it; whether that could be."""
-        if self._replays is None or not run.batch.ragged.is_decode or tiled(weights):
+        if self._replays is None or not run.ragged.is_decode or tiled(weights):
             return False
-        opened = run.batch.cache.open(layer)
+        assert run.cached is not None
+        opened = run.cached.open(layer)  # the layer opens the same again
         key = opened.replay_key() if isinstance(opened, DeviceLayerCache) else None
         if key is None:
             return False
 
         def work(hidden: Tensor) -> None:
-            run.hidden, run.opened = hidden, cast(DeviceLayerCache, opened)
+            run.hidden = hidden
             assert next(self._layer.steps(layer, weights, run), None) is None  # waits for tiles
-            run.opened = None
 
         hidden = run.input
         tables = tuple(table.data_ptr() for table in run.rotary[layer] or ())

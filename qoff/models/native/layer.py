@@ -14,7 +14,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops, exact
 from qoff.memory import TiledMatrix, Weights
 from qoff.models import names
-from qoff.models.batch import MLP_TOKENS, Pass, first_rows
+from qoff.models.forward_pass import MLP_TOKENS, ForwardPass, first_rows
 from qoff.models.spec import DecoderSpec
 
 from .activations import activate, gate
@@ -34,7 +34,7 @@ class Layer:
         self._exact_linear = Linear(exact(ops), spec.norm_eps)  # for scores that decide
         self._experts = None if spec.experts is None else Experts(spec.experts, ops)
 
-    def steps(self, layer: int, weights: Weights, run: Pass) -> Steps:
+    def steps(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
         """Compute a layer; yields the tiles it waits for. Returns the hidden states."""
         if names.POSITIONS in weights:
             yield from self._add_positions(weights, run)
@@ -47,9 +47,9 @@ class Layer:
             run.input.add_(attended)
         return run.input
 
-    def _add_positions(self, weights: Weights, run: Pass) -> Steps:
+    def _add_positions(self, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += the learned embedding of each token's position."""
-        rows = run.batch.ragged.positions + self._spec.position_offset
+        rows = run.ragged.positions + self._spec.position_offset
         table = weights[names.POSITIONS]
         if isinstance(table, TiledMatrix):
             for tile in table.tiles:
@@ -60,11 +60,13 @@ class Layer:
             run.input.add_(_gathered(cast(QTensor, table), rows, run.input))
         return run.input
 
-    def _attention(self, layer: int, weights: Weights, run: Pass) -> Steps:
+    def _attention(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += attention(norm(hidden)); of a parallel one, return what is to be added."""
-        spec, batch, scratch = self._spec, run.batch, run.scratch
+        spec, cached, workspace = self._spec, run.cached, run.workspace
+        assert cached is not None
+        assert workspace is not None
         x, norm = self._input(weights, run, _BEFORE_ATTENTION)
-        qkv = yield from self._linear(run, weights, names.QKV, x, out=scratch.qkv, norm=norm)
+        qkv = yield from self._linear(run, weights, names.QKV, x, out=workspace.qkv, norm=norm)
         q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
         if spec.qk_norm == "all":
             for which, first, stop in (
@@ -77,18 +79,18 @@ class Layer:
         attended = self._ops.attention(
             qkv,
             self._shapes[layer],
-            run.opened or batch.cache.open(layer),
-            batch.ragged,
+            cached.open(layer),
+            run.ragged,
             rotary=run.rotary[layer],
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=vector(weights, "self_attn.sinks"),
-            out=scratch.attended,
+            out=workspace.attended,
         )
-        batch.cache.close(layer)
+        cached.close(layer)
         return (yield from self._output(run, weights, "self_attn.o_proj", attended))
 
-    def _mlp(self, weights: Weights, run: Pass) -> Steps:
+    def _mlp(self, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
         count = len(run.input)
         step = max(count, 1) if tiled(weights) else MLP_TOKENS
@@ -102,7 +104,7 @@ class Layer:
     def _inner(
         self,
         weights: Weights,
-        run: Pass,
+        run: ForwardPass,
         module: str,
         x: Tensor | None,
         norm: Tensor | None,
@@ -114,14 +116,16 @@ class Layer:
             up = yield from self._linear(run, weights, f"{module}.up_proj", x, part=part, norm=norm)
             return activate(act, up)
         name, fused = f"{module}.gate_up_proj", act == "silu"
-        own = fused and module == "mlp"
-        out = first_rows(run.scratch.gated, part.stop - part.start) if own else None
+        out = None
+        if fused and module == "mlp":
+            assert run.workspace is not None
+            out = first_rows(run.workspace.gated, part.stop - part.start)
         found = yield from self._linear(
             run, weights, name, x, out=out, part=part, norm=norm, silu_mul=fused
         )
         return found if fused else gate(act, found)
 
-    def _mixture(self, weights: Weights, run: Pass) -> Steps:
+    def _mixture(self, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += the chosen experts' outputs, and the shared one's."""
         experts = self._experts
         assert experts is not None
@@ -144,7 +148,7 @@ class Layer:
         return run.input
 
     def _input(
-        self, weights: Weights, run: Pass, module: str, part: slice = ALL
+        self, weights: Weights, run: ForwardPass, module: str, part: slice = ALL
     ) -> tuple[Tensor | None, Tensor | None]:
         """Normalized hidden states, None for as they are; and the norm to fuse with a matmul."""
         if not self._spec.pre_norm:
@@ -154,7 +158,7 @@ class Layer:
         return normalized(self._spec, run.input[part], weights, module), None
 
     def _output(
-        self, run: Pass, weights: Weights, name: str, x: Tensor, part: slice = ALL
+        self, run: ForwardPass, weights: Weights, name: str, x: Tensor, part: slice = ALL
     ) -> Steps:
         """Add a projection of x to the hidden states; of a parallel attention, return it."""
         spec, module = self._spec, name.rpartition(".")[0]

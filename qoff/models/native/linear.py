@@ -11,7 +11,7 @@ from torch import Tensor
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
 from qoff.memory import Tile, TiledMatrix, Unit, Weights
-from qoff.models.batch import Pass
+from qoff.models.forward_pass import ForwardPass
 
 Steps = Generator[Unit, Weights, Tensor]
 ALL = slice(None)
@@ -28,7 +28,7 @@ class Linear:
 
     def __call__(
         self,
-        run: Pass,
+        run: ForwardPass,
         weights: Weights,
         name: str,
         x: Tensor | None = None,
@@ -62,7 +62,7 @@ class Linear:
 
     def _by_tiles(
         self,
-        run: Pass,
+        run: ForwardPass,
         matrix: TiledMatrix,
         call: Callable[..., Tensor],
         x: Tensor | None,
@@ -94,13 +94,13 @@ class Linear:
         return run.input[part] if adds else cast(Tensor, out)
 
 
-def fetch(run: Pass, tile: Tile) -> Generator[Unit, Weights, QTensor]:
+def fetch(run: ForwardPass, tile: Tile) -> Generator[Unit, Weights, QTensor]:
     """Wait for a tile, with the hidden states put away meanwhile."""
     if run.hidden is not None:
-        run.batch.activations.store(run.hidden)
+        run.activations.store(run.hidden)
     weights = yield tile
     if run.hidden is not None:
-        run.hidden = run.batch.activations.load()
+        run.hidden = run.activations.load()
     return cast(QTensor, weights[tile.name])
 
 

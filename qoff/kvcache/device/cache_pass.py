@@ -4,33 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.device_cache import DeviceLayerCache, DevicePass
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kvcache.slots import SlotPass
 from qoff.kvcache.store.base import BlockView
 
-from .blocks import offloaded_blocks
+from .blocks import DeviceBlocks, offloaded_blocks
 from .prefetch import PrefetchedBlocks
-from .tables import host_memory
+from .tables import DeviceTables, host_memory
 from .write_back import WriteBack, WriteBackQueue
-
-if TYPE_CHECKING:
-    from .cache import DeviceCache
 
 _STEADY_BLOCKS = 16
 
 
-class CacheStep:
+class DeviceState(Protocol):
+    """What a pass reads and changes of its cache."""
+
+    window: int
+    ring: int  # tokens that there is room for unpacked
+    group: int  # most query heads of a KV head
+    steady: bool
+    values_rotated: bool
+    lengths: list[int]
+    blocks: list[list[int]]
+    expected: list[int]
+    store: DeviceBlocks
+    tables: DeviceTables
+    recent_k: list[Tensor]
+    recent_v: list[Tensor]
+
+    @property
+    def packed(self) -> list[int]: ...
+
+    @property
+    def sequences(self) -> int: ...
+
+    def over(self, ended: SlotPass) -> None: ...
+
+
+class DeviceCachePass(SlotPass):
     """A pass of the sequences of `ragged`, in slots of the cache or in places of `slots`."""
 
     def __init__(
-        self, cache: DeviceCache, ragged: Ragged, slots: Sequence[int] | None = None
+        self, cache: DeviceState, ragged: Ragged, slots: Sequence[int] | None = None
     ) -> None:
         self._cache = cache
         self._packed = cache.packed
@@ -44,7 +67,7 @@ class CacheStep:
             ragged = Ragged(
                 tuple(Span(slots[s.slot], s.start, s.count, s.past) for s in ragged.spans)
             )
-        spans = sorted(ragged.spans, key=lambda span: span.slot)
+        self._spans = spans = sorted(ragged.spans, key=lambda span: span.slot)
         for span in spans:
             if span.slot >= cache.sequences or span.past != cache.lengths[span.slot]:
                 raise ArgumentError(
@@ -68,7 +91,7 @@ class CacheStep:
             self._step = self._upload(spans, ragged)
             self._prefetched_table = self._prefetch_places()
         except BaseException:
-            self.release()
+            self.abandon()
             raise
 
     def prefetch(self, layer: int) -> None:
@@ -114,18 +137,19 @@ class CacheStep:
         """All new blocks are where they lie, and belong to their sequences."""
         if self._new_offloaded:
             self._write_back.deliver(list(self._write_backs.values()))
+        cache = self._cache
         for slot, blocks in self._new.items():
-            self._cache.blocks[slot] += blocks
+            cache.blocks[slot] += blocks
+        self._new, self._write_backs = {}, {}
+        for span in self._spans:
+            cache.lengths[span.slot] += span.count
+        cache.over(self)
+
+    @property
+    def spoils(self) -> bool:
+        return self._destroys and bool(self._opened)
 
     def abandon(self) -> None:
-        """Give back what a pass that did not end has taken."""
-        if self._opened and self._destroys:
-            raise ArgumentError(
-                "the last forward pass on this KV cache ended half-way through; use a new cache"
-            )
-        self.release()
-
-    def release(self) -> None:
         """Give back all that was brought and the new blocks."""
         if self._view is not None:
             self._view.abandon()
@@ -136,6 +160,8 @@ class CacheStep:
             self._write_backs = {}
         for blocks in self._new.values():
             self._cache.store.release(blocks)
+        self._new = {}
+        self._cache.over(self)
 
     @property
     def _write_back(self) -> WriteBackQueue:
@@ -188,7 +214,7 @@ class CacheStep:
             entries[: len(row)] = torch.tensor([place[block] for block in row], dtype=torch.int32)
         return table.to(device, non_blocking=True)
 
-    def _upload(self, spans: Sequence[Span], ragged: Ragged) -> DevicePass:
+    def _upload(self, spans: Sequence[Span], ragged: Ragged) -> PassTables:
         sequences = self._cache.sequences
         start, rows, length, packed, after, resident_from, offloaded_until = (
             [0] * sequences for _ in range(7)
@@ -214,7 +240,7 @@ class CacheStep:
         positions, order, slots = self._row_tables(spans, ragged, counts[0])
         in_pool = max(p - n for p, n in zip(packed, resident_from, strict=True))
         new_in_pool = [len(b) - new_offloaded[slot] for slot, b in self._new.items()]
-        return DevicePass(
+        return PassTables(
             start=counts[0],
             row_start=counts[1],
             length=counts[2],

@@ -1,4 +1,4 @@
-"""One forward pass of a batch of sequences: its tokens, and what lies between its steps."""
+"""One forward pass of a batch of sequences, from who wants its logits to the layer at work."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kvcache import KVCache
+from qoff.kvcache import CachePass, KVCache
+from qoff.kvcache.slots import SlotSubset
+from qoff.memory import Unit
 
 from .spec import DecoderSpec
 
@@ -27,6 +28,9 @@ class Activations(Protocol):
     def store(self, hidden: Tensor) -> None:
         """Take the hidden states; what `load` returned is not used any more."""
 
+    def prefetch(self) -> None:
+        """Start to bring what `load` will return."""
+
 
 class ResidentActivations:
     """Hidden states that stay on the device."""
@@ -41,9 +45,12 @@ class ResidentActivations:
     def store(self, hidden: Tensor) -> None:
         self._hidden = hidden
 
+    def prefetch(self) -> None:
+        """They are there."""
+
 
 @dataclass(frozen=True)
-class Scratch:
+class LayerWorkspace:
     """What a layer leaves between its ops, for up to `qkv.shape[0]` tokens.
 
     Nothing, for ops that allocate their results. Without `tiled` no value in it is needed between
@@ -57,7 +64,7 @@ class Scratch:
     tiled: bool = False
 
     @classmethod
-    def of(cls, spec: DecoderSpec, tokens: int, tiled: bool = False) -> Scratch:
+    def of(cls, spec: DecoderSpec, tokens: int, tiled: bool = False) -> LayerWorkspace:
         """Float32, on the CPU."""
         return cls(
             torch.empty(tokens, spec.q_rows + 2 * spec.kv_rows),
@@ -74,38 +81,46 @@ class Scratch:
         mlp = together * spec.intermediate_size
         return 4 * (attention + mlp + tokens * _extra_width(spec) + _experts_floats(spec, together))
 
-    def upto(self, tokens: int) -> Scratch:
+    def upto(self, tokens: int) -> LayerWorkspace:
         """The part for this many tokens."""
         qkv, attended = first_rows(self.qkv, tokens), first_rows(self.attended, tokens)
-        return Scratch(qkv, attended, self.gated, self.tiled)
+        return LayerWorkspace(qkv, attended, self.gated, self.tiled)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One forward pass: new tokens of some sequences, and the cache that remembers the old."""
+@dataclass(eq=False)
+class ForwardPass:
+    """New tokens of some sequences on their way through the model, once.
+
+    workspace: for at least M tokens; None, or not fit for tiles: the decoder makes its own.
+    """
 
     tokens: Tensor  # int64 [M]
     ragged: Ragged
-    cache: KVCache
+    cache: KVCache | SlotSubset  # the tokens before them
     logit_rows: Tensor  # int64 [R], rows whose logits are wanted
     activations: Activations = field(default_factory=ResidentActivations)
-    scratch: Scratch | None = None  # for at least M tokens; None, or not fit for tiles: its own
-
-
-@dataclass
-class Pass:
-    """A forward pass under way."""
-
-    batch: Batch
-    scratch: Scratch
-    rotary: Sequence[tuple[Tensor, Tensor] | None]  # cos and sin of each layer, if it rotates
+    workspace: LayerWorkspace | None = None
+    name: str = "pass"
+    # What the decoder sets on the way.
+    cached: CachePass | None = None  # the cache's part of the pass
+    rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
     hidden: Tensor | None = None  # [M, hidden_size] of the layer at work
-    opened: DeviceLayerCache | None = None  # the cache of that layer, where it is open already
 
     @property
     def input(self) -> Tensor:
         assert self.hidden is not None
         return self.hidden
+
+    def prefetch(self, unit: Unit) -> None:
+        """Start to bring what the pass, under way, will want for a unit, weights aside."""
+        if isinstance(unit, int) and self.cached is not None:
+            self.cached.prefetch(unit)
+        self.activations.prefetch()
+
+    def abandon(self) -> None:
+        """Give back what was taken in the cache, if the pass has not ended."""
+        if self.cached is not None:
+            self.cached.abandon()
 
 
 def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:

@@ -1,0 +1,114 @@
+"""What the kernels on tensor cores share: their launch, and how a variant describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+
+from .nibbles import use_asm
+from .split_k import add_splits, partial_sums
+
+SPLITS_MAX = 16
+
+
+class Config(Protocol):
+    """What the configurations have in common: see `GemvConfig` and `SkinnyConfig`."""
+
+    @property
+    def warps(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def splits(self) -> int: ...
+    @property
+    def registers(self) -> int: ...
+
+
+def multiply(
+    kernel: Any,
+    grid: tuple[int, ...],
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None,
+    steps: int,
+    constants: Mapping[str, Any],
+    config: Config,
+) -> Tensor:
+    """Launch `kernel` with its `constants` but ASM, and add the parts that programs along K made.
+
+    steps: of a program along K. Returns [M, N] in the dtype of x.
+    """
+    m, n = x.shape[0], weight.shape[0]
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    target = out if config.splits == 1 else partial_sums(config.splits, out)
+    kernel[grid](
+        x,
+        weight.codes,
+        weight.scale_min,
+        bias,
+        target,
+        m,
+        n,
+        weight.codes.shape[1],
+        x.stride(0),
+        steps,
+        **constants,
+        ASM=use_asm(),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **options(config),
+    )
+    if config.splits > 1:
+        add_splits(target, bias, out)
+    return out
+
+
+def options(config: Config) -> dict[str, Any]:
+    """Further options of the compiler: a cap on registers above what it would choose by itself."""
+    return {**LAUNCH, "maxnreg": config.registers} if config.registers else {**LAUNCH}
+
+
+def ends(config: Config, even: bool, bias: bool) -> dict[str, int | bool]:
+    """The constants that all these kernels have; even: a program's steps end where a row does."""
+    return {
+        "BIAS": bias and config.splits == 1,
+        "PARTIAL": config.splits > 1,
+        "EVEN": even,
+        "STAGES": config.stages,
+    }
+
+
+def variant(
+    kernel: Any,
+    name: str,
+    dtype: str,
+    scale: str,
+    bias: bool,
+    constants: Mapping[str, Any],
+    config: Config,
+    traits: frozenset[str],
+) -> Variant:
+    """The compiled form of `kernel` that `multiply` launches for x and bias of a dtype."""
+    types = {"x": f"*{dtype}", "codes": "*u8", "scale_min": f"*{scale}"}
+    types["out"] = "*fp32" if config.splits > 1 else f"*{dtype}"
+    types |= dict.fromkeys(("M", "N", "row_bytes", "x_stride", "steps"), "i32")
+    if bias:
+        types["bias"] = f"*{dtype}"
+    return Variant(
+        op="w4_linear",
+        name=name,
+        kernel=kernel,
+        types=types,
+        constants={**constants, "ASM": True, **({} if bias else {"bias": None})},
+        num_warps=config.warps,
+        num_stages=config.stages,
+        unaligned=frozenset({"M", "steps"}),
+        traits=traits,
+        options=options(config),
+    )
