@@ -11,10 +11,11 @@ import numba
 import numpy as np
 import torch
 
+from bench.sampling import timed
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import JOB
 from qoff.kernels.cpu.jit.pool import default_pool, take
-from qoff.measure.samples import Samples, timed
+from qoff.measure.samples import Samples
 from qoff.memory.arena import map_pages
 
 BUFFER_BYTES = 256 << 20

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench import greedy
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth, read_pieces
 from bench.block_instructions import block_instructions
 from bench.cpu_decode import Work, prompts, sample_llama
 from bench.demo import fetch_checkpoint, fetch_gguf
 from bench.harness import Bar, Report, arguments
 from bench.peers import llama_cpp
+from bench.sampling import interleaved, timed, torch_threads
 from qoff.errors import QoffError
 from qoff.kernels.cpu.jit.pool import default_pool
 from qoff.kernels.cpu.packed_attention.attention import packed_attention
@@ -33,8 +35,7 @@ from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kvcache import KVQuant
-from qoff.measure import greedy
-from qoff.measure.samples import Samples, interleaved, timed, torch_threads
+from qoff.measure.samples import Samples
 from qoff.memory.arena import map_pages
 from qoff.models.runtime import Runtime
 

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import greedy
 from bench.demo import PROMPT, fetch_checkpoint, fetch_gguf
+from bench.greedy import Timing
 from bench.harness import Bar, Report, arguments
 from bench.peers import llama_cpp, transformers_model
-from qoff.eval.models import open_float
+from bench.sampling import interleaved, torch_threads
+from qoff.eval.perplexity.models import open_float
 from qoff.hf.load import load
-from qoff.measure import greedy
-from qoff.measure.greedy import Timing
-from qoff.measure.samples import Samples, interleaved, torch_threads
+from qoff.measure.samples import Samples
 
 GENERATE, NATIVE, EIGHT_BIT, TRANSFORMERS, LLAMA = (
     "qoff generate",

@@ -5,21 +5,20 @@ Weights rotate over enough copies that one token's product reads them from memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 
 import torch
 from torch import Tensor
 
+from bench import weight_bound
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
 from bench.harness import Bar, Report, arguments
 from bench.peers.int4 import DequantizeGemm, TorchInt4
-from qoff.errors import QoffError
+from bench.weight_bound import HEADER, QOFF, Case, measure
 from qoff.kernels.cpu.linear.linear import w4_linear
 from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.measure.samples import Samples, interleaved, timed
 
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (576, 1536))
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -29,46 +28,12 @@ COPIES_BYTES = 64 << 20  # all copies of the packed weight together take more
 _TILE_ROWS = 256  # of the tiled dequantize + GEMM
 _TOLERANCE = 0.03  # of the result's RMS: the torch op rounds activations and scales to bfloat16
 
-QOFF, TORCH, WHOLE, TILED, READY = (
-    "qoff",
+TORCH, WHOLE, TILED, READY = (
     "torch int4",
     "dequantize + GEMM",
     "dequantize tiles + GEMM",
     "fp32 GEMM, ready weights",
 )
-
-
-@dataclass(frozen=True)
-class Case:
-    """One product: the weight's bytes, and seconds of the alternatives and of reading memory."""
-
-    n: int
-    k: int
-    tokens: int
-    nbytes: int
-    seconds: dict[str, Samples]
-    limit: Samples  # bytes per second of reading memory, sampled in the same rounds
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.nbytes / self.seconds[QOFF].median
-
-    @property
-    def eta(self) -> float:
-        return self.bytes_per_s / self.limit.median
-
-    @property
-    def ops_per_s(self) -> float:
-        return 2 * self.n * self.k * self.tokens / self.seconds[QOFF].median
-
-    def ratio(self, peer: str) -> float:
-        """How many times faster than a peer qoff is."""
-        return self.seconds[peer].median / self.seconds[QOFF].median
-
-    @property
-    def best_ratio(self) -> float:
-        """The ratio to the fastest peer that has 4-bit weights too."""
-        return min(self.ratio(peer) for peer in (TORCH, WHOLE, TILED))
 
 
 def random_weight(n: int, k: int, seed: int) -> QTensor:
@@ -87,7 +52,7 @@ class Operands:
     def __init__(self, n: int, k: int) -> None:
         nbytes = random_weight(16, k, 0).nbytes * n // 16
         self.weights = [random_weight(n, k, i) for i in range(COPIES_BYTES // nbytes + 2)]
-        self.shape, self.nbytes = (n, k), self.weights[0].nbytes
+        self.name, self.shape, self.nbytes = f"{n}x{k}", (n, k), self.weights[0].nbytes
         self.int4 = [TorchInt4(w) for w in self.weights]
         whole: dict[str, Tensor] = {}
         tiled: dict[str, Tensor] = {}
@@ -110,34 +75,23 @@ class Operands:
             READY: lambda: torch.mm(x, next(ready), out=out),
         }
 
+    def size(self, tokens: int) -> tuple[float, int]:
+        """Bytes of the packed weight, and operations of a product."""
+        n, k = self.shape
+        return self.nbytes, 2 * n * k * tokens
+
 
 def check(operands: Operands) -> None:
     """Raise QoffError unless all alternatives compute the same product."""
-    found = {name: call().float().clone() for name, call in operands.calls(3).items()}
-    truth = found[READY]
-    for name, value in found.items():
-        error = ((value - truth).norm() / truth.norm()).item()
-        if not error < _TOLERANCE:
-            raise QoffError(f"{name} is off by {error:.1%} at {operands.shape}: nothing measured")
+    weight_bound.check(operands, READY, (QOFF, TORCH, WHOLE, TILED), _TOLERANCE)
 
 
-def measure(
-    shapes: Sequence[tuple[int, int]],
-    tokens: Sequence[int],
-    reading: ReadBandwidth,
-    rounds: int,
-    least_s: float,
-) -> list[Case]:
-    """Measure every shape at every number of tokens, each sample lasting `least_s` or more."""
-    cases, ways = [], reading.ways()
+def checked(shapes: Sequence[tuple[int, int]]) -> Iterator[Operands]:
+    """The operands of one shape after the other; only one is in memory at a time."""
     for n, k in shapes:
         operands = Operands(n, k)
         check(operands)
-        for m in tokens:
-            calls = {name: timed(call, least_s) for name, call in operands.calls(m).items()}
-            seconds = interleaved({**calls, **ways}, rounds)
-            cases.append(Case(n, k, m, operands.nbytes, seconds, reading.best(seconds)))
-    return cases
+        yield operands
 
 
 def report(cases: Sequence[Case], settings: dict) -> Report:
@@ -147,29 +101,15 @@ def report(cases: Sequence[Case], settings: dict) -> Report:
         settings,
         f"int4 matmul, group {GROUP}; eta: of the read bandwidth of the same minute; "
         "/ peer: times as fast as it",
-        ("N x K", "M", "ms", "spread", "GB/s", "of", "eta", "GOP/s", "/ torch int4",
-         "/ dequant + GEMM", "/ in tiles", "/ ready fp32", "/ best int4"),
+        ("N x K", *HEADER, "/ torch int4", "/ dequant + GEMM", "/ in tiles", "/ ready fp32",
+         "/ best int4"),
     )  # fmt: skip
     for case in cases:
-        peers = {peer: case.ratio(peer) for peer in (TORCH, WHOLE, TILED, READY)}
-        qoff = case.seconds[QOFF]
-        result.rows.append(
-            (f"{case.n} x {case.k}", str(case.tokens), f"{qoff.median * 1e3:.3f}",
-             f"{qoff.spread:.0%}", f"{case.bytes_per_s / 1e9:.1f}",
-             f"{case.limit.median / 1e9:.1f}", f"{case.eta:.2f}",
-             f"{case.ops_per_s / 1e9:.0f}", *(f"{ratio:.2f}" for ratio in peers.values()),
-             f"{case.best_ratio:.2f}")
-        )  # fmt: skip
-        key = f"{case.n}x{case.k} M={case.tokens}"
-        result.measured[key] = {
-            "weight_bytes": case.nbytes,
-            "bytes_per_s": case.bytes_per_s,
-            "read_bytes_per_s": case.limit.summary(),
-            "eta": case.eta,
-            "ops_per_s": case.ops_per_s,
-            "seconds": {name: samples.summary() for name, samples in case.seconds.items()},
-        }
-        result.ratios[key] = {**peers, "best int4": case.best_ratio}
+        ratios = {peer: case.ratio(peer) for peer in (TORCH, WHOLE, TILED, READY)}
+        ratios["best int4"] = min(ratios[peer] for peer in (TORCH, WHOLE, TILED))
+        name = case.name.replace("x", " x ")
+        result.rows.append((name, *case.row(), *(f"{ratio:.2f}" for ratio in ratios.values())))
+        case.add_to(result, ratios)
     single = [case for case in cases if case.tokens == 1]
     result.bars = [
         Bar("x torch int4 at M=1, worst shape", 1.0, min(c.ratio(TORCH) for c in single)),
@@ -178,11 +118,7 @@ def report(cases: Sequence[Case], settings: dict) -> Report:
             1.0,
             min(min(c.ratio(WHOLE), c.ratio(TILED)) for c in cases),
         ),
-        *(
-            Bar(f"eta at M=1, {c.n} x {c.k}", 0.85, c.eta)
-            for c in single
-            if (c.n, c.k) == (4096, 4096)
-        ),
+        *(Bar(f"eta at M=1, {c.name}", 0.85, c.eta) for c in single if c.name == "4096x4096"),
     ]
     return result
 
@@ -193,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(__doc__, argv)
     rounds, least_s, buffer = (3, 0.002, 64 << 20) if args.quick else (7, 0.03, BUFFER_BYTES)
     shapes, tokens = (QUICK_SHAPES, QUICK_TOKENS) if args.quick else (SHAPES, TOKENS)
-    cases = measure(shapes, tokens, ReadBandwidth(buffer), rounds, least_s)
+    cases = measure(checked(shapes), tokens, ReadBandwidth(buffer), rounds, least_s)
     settings = {"rounds": rounds, "group": GROUP, "least_s": least_s, "quick": args.quick}
     report(cases, settings).publish(args.out)
 

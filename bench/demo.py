@@ -77,7 +77,7 @@ def fetch_checkpoint(folder: Path = FOLDER) -> Path:
 
 def fetch_float(folder: Path = FOLDER) -> Path:
     """Return the demo model in float32, as a directory with safetensors (the GGUF dequantized)."""
-    from qoff.eval.models import open_float
+    from qoff.eval.perplexity.models import open_float
 
     target = folder / "SmolLM2-135M-Instruct-float"
     if not (target / "config.json").exists():

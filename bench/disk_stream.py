@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from bench.greedy import Greedy
 from bench.harness import Bar, Report, arguments
 from bench.peers.accelerate_offload import Offloaded, storage_bytes
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
+from bench.sampling import interleaved, torch_threads
 from qoff.checkpoint import Checkpoint
-from qoff.measure.greedy import Greedy
-from qoff.measure.samples import Samples, interleaved, torch_threads
+from qoff.measure.samples import Samples
 from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
 from qoff.models.runtime import Runtime

@@ -6,7 +6,7 @@ model's own code has it. Every call takes other experts, so that weights come fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import weight_bound
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
 from bench.harness import Bar, Report, arguments
-from qoff.errors import QoffError
+from bench.weight_bound import HEADER, QOFF, Case, measure
 from qoff.kernels.cpu.moe.experts import experts
 from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.measure.samples import Samples, interleaved, timed
 
 GROUP = 64
 TOKENS = (1, 16, 512)
@@ -30,7 +30,7 @@ DRAWS = 16  # different choices of experts that calls take in turn
 BAR = 0.70  # of the read bandwidth, at one token
 _TOLERANCE = 1e-3  # of the result's RMS
 
-QOFF, NARROW, LOOP = "qoff", "qoff, 8-bit activations", "torch loop, ready fp32"
+NARROW, LOOP = "qoff, 8-bit activations", "torch loop, ready fp32"
 
 
 @dataclass(frozen=True)
@@ -51,40 +51,11 @@ SHAPES = (
 QUICK_SHAPES = (Shape("small", 16, 2, 256, 128),)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One number of tokens: bytes of the chosen experts, and seconds of the alternatives."""
-
-    shape: Shape
-    tokens: int
-    nbytes: float  # mean over the draws
-    seconds: dict[str, Samples]
-    limit: Samples  # bytes per second of reading memory, sampled in the same rounds
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.nbytes / self.seconds[QOFF].median
-
-    @property
-    def eta(self) -> float:
-        return self.bytes_per_s / self.limit.median
-
-    @property
-    def ops_per_s(self) -> float:
-        s = self.shape
-        pairs = self.tokens * s.per_token
-        return 6 * pairs * s.hidden * s.inner / self.seconds[QOFF].median
-
-    def ratio(self, peer: str) -> float:
-        """How many times faster than a peer qoff is."""
-        return self.seconds[peer].median / self.seconds[QOFF].median
-
-
 class Operands:
     """One layer's experts, as in its file and as float32."""
 
     def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+        self.shape, self.name = shape, f"{shape.name}, {shape.per_token} of {shape.experts}"
         self.gate_up, self.down = random_experts(shape)
         self.nbytes = self.gate_up.nbytes + self.down.nbytes
         self.ready = [
@@ -125,8 +96,14 @@ class Operands:
             LOOP: lambda: self.loop(x, *next(loop)),
         }
 
+    def size(self, tokens: int) -> tuple[float, int]:
+        """Bytes of the chosen experts, a mean over the draws, and operations of a call."""
+        shape, draws = self.shape, self.draws(tokens)
+        chosen = sum(len(topk_ids.unique()) for topk_ids, _ in draws) / len(draws)
+        return self.nbytes * chosen, 6 * tokens * shape.per_token * shape.hidden * shape.inner
+
     def loop(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Expert by expert, over those that are topk_ids."""
+        """Expert by expert, over those that are chosen."""
         out = torch.zeros_like(x)
         for e in topk_ids.unique().tolist():
             token, place = torch.where(topk_ids == e)
@@ -164,32 +141,15 @@ def random_experts(shape: Shape) -> tuple[QExperts, QExperts]:
 
 def check(operands: Operands) -> None:
     """Raise QoffError unless qoff and the loop compute the same."""
-    calls = operands.calls(3)
-    found, truth = calls[QOFF](), calls[LOOP]()
-    error = ((found - truth).norm() / truth.norm()).item()
-    if not error < _TOLERANCE:
-        raise QoffError(f"qoff is off by {error:.2%} at {operands.shape}: nothing measured")
+    weight_bound.check(operands, LOOP, (QOFF,), _TOLERANCE)
 
 
-def measure(
-    shapes: Sequence[Shape],
-    tokens: Sequence[int],
-    reading: ReadBandwidth,
-    rounds: int,
-    least_s: float,
-) -> list[Case]:
-    """Measure every shape at every number of tokens, each sample lasting `least_s` or more."""
-    cases, ways = [], reading.ways()
+def checked(shapes: Sequence[Shape]) -> Iterator[Operands]:
+    """The experts of one shape after the other; only one is in memory at a time."""
     for shape in shapes:
         operands = Operands(shape)
         check(operands)
-        for m in tokens:
-            topk_ids = [len(draw[0].unique()) for draw in operands.draws(m)]
-            calls = {name: timed(call, least_s) for name, call in operands.calls(m).items()}
-            seconds = interleaved({**calls, **ways}, rounds)
-            nbytes = operands.nbytes * sum(topk_ids) / len(topk_ids)
-            cases.append(Case(shape, m, nbytes, seconds, reading.best(seconds)))
-    return cases
+        yield operands
 
 
 def report(cases: Sequence[Case], settings: dict) -> Report:
@@ -199,30 +159,14 @@ def report(cases: Sequence[Case], settings: dict) -> Report:
         settings,
         f"MLP of a mixture of experts, 4 bits, group {GROUP}; eta: bytes of the chosen experts, of "
         "the read bandwidth of the same minute; / peer: times as fast as it",
-        ("experts", "M", "ms", "spread", "MiB", "GB/s", "of", "eta", "GOP/s", "/ torch loop",
-         "8-bit ms"),
-    )  # fmt: skip
+        ("experts", *HEADER, "/ torch loop", "8-bit ms"),
+    )
     for case in cases:
-        qoff, shape = case.seconds[QOFF], case.shape
-        result.rows.append(
-            (f"{shape.name}, {shape.per_token} of {shape.experts}", str(case.tokens),
-             f"{qoff.median * 1e3:.3f}", f"{qoff.spread:.0%}", f"{case.nbytes / 2**20:.1f}",
-             f"{case.bytes_per_s / 1e9:.1f}", f"{case.limit.median / 1e9:.1f}", f"{case.eta:.2f}",
-             f"{case.ops_per_s / 1e9:.0f}", f"{case.ratio(LOOP):.2f}",
-             f"{case.seconds[NARROW].median * 1e3:.3f}")
-        )  # fmt: skip
-        key = f"{shape.name} M={case.tokens}"
-        result.measured[key] = {
-            "experts_bytes": case.nbytes,
-            "bytes_per_s": case.bytes_per_s,
-            "read_bytes_per_s": case.limit.summary(),
-            "eta": case.eta,
-            "ops_per_s": case.ops_per_s,
-            "seconds": {name: samples.summary() for name, samples in case.seconds.items()},
-        }
-        result.ratios[key] = {LOOP: case.ratio(LOOP)}
+        ratio, narrow = case.ratio(LOOP), case.seconds[NARROW].median
+        result.rows.append((case.name, *case.row(), f"{ratio:.2f}", f"{narrow * 1e3:.3f}"))
+        case.add_to(result, {LOOP: ratio})
     result.bars = [
-        Bar(f"eta at M=1, {case.shape.name}", BAR, case.eta) for case in cases if case.tokens == 1
+        Bar(f"eta at M=1, {case.name}", BAR, case.eta) for case in cases if case.tokens == 1
     ]
     worst = min(case.ratio(LOOP) for case in cases)
     result.bars.append(Bar("x torch loop on ready float32 weights, worst case", 1.0, worst))
@@ -235,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(__doc__, argv)
     rounds, least_s, buffer = (3, 0.002, 64 << 20) if args.quick else (5, 0.03, BUFFER_BYTES)
     shapes, tokens = (QUICK_SHAPES, QUICK_TOKENS) if args.quick else (SHAPES, TOKENS)
-    cases = measure(shapes, tokens, ReadBandwidth(buffer), rounds, least_s)
+    cases = measure(checked(shapes), tokens, ReadBandwidth(buffer), rounds, least_s)
     settings = {"rounds": rounds, "group": GROUP, "least_s": least_s, "quick": args.quick}
     report(cases, settings).publish(args.out)
 

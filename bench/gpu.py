@@ -30,7 +30,7 @@ import torch
 from bench import gpu_ceilings
 from bench.cuda_timer import CudaTimer, Timer
 from bench.gpu_case import Call, Case, Check, relative_rms
-from bench.gpu_report import GpuReport, Result
+from bench.gpu_report import CaseResult, GpuReport
 
 # The ops, and what part of the time for timing each may take.
 SHARES = {
@@ -231,7 +231,7 @@ def time_all(
         report.skipped.append(text)
 
 
-def time_case(case: Case, device: torch.device, timer: Timer) -> Result:
+def time_case(case: Case, device: torch.device, timer: Timer) -> CaseResult:
     """Build a case, run each peer once to see whether it works, and time all of them in turn."""
     work = case.build(device)
     calls: dict[str, Call] = {"": work.call}
@@ -249,7 +249,7 @@ def time_case(case: Case, device: torch.device, timer: Timer) -> Result:
         except Exception as caught:  # a peer that is not there, or does not take these operands
             missing[name] = _one_line(caught)
     timings = timer.measure(calls, _CASE_S)
-    return Result.of(case, timings.pop(""), timings, missing)
+    return CaseResult.of(case, timings.pop(""), timings, missing)
 
 
 def _require_same(result: Any, ours: Any) -> None:

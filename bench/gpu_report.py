@@ -1,4 +1,4 @@
-"""What `bench.gpu` found: rows, targets, JSON. Imports torch and the standard library alone."""
+"""What `bench.gpu` found: rows, targets, JSON. Needs nothing installed but torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.cuda_timer import Timing
 from bench.gpu_case import Case
 from bench.gpu_ceilings import Ceilings
 from bench.gpu_targets import TARGETS, Target
-from bench.text_table import text_table
+from qoff.measure.tables import markdown
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _PACKAGES = ("torch", "triton", "gemlite")
@@ -28,7 +28,7 @@ _HEADER = ("op, model, case", "us", "launched", "GB/s", "eta", "TFLOP/s", "besid
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """One case, timed; seconds are medians. `missing` peers have the reason."""
 
     op: str
@@ -49,8 +49,10 @@ class Result:
     missing: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(case: Case, ours: Timing, peers: dict[str, Timing], missing: dict[str, str]) -> Result:
-        return Result(
+    def of(
+        case: Case, ours: Timing, peers: dict[str, Timing], missing: dict[str, str]
+    ) -> CaseResult:
+        return CaseResult(
             case.op,
             case.model,
             case.name,
@@ -96,7 +98,7 @@ class GpuReport:
     gpu: str
     ceilings: Ceilings | None = None
     checks: list[tuple[str, str, float, float, str]] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    results: list[CaseResult] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
@@ -131,7 +133,7 @@ class GpuReport:
             )
         return rows
 
-    def _figure(self, result: Result, target: Target) -> float | None:
+    def _figure(self, result: CaseResult, target: Target) -> float | None:
         return None if self.ceilings is None else result.figure(target, self.ceilings)
 
     def text(self) -> str:
@@ -147,14 +149,14 @@ class GpuReport:
         parts.append(f"{len(self.checks)} checks against the reference, {failed} failed")
         parts += self.wrong
         if self.results:
-            parts.append(text_table(_HEADER, [self._row(result) for result in self.results]))
+            parts.append(_table(_HEADER, [self._row(result) for result in self.results]))
             header = ("target", "figure", "wanted", "cases", "median", "worst", "")
-            parts.append(text_table(header, [_target_row(row) for row in self.target_rows()]))
+            parts.append(_table(header, [_target_row(row) for row in self.target_rows()]))
             parts += [f"not measured: {line}" for line in _missing(self.results)]
         parts += [f"skipped: {line}" for line in self.skipped]
         return "\n".join([*parts, *(f"FAILED: {line}" for line in self.failed)])
 
-    def _row(self, r: Result) -> tuple[str, ...]:
+    def _row(self, r: CaseResult) -> tuple[str, ...]:
         bandwidth = self.ceilings.bandwidth if self.ceilings else float("inf")
         beside = [f"{name} {s / r.seconds:.2f}" for name, s in r.peers.items()]
         return (
@@ -211,6 +213,10 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown(header, rows, right=len(header) - 1)
+
+
 def _target_row(row: dict[str, Any]) -> tuple[str, ...]:
     measured = ["-" if row[k] is None else f"{row[k]:.2f}" for k in ("median", "worst")]
     state = {None: "not measured", True: "met", False: "NOT MET"}[row["met"]]
@@ -218,7 +224,7 @@ def _target_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (name, row["figure"], f"{row['wanted']:.2f}", str(row["cases"]), *measured, state)
 
 
-def _missing(results: Sequence[Result]) -> list[str]:
+def _missing(results: Sequence[CaseResult]) -> list[str]:
     """Each peer and reason once."""
     found = {f"{r.op}: {peer}: {why}": None for r in results for peer, why in r.missing.items()}
     return list(found)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from qoff.measure.results import Result
+from qoff.measure.results import BenchResult
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _WIDTH = 170  # columns of a table that goes into a file
@@ -36,7 +36,7 @@ class Bar:
 
 @dataclass
 class Report:
-    """What one run of a bench found. unit: see `Result`."""
+    """What one run of a bench found. unit: see `BenchResult`."""
 
     name: str
     settings: dict[str, Any]
@@ -62,7 +62,7 @@ class Report:
         console.print(table)
         for line in [*self.notes, *(bar.line() for bar in self.bars)]:
             print(line)
-        result = Result(
+        result = BenchResult(
             self.name,
             self.settings,
             self.measured,

@@ -1,61 +1,132 @@
-"""Ways to compress K and V that `bench.kv_accuracy` compares: what each leaves of the two.
+"""Ways to pack K and V that `bench.kv_accuracy` compares: what each leaves of the two.
 
-Each takes K after RoPE (or V) of a layer, float32 [B, kv_heads, T, D] with T a multiple of 64, and
-returns what attention would see. Those that qoff has go through its own packing; the others are
-simulated, with scales and minima rounded to float16.
+Those that qoff has go through its own blocks (`qoff.eval.kv.every_token`); the others are
+simulated here, on K or V of a layer, float32 [T, kv_heads, D], with scales and minima rounded to
+float16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qoff.eval.every_token import ggml_values
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.reference.kv_blocks import hadamard, quantize_blocks, unpack_blocks
-from qoff.kernels.triton.attention.rotation import rotate_values
+from qoff.eval.kv.every_token import RoundTrip, ggml, packed
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.reference.kv_blocks import hadamard
+from qoff.kvcache import KVQuant
 
-Keep = Callable[[int, Tensor], Tensor]  # layer, K or V: what is left of it
+DEFAULT = "4 and 4"
+_STORED = 4.5  # bits a value: 4, and a scale and a minimum of 16 bits for 64 values
+_FULL = 16.0  # bits of what stays as it is
+Keep = Callable[[Tensor], Tensor]  # K or V: what is left of it
 Fit = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]  # groups, dim, bits: scale and minimum
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """K and V of every layer, and what storing them takes."""
+    """K and V of every layer, and what storing them takes. before_rope: K is packed unrotated."""
 
     name: str
     bits: float  # a value, of K and V on average, scales and minima included
-    keys: Keep
-    values: Keep
+    round_trip: RoundTrip
+    before_rope: bool = False
 
 
-def exact(_layer: int, x: Tensor) -> Tensor:
+def schemes() -> list[Scheme]:
+    """All that are compared."""
+    plain, token = per_channel(min_max), per_token(min_max)
+    own = packed(KVQuant())
+
+    def ours(name: str, bits: float, quant: KVQuant) -> Scheme:
+        return Scheme(name, bits, packed(quant))
+
+    def keys(name: str, keep: Keep, bits: float = _STORED) -> Scheme:
+        return Scheme(f"K alone{name}", (bits + _FULL) / 2, both(keep, exact))
+
+    def values(name: str, keep: Keep) -> Scheme:
+        return Scheme(f"V alone{name}", (_STORED + _FULL) / 2, both(exact, keep))
+
+    def own_keys(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return own(k, v, layer)[0], v
+
+    return [
+        ours(DEFAULT, 4.5, KVQuant(4, 4)),
+        ours("8 and 4", 6.5, KVQuant(8, 4)),
+        ours("8 and 8", 8.5, KVQuant(8, 8)),
+        ours("4 and 4, V as it is", 4.5, KVQuant(values_rotated=False)),
+        Scheme("4 and 4, V as it is, first key like the others", 4.5, both(plain, token)),
+        Scheme(
+            "8 and 4, V as it is, first key like the others",
+            6.5,
+            both(per_channel(min_max, 8), token),
+        ),
+        ours(
+            "4 and 4, both per token, as they are",
+            4.5,
+            KVQuant(k_form="token", values_rotated=False),
+        ),
+        ours("4 and 4, both per token, rotated", 4.5, KVQuant(k_form="token", rotated=True)),
+        Scheme("llama.cpp's q4_0", 4.5, ggml("q4_0")),
+        values("", token),
+        values(", least squares", per_token(least_squares)),
+        values(", clipped", per_token(clipped)),
+        values(", rotated", per_token(min_max, rotated=True)),
+        values(", rotated, least squares", per_token(least_squares, rotated=True)),
+        values(", per channel", plain),
+        Scheme("K alone", (_STORED + _FULL) / 2, own_keys),
+        Scheme("K alone, before RoPE", (_STORED + _FULL) / 2, own_keys, before_rope=True),
+        keys(", first token like the others", plain),
+        keys(", first token not packed", without_first(plain, 1)),
+        keys(", 16 tokens not packed", without_first(plain, 16)),
+        keys(", least squares", per_channel(least_squares)),
+        keys(", clipped", per_channel(clipped)),
+        keys(", groups of 32", per_channel(min_max, tokens=32), 5.0),
+        keys(", per token, rotated", per_token(min_max, rotated=True)),
+    ]
+
+
+def exact(x: Tensor) -> Tensor:
     """Nothing is lost."""
     return x
 
 
-def packed_keys(form: KVFormat, opening: bool = True) -> Keep:
-    """K in qoff's records. opening: the first block is packed as one that begins a sequence."""
+def both(keys: Keep, values: Keep) -> RoundTrip:
+    """K and V apart, in every layer."""
+    return lambda k, v, layer: (keys(k), values(v))
 
-    def keep(_layer: int, x: Tensor) -> Tensor:
-        blocks = x.unflatten(2, (-1, BLOCK_TOKENS))
-        first = (torch.arange(blocks.shape[2]) == 0) & opening
-        records = quantize_blocks(blocks, torch.zeros_like(blocks), form, first)
-        return unpack_blocks(records, form)[0].flatten(2, 3)
+
+def per_channel(fit: Fit, bits: int = 4, tokens: int = BLOCK_TOKENS) -> Keep:
+    """A scale and a minimum for each channel of `tokens` tokens."""
+
+    def keep(x: Tensor) -> Tensor:
+        missing = -len(x) % tokens  # the last token again does not widen the range of anything
+        groups = torch.cat((x, x[-1:].expand(missing, -1, -1))).unflatten(0, (-1, tokens))
+        return _rounded(groups, fit, 1, bits).flatten(0, 1)[: len(x)]
 
     return keep
 
 
-def packed_values(form: KVFormat, rotated: bool = True) -> Keep:
-    """V in qoff's records, rotated before and back after."""
+def per_token(fit: Fit, bits: int = 4, rotated: bool = False) -> Keep:
+    """A scale and a minimum for each token of a head. rotated: Hadamard along head_dim first."""
 
-    def keep(_layer: int, x: Tensor) -> Tensor:
-        blocks = (rotate_values(x) if rotated else x).unflatten(2, (-1, BLOCK_TOKENS))
-        kept = unpack_blocks(quantize_blocks(torch.zeros_like(blocks), blocks, form), form)[1]
-        return rotate_values(kept.flatten(2, 3), back=True) if rotated else kept.flatten(2, 3)
+    def keep(x: Tensor) -> Tensor:
+        if not rotated:
+            return _rounded(x, fit, -1, bits)
+        turn = hadamard(x.shape[-1])
+        return _rounded(x @ turn, fit, -1, bits) @ turn
+
+    return keep
+
+
+def without_first(inner: Keep, tokens: int) -> Keep:
+    """The first tokens of a sequence stay as they are, and are in no scale."""
+
+    def keep(x: Tensor) -> Tensor:
+        rest = torch.cat((x[tokens : tokens + 1].expand_as(x[:tokens]), x[tokens:]))
+        return torch.cat((x[:tokens], inner(rest)[tokens:]))
 
     return keep
 
@@ -64,15 +135,6 @@ def min_max(groups: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
     """The least and the largest value of a group are its first and last level."""
     low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
     return _stored((high - low) / (2**bits - 1), low)
-
-
-def anchored(groups: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Those of qoff's blocks: the first token of the first block is kept to float16."""
-    form = KVFormat(groups.shape[-1], bits)
-    opening = torch.arange(groups.shape[2]) == 0
-    assert dim == -2, "a scale per channel"
-    parts = form.views(quantize_blocks(groups, torch.zeros_like(groups), form, opening))
-    return parts[1].float()[..., None, :], parts[2].float()[..., None, :]
 
 
 def least_squares(groups: Tensor, dim: int, bits: int, rounds: int = 2) -> tuple[Tensor, Tensor]:
@@ -106,76 +168,6 @@ def clipped(groups: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
     return best
 
 
-def per_channel(fit: Fit, bits: int = 4, tokens: int = BLOCK_TOKENS) -> Keep:
-    """A scale and a minimum for each channel of `tokens` tokens."""
-
-    def keep(_layer: int, x: Tensor) -> Tensor:
-        return _rounded(x.unflatten(2, (-1, tokens)), fit, -2, bits).flatten(2, 3)
-
-    return keep
-
-
-def per_token(fit: Fit, bits: int = 4, rotated: bool = False) -> Keep:
-    """A scale and a minimum for each token of a head. rotated: Hadamard along head_dim first."""
-
-    def keep(_layer: int, x: Tensor) -> Tensor:
-        if not rotated:
-            return _rounded(x, fit, -1, bits)
-        turn = hadamard(x.shape[-1])
-        return _rounded(x @ turn, fit, -1, bits) @ turn
-
-    return keep
-
-
-def q4_0(_layer: int, x: Tensor) -> Tensor:
-    """llama.cpp's cache type: 32 channels of a token, the largest by amount is code -8."""
-    return ggml_values(x, "q4_0")
-
-
-def before_rope(inner: Keep, cos: Tensor, sin: Tensor) -> Keep:
-    """`inner` sees keys as they were before they were turned by cos and sin [T, D / 2]."""
-
-    def keep(layer: int, x: Tensor) -> Tensor:
-        return _turned(inner(layer, _turned(x, cos, -sin)), cos, sin)
-
-    return keep
-
-
-def without_first(inner: Keep, tokens: int) -> Keep:
-    """The first tokens of a sequence stay as they are, and are in no scale."""
-
-    def keep(layer: int, x: Tensor) -> Tensor:
-        first = x[:, :, :tokens]
-        rest = torch.cat((x[:, :, tokens : tokens + 1].expand_as(first), x[:, :, tokens:]), 2)
-        return torch.cat((first, inner(layer, rest)[:, :, tokens:]), 2)
-
-    return keep
-
-
-def towards(means: Mapping[int, Tensor], fit: Fit = anchored, bits: int = 4) -> Keep:
-    """Per channel, with the errors of a token's channels chosen to cancel under the mean query.
-
-    means: of each layer, [kv_heads, D]. Channel after channel is rounded; what a token's score with
-    the mean query m is off by then, r, moves the channels to come by r * m_c / (ridge + the sum of
-    their m**2), which minimizes r**2 + ridge * the squared errors; ridge: the mean of m**2.
-    """
-
-    def keep(layer: int, x: Tensor) -> Tensor:
-        blocks = x.unflatten(2, (-1, BLOCK_TOKENS))  # [B, kv_heads, n, 64, D]
-        scale, low = (p.movedim(-1, 0) for p in fit(blocks, -2, bits))  # [D, B, kv_heads, n, 1]
-        columns = blocks.movedim(-1, 0)
-        mean = means[layer].T[:, :, None, None]  # [D, kv_heads, 1, 1]
-        rest = mean.square().flip(0).cumsum(0).flip(0) + mean.square().mean(0)
-        off, kept = torch.zeros_like(columns[0]), torch.empty_like(columns)
-        for c, column in enumerate(columns):
-            codes = _codes(column - off * mean[c] / rest[c], scale[c], low[c], bits)
-            kept[c] = codes * scale[c] + low[c]
-            off += mean[c] * (kept[c] - column)
-        return kept.movedim(0, -1).flatten(2, 3)
-
-    return keep
-
-
 def _stored(scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     return scale.half().float(), low.half().float()
 
@@ -193,8 +185,3 @@ def _rounded(groups: Tensor, fit: Fit, dim: int, bits: int) -> Tensor:
 def _error(groups: Tensor, scale: Tensor, low: Tensor, dim: int, bits: int) -> Tensor:
     off = _codes(groups, scale, low, bits) * scale + low - groups
     return off.square().sum(dim, keepdim=True)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

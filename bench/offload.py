@@ -8,6 +8,7 @@ of O_DIRECT reads alone, and its copies at the rate of a copy alone, all in the 
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 import tempfile
@@ -23,6 +24,7 @@ import torch
 from bench.demo import fetch_checkpoint
 from bench.disk_stream import RawRead
 from bench.harness import Report, arguments
+from bench.plot import draw
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
@@ -206,30 +208,6 @@ _BYTES = ("disk_bytes", "host_bytes", "spilled_bytes")
 _WAITS = ("weights", "kv", "activations")
 
 
-def draw(result: Report, path: Path) -> None:
-    """Tokens per second against device memory, and the bounds, as PNG and SVG beside `path`."""
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(label.split(":")[0] for label in result.measured))
-    figure = Figure(figsize=(6.0 * len(names), 4.5), layout="constrained")
-    for i, name in enumerate(names):
-        axes = figure.add_subplot(1, len(names), i + 1)
-        mine = {k: v for k, v in result.measured.items() if k.startswith(f"{name}:")}
-        for label, v in mine.items():
-            x = v["device_bytes"] / 2**20
-            y = v["tokens_per_round"] / v["seconds"]["median"]
-            (line,) = axes.plot(x, y, "o", label=label.split(": ")[1])
-            axes.plot(x, v["tokens_per_round"] / v["bound_s"], "_", color=line.get_color(), ms=14)
-        axes.set_title(f"{name}: dots measured, dashes the bound")
-        axes.set_xlabel("device memory, MiB")
-        axes.set_ylabel("tokens/s")
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize="x-small")
-        axes.grid(True, alpha=0.25)
-    for kind in ("png", "svg"):
-        figure.savefig(path.with_suffix(f".{kind}"))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     args = arguments(
@@ -259,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             shutil.rmtree(folder)
     path = result.publish(args.out)
     if args.plot:
-        draw(result, path)
+        draw(json.loads(path.read_text()), path.parent, path.stem)
 
 
 if __name__ == "__main__":

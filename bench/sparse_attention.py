@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from bench.demo import fetch_checkpoint
 from bench.harness import Report, arguments
+from bench.sampling import interleaved, timed, torch_threads
 from qoff.eval.texts import encode, read_text
 from qoff.hf.load import load_tokenizer
 from qoff.kernels.cpu.packed_attention.attention import packed_attention
@@ -29,7 +30,6 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache.host.packed import PackedCache
-from qoff.measure.samples import interleaved, timed, torch_threads
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import head_shapes
 from qoff.models.runtime import Runtime

@@ -19,26 +19,15 @@ from pathlib import Path
 
 from bench.gpu_limits import CAPABILITIES, LIMITS
 from bench.offline import Artefact, as_json, collect, interpreted
-from bench.text_table import text_table
 from qoff.kernels.triton.launch.variant import shipped
+from qoff.measure.tables import markdown
 
 OPS = tuple(dict.fromkeys(variant.op for variant in shipped(90)))
 JOBS = 2
 _HEADER = (
-    "variant",
-    "sm",
-    "warps",
-    "regs",
-    "spill",
-    "shared",
-    "blocks/SM",
-    "warps/SM",
-    "KiB in flight/SM",
-    "code loads",
-    "tensor cores",
-    "converts",
-    "st.shared",
-)
+    "variant", "sm", "warps", "regs", "spill", "shared", "blocks/SM", "warps/SM",
+    "KiB in flight/SM", "code loads", "tensor cores", "converts", "st.shared",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
     found = collect(args.op or OPS, args.arch or CAPABILITIES, args.jobs, args.keep)
-    print(text_table(_HEADER, [_row(artefact) for artefact in found]))
+    print(markdown(_HEADER, [_row(artefact) for artefact in found], right=len(_HEADER) - 1))
     for op in dict.fromkeys(a.op for a in found):
         mine = [a.seconds for a in found if a.op == op]
         print(f"{op}: {len(mine)} variants, {sum(mine):.0f} s to compile")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from qoff.measure.greedy import Timing
+from bench.greedy import Timing
 
 
 class _Clock(StoppingCriteria):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qoff.measure.cases import Case, Setup
     from qoff.measure.model_report import ModelReport
 
-_SEVERAL = "Several with commas between."
+_SEVERAL = "Several: separated by commas."
 
 
 @errors_in_one_line
@@ -27,64 +27,77 @@ def bench(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL]", help="A qoff checkpoint, other model or hub id; or --suite's own."
+            metavar="[MODEL]",
+            help="A qoff checkpoint, another model or a hub id; or --suite's own.",
         ),
     ] = None,
     prompt: Annotated[
-        str, typer.Option("-p", "--prompt", help=f"Tokens read at once, or none. {_SEVERAL}")
+        str,
+        typer.Option("-p", "--prompt", help=f"Prompt tokens read in one pass, or none. {_SEVERAL}"),
     ] = "512",
     new: Annotated[
-        str, typer.Option("-n", "--new", help=f"Tokens generated, or none. {_SEVERAL}")
+        str, typer.Option("-n", "--new", help=f"Tokens to generate, or none. {_SEVERAL}")
     ] = "128",
     depth: Annotated[
-        str, typer.Option("-d", "--depth", help=f"Tokens in the cache before. {_SEVERAL}")
+        str, typer.Option("-d", "--depth", help=f"Tokens already in the cache. {_SEVERAL}")
     ] = "0",
     batch_size: Annotated[
-        str, typer.Option("-b", "--batch-size", help=f"Sequences at a time. {_SEVERAL}")
+        str, typer.Option("-b", "--batch-size", help=f"Sequences processed together. {_SEVERAL}")
     ] = "1",
     kv_bits: Annotated[
         list[str] | None,
         typer.Option(
-            help="Bits of the KV cache: none (float32), 4, 8, or 8,4 for K and V; give it again "
-            "for others. Default: none, on a GPU 8."
+            help="Bits of the KV cache: none (float32), 4, 8, or 8,4 for K and V; repeatable. "
+            "Default: none, on a GPU 8."
         ),
     ] = None,
     device_memory: Annotated[
-        str, typer.Option(help=f"Bound of the weights, like 48MiB, or all. {_SEVERAL}")
+        str,
+        typer.Option(help=f"Bound of the weights on the device, like 48MiB, or all. {_SEVERAL}"),
     ] = "all",
-    activation_bits: Annotated[str, typer.Option(help=f"16 or 8. {_SEVERAL}")] = "16",
-    device: Annotated[str, typer.Option(help="cpu, or a GPU like cuda.")] = "cpu",
+    activation_bits: Annotated[
+        str, typer.Option(help=f"Bits of activations: 16 or 8. {_SEVERAL}")
+    ] = "16",
+    device: Annotated[str, typer.Option(help="cpu, or a GPU such as cuda.")] = "cpu",
     repetitions: Annotated[
-        int, typer.Option("-r", "--repetitions", min=1, max=100, help="Of each, after a warm-up.")
+        int,
+        typer.Option(
+            "-r", "--repetitions", min=1, max=100, help="Runs of each case, after a warm-up."
+        ),
     ] = 5,
     output: Annotated[
         Format, typer.Option("-o", "--output", help="Markdown, CSV, or a result as JSON.")
     ] = "md",
     save: Annotated[
-        bool, typer.Option("--save", help="Keep the result in a new file of --results.")
+        bool, typer.Option("--save", help="Keep the result in a new file in --results.")
     ] = False,
     results: Annotated[
         Path | None,
         typer.Option(help="Folder of results; default bench/results of the source tree."),
     ] = None,
-    history: Annotated[bool, typer.Option("--history", help="List the results there.")] = False,
+    history: Annotated[
+        bool, typer.Option("--history", help="List the results in --results.")
+    ] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A.json B.json", help="Say what has changed from A to B."),
+        typer.Option(metavar="A.json B.json", help="Print what has changed from A to B."),
     ] = None,
     threshold: Annotated[
         float | None,
-        typer.Option(min=0, help="Percent; less is noise (--compare). Default: 10."),
+        typer.Option(min=0, help="Percent by which medians must differ (--compare). Default: 10."),
     ] = None,
     fail_on_slower: Annotated[
-        bool, typer.Option("--fail-on-slower", help="Status 1 if anything is (--compare).")
+        bool,
+        typer.Option("--fail-on-slower", help="Exit with 1 if anything is slower (--compare)."),
     ] = False,
     suite: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Run a bench of the source tree; list: which there are."),
+        typer.Option(
+            metavar="NAME", help="Run a bench of the source tree; 'list' prints their names."
+        ),
     ] = None,
 ) -> None:
-    """Measure tokens per second of a model, run other benches, keep and compare results.
+    """Measure a model's tokens per second, run other benches, keep and compare results.
 
     qoff bench MODEL -p 512 -n 128 -d 0,4096 --kv-bits none --kv-bits 4
 

@@ -16,7 +16,7 @@ from qoff.quant.matrix import CALIBRATED
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qoff.eval.mixing import Mix
+    from qoff.eval.mixing.mixing import Mix
 
 TOKENS = 512  # of a text to calibrate on
 SOLVER_TEXTS, LOSS_TEXTS = 64, 8  # for the solver, and for what formats lose
@@ -82,7 +82,7 @@ def calibration_ids(source: Path, file: Path) -> Tensor:
     """
     import torch
 
-    from qoff.eval.models import tokenizer_of
+    from qoff.eval.perplexity.models import tokenizer_of
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -113,8 +113,8 @@ def mixed(
     Raises UnsupportedModelError for models that qoff has no decoder for, QuantizationError for
     weights that are quantized already.
     """
-    from qoff.eval.mixing import mixed_for_bits, mixed_for_loss
-    from qoff.eval.sensitivity import Sensitivities
+    from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
+    from qoff.eval.mixing.sensitivity import Sensitivities
     from qoff.models.convert.unconverted import Unconverted
     from qoff.models.sources.safetensors import open_source
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,24 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff.checkpoint.layout import CONFIG_FILE
 from qoff.errors import ArgumentError, FormatError
-from qoff.eval import tables
-from qoff.eval.grid import FORMS, Cell, Grid
-from qoff.eval.kv_setting import KVSetting
-from qoff.eval.metrics import Summary, summarize
-from qoff.eval.models import (
+from qoff.eval.kv.setting import KVSetting
+from qoff.eval.perplexity.metrics import Summary, summarize
+from qoff.eval.perplexity.models import (
     bits_per_weight,
+    cached_reference,
     open_runtime,
     subject_of,
     tokenizer_of,
 )
-from qoff.eval.peers import Peer, available, changed
-from qoff.eval.plots import draw
-from qoff.eval.rate import decode_rate
-from qoff.eval.reference import Reference
-from qoff.eval.reference_cache import cached_reference
-from qoff.eval.scoring import Sample, evaluate
-from qoff.eval.sweep import Sweep
+from qoff.eval.perplexity.peers import Peer, available, changed
+from qoff.eval.perplexity.reference import Reference
+from qoff.eval.perplexity.scoring import Sample, evaluate
+from qoff.eval.perplexity.windows import cut
+from qoff.eval.sweep import cells as tables
+from qoff.eval.sweep.grid import FORMS, Cell, Grid
+from qoff.eval.sweep.plots import draw
+from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.eval.texts import CALIBRATION_TEXT, dataset_text, encode, read_text
-from qoff.eval.windows import cut
 from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, local_source
 from qoff.kvcache import KVQuant
 from qoff.models.sources.safetensors import read_json
@@ -73,20 +71,20 @@ class TextOptions:
 
 
 def kv_setting(
-    bits: str | None, form: str, window: int, top: float, every_token: bool, before_rope: bool
+    bits: str | None, form: str, window: int, top: float, every_token: bool
 ) -> KVSetting:
     """The cache that the options describe. Raises ArgumentError for what does not fit together."""
     if form not in FORMS:
         raise ArgumentError(f"--kv-form is {', '.join(FORMS)}, not {form!r}")
     if bits is None:
-        if every_token or before_rope or top < 1:
-            raise ArgumentError("--every-token, --before-rope, --attention-top need --kv-bits")
+        if every_token or top < 1:
+            raise ArgumentError("--every-token and --attention-top need --kv-bits")
         return KVSetting()
     plain = KVQuant.of(bits, window, top)
     quant = KVQuant(
         plain.k_bits, plain.v_bits, window, plain.layers, attention_top=top, **FORMS[form]
     )
-    return KVSetting(quant, every_token, before_rope)
+    return KVSetting(quant, every_token)
 
 
 @contextmanager
@@ -194,19 +192,13 @@ def run_sweep(
         reference = model
     out.mkdir(parents=True, exist_ok=True)
     with _reference(reference, sample, tokenizer, as_json) as truth:
-        rate = partial(decode_rate, prompt=sample.first)
+        calibration = _calibration(source, cells)
         sweep = Sweep(
-            source, sample, out, reference=truth, rate=rate, calibration=_calibration(source, cells)
+            source, sample, out, reference=truth, rate=decode_rate, calibration=calibration
         )
         with progress_bar(f"{len(cells)} cells", quiet=as_json) as progress:
             progress(0, len(cells))
-
-            def watch(done: int, total: int, cell: Cell, state: str) -> None:
-                progress(done, total)
-                if state == "damaged" and not as_json:
-                    print(f"{cell.name}: its file was damaged; computed anew", flush=True)
-
-            results = sweep.run(cells, watch)
+            results = sweep.run(cells, progress)
     for name, text in (
         ("table.md", tables.markdown(results)),
         ("table.csv", tables.as_csv(results)),

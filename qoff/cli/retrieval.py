@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from qoff.errors import ArgumentError
-from qoff.eval import needle
-from qoff.eval.tasks import markdown, run_tasks
+from qoff.eval.needle.prompts import NeedleSettings
+from qoff.eval.needle.result import CacheSetting
+from qoff.eval.needle.run import NeedleResources, run
+from qoff.eval.tasks.run import markdown, run_tasks
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.units import parse_size
 
@@ -19,7 +20,7 @@ _FLOAT = "float"
 _CACHE = "float, or bits like 8,4 and then disk=0.5, host=0.5, top=0.25 or window=128"
 
 
-def caches(text: str) -> dict[str, needle.CacheSetting]:
+def caches(text: str) -> dict[str, CacheSetting]:
     """Caches by their text, from texts with semicolons between: "float; 4; 8,4 disk=0.5 top=0.25".
 
     disk, host: parts of the packed blocks that lie there. Raises ArgumentError for other text.
@@ -28,7 +29,7 @@ def caches(text: str) -> dict[str, needle.CacheSetting]:
     for part in filter(None, map(str.strip, text.split(";"))):
         bits, *options = part.split()
         if bits == _FLOAT and not options:
-            found[part] = needle.CacheSetting(None)
+            found[part] = CacheSetting(None)
             continue
         values = {"disk": 0.0, "host": 0.0, "top": 1.0, "window": 64.0}
         for option in options:
@@ -38,7 +39,7 @@ def caches(text: str) -> dict[str, needle.CacheSetting]:
             values[name] = _number(value, part)
         quant = KVQuant.of(bits, int(values["window"]), values["top"])
         device = 1 - values["disk"] - values["host"]
-        found[part] = needle.CacheSetting(quant, KVPlacement(device, values["host"]))
+        found[part] = CacheSetting(quant, KVPlacement(device, values["host"]))
     return found
 
 
@@ -56,18 +57,17 @@ def run_needle(
 ) -> None:
     """Hide keys in long texts, ask for them, print tables and draw heat maps to `out`."""
     counts = tuple(int(_number(length, lengths)) for length in lengths.split(","))
-    settings = needle.NeedleSettings(lengths=counts, repetitions=repetitions, seed=seed)
-    machine = replace(
-        needle.Executor(device),
-        device_memory=None if device_memory is None else parse_size(device_memory),
-    )
+    settings = NeedleSettings(lengths=counts, repetitions=repetitions, seed=seed)
+    memory = None if device_memory is None else parse_size(device_memory)
+    resources = NeedleResources(device, memory)
+    asked = caches(cache_texts)
     with progress_bar("asking", quiet=as_json) as progress:
-        found = needle.run(model, settings, caches(cache_texts), machine=machine, progress=progress)
+        found = run(model, settings, asked, resources=resources, progress=progress)
     if as_json:
         print_json(found.as_dict())
         return
     print(found.markdown(), end="")
-    paths = needle.plot(found, out / "needle")
+    paths = found.plot(out / "needle")
     print("wrote", " and ".join(map(str, paths)))
 
 

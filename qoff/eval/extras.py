@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +12,7 @@ from qoff.errors import QoffError
 
 
 def extra(module: str) -> Any:
-    """Import a module of the extra. Raises QoffError, saying what to install, where it is not."""
+    """Import a module of the extra. Raises QoffError, saying what to install, if it is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -17,3 +20,15 @@ def extra(module: str) -> Any:
         raise QoffError(
             f"this evaluation needs {missing}, which is not installed; pip install 'qoff[eval]'"
         ) from error
+
+
+@contextmanager
+def errors_only(logger: str) -> Iterator[None]:
+    """Keep a library's logger from warning of what is meant to be so."""
+    found = logging.getLogger(logger)
+    level = found.level
+    found.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        found.setLevel(level)

@@ -1,9 +1,8 @@
-"""The texts that models are judged by."""
+"""The texts that models are evaluated on."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,7 @@ CALIBRATION_TEXT = _DATA / "calibration.txt"
 _DATASETS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text")}
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text and what it is called."""
-
-    name: str
-    text: str
-
-
-def read_text(path: str | Path | None = None) -> Text:
+def read_text(path: str | Path | None = None) -> str:
     """A UTF-8 file; by default the text that comes with qoff.
 
     Raises ArgumentError for a file that is not there, empty, or not UTF-8.
@@ -41,14 +32,14 @@ def read_text(path: str | Path | None = None) -> Text:
         raise ArgumentError(f"{where}: not a text in UTF-8 ({error})") from error
     if not text.strip():
         raise ArgumentError(f"{where}: is empty; there is nothing to predict")
-    return Text(where.name, text)
+    return text
 
 
-def dataset_text(name: str) -> Text:
+def dataset_text(name: str) -> str:
     """A dataset's test split, joined by empty lines as is usual; fetched by `datasets`.
 
     Raises ArgumentError for another name than "wikitext2", QoffError where the package is not
-    installed or the dataset cannot be had.
+    installed or the dataset cannot be fetched.
     """
     if name not in _DATASETS:
         raise ArgumentError(f"no dataset {name!r} is known; use {', '.join(_DATASETS)}, or --text")
@@ -58,13 +49,13 @@ def dataset_text(name: str) -> Text:
         rows = datasets.load_dataset(path, config, split=split)
     except Exception as error:  # whatever hub, network or file system raise
         reason = " ".join(str(error).split())
-        raise QoffError(f"dataset {path} cannot be had ({reason}); use --text FILE") from error
-    return Text(name, "\n\n".join(rows[column]))
+        raise QoffError(f"dataset {path} cannot be fetched ({reason}); use --text FILE") from error
+    return "\n\n".join(rows[column])
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: Text) -> Tensor:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     """Token ids, int64 [n], without special tokens."""
-    ids: Any = tokenizer.encode(text.text, add_special_tokens=False, verbose=False)
+    ids: Any = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return torch.tensor(ids, dtype=torch.int64)
 
 

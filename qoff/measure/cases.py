@@ -1,4 +1,4 @@
-"""What a model is timed at: which tokens, how deep, and with its weights and cache where."""
+"""What is timed: how many tokens, how deep, and where weights and cache are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Case:
     """Tokens of each of `batch` sequences, read in one pass ("pp") or generated ("tg").
 
     depth: tokens that each sequence has before. As text: "tg128@d4096 x16". Raises ArgumentError
-    for numbers that make no sense.
+    for numbers out of range.
     """
 
     kind: Literal["pp", "tg"]
@@ -82,7 +82,7 @@ class Setup:
 
 
 def numbers(option: str, text: str, least: int, may_be_none: bool = False) -> list[int]:
-    """The whole numbers of an option's text, with commas between them, each once.
+    """The whole numbers of an option's text, separated by commas, each once.
 
     "none", where it may be, stands for no number. Raises ArgumentError naming the option.
     """
@@ -92,8 +92,8 @@ def numbers(option: str, text: str, least: int, may_be_none: bool = False) -> li
     for word in words:
         if not (word.isascii() and word.isdigit() and len(word) < 10 and int(word) >= least):
             raise ArgumentError(
-                f"{option} {text}: {word!r} is not what it takes, whole numbers from {least} up "
-                f"with commas between them{', or none' if may_be_none else ''}"
+                f"{option} {text}: {word!r} is not a whole number from {least} up; separate "
+                f"several by commas{', or give none' if may_be_none else ''}"
             )
     return list(dict.fromkeys(map(int, words)))
 
@@ -115,7 +115,7 @@ def grid_of_cases(
         )
     ]
     if not found:
-        raise ArgumentError("neither a prompt nor tokens to generate; leave -p or -n to something")
+        raise ArgumentError("nothing to measure: give -p or -n a number of tokens")
     return found
 
 

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from scipy.stats import mannwhitneyu
+
 from qoff.errors import FormatError, QoffError
 
-from .rank_sum import least_p, p_value
-from .results import Result
+from .results import BenchResult
 from .samples import Samples
 
 ALPHA = 0.01
@@ -56,17 +57,18 @@ class Change:
         threshold: float = THRESHOLD,
     ) -> Change:
         """Compare two samples."""
-        p = p_value(before.values, after.values)
+        p = float(mannwhitneyu(before.values, after.values, method="exact").pvalue)
         grown = after.median / before.median - 1
         verdict: Verdict = "within noise"
-        if least_p(len(before.values), len(after.values)) >= ALPHA:
+        counts = len(before.values), len(after.values)
+        if 2 / math.comb(sum(counts), counts[0]) >= ALPHA:  # the least p of so many samples
             verdict = "too few samples"
         elif p < ALPHA and abs(grown) >= threshold:
             verdict = "faster" if (grown > 0) == more_is_faster else "slower"
         return Change(name, before, after, more_is_faster, p, verdict)
 
 
-def compare(a: Result, b: Result, threshold: float = THRESHOLD) -> list[Change]:
+def compare(a: BenchResult, b: BenchResult, threshold: float = THRESHOLD) -> list[Change]:
     """Every figure that both have samples of, in the order of `a`; b is what came after.
 
     Raises FormatError for samples that are not positive numbers, QoffError where nothing is common.
@@ -85,7 +87,7 @@ def compare(a: Result, b: Result, threshold: float = THRESHOLD) -> list[Change]:
     return found
 
 
-def samples_of(result: Result) -> Iterator[tuple[tuple[str, ...], Samples]]:
+def samples_of(result: BenchResult) -> Iterator[tuple[tuple[str, ...], Samples]]:
     """(names from the outermost to the innermost, samples) of all that was sampled.
 
     Raises FormatError for samples that are not positive numbers.
@@ -105,7 +107,7 @@ def more_is_faster(path: tuple[str, ...], unit: str) -> bool:
     return unit != "s"
 
 
-def differences(a: Result, b: Result) -> list[str]:
+def differences(a: BenchResult, b: BenchResult) -> list[str]:
     """A line for each circumstance in which two results differ, apart from the date."""
     lines = [] if a.bench == b.bench else [f"bench: {a.bench}, then {b.bench}"]
     for what in ("machine", "versions", "settings"):

@@ -17,14 +17,15 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.torch_threads import one_torch_thread
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import ops_for
 from qoff.memory import plan_residency
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
 from qoff.models.runtime import Runtime, device_of
 from qoff.models.spec import DecoderSpec
 
 from .cases import Case, Setup
-from .greedy import Sequences
 from .samples import Samples
 
 _PIECE = 2048  # tokens of a pass that only fills the cache
@@ -107,6 +108,30 @@ def rates(
             for case in together:
                 found.append(_measure(runtime, setup, case, start, repetitions, done))
     return found
+
+
+class Sequences:
+    """Sequences of equal length in one cache, with room for `capacity` tokens each at once."""
+
+    def __init__(self, runtime: Runtime, count: int, capacity: int) -> None:
+        self._runtime = runtime
+        self.cache = runtime.new_cache(count, capacity)
+        self.length = 0
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Read int64 [B, T], in one pass: the likeliest token after each sequence, int64 [B]."""
+        batch, count = tokens.shape
+        ragged = Ragged.of([count] * batch, [self.length] * batch)
+        logits = self._runtime.forward(
+            ForwardPass(tokens.flatten(), ragged, self.cache, ragged.last_rows)
+        )
+        self.length += count
+        return logits.argmax(dim=-1).cpu()  # which waits for a GPU
+
+    def forget(self, tokens: int) -> None:
+        """Go back by so many tokens."""
+        self.cache.forget(tokens)
+        self.length -= tokens
 
 
 class _Start:

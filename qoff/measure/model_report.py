@@ -10,28 +10,12 @@ from qoff.units import format_size
 
 from .machine import machine
 from .model_rates import ModelRate
-from .results import Result
+from .results import BenchResult
 from .samples import QUIET
 from .tables import comma_separated, markdown
 
 NAME = "model_rates"
 _HEADER = ("model", "size", "backend", "plan", "test", "t/s")
-_COLUMNS = (
-    "model",
-    "size_bytes",
-    "backend",
-    "plan",
-    "test",
-    "batch_size",
-    "depth",
-    "tokens",
-    "repetitions",
-    "tokens_per_s",
-    "tokens_per_s_sd",
-    "tokens_per_s_median",
-    "disk_bytes_per_token",
-    "kv_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -61,47 +45,40 @@ class ModelReport:
 
     def markdown(self) -> str:
         """A table with mean and standard deviation of tokens per second."""
+        what = self.model, format_size(self.nbytes), self.backend
+        found = [(rate, rate.tokens_per_s) for rate in self.rates]
         return markdown(
             _HEADER,
             [
-                (
-                    self.model,
-                    format_size(self.nbytes),
-                    self.backend,
-                    str(rate.setup),
-                    str(rate.case),
-                    f"{rate.tokens_per_s.mean:.2f} ± {rate.tokens_per_s.sd:.2f}",
-                )
-                for rate in self.rates
+                (*what, str(rate.setup), str(rate.case), f"{speed.mean:.2f} ± {speed.sd:.2f}")
+                for rate, speed in found
             ],
         )
 
     def csv(self) -> str:
         """A line for each row, with bytes and numbers apart."""
-        return comma_separated(
-            _COLUMNS,
-            [
-                (
-                    self.model,
-                    self.nbytes,
-                    self.backend,
-                    rate.setup,
-                    rate.case,
-                    rate.case.batch,
-                    rate.case.depth,
-                    rate.case.tokens,
-                    len(rate.tokens_per_s.values),
-                    rate.tokens_per_s.mean,
-                    rate.tokens_per_s.sd,
-                    rate.tokens_per_s.median,
-                    rate.disk_bytes_per_token,
-                    rate.kv_bytes,
-                )
-                for rate in self.rates
-            ],
-        )
+        rows = [self._numbers(rate) for rate in self.rates]
+        return comma_separated(list(rows[0]), [list(row.values()) for row in rows])
 
-    def result(self) -> Result:
+    def _numbers(self, rate: ModelRate) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "size_bytes": self.nbytes,
+            "backend": self.backend,
+            "plan": rate.setup,
+            "test": rate.case,
+            "batch_size": rate.case.batch,
+            "depth": rate.case.depth,
+            "tokens": rate.case.tokens,
+            "repetitions": len(rate.tokens_per_s.values),
+            "tokens_per_s": rate.tokens_per_s.mean,
+            "tokens_per_s_sd": rate.tokens_per_s.sd,
+            "tokens_per_s_median": rate.tokens_per_s.median,
+            "disk_bytes_per_token": rate.disk_bytes_per_token,
+            "kv_bytes": rate.kv_bytes,
+        }
+
+    def result(self) -> BenchResult:
         """The same as a result, which can be kept and compared with others.
 
         The names of its figures do not hold the model's, so that two models can be compared.
@@ -118,11 +95,8 @@ class ModelReport:
             }
             for rate in self.rates
         }
-        settings = {
-            "model": self.model,
-            "model_bytes": self.nbytes,
-            "backend": self.backend,
-            **self.settings,
-        }
+        settings = {"model": self.model, "model_bytes": self.nbytes, "backend": self.backend}
         gpu = "" if self.backend == "cpu" else self.backend
-        return Result(NAME, settings, measured, notes=self.notes, machine=machine(gpu))
+        return BenchResult(
+            NAME, {**settings, **self.settings}, measured, notes=self.notes, machine=machine(gpu)
+        )

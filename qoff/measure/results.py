@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ _KEYS = ("bench", "date", "settings", "machine", "versions", "measured")
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """What one run of a bench found, and under what circumstances.
 
     measured: nested by name; wherever a figure was sampled, `Samples.summary`. unit: of the samples
@@ -39,18 +39,8 @@ class Result:
 
     def content(self) -> dict[str, Any]:
         """All of it for JSON."""
-        return {
-            "bench": self.bench,
-            "date": self.date,
-            "settings": self.settings,
-            "machine": self.machine,
-            "versions": self.versions,
-            **({"unit": self.unit} if self.unit else {}),
-            "measured": self.measured,
-            "ratios": self.ratios,
-            "bars": self.bars,
-            "notes": self.notes,
-        }
+        keys = (*_KEYS, "ratios", "bars", "notes", *(["unit"] if self.unit else ()))
+        return {key: getattr(self, key) for key in keys}
 
     def text(self) -> str:
         """The JSON document, as it stands in a file."""
@@ -77,7 +67,7 @@ class Result:
         raise FormatError(f"{folder}: has 999 files {self.stem()}*.json; move some away")
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> BenchResult:
     """Read the file of a result. Raises FormatError for anything else, naming the file."""
     try:
         found = load_object(path.read_bytes())
@@ -97,18 +87,8 @@ def read_result(path: Path) -> Result:
                 f"{path}: its {key} is a {type(found[key]).__name__}, not a {kind.__name__}; "
                 "measure again"
             )
-    return Result(
-        found["bench"],
-        found["settings"],
-        found["measured"],
-        found.get("ratios", {}),
-        found.get("bars", ()),
-        found.get("notes", ()),
-        str(found.get("unit", "")),
-        found["machine"],
-        found["versions"],
-        found["date"],
-    )
+    known = {field.name for field in fields(BenchResult)}
+    return BenchResult(**{key: value for key, value in found.items() if key in known})
 
 
 def processor_of(machine: Mapping[str, Any]) -> str:

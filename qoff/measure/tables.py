@@ -8,8 +8,12 @@ from collections.abc import Sequence
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int = 1) -> str:
-    """A Markdown table whose columns line up as text, too; the last `right` ones to the right."""
-    cells = [[_escaped(cell) for cell in row] for row in (header, *rows)]
+    """A Markdown table whose columns line up as text, too; the last `right` are right-aligned.
+
+    Rows may be shorter than the header.
+    """
+    empty = [""] * len(header)
+    cells = [[_escaped(cell) for cell in [*row, *empty[len(row) :]]] for row in (header, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     left = len(header) - right
     lines = [

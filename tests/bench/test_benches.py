@@ -13,6 +13,8 @@ import torch
 
 from bench import cpu_decode, cpu_matmul, disk_stream
 from bench.bandwidth import ReadBandwidth, read_all, read_pieces
+from bench.greedy import Timing
+from bench.greedy import generate as native_generate
 from bench.harness import Bar, Report
 from bench.peers import accelerate_offload, llama_cpp, transformers_model
 from bench.peers.int4 import DequantizeGemm, TorchInt4
@@ -20,8 +22,6 @@ from bench.random_model import TINYLLAMA, random_matrix, write_random_checkpoint
 from qoff.checkpoint import Checkpoint, verify
 from qoff.errors import QoffError
 from qoff.hf.load import load
-from qoff.measure.greedy import Timing
-from qoff.measure.greedy import generate as native_generate
 from qoff.measure.machine import machine, versions
 from qoff.measure.samples import Samples
 from qoff.models.runtime import Runtime

@@ -13,18 +13,19 @@ from bench import experts
 from qoff.errors import QoffError
 
 SMALL = experts.Shape("small", 6, 2, 128, 64)
+NAME = "small, 2 of 6"
 
 
 def test_the_bench_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "QUICK_SHAPES", (SMALL,))
     experts.main(["--quick", "--out", str(tmp_path / "out.json")])
     content = json.loads((tmp_path / "out.json").read_text())
-    assert set(content["measured"]) == {"small M=1", "small M=16"}
+    assert set(content["measured"]) == {f"{NAME} M=1", f"{NAME} M=16"}
     gate_up, down = experts.random_experts(SMALL)
-    single = content["measured"]["small M=1"]
-    assert single["experts_bytes"] == 2 * (gate_up.nbytes + down.nbytes)
+    single = content["measured"][f"{NAME} M=1"]
+    assert single["weight_bytes"] == 2 * (gate_up.nbytes + down.nbytes)
     assert single["eta"] > 0
-    assert content["ratios"]["small M=16"][experts.LOOP] > 0
+    assert content["ratios"][f"{NAME} M=16"][experts.LOOP] > 0
 
 
 def test_draws_are_of_different_experts_and_use_all() -> None:

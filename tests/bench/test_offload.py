@@ -31,4 +31,4 @@ def test_every_plan_is_measured_and_drawn(
     assert 1.3 < rows / half["disk_bytes"] < 3  # once for each of two batches
     assert found["135M: 50%, the rest in host memory"]["disk_bytes"] == 0
     assert found["135M: KV on disk"]["disk_bytes"] > 0
-    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".png", ".svg"}
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".svg"}

@@ -97,7 +97,7 @@ def test_a_text_comes_with_qoff(source: Path, text: Path, tmp_path: Path) -> Non
         (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),
         (["--target-bits", "5", "--weight", "*=8,32", "--calibration", "TEXT"], "leave one of"),
         (["--target-bits", "2", "--calibration", "TEXT"], "2 bits a weight are too few"),
-        (["--max-kl", "0", "--calibration", "TEXT"], "cannot be had"),
+        (["--max-kl", "0", "--calibration", "TEXT"], "cannot be reached"),
         (["--max-kl", "1", "--calibration", "SHORT"], "has 5 tokens"),
         (["--max-kl", "1", "--calibration", "BINARY"], "is not UTF-8 text"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,10 @@ import pytest
 import torch
 
 from qoff.errors import ArgumentError, QoffError
-from qoff.eval import needle
-from qoff.eval.filler import cut_sentences, made_sentences
-from qoff.eval.needle import CacheSetting, Machine, NeedleResult, NeedleSettings, Trial
-from qoff.eval.needle_prompts import NeedlePrompt, prompts
-from qoff.eval.needle_result import is_retrieved
+from qoff.eval.needle.prompts import NeedlePrompt, NeedleSettings, endless, prompts
+from qoff.eval.needle.result import CacheSetting, NeedleResult, Trial, is_retrieved
+from qoff.eval.needle.run import NeedleResources, run
+from qoff.eval.texts import read_text
 from qoff.hf.load import load_tokenizer
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.convert.convert import convert
@@ -25,8 +25,9 @@ from tests.tiny_models import QUANT, reference_model, save_model, save_tokenizer
 
 POSITIONS = 1024
 # A letter is a token here, so that the frame alone has about 250.
+FILLER = "One two three. Four five six seven! Is eight nine ten? Eleven twelve. Thirteen is next."
 SETTINGS = NeedleSettings(
-    lengths=(420, 640), depths=(0.0, 0.5, 1.0), repetitions=2, answer_tokens=8
+    lengths=(420, 640), depths=(0.0, 0.5, 1.0), repetitions=2, answer_tokens=8, filler=FILLER
 )
 WINDOW = 16
 PACKED = CacheSetting(KVQuant(window=WINDOW))
@@ -48,7 +49,7 @@ def tokenizer(checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def float32(checkpoint: Path) -> NeedleResult:
-    return needle.run(checkpoint, SETTINGS, {"float32": CacheSetting(None)})
+    return run(checkpoint, SETTINGS, {"float32": CacheSetting(None)})
 
 
 def scores(result: NeedleResult) -> torch.Tensor:
@@ -59,20 +60,15 @@ def asked(tokenizer: Any, settings: NeedleSettings = SETTINGS) -> list[NeedlePro
     return list(prompts(tokenizer, settings))
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_prompts_are_those_of_the_seed(chat: bool, tokenizer: Any) -> None:
-    settings = replace(SETTINGS, chat=chat)
-    first = asked(tokenizer, settings)
-    assert asked(tokenizer, settings) == first
-    other = asked(tokenizer, replace(settings, seed=1))
+def test_prompts_are_those_of_the_seed(tokenizer: Any) -> None:
+    first = asked(tokenizer)
+    assert asked(tokenizer) == first
+    other = asked(tokenizer, replace(SETTINGS, seed=1))
     assert not {p.key for p in first} & {p.key for p in other}
 
 
-@pytest.mark.parametrize("filler", [(), ("One two. Three four five!", "Six? Seven eight nine.")])
-def test_a_prompt_has_the_key_once_where_it_was_wanted(
-    filler: tuple[str, ...], tokenizer: Any
-) -> None:
-    settings = replace(SETTINGS, filler=filler, lengths=(1000,), depths=(0.0, 0.3, 0.7, 1.0))
+def test_a_prompt_has_the_key_once_where_it_was_wanted(tokenizer: Any) -> None:
+    settings = replace(SETTINGS, lengths=(1000,), depths=(0.0, 0.3, 0.7, 1.0))
     found = asked(tokenizer, settings)
     assert len(found) == 8
     for repetition in (0, 1):
@@ -96,23 +92,22 @@ def test_prompts_of_other_depths_differ_in_order_only(tokenizer: Any) -> None:
 
 
 def test_the_tokenizers_template_frames_the_prompt(tokenizer: Any) -> None:
-    (chat, *_) = asked(tokenizer)
-    (raw, *_) = asked(tokenizer, replace(SETTINGS, chat=False))
+    plain = copy(tokenizer)
+    plain.chat_template = None
+    (chat, *_), (raw, *_) = asked(tokenizer), asked(plain)
     assert tokenizer.decode(chat.tokens).startswith("<s>user: The following text")
     assert tokenizer.decode(chat.tokens).endswith("<s>assistant: The pass key is")
     assert tokenizer.decode(raw.tokens).startswith("The following text")
 
 
-def test_made_sentences_vary() -> None:
-    source = made_sentences(random.Random(5))
-    found = [next(source) for _ in range(500)]
-    assert len(set(found)) > 490
-    assert not any(c.isdigit() for sentence in found for c in sentence)
-    assert all(s[0].isupper() and s.endswith(".") for s in found)
+def test_the_key_is_hidden_in_qoffs_text_by_default(tokenizer: Any) -> None:
+    first, *_ = asked(tokenizer, replace(SETTINGS, filler="", lengths=(1000,), depths=(1.0,)))
+    body = tokenizer.decode(first.tokens).split("asked for it.")[1].split("The pass key")[0]
+    assert body.replace("<unk>", "").strip()[:60] in " ".join(read_text().split())
 
 
-def test_cut_sentences_go_round() -> None:
-    source = cut_sentences(["A b. C d!", " E\nf? "], random.Random(0))
+def test_sentences_go_round() -> None:
+    source = endless(["A b.", "C d!", "E f?"], random.Random(0))
     found = [next(source) for _ in range(7)]
     assert sorted(set(found)) == ["A b.", "C d!", "E f?"]
     assert found[:4] == found[3:]
@@ -134,7 +129,7 @@ def test_a_packed_cache_with_nothing_packed_scores_the_same(
     checkpoint: Path, float32: NeedleResult
 ) -> None:
     unpacked = CacheSetting(KVQuant(window=POSITIONS))
-    found = needle.run(checkpoint, SETTINGS, {"window": unpacked})
+    found = run(checkpoint, SETTINGS, {"window": unpacked})
     torch.testing.assert_close(scores(found), scores(float32), atol=1e-3, rtol=0)
     assert [t.answer for t in found.trials] == [t.answer for t in float32.trials]
 
@@ -148,8 +143,8 @@ def test_packing_moves_scores_and_where_blocks_lie_does_not(
         "8 bits": CacheSetting(KVQuant(8, 8, window=WINDOW)),
         "sparse": CacheSetting(KVQuant(window=WINDOW, attention_top=0.25)),
     }
-    machine = Machine(prefill_tokens=128)
-    found = needle.run(checkpoint, SETTINGS, caches, machine=machine)
+    resources = NeedleResources(prefill_tokens=128)
+    found = run(checkpoint, SETTINGS, caches, resources=resources)
     count = len(float32.trials)
     assert [t.cache for t in found.trials] == [name for name in caches for _ in range(count)]
     packed, disk, fine, sparse = scores(found).split(count)
@@ -160,19 +155,11 @@ def test_packing_moves_scores_and_where_blocks_lie_does_not(
     assert (sparse - packed).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("together", [2, 5])
-def test_prompts_at_once_do_not_matter(together: int, checkpoint: Path) -> None:
-    machine = Machine(prefill_tokens=POSITIONS)
-    found = needle.run(checkpoint, SETTINGS, {"packed": PACKED}, machine=machine)
-    more = replace(machine, prompts_at_once=together)
-    assert needle.run(checkpoint, SETTINGS, {"packed": PACKED}, machine=more) == found
-
-
 def test_progress_counts_to_the_end(checkpoint: Path) -> None:
     settings = replace(SETTINGS, lengths=(400,), repetitions=1)
     seen: list[tuple[int, int]] = []
     caches = {"packed": PACKED, "float32": CacheSetting(None)}
-    needle.run(checkpoint, settings, caches, progress=lambda *both: seen.append(both))
+    run(checkpoint, settings, caches, progress=lambda *both: seen.append(both))
     assert seen == [(i, 6) for i in range(1, 7)]
 
 
@@ -188,7 +175,7 @@ def test_what_cannot_be_asked_is_refused(
     changes: dict[str, Any], message: str, checkpoint: Path
 ) -> None:
     with pytest.raises(ArgumentError, match=message) as refusal:
-        needle.run(checkpoint, replace(SETTINGS, **changes), {"packed": PACKED})
+        run(checkpoint, replace(SETTINGS, **changes), {"packed": PACKED})
     assert "\n" not in str(refusal.value)
 
 
@@ -198,9 +185,7 @@ def test_what_cannot_be_asked_is_refused(
         {"lengths": ()},
         {"depths": (1.5,)},
         {"repetitions": 0},
-        {"digits": 0},
-        {"filler": (" ",)},
-        {"threshold": 0.0},
+        {"filler": " "},
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any]) -> None:
@@ -251,9 +236,10 @@ def test_tables_are_means_over_repetitions() -> None:
     assert result.log_probabilities("b") == [[-1.5, -1.5], [-1.5, -1.5]]
     assert result.lost_at() == {"a": None, "b": 200, "c": 100}
     text = result.markdown()
-    assert "| a | 88% | -1.50 | - |" in text
-    assert "| b | 50% | -1.50 | 200 tokens |" in text
-    assert "| 200 | 0% (-1.50) | 50% (-1.50) |" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["a", "88%", "-1.50", "-"] in rows
+    assert ["b", "50%", "-1.50", "200 tokens"] in rows
+    assert ["200", "0% (-1.50)", "50% (-1.50)"] in rows
     found = json.loads(json.dumps(result.as_dict()))
     assert found["lost_at"] == {"a": None, "b": 200, "c": 100}
     assert found["caches"]["a"]["kv"]["k_bits"] == 4
@@ -262,7 +248,7 @@ def test_tables_are_means_over_repetitions() -> None:
 
 def test_heat_maps_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    paths = needle.plot(made(HITS), tmp_path / "new" / "heat.v1.png")
+    paths = made(HITS).plot(tmp_path / "new" / "heat.v1")
     assert [path.name for path in paths] == ["heat.v1.png", "heat.v1.svg"]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     assert "<svg" in paths[1].read_text()
@@ -275,4 +261,4 @@ def test_plots_without_matplotlib_say_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(QoffError, match=r"pip install 'qoff\[eval\]'"):
-        needle.plot(made(HITS), tmp_path / "heat")
+        made(HITS).plot(tmp_path / "heat")

@@ -12,18 +12,19 @@ import pytest
 import torch
 
 from qoff.errors import ArgumentError, FormatError
-from qoff.eval.kv_setting import KVSetting
-from qoff.eval.metrics import Scores, by_place, summarize
-from qoff.eval.models import open_runtime, subject_of
-from qoff.eval.reference import Reference, ReferenceWriter
-from qoff.eval.scoring import Sample, evaluate, make_reference
-from qoff.eval.subjects import QoffSubject, TransformersSubject, layer_errors
-from qoff.eval.windows import cut
+from qoff.eval.kv.setting import KVSetting
+from qoff.eval.perplexity.metrics import Scores, summarize
+from qoff.eval.perplexity.models import open_runtime, subject_of
+from qoff.eval.perplexity.reference import Reference, ReferenceMeta, write_reference
+from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
+from qoff.eval.perplexity.subjects import QoffSubject, TransformersSubject
+from qoff.eval.perplexity.windows import cut
 from qoff.kvcache import KVQuant
 from qoff.models.runtime import Runtime
 from tests.tiny_models import VOCAB, reference_model, tiny_checkpoint
 
 FAMILY = "llama-head64"
+META = ReferenceMeta("m", VOCAB, "text")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,6 @@ def test_windows_that_are_read_together_score_as_alone(runtime: Runtime) -> None
     alone = evaluate(QoffSubject(runtime, "x", 32), text)
     together = evaluate(QoffSubject(runtime, "x", 32), text, batch=3)
     np.testing.assert_allclose(together.nll, alone.nll, atol=1e-3)
-    assert (together.place == alone.place).all()
 
 
 def test_a_model_does_not_differ_from_itself(runtime: Runtime, tmp_path: Path) -> None:
@@ -96,7 +96,6 @@ def test_a_model_does_not_differ_from_itself(runtime: Runtime, tmp_path: Path) -
     assert scores.kl.max() < 1e-6
     assert scores.same_top.mean() > 0.99  # equal but for ties
     np.testing.assert_allclose(scores.nll, reference.nll, atol=1e-4)
-    assert max(layer_errors(reference.hidden, subject, text.first)) < 1e-3
     found = summarize(scores).divergence
     assert found is not None
     assert found.perplexity_ratio.value == pytest.approx(1, abs=1e-4)
@@ -127,9 +126,7 @@ def test_divergence_is_what_its_definition_says(
 def test_a_reference_keeps_log_probabilities_to_a_thousandth(tmp_path: Path) -> None:
     logits = torch.randn(5, VOCAB) * 6
     logits[0, 0] = -300.0
-    with ReferenceWriter(tmp_path / "r") as writer:
-        writer.add(logits, torch.arange(5))
-        writer.finish("m", VOCAB, "text", [])
+    write_reference(tmp_path / "r", META, [(logits, torch.arange(5))])
     reference = Reference(tmp_path / "r")
     wanted = torch.log_softmax(logits, -1)
     wanted = wanted.clamp_min(wanted.amax(1, keepdim=True) - 40)
@@ -140,30 +137,27 @@ def test_a_reference_keeps_log_probabilities_to_a_thousandth(tmp_path: Path) -> 
 
 
 def test_a_reference_that_was_not_finished_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(IndexError), ReferenceWriter(tmp_path / "r") as writer:  # noqa: PT012
-        writer.add(torch.randn(2, VOCAB), torch.arange(2))
-        writer.add(torch.randn(2, VOCAB), torch.tensor(1))
+    parts = [(torch.randn(2, VOCAB), torch.arange(2)), (torch.randn(2, VOCAB), torch.tensor(1))]
+    with pytest.raises(IndexError):
+        write_reference(tmp_path / "r", META, parts)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("file", ["meta.json", "nll.npy", "index.npy", "rows.bin"])
-@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
-def test_a_damaged_reference_is_refused(file: str, damage: str, tmp_path: Path) -> None:
-    with ReferenceWriter(tmp_path / "r") as writer:
-        writer.add(torch.randn(3, VOCAB), torch.arange(3))
-        writer.finish("m", VOCAB, "text", [])
-    path = tmp_path / "r" / file
-    data = path.read_bytes()
-    if damage == "missing":
-        path.unlink()
-    elif damage == "short":
+@pytest.mark.parametrize("damage", ["missing", "short", "row", "all"])
+def test_a_damaged_reference_is_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    write_reference(path, META, [(torch.randn(3, VOCAB), torch.arange(3))])
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    if damage == "short":
         path.write_bytes(data[: len(data) // 2])
-    elif file != "rows.bin":
-        path.write_bytes(b"\xff" + data[1:])
-    else:
+    elif damage == "row":
+        data[100] ^= 255  # in the first row's numbers
+        path.write_bytes(data)
+    elif damage == "all":
         path.write_bytes(bytes(255 - x for x in data))
     with pytest.raises(FormatError, match="damaged"):
-        Reference(tmp_path / "r").log_probabilities(0, 3)
+        Reference(path).log_probabilities(0, 3)
 
 
 def test_a_reference_of_something_else_is_refused(
@@ -208,9 +202,8 @@ def test_every_form_of_k_can_be_evaluated(
     text = sample(128, 128)
     reference = make_reference(QoffSubject(runtime, "x"), text, tmp_path / "r")
     found = [
-        kl(checkpoint, KVSetting(KVQuant(8, 8, **form), True, before), text, reference)
+        kl(checkpoint, KVSetting(KVQuant(8, 8, **form), True), text, reference)
         for form in ({}, {"k_form": "token"}, {"k_form": "token", "rotated": True})
-        for before in (False, True)
     ]
     assert len(set(found)) == len(found)
     assert all(0 < x < 1e-3 for x in found)
@@ -233,15 +226,15 @@ def test_types_of_llama_cpp_can_be_evaluated(
         kl(checkpoint, KVSetting(every_token=True, ggml="q9"), text, reference)
 
 
-def test_k_before_rope_goes_with_every_token() -> None:
+def test_types_of_llama_cpp_go_with_every_token() -> None:
     with pytest.raises(ArgumentError, match="every token"):
-        KVSetting(KVQuant(), before_rope=True)
+        KVSetting(ggml="q4_0")
 
 
 def test_errors_of_means() -> None:
     nll = np.array([1.0, 2.0, 4.0])
     base = np.array([1.0, 1.5, 3.0])
-    scores = Scores(nll, np.arange(3), base, nll - base, np.array([True, False, True]))
+    scores = Scores(nll, base, nll - base, np.array([True, False, True]))
     found = summarize(scores)
     assert found.perplexity.value == pytest.approx(math.exp(7 / 3))
     deviation = math.sqrt(((nll - nll.mean()) ** 2).sum() / 2) / math.sqrt(3)
@@ -250,9 +243,3 @@ def test_errors_of_means() -> None:
     assert found.divergence.perplexity_ratio.value == pytest.approx(math.exp(0.5))
     assert found.divergence.same_top.value == pytest.approx(2 / 3)
     assert found.divergence.median_kl == pytest.approx(0.5)
-
-
-def test_means_by_place_are_those_of_the_bins() -> None:
-    place = np.array([0, 1, 2, 3, 4, 5, 6, 7])
-    found = by_place(place.astype(float), place, 4)
-    assert found == [(1.0, 0.5), (3.0, 2.5), (5.0, 4.5), (7.0, 6.5)]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError, QuantizationError, UnsupportedModelError
-from qoff.eval.mixing import mixed_for_bits, mixed_for_loss
-from qoff.eval.sensitivity import Sensitivities, Sensitivity
+from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
+from qoff.eval.mixing.sensitivity import Sensitivities, Sensitivity
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.sources.safetensors import open_source
 from qoff.quant import Format, QuantConfig
@@ -112,7 +112,7 @@ def test_a_mix_keeps_within_its_loss(model: Sensitivities, found: list[Sensitivi
 def test_what_cannot_be_had_is_refused(model: Sensitivities, found: list[Sensitivity]) -> None:
     with pytest.raises(ArgumentError, match=r"4.1 bits a weight are too few; .* take 4.250"):
         mixed_for_bits(model, found, 4.1)
-    with pytest.raises(ArgumentError, match=r"1e-09 nats a token cannot be had"):
+    with pytest.raises(ArgumentError, match=r"1e-09 nats a token cannot be reached"):
         mixed_for_loss(model, found, 1e-9)
 
 

@@ -12,15 +12,17 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 import qoff
 from qoff.errors import ArgumentError, QoffError
-from qoff.eval import tasks
-from qoff.eval.harness import QoffLM
+from qoff.eval.tasks.harness import QoffLM
+from qoff.eval.tasks.run import OWN_TASKS, evaluate, manager_of, markdown, run_tasks
 from tests.module_models import module_checkpoint, module_reference
 from tests.tiny_models import budgets, reference_model, tiny_checkpoint
 
-OWN = ["qoff_knowledge", "qoff_prose", "qoff_words"]
+COUNTS = {"qoff_knowledge": 40, "qoff_prose": 4, "qoff_words": 12}
+OWN = list(COUNTS)
 CHOICES = ["a", "b", "ab", " a", "cde"]
 PAIRS = [
     *(("Which letter?", f" {choice}") for choice in CHOICES),
@@ -142,9 +144,9 @@ def test_a_packed_cache_is_packed_between_passes(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_own_tasks_run_offline_and_score_as_the_peers(checkpoint: Path, peer: HFLM) -> None:
-    found = tasks.run_tasks(checkpoint, OWN, batch_size=16)
-    wanted = tasks.evaluate(peer, tasks.find_tasks(OWN))
-    assert found["samples"] == {"qoff_knowledge": 40, "qoff_prose": 4, "qoff_words": 12}
+    found = run_tasks(checkpoint, OWN, batch_size=16)
+    wanted = evaluate(peer, OWN, manager_of(OWN))
+    assert found["samples"] == COUNTS
     knowledge = found["results"]["qoff_knowledge"]
     assert knowledge == wanted["results"]["qoff_knowledge"]
     assert set(knowledge) == {"acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
@@ -152,11 +154,21 @@ def test_own_tasks_run_offline_and_score_as_the_peers(checkpoint: Path, peer: HF
     prose = found["results"]["qoff_prose"]
     assert prose == pytest.approx(wanted["results"]["qoff_prose"], rel=1e-3)
     assert json.loads(json.dumps(found))["tasks"] == OWN
-    assert f"| qoff_knowledge | acc | {knowledge['acc']:.4f} |" in tasks.markdown(found)
+    assert f"{knowledge['acc']:.4f}" in markdown(found).splitlines()[2]
+
+
+def test_own_data_are_found_from_any_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `lm_eval --include_path`, which knows no task of ours but by its file."""
+    monkeypatch.chdir(tmp_path)
+    manager = TaskManager(include_path=[OWN_TASKS], include_defaults=False)
+    loaded = manager.load(OWN)
+    assert {name: len(task.test_docs()) for name, task in loaded["tasks"].items()} == COUNTS
 
 
 def test_a_limit_takes_the_first_documents(checkpoint: Path) -> None:
-    found = tasks.run_tasks(checkpoint, OWN[:1], limit=5, num_fewshot=2, chat=True)
+    found = run_tasks(checkpoint, OWN[:1], limit=5, num_fewshot=2, chat=True)
     assert found["samples"] == {"qoff_knowledge": 5}
     assert found["settings"]["limit"] == 5
 
@@ -176,14 +188,14 @@ doc_to_target: a
 metric_list: [{{metric: acc}}]
 """
     )
-    found = tasks.run_tasks(checkpoint, ["letters", OWN[2]], include_path=tmp_path)
+    found = run_tasks(checkpoint, ["letters", OWN[2]], include_path=tmp_path)
     assert found["samples"] == {"letters": 1, "qoff_words": 12}
 
 
 @pytest.mark.slow
 def test_an_unknown_task_names_the_nearest(checkpoint: Path) -> None:
     with pytest.raises(ArgumentError, match=r"no task 'hellaswga'.* hellaswag") as refusal:
-        tasks.run_tasks(checkpoint, ["hellaswga"])
+        run_tasks(checkpoint, ["hellaswga"])
     assert "\n" not in str(refusal.value)
 
 
@@ -194,19 +206,19 @@ def test_data_that_are_not_there_are_said_in_a_line(checkpoint: Path, tmp_path: 
         "doc_to_text: ''\ndoc_to_target: '{{text}}'\n"
     )
     with pytest.raises(QoffError, match=r"cannot be read .*gone\.jsonl") as refusal:
-        tasks.run_tasks(checkpoint, ["gone"], include_path=tmp_path)
+        run_tasks(checkpoint, ["gone"], include_path=tmp_path)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("options", [{"limit": 0}, {"num_fewshot": -1}, {"limit": 0.5}])
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], checkpoint: Path) -> None:
     with pytest.raises(ArgumentError, match=f"{next(iter(options))} is"):
-        tasks.run_tasks(checkpoint, OWN, **options)
+        run_tasks(checkpoint, OWN, **options)
 
 
 def test_no_task_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ArgumentError, match="no task; name one"):
-        tasks.run_tasks(checkpoint, [])
+        run_tasks(checkpoint, [])
 
 
 def test_without_the_harness_it_is_said_what_to_install(
@@ -215,7 +227,7 @@ def test_without_the_harness_it_is_said_what_to_install(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "lm_eval.tasks")
     with pytest.raises(QoffError, match=r"needs lm_eval, .*pip install 'qoff\[eval\]'"):
-        tasks.run_tasks(checkpoint, OWN)
+        run_tasks(checkpoint, OWN)
 
 
 def test_the_harness_knows_the_model_by_name(checkpoint: Path) -> None:
@@ -239,7 +251,7 @@ def test_answers_as_long_as_the_context_are_refused(checkpoint: Path) -> None:
 
 
 def test_own_questions_are_answerable() -> None:
-    lines = (tasks.OWN_TASKS / "knowledge.jsonl").read_text().splitlines()
+    lines = (OWN_TASKS / "knowledge.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     assert len({doc["question"] for doc in found}) == 40
     for doc in found:

@@ -16,7 +16,7 @@ from qoff.eval.texts import CALIBRATION_TEXT, DEFAULT_TEXT, dataset_text, read_t
 def test_texts_come_with_the_package_and_do_not_overlap() -> None:
     evaluation, calibration = (path.read_text() for path in (DEFAULT_TEXT, CALIBRATION_TEXT))
     assert 100_000 < len(evaluation) < 300_000
-    assert read_text().text == evaluation
+    assert read_text() == evaluation
     pieces = {evaluation[i : i + 60] for i in range(0, len(evaluation) - 60, 500)}
     # Addresses begin alike: "Mr. Speaker, Mr. Vice President, Members of Congress".
     assert sum(piece in calibration for piece in pieces) < len(pieces) / 100
@@ -36,7 +36,7 @@ def test_a_dataset_is_its_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"text": ["", " = A = \n", "b"]}
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert dataset_text("wikitext2").text == "\n\n = A = \n\n\nb"
+    assert dataset_text("wikitext2") == "\n\n = A = \n\n\nb"
 
 
 def test_a_dataset_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

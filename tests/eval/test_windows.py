@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import ArgumentError
-from qoff.eval.windows import Window, cut
+from qoff.eval.perplexity.windows import Window, cut
 
 
 def scored(windows: list[Window]) -> list[int]:
@@ -66,7 +66,7 @@ def test_a_limit_keeps_the_first() -> None:
         ({"total": 9, "length": 1}, "2 at least"),
         ({"total": 99, "length": 10, "stride": 11}, "stride of 11"),
         ({"total": 99, "length": 10, "stride": 0}, "stride of 0"),
-        ({"total": 99, "length": 10, "definition": "mine"}, "no windows are called 'mine'"),
+        ({"total": 99, "length": 10, "definition": "mine"}, "no definition 'mine'"),
         ({"total": 99, "length": 10, "limit": 0}, "1 at least"),
     ],
 )

@@ -4,16 +4,24 @@ Nothing here needs a GPU: `bench.static` compiles in a process of its own (here 
 interpreter), and the figures come from what the compiler made. The pinned Triton is always used;
 Triton 3.6.0 too where a folder holds it: the one that the environment variable QOFF_TRITON_36
 names, by default .triton-3.6, which `make triton-3.6` fills.
+
+Compiling takes minutes. The first worker of a run that needs the figures compiles, the others wait
+for it; and .pytest_cache keeps them until a kernel, the bench or Triton changes.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Iterator
+from importlib.metadata import version as version_of
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,22 +32,72 @@ from bench.static import OPS
 ROOT = Path(__file__).resolve().parents[2]
 OLDER = Path(os.environ.get("QOFF_TRITON_36") or ROOT / ".triton-3.6")
 BAD = "tests.kernels.bad_kernels"
+CACHE = ROOT / ".pytest_cache" / "static"
+ELSEWHERE = ("cpu", "reference")  # of kernels/
 
 # The first test waits until all variants are compiled.
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="session", params=["pinned", "3.6.0"])
-def compiled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[Artefact]:
+def compiled(request: pytest.FixtureRequest, shared: Path) -> list[Artefact]:
     """All variants for all architectures, compiled by one version of Triton."""
     older = request.param == "3.6.0"
     if older and not (OLDER / "triton").is_dir():
         pytest.skip(f"no Triton 3.6.0 in {OLDER}: make triton-3.6, or name one by QOFF_TRITON_36")
-    version, found = compile_all(tmp_path_factory.mktemp("static") / "found.json", older=older)
+    version, found = compiled_once(shared, request.param, older=older)
     assert not older or version == request.param, f"{OLDER} holds Triton {version}"
     return found
+
+
+def compiled_once(
+    shared: Path, name: str, *options: str, older: bool = False
+) -> tuple[str, list[Artefact]]:
+    """What `compile_all` returns, compiled by the first worker of a run that asks for it.
+
+    Kept in .pytest_cache if nothing was wrong with it, so that no passing trouble stays.
+    """
+    file = f"{name}-{digest(older, *options)}.json"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in (CACHE / file, shared / file):
+            if path.exists():
+                return read(path)
+        version, found = compile_all(shared / file, *options, older=older)
+        if not any(artefact.violations() for artefact in found):
+            CACHE.mkdir(parents=True, exist_ok=True)
+            for outdated in CACHE.glob(f"{name}-*.json"):
+                outdated.unlink()
+            shutil.copy(shared / file, CACHE / "partial")
+            (CACHE / "partial").replace(CACHE / file)
+        return version, found
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run have."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def digest(older: bool, *options: str) -> str:
+    """Changes with the sources of kernels and bench, the options and Triton's version."""
+    sha = hashlib.sha256(repr((options, sys.version)).encode())
+    for path in sorted(set(sources())):
+        sha.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    version = (OLDER / "triton" / "__init__.py").read_text() if older else version_of("triton")
+    sha.update(version.encode())
+    return sha.hexdigest()[:16]
+
+
+def sources() -> Iterator[Path]:
+    """The files that decide what is compiled. Ops of the CPU and in torch do not."""
+    for path in (ROOT / "kernels").rglob("*"):
+        if path.suffix in (".py", ".json") and path.parts[len(ROOT.parts) + 1] not in ELSEWHERE:
+            yield path
+    for name in ("static", "offline", "ptx", "ttgir", "gpu_limits"):
+        yield ROOT / "bench" / f"{name}.py"
+    yield ROOT / Path(*BAD.split(".")).with_suffix(".py")
 
 
 def compile_all(path: Path, *options: str, older: bool = False) -> tuple[str, list[Artefact]]:
@@ -51,10 +109,16 @@ def compile_all(path: Path, *options: str, older: bool = False) -> tuple[str, li
     command = [sys.executable, "-m", "bench.static", "--json", str(path), *options]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert path.is_file(), f"bench.static ended with {run.returncode}:\n{run.stderr[-4000:]}"
-    content = json.loads(path.read_text())
-    found = [Artefact(**{**a, "traits": tuple(a["traits"])}) for a in content["artefacts"]]
+    version, found = read(path)
     violations = sum(len(artefact.violations()) for artefact in found)
     assert run.returncode == bool(violations), run.stderr
+    return version, found
+
+
+def read(path: Path) -> tuple[str, list[Artefact]]:
+    """Triton's version and the artefacts of a file that bench.static wrote."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    found = [Artefact(**{**a, "traits": tuple(a["traits"])}) for a in content["artefacts"]]
     return content["triton"], found
 
 
@@ -69,10 +133,8 @@ def test_variants_compile_well(compiled: list[Artefact], op: str, capability: in
     assert not violations, "\n".join(violations)
 
 
-@cache
-def bad(folder: Path, capability: int) -> dict[str, Artefact]:
-    path = folder / f"bad-{capability}.json"
-    _, found = compile_all(path, "--op", BAD, "--arch", str(capability))
+def bad(shared: Path, capability: int) -> dict[str, Artefact]:
+    _, found = compiled_once(shared, f"bad-{capability}", "--op", BAD, "--arch", str(capability))
     return {artefact.variant: artefact for artefact in found}
 
 
@@ -90,23 +152,21 @@ def bad(folder: Path, capability: int) -> dict[str, Artefact]:
 )
 @pytest.mark.parametrize("capability", [80, 90])
 def test_a_bad_variant_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, variant: str, complaint: str, capability: int
+    shared: Path, variant: str, complaint: str, capability: int
 ) -> None:
-    violations = bad(tmp_path_factory.getbasetemp(), capability)[variant].violations()
+    violations = bad(shared, capability)[variant].violations()
     assert any(complaint in line for line in violations), violations
     assert all(line.startswith(f"{BAD} {variant} sm_{capability}: ") for line in violations)
 
 
-def test_too_much_shared_memory_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    violations = bad(tmp_path_factory.getbasetemp(), 90)["large"].violations()
+def test_too_much_shared_memory_is_refused(shared: Path) -> None:
+    violations = bad(shared, 90)["large"].violations()
     assert any(f"bytes of shared memory; a block has {227 << 10}" in line for line in violations)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_a_good_variant_is_not_refused(
-    tmp_path_factory: pytest.TempPathFactory, capability: int
-) -> None:
-    artefact = bad(tmp_path_factory.getbasetemp(), capability)["right"]
+def test_a_good_variant_is_not_refused(shared: Path, capability: int) -> None:
+    artefact = bad(shared, capability)["right"]
     assert artefact.violations() == []
     assert artefact.code_bytes > 0
     assert artefact.registers > 0

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qoff.errors import FormatError, QoffError
 from qoff.measure.compare import Change, compare, differences, more_is_faster, samples_of
-from qoff.measure.results import Result, read_result
+from qoff.measure.results import BenchResult, read_result
 from qoff.measure.samples import Samples
 
 KEPT = sorted((Path(__file__).resolve().parents[2] / "bench/results").glob("cpu_*.json"))
 MACHINE: dict[str, Any] = {"cpu": "One CPU", "cores": 2, "load_1min": 0.5}
 
 
-def result(measured: dict[str, Any], bench: str = "x", **circumstances: Any) -> Result:
+def result(measured: dict[str, Any], bench: str = "x", **circumstances: Any) -> BenchResult:
     given = {"settings": {}, "machine": MACHINE, "versions": {"qoff": "1"}, **circumstances}
-    return Result(bench, measured=measured, **given)
+    return BenchResult(bench, measured=measured, **given)
 
 
 def drawn(median: float, noise: float, count: int = 5, seed: int = 0) -> Samples:
@@ -38,6 +41,17 @@ def test_a_change_beyond_noise_has_a_direction(grown: float) -> None:
     directions = {True: ("slower", "faster"), False: ("faster", "slower")}
     for more, words in directions.items():
         assert verdict(before, after, more) == words[grown > 1]
+
+
+@given(st.lists(st.integers(1, 1000), unique=True, min_size=2, max_size=9), st.data())
+def test_p_counts_the_ways_to_deal_the_values(values: list[int], data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, len(values) - 1))
+    order = sorted(values)
+    ranks = [order.index(value) for value in values]
+    found, sums = sum(ranks[:size]), [sum(dealt) for dealt in combinations(ranks, size)]
+    wanted = 2 * min(sum(s <= found for s in sums), sum(s >= found for s in sums)) / len(sums)
+    samples = Samples(tuple(values[:size])), Samples(tuple(values[size:]))
+    assert Change.of("", *samples, True).p == pytest.approx(min(1.0, wanted))
 
 
 def test_noise_is_no_change_however_large() -> None:

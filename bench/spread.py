@@ -1,0 +1,54 @@
+"""Writes the demo model with its weights moved off the 4-bit grid that they lie on.
+
+    python -m bench.spread FOLDER
+    qoff eval FOLDER --sweep --grid "bits=4 group=64 solver=rtn,mse,hqq,gptq kv=float"
+    qoff eval FOLDER --peers
+
+The demo model comes from a GGUF file of 4 bits in groups of 32. Each weight of its layers is moved
+by a random part of a step of that grid, up to half of one, so that no format has the grid for
+itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.demo import fetch_float
+from qoff.eval.perplexity.models import open_float
+from qoff.eval.perplexity.peers import linear_layers
+from qoff.quant import quantize
+
+
+def spread(w: Tensor, random: torch.Generator) -> Tensor:
+    """A matrix [N, K] that lay on a grid of 4 bits in groups of 32, anywhere between its points."""
+    step = quantize(w, 4, 32, "rtn").scale_min[..., 0].T.float().repeat_interleave(32, 1)
+    return w + (torch.rand(w.shape, generator=random) - 0.5) * step
+
+
+@torch.no_grad()
+def write(source: Path, out: Path) -> None:
+    """Write a float model, a directory with safetensors, with its linear layers' weights moved."""
+    shutil.copytree(source, out)
+    model, random = open_float(source), torch.Generator().manual_seed(0)
+    for _, linear in linear_layers(model):
+        linear.weight.copy_(spread(linear.weight, random))
+    model.save_pretrained(out)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the model."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="folder to create")
+    write(fetch_float(), parser.parse_args(argv).folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Forms of the KV cache that a model is evaluated with."""

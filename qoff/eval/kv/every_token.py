@@ -1,0 +1,138 @@
+"""Attention to keys and values that have all been packed, down to the token's own.
+
+A real cache keeps the newest tokens unpacked, which hides some of what its form loses. To compare
+forms, every block of 64 tokens of a window is packed and unpacked before anything attends to it;
+the tokens left over are a block of their own. Caches of llama.cpp are simulated the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gguf
+import torch
+from torch import Tensor
+
+from qoff.errors import ArgumentError
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.ops import Ops
+from qoff.kernels.reference.elementwise import rms_norm, rope
+from qoff.kernels.reference.kv_blocks import quantize_blocks, unpack_blocks
+from qoff.kernels.triton.attention.rotation import rotate_values
+from qoff.kvcache import KVQuant
+
+GGML_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+
+# K and V [tokens, kv_heads, D] of a sequence in a layer, to what is left of them.
+RoundTrip = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+class EveryTokenOps:
+    """The ops of a CPU, with attention to packed tokens alone.
+
+    before_rope: K is packed before it is rotated. Windows must be read whole, through all `layers`
+    in their order.
+    """
+
+    def __init__(
+        self, ops: Ops, round_trip: RoundTrip, layers: int, before_rope: bool = False
+    ) -> None:
+        self._ops, self._round_trip, self._layers = ops, round_trip, layers
+        self._before_rope = before_rope
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        cache: LayerCache,
+        ragged: Ragged,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As `Ops.attention`. Raises ArgumentError for a sequence that was started earlier."""
+        if any(span.past for span in ragged.spans):
+            raise ArgumentError("where every token is packed, a window has to be read at once")
+        layer = self._calls % self._layers
+        self._calls += 1
+        heads = qkv.unflatten(1, (-1, shape.head_dim))
+        q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+        q, k = (
+            x if norm is None else rms_norm(x, norm, shape.norm_eps)
+            for x, norm in ((q, q_norm), (k, k_norm))
+        )
+        if rotary is not None:
+            q = rope(q, ragged.positions, *rotary)
+        if rotary is not None and not self._before_rope:
+            k = rope(k, ragged.positions, *rotary)
+        pairs = [
+            self._round_trip(k[s.start : s.start + s.count], v[s.start : s.start + s.count], layer)
+            for s in ragged.spans
+        ]
+        k, v = (torch.cat([pair[i] for pair in pairs]) for i in range(2))
+        if rotary is not None and self._before_rope:
+            k = rope(k, ragged.positions, *rotary)
+        changed = torch.cat((q, k, v), dim=1).flatten(1)
+        return self._ops.attention(changed, shape, cache, ragged, sinks=sinks, out=out)
+
+
+def packed(quant: KVQuant) -> RoundTrip:
+    """As qoff's blocks of 64 tokens; `window` and `sinks` are ignored."""
+
+    def round_trip(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        form = quant.form(k.shape[-1], layer)
+        if form is None:
+            return k, v
+        if not quant.values_rotated:
+            return _in_blocks(k, v, form)
+        k, v = _in_blocks(k, rotate_values(v), form)
+        return k, rotate_values(v, back=True)
+
+    return round_trip
+
+
+def _in_blocks(k: Tensor, v: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+    missing = -len(k) % BLOCK_TOKENS
+    # The last token again does not widen the range of anything.
+    blocks = [
+        torch.cat((x, x[-1:].expand(missing, -1, -1))).unflatten(0, (-1, BLOCK_TOKENS))
+        for x in (k, v)
+    ]
+    opening = (torch.arange(len(blocks[0])) == 0)[:, None]  # [blocks, 1], of all KV heads
+    records = quantize_blocks(blocks[0].transpose(1, 2), blocks[1].transpose(1, 2), form, opening)
+    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in unpack_blocks(records, form))
+    return keys[: len(k)], values[: len(v)]
+
+
+def ggml(name: str) -> RoundTrip:
+    """As a cache of llama.cpp with `--cache-type-k` and `-v` of this type, by the package gguf.
+
+    Raises ArgumentError for another type than those of GGML_TYPES.
+    """
+    if name not in GGML_TYPES:
+        raise ArgumentError(f"no KV cache type of llama.cpp is {name!r}; {', '.join(GGML_TYPES)}")
+    return lambda k, v, layer: (ggml_values(k, name), ggml_values(v, name))
+
+
+def ggml_values(x: Tensor, name: str) -> Tensor:
+    """What a type of llama.cpp leaves of values, float32 of the same shape."""
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    rows = x.float().contiguous().numpy()
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind))
+
+
+def ggml_bits(name: str) -> float:
+    """Bits per value of a type of llama.cpp."""
+    values, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
+    return 8 * nbytes / values

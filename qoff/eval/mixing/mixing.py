@@ -1,0 +1,127 @@
+"""Formats for the matrices of a model: the least loss for a size, or the least size for a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from qoff.errors import ArgumentError
+from qoff.quant import Format
+
+from .sensitivity import Sensitivities, Sensitivity
+
+_TRIES = 4
+_CLOSE = 0.9  # a loss of this part of what is allowed will do
+_SOLVER = {"mip_rel_gap": 1e-5, "time_limit": 60.0}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Formats by the full names of the matrices in a model's layers, and what they cost.
+
+    loss: measured, not estimated, in nats a token on the texts of the sensitivities.
+    """
+
+    formats: Mapping[str, Format]
+    bits_per_weight: float  # of these matrices, scales and minima included
+    loss: float
+
+
+def mixed_for_bits(model: Sensitivities, found: Sequence[Sensitivity], bits: float) -> Mix:
+    """Return the formats of least loss with at most so many bits a weight.
+
+    If one format for all matrices also fits and measures better, that one is returned. found: of
+    `model`. Raises ArgumentError for fewer bits than the smallest formats take.
+    """
+    weights = sum(one.weights for one in found)
+    limit = int(bits * weights / 8)
+    chosen = choose(_losses(found), _sizes(found), limit)
+    if chosen is None:
+        least = sum(min(one.nbytes.values()) for one in found) * 8 / weights
+        raise ArgumentError(
+            f"{bits:g} bits a weight are too few; the smallest formats take {least:.3f}, scales "
+            "and minima included"
+        )
+    mix = _mix(model, found, chosen)
+    same = _one_format(found, limit)
+    if same is None or dict(mix.formats) == dict.fromkeys(mix.formats, same):
+        return mix
+    alike = _mix(model, found, [list(one.nbytes).index(same) for one in found])
+    return min(mix, alike, key=lambda x: x.loss)
+
+
+def mixed_for_loss(model: Sensitivities, found: Sequence[Sensitivity], most: float) -> Mix:
+    """Return the smallest formats found whose measured loss is at most `most` nats a token.
+
+    Estimates rank matrices; how far their sum is off, a measurement of the choice tells, by which
+    the next choice is made: four at most. found: of `model`. Raises ArgumentError if the largest
+    formats lose more.
+    """
+    sizes, losses, factor = _sizes(found), _losses(found), 1.0
+    largest = [min(range(len(item)), key=item.__getitem__) for item in losses]
+    best: Mix | None = None
+    for _ in range(_TRIES):
+        chosen = choose(sizes, losses, most / factor) or largest
+        mix = _mix(model, found, chosen)
+        if mix.loss <= most and (best is None or mix.bits_per_weight < best.bits_per_weight):
+            best = mix
+        if _CLOSE * most <= mix.loss <= most:
+            break
+        estimate = sum(item[i] for item, i in zip(losses, chosen, strict=True))
+        factor = mix.loss / max(estimate, 1e-30) / (0.5 + 0.5 * _CLOSE)
+    best = best or _mix(model, found, largest)
+    if best.loss > most:
+        raise ArgumentError(
+            f"a loss of {most:g} nats a token cannot be reached: the largest formats lose "
+            f"{best.loss:.3g}; allow more"
+        )
+    return best
+
+
+def choose(
+    costs: Sequence[Sequence[float]], bounded: Sequence[Sequence[float]], limit: float
+) -> list[int] | None:
+    """One option for each item, by its number: least sum of `costs`, sum of `bounded` <= limit.
+
+    Both have a number for each option of each item. None where nothing keeps within the limit.
+    """
+    count = [len(item) for item in costs]
+    unit = limit / 1e6 or 1.0  # so that the solver's absolute tolerances are small
+    bound = np.concatenate(bounded) / unit
+    one_each = np.repeat(np.eye(len(count)), count, axis=1)  # [items, options of all]
+    found = milp(
+        np.concatenate(costs) / (max(map(max, costs)) or 1.0),
+        integrality=1,
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(bound, ub=limit / unit)],
+        options=_SOLVER,
+    )
+    if found.x is None:
+        return None
+    return [int(item.argmax()) for item in np.split(found.x, np.cumsum(count)[:-1])]
+
+
+def _one_format(found: Sequence[Sensitivity], nbytes: int) -> Format | None:
+    """The largest format that all matrices can have within so many bytes."""
+    shared = set.intersection(*(set(one.nbytes) for one in found))
+    sizes = {form: sum(one.nbytes[form] for one in found) for form in shared}
+    fitting = [form for form, size in sizes.items() if size <= nbytes]
+    return max(fitting, key=sizes.__getitem__, default=None)
+
+
+def _sizes(found: Sequence[Sensitivity]) -> list[list[int]]:
+    return [list(one.nbytes.values()) for one in found]
+
+
+def _losses(found: Sequence[Sensitivity]) -> list[list[float]]:
+    return [[one.loss[form] for form in one.nbytes] for one in found]
+
+
+def _mix(model: Sensitivities, found: Sequence[Sensitivity], chosen: Sequence[int]) -> Mix:
+    formats = {one.name: list(one.nbytes)[i] for one, i in zip(found, chosen, strict=True)}
+    nbytes = sum(one.nbytes[formats[one.name]] for one in found)
+    bits = 8 * nbytes / sum(one.weights for one in found)
+    return Mix(formats, bits, model.measured(formats))

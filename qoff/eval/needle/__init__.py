@@ -1,0 +1,1 @@
+"""Keys hidden in long texts, and whether the model finds them."""

@@ -1,0 +1,158 @@
+"""Whether a key hidden in a long text is found again: by length, depth and form of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from qoff.checkpoint import Checkpoint
+from qoff.engine import LLM, Result, SamplingParams
+from qoff.errors import ArgumentError
+from qoff.hf.cache import QoffCache
+from qoff.hf.load import find_checkpoint, load, load_tokenizer
+from qoff.hf.model import QoffForCausalLM
+from qoff.plan import Plan
+
+from .prompts import NeedlePrompt, NeedleSettings, prompts
+from .result import CacheSetting, NeedleResult, Trial, is_retrieved
+
+Progress = Callable[[int, int], None]  # prompts done, and of how many
+
+
+@dataclass(frozen=True)
+class NeedleResources:
+    """What a needle test may use. device_memory: bytes; None: as much as it takes.
+
+    prefill_tokens: of a prompt, read in one pass; later ones attend to packed tokens. With a
+    float32 cache a prompt is read in one pass, whatever its length.
+    """
+
+    device: str = "cpu"
+    device_memory: int | None = None
+    prefill_tokens: int = 1024
+
+
+def run(
+    model_path: str | PathLike[str],
+    settings: NeedleSettings,
+    caches: Mapping[str, CacheSetting],
+    *,
+    resources: NeedleResources | None = None,
+    progress: Progress | None = None,
+) -> NeedleResult:
+    """Ask for all keys with each of the caches, which are named by what the result calls them.
+
+    model_path: as for `qoff.load`. Packed caches run in `qoff.LLM`, within a plan for the longest
+    prompt. Each prompt is read once, then answered, and beside that the right key is decoded for
+    its log-probability. Raises ArgumentError for lengths that the model has no positions for, and
+    for those without room for a question, and the errors of `qoff.LLM` and `qoff.load`.
+    """
+    resources = resources or NeedleResources()
+    path = find_checkpoint(model_path, for_cpu=resources.device == "cpu")
+    _check_positions(path, max(settings.lengths))
+    if not caches:
+        raise ArgumentError("there is no cache setting; name one at least")
+    asked = list(prompts(load_tokenizer(path), settings))
+    trials: list[Trial] = []
+    for name, cache in caches.items():
+        answers = _unpacked if cache.kv is None else _packed
+        for prompt, answer, score in answers(path, asked, settings, cache, resources):
+            trials.append(_trial(name, prompt, answer, score))
+            if progress is not None:
+                progress(len(trials), len(asked) * len(caches))
+    names = list(caches)  # trials come as they are done
+    trials.sort(key=lambda t: (names.index(t.cache), t.length, t.repetition, t.depth))
+    return NeedleResult(str(model_path), settings, dict(caches), tuple(trials))
+
+
+_Answers = Iterator[tuple[NeedlePrompt, str, float]]  # the answer, the key's log-probability
+
+
+def _packed(
+    path: Path,
+    asked: Sequence[NeedlePrompt],
+    settings: NeedleSettings,
+    cache: CacheSetting,
+    resources: NeedleResources,
+) -> _Answers:
+    """Through `qoff.LLM`."""
+    assert cache.kv is not None
+    plan = Plan(
+        device_memory=resources.device_memory,
+        batch_size=2,  # an answer and the key of each prompt
+        context=max(settings.lengths),
+        prefill_tokens=resources.prefill_tokens,
+        kv=cache.kv,
+        kv_placement=cache.placement,
+    )
+    params = SamplingParams(max_tokens=settings.answer_tokens)
+    halves: dict[int, Result] = {}
+    with LLM(path, plan, device=resources.device) as llm:
+        texts, keys = [p.tokens for p in asked], [p.key_tokens for p in asked]
+        for result in llm.generate(texts, params, keys):
+            if result.reason == "error":
+                raise ArgumentError(result.error)
+            other = halves.pop(result.index, None)
+            if other is None:
+                halves[result.index] = result
+                continue
+            answer, key = sorted((result, other), key=lambda half: half.reason == "given")
+            yield asked[result.index], answer.text, sum(key.log_probabilities)
+
+
+def _unpacked(
+    path: Path,
+    asked: Sequence[NeedlePrompt],
+    settings: NeedleSettings,
+    cache: CacheSetting,
+    resources: NeedleResources,
+) -> _Answers:
+    """Through the model of `qoff.load`, one prompt at a time."""
+    model, tokenizer = load(path, device=resources.device, device_memory=resources.device_memory)
+    with model, torch.inference_mode():
+        for prompt in asked:
+            answer, score = _ask(model, prompt, settings.answer_tokens)
+            yield prompt, str(tokenizer.decode(answer, skip_special_tokens=True)), score
+
+
+def _ask(model: QoffForCausalLM, prompt: NeedlePrompt, most: int) -> tuple[list[int], float]:
+    """The greedy answer of at most so many tokens, and the key's log-probability."""
+    cache, ids = QoffCache(model), torch.tensor([prompt.tokens])
+    read = ids.shape[1]
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=most,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        pad_token_id=model.generation_config.pad_token_id or 0,
+    )
+    # Back to before the prompt's last token, which predicts the key's first.
+    cache.crop(read - 1 - cache.get_seq_length())
+    key = torch.tensor(prompt.key_tokens)
+    inputs = torch.cat([ids[0, -1:], key[:-1]])
+    logits = model(inputs[None], past_key_values=cache).logits[0]
+    chosen = logits.log_softmax(-1).gather(1, key[:, None])
+    return out[0, read:].tolist(), float(chosen.sum())
+
+
+def _trial(cache: str, prompt: NeedlePrompt, answer: str, score: float) -> Trial:
+    where = prompt.length, prompt.depth, prompt.repetition, len(prompt.tokens)
+    return Trial(cache, *where, prompt.key, answer, is_retrieved(answer, prompt.key), score)
+
+
+def _check_positions(path: Path, tokens: int) -> None:
+    """Refuse lengths beyond the positions that a model was trained for."""
+    config = Checkpoint.open(path).config
+    limit = config.get("max_position_embeddings")
+    if limit is not None and tokens > limit:
+        raise ArgumentError(
+            f"{path}: a length of {tokens} tokens, but the model has {limit} positions; "
+            "use shorter lengths"
+        )

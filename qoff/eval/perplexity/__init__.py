@@ -1,0 +1,1 @@
+"""Perplexity of a text, and divergence from a reference model."""

@@ -1,0 +1,168 @@
+"""Opening what is to be evaluated, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.layout import QuantEntry
+from qoff.errors import ArgumentError, FormatError
+from qoff.eval.kv.every_token import EveryTokenOps, RoundTrip
+from qoff.eval.kv.setting import KVSetting
+from qoff.eval.texts import digest
+from qoff.hf.load import exists, is_checkpoint, load_tokenizer, source_stamps
+from qoff.kernels.ops import ops_for
+from qoff.memory.instrumentation import Instrumentation
+from qoff.models.runtime import Runtime
+from qoff.models.sources.safetensors import open_source
+from qoff.models.spec import DecoderSpec
+from qoff.settings import cache_directory
+from qoff.units import parse_size
+
+from .reference import VERSION, Reference
+from .scoring import Progress, Sample, make_reference
+from .subjects import QoffSubject, Subject, TransformersSubject
+
+# Text on which tokenizers differ, if they do.
+_PROBE = "The quick brown fox, 1234.56 — naïve café\n\n\tdef f(x): return x  # ünïcödé"
+
+
+def every_token(
+    checkpoint: Path, round_trip: RoundTrip, before_rope: bool = False
+) -> Instrumentation:
+    """For a `Runtime` on the CPU: K and V of every token go through `round_trip`."""
+    layers = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).num_layers
+    ops = ops_for(torch.device("cpu"))
+    return Instrumentation(ops=EveryTokenOps(ops, round_trip, layers, before_rope))
+
+
+@contextmanager
+def open_runtime(
+    checkpoint: Path,
+    kv: KVSetting | None = None,
+    *,
+    device: str = "cpu",
+    device_memory: int | str | None = None,
+    activation_bits: int = 16,
+) -> Iterator[Runtime]:
+    """A checkpoint that runs with the cache of a setting.
+
+    Raises what `Runtime` does, and ArgumentError if every token is to be packed on another device
+    than the CPU.
+    """
+    kv = kv or KVSetting()
+    options: dict[str, Any] = {"kv": kv.quant}
+    if kv.round_trip is not None:
+        if device != "cpu":
+            raise ArgumentError("every token can be packed in an evaluation on the CPU only")
+        options = {"instrumentation": every_token(checkpoint, kv.round_trip)}
+    runtime = Runtime(
+        checkpoint,
+        device=device,
+        device_memory=None if device_memory is None else parse_size(device_memory),
+        activation_bits=activation_bits,
+        **options,
+    )
+    with runtime:
+        yield runtime
+
+
+def subject_of(
+    runtime: Runtime, name: str, kv: KVSetting | None = None, piece: int = 64
+) -> Subject:
+    """What `open_runtime` opened, to be evaluated; `piece` tokens are read at a time.
+
+    With a packed cache, tokens of a piece attend to each other unpacked.
+    """
+    whole = kv is not None and kv.every_token
+    return QoffSubject(runtime, name, None if whole else piece)
+
+
+def open_float(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of transformers with its weights in floats: a directory, GGUF file or hub id.
+
+    Weights that are packed there are dequantized. Raises FormatError where transformers cannot
+    load it.
+    """
+    transformers_logging.disable_progress_bar()
+    where, options = str(path), {}
+    if exists(path) and Path(path).is_file():
+        where, options = str(Path(path).parent), {"gguf_file": Path(path).name}
+    try:
+        with redirect_stderr(StringIO()):  # a progress bar for GGUF that cannot be turned off
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+    except Exception as error:  # transformers raises many kinds
+        reason = " ".join(str(error).split())
+        raise FormatError(f"{path}: not a model that transformers loads ({reason})") from error
+    return model.eval()
+
+
+@contextmanager
+def open_reference_model(path: str | Path, name: str) -> Iterator[Subject]:
+    """A reference: a qoff checkpoint as it is, anything else in float32 through transformers."""
+    if exists(path) and is_checkpoint(Path(path)):
+        with open_runtime(Path(path)) as runtime:
+            yield subject_of(runtime, name, piece=256)
+        return
+    yield TransformersSubject(open_float(path), name)
+
+
+def cached_reference(
+    source: Path,
+    sample: Sample,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Reference:
+    """The predictions of a text by a model, from `folder` (by default in qoff's cache directory).
+
+    It is found by the files of the model and by the text's tokens and windows, and computed if it
+    is missing or damaged. tokenizer: of what is to be compared; ArgumentError if the reference's
+    own splits text differently. Other errors are those of loading the model.
+    """
+    ours, theirs = (
+        t.encode(_PROBE, add_special_tokens=False) for t in (tokenizer, tokenizer_of(source))
+    )
+    if ours != theirs:
+        raise ArgumentError(
+            f"the reference {source} has another tokenizer; compare a model with its own original"
+        )
+    parent = folder or cache_directory() / "references"
+    path = parent / digest(source_stamps(source), sample.digest, VERSION)
+    try:
+        return Reference(path)
+    except FormatError:  # there is none yet, or it is damaged
+        with open_reference_model(source, source.name) as subject:
+            return make_reference(subject, sample, path, progress)
+
+
+def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or a GGUF file. Raises FormatError where there is none."""
+    if source.is_dir():
+        return load_tokenizer(source)
+    with TemporaryDirectory() as folder:
+        for name, content in open_source(source).files().items():
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            Path(folder, name).write_bytes(data)
+        return load_tokenizer(Path(folder))
+
+
+def bits_per_weight(checkpoint: Path) -> float:
+    """Bits of the layers' matrices, scales and minima included; embedding and head left out."""
+    nbytes = weights = 0
+    for file in Checkpoint.open(checkpoint).layers:
+        for entry in file.weights.values():
+            if isinstance(entry, QuantEntry):
+                nbytes += entry.nbytes
+                weights += entry.shape[0] * entry.shape[1]
+    return 8 * nbytes / weights if weights else 0.0

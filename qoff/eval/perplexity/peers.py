@@ -1,0 +1,152 @@
+"""Other packages' 4-bit weights, evaluated like ours: same model, same text, same windows.
+
+Each quantizes the matrices of a float model and dequantizes them by its own code; the model with
+these is evaluated. So accuracy is compared, not kernels. All of them leave embedding and head
+alone, and here qoff does, too.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qoff.errors import ArgumentError, QoffError
+from qoff.quant import quantize
+from qoff.quant.solvers import SOLVERS
+
+from .models import open_float
+from .subjects import TransformersSubject
+
+Change = Callable[[Tensor], Tensor]  # a matrix float32 [N, K] to what it becomes
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to quantize matrices. bits: per weight, with 16-bit scales and zero points."""
+
+    name: str
+    package: str  # that has to be installed
+    bits: float
+    change: Change
+
+
+def nf4(w: Tensor, block: int) -> Tensor:
+    """bitsandbytes' NF4, largest magnitudes of blocks in 16 bits."""
+    functional: Any = import_module("bitsandbytes.functional")
+    codes, state = functional.quantize_4bit(w.contiguous(), blocksize=block, quant_type="nf4")
+    state.absmax = state.absmax.half().float()
+    return functional.dequantize_4bit(codes, state).float()
+
+
+def hqq(w: Tensor, group: int) -> Tensor:
+    """The hqq package's optimizer, scales and zero points in 16 bits."""
+    quantizer: Any = import_module("hqq.core.quantize").Quantizer
+    codes, meta = quantizer.quantize(
+        w.clone(),
+        nbits=4,
+        channel_wise=True,
+        group_size=group,
+        optimize=True,
+        round_zero=False,
+        axis=1,
+        bitpack=False,
+        compute_dtype=torch.float32,
+        device="cpu",
+    )
+    scale, zero = (meta[key].half().float() for key in ("scale", "zero"))
+    return ((codes.float() - zero) * scale).reshape(w.shape)
+
+
+def _torchao(w: Tensor, group: int) -> Tensor:
+    """What its int4 weight-only config does, whose packings need a GPU: bfloat16 scales and zeros,
+    the zero point in floats, as torch's int4 matmul takes them.
+    """
+    ao: Any = import_module("torchao.quantization.quant_primitives")
+    block, bounds = (1, group), {"quant_min": 0, "quant_max": 15}
+    half = w.bfloat16()
+    scale, zero = ao._choose_qparams_affine_tinygemm(
+        half, ao.MappingType.ASYMMETRIC, block, torch.int32, eps=1e-6,
+        scale_dtype=torch.bfloat16, zero_point_dtype=torch.bfloat16, **bounds,
+    )  # fmt: skip
+    codes = ao._quantize_affine_tinygemm(half, block, scale, zero, torch.int32, **bounds)
+    found = ao._dequantize_affine_tinygemm(codes, block, scale, zero, torch.int32, **bounds)
+    return found.float()
+
+
+def _quanto(w: Tensor, group: int) -> Tensor:
+    quanto: Any = import_module("optimum.quanto")
+    scale, shift = quanto.MaxOptimizer()(w, quanto.qint4, 0, group)
+    packed = quanto.quantize_weight(w, quanto.qint4, 0, scale, shift, group)
+    return packed.dequantize().float()
+
+
+def _ours(w: Tensor, group: int, solver: str) -> Tensor:
+    return quantize(w, 4, group, solver).dequantize()
+
+
+PEERS = (
+    *(
+        Peer(f"qoff {solver}, group 64", "qoff", 4.5, partial(_ours, group=64, solver=solver))
+        for solver in SOLVERS
+    ),
+    Peer("bitsandbytes NF4, block 64", "bitsandbytes", 4.25, partial(nf4, block=64)),
+    Peer("HQQ, group 64", "hqq", 4.5, partial(hqq, group=64)),
+    Peer("torchao int4, group 64", "torchao", 4.5, partial(_torchao, group=64)),
+    Peer("optimum-quanto qint4, group 64", "optimum.quanto", 4.5, partial(_quanto, group=64)),
+)
+
+
+def linear_layers(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers that qoff packs with `bits`, by name: all but the head."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            yield name, module
+
+
+@contextmanager
+def changed(path: str | Path, peer: Peer) -> Iterator[TransformersSubject]:
+    """A float model with its matrices changed by a peer, to be evaluated.
+
+    Raises QoffError where the peer fails, ArgumentError where a matrix comes back with another
+    shape or values that are not finite.
+    """
+    model = open_float(path)
+    with torch.no_grad():
+        for name, linear in linear_layers(model):
+            try:
+                found = peer.change(linear.weight.detach().float())
+            except (RuntimeError, ValueError, ImportError, AttributeError, TypeError) as error:
+                reason = " ".join(str(error).split())
+                raise QoffError(f"{peer.name} cannot quantize {name}: {reason}") from error
+            if found.shape != linear.weight.shape or not bool(found.isfinite().all()):
+                raise ArgumentError(
+                    f"{peer.name} returns no finite matrix of the same shape for {name}"
+                )
+            linear.weight.copy_(found)
+    yield TransformersSubject(model, peer.name)
+    del model
+    gc.collect()
+
+
+def available(peers: Sequence[Peer] = PEERS) -> tuple[list[Peer], list[str]]:
+    """Those that are installed, and the packages of the others."""
+    missing = [peer.package for peer in peers if not _installed(peer.package)]
+    return [peer for peer in peers if peer.package not in missing], missing
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False

@@ -1,0 +1,1 @@
+"""A grid of settings, each evaluated on the same text."""

@@ -1,0 +1,115 @@
+"""The cells of a sweep: which weights with which KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any, Self
+
+from qoff.errors import ArgumentError
+from qoff.eval.kv.every_token import GGML_TYPES
+from qoff.eval.kv.setting import KVSetting
+from qoff.kvcache import KVQuant
+from qoff.quant import QuantConfig
+
+FORMS: Mapping[str, dict[str, Any]] = {
+    "channel": {"k_form": "channel"},
+    "token": {"k_form": "token"},
+    "rotated": {"k_form": "token", "rotated": True},
+}
+EVERY = "every"
+FLOAT = "float"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of a sweep. weights: None for those of a checkpoint as they are."""
+
+    weights: QuantConfig | None
+    kv: KVSetting
+
+    @property
+    def weights_name(self) -> str:
+        """Like "4 bits, group 64, hqq"."""
+        if self.weights is None:
+            return "as they are"
+        return f"{self.weights.bits} bits, group {self.weights.group_size}, {self.weights.solver}"
+
+    @property
+    def name(self) -> str:
+        """Of weights and cache."""
+        return f"{self.weights_name}; KV {self.kv.name}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values of each axis.
+
+    A KV cache in float32, or of a type of llama.cpp, is one cell, whatever its other axes say.
+    """
+
+    bits: tuple[int, ...] = (4, 8)
+    group: tuple[int, ...] = (64,)
+    solver: tuple[str, ...] = ("hqq",)
+    kv: tuple[str, ...] = (FLOAT, "4:4", "8:4", "8:8", "q4_0")  # bits of K and V
+    form: tuple[str, ...] = ("channel", "token", "rotated")  # what shares a scale of K
+    window: tuple[str, ...] = (EVERY,)  # newest tokens unpacked; "every": none, not even its own
+    head_bits: int = 8
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From text like "bits=4,8 kv=float,4:4 window=every,64"; axes left out are as they are.
+
+        Raises ArgumentError for an unknown axis or value.
+        """
+        known = {f.name: f for f in fields(cls) if f.name != "head_bits"}
+        found: dict[str, Any] = {}
+        for part in text.split():
+            name, _, values = part.partition("=")
+            if name not in known or not values or name in found:
+                raise ArgumentError(
+                    f"axis {part!r}; a grid is written like 'bits=4,8 group=64 kv=float,4:4 "
+                    f"window=every,64', of {', '.join(known)}, each once"
+                )
+            items = tuple(dict.fromkeys(values.split(",")))
+            found[name] = tuple(map(_number, items)) if name in ("bits", "group") else items
+        grid = cls(**found)
+        grid.cells(convertible=True)  # raises for what no cell can have
+        return grid
+
+    def cells(self, convertible: bool) -> list[Cell]:
+        """All cells, those of the same weights together.
+
+        convertible: whether the model can be quantized; otherwise its weights stay as they are.
+        Raises ArgumentError for values that no cell can have.
+        """
+        weights: list[QuantConfig | None] = [None]
+        if convertible:
+            weights = [
+                QuantConfig(bits, group, solver, self.head_bits)
+                for bits, group, solver in product(self.bits, self.group, self.solver)
+            ]
+        caches = list(dict.fromkeys(self._caches()))
+        return [Cell(w, kv) for w in weights for kv in caches]
+
+    def _caches(self) -> Iterable[KVSetting]:
+        for bits, form, window in product(self.kv, self.form, self.window):
+            if form not in FORMS:
+                raise ArgumentError(f"K has no form {form!r}; use {', '.join(FORMS)}")
+            if bits == FLOAT:
+                yield KVSetting()
+            elif bits in GGML_TYPES:
+                yield KVSetting(every_token=True, ggml=bits)
+            else:
+                k, _, v = bits.partition(":")
+                size = 64 if window == EVERY else _number(window)
+                quant = KVQuant(_number(k), _number(v or k), size, **FORMS[form])
+                yield KVSetting(quant, window == EVERY)
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ArgumentError(f"{text!r} is no whole number, in the grid of a sweep") from error

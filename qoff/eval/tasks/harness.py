@@ -1,0 +1,100 @@
+"""A qoff model for lm-evaluation-harness, where its name is "qoff". Needs the extra `eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from qoff.errors import ArgumentError
+from qoff.eval.extras import errors_only
+from qoff.hf.load import load
+from qoff.hf.model import QoffForCausalLM
+
+from .continuations import score
+
+
+@register_model("qoff")
+class QoffLM(HFLM):
+    """The harness's model for transformers, with scores computed in ragged batches.
+
+    pretrained: as for `qoff.load`, which takes `options`, or its model and tokenizer. batch_size:
+    sequences together. max_length: tokens that a sequence is cut to; None: the model's positions.
+    pass_tokens: of a sequence that is scored, in one pass; a packed cache is packed between passes.
+    add_bos_token: whether special tokens are added to texts; None: as the tokenizer does.
+    prefix_token_id: what comes before a text without context; None: bos, else eos.
+    max_batch_size is accepted, as the harness passes it, and not used.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | tuple[QoffForCausalLM, PreTrainedTokenizerBase],
+        *,
+        batch_size: int | str = 8,
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+        pass_tokens: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        **options: Any,
+    ) -> None:
+        sequences = _whole("batch_size", batch_size)
+        self.pass_tokens = _whole("pass_tokens", pass_tokens)
+        model, tokenizer = (
+            pretrained if isinstance(pretrained, tuple) else load(pretrained, **options)
+        )
+        with errors_only(HFLM.__module__):  # which warns of models that are not given by name
+            super().__init__(
+                model,
+                backend="causal",
+                tokenizer=tokenizer,
+                batch_size=sequences,
+                max_length=max_length,
+                add_bos_token=add_bos_token,
+                prefix_token_id=prefix_token_id,
+            )
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="scoring") as bar:
+            found = score(
+                self.model.runtime,
+                [(context, continuation) for _, context, continuation in requests],
+                max_length=self.max_length,
+                batch_size=override_bs or self.batch_size,
+                pass_tokens=self.pass_tokens,
+                done=bar.update,
+            )
+        for (texts, _, _), result in zip(requests, found, strict=True):
+            if texts is not None:  # None: a window of a longer text
+                self.cache_hook.add_partial("loglikelihood", texts, result)
+        return found
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers, cut off at the texts that a task stops at."""
+        for request in requests:
+            new = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
+            if new >= self.max_length:
+                raise ArgumentError(
+                    f"answers of {new} tokens leave no room for a question in {self.max_length}; "
+                    "use fewer (max_gen_toks)"
+                )
+        answers: list[str] = super().generate_until(requests, disable_tqdm)
+        return answers
+
+
+def _whole(name: str, value: int | str) -> int:
+    """A number from 1; the harness hands some over as text."""
+    if not str(value).isdecimal() or int(value) < 1:
+        raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
+    return int(value)

@@ -1,0 +1,173 @@
+"""Tasks of lm-evaluation-harness on a qoff model, among them a few that need no network.
+
+`task_data` holds these: qoff_knowledge, qoff_prose and qoff_words.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from qoff.errors import ArgumentError, QoffError
+from qoff.eval.extras import errors_only, extra
+from qoff.measure import tables
+
+OWN_TASKS = Path(__file__).resolve().parents[1] / "task_data"
+_RESAMPLES = 1000  # for errors of metrics that are no means
+
+
+def run_tasks(
+    model_path: str | PathLike[str],
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+    pass_tokens: int = 256,
+    max_length: int | None = None,
+    chat: bool = False,
+    seed: int = 0,
+    include_path: str | PathLike[str] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run tasks of lm-evaluation-harness, by name, tag or group, on the model of a path.
+
+    model_path, options (device, device_memory, host_memory, kv_bits, attention_top, ...): as for
+    `qoff.load`. limit: documents of each task, the first ones. num_fewshot: examples before each
+    question; None: as the task says. batch_size, pass_tokens, max_length: see `harness.QoffLM`.
+    chat: through the model's chat template. seed: of what examples are drawn. include_path: a
+    folder with more tasks. Other tasks than qoff's own fetch their data from the hub.
+
+    Returns "results", {task: {metric: value}}, errors as "metric_stderr"; "samples", documents by
+    task; "versions" of the tasks; "higher_is_better"; and what was asked. Raises QoffError where
+    lm-eval is not installed or a task's data cannot be read, ArgumentError for an unknown task and
+    numbers out of range, and the errors of `qoff.load`.
+    """
+    for name, value, least in (("limit", limit, 1), ("num_fewshot", num_fewshot, 0)):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ArgumentError(f"{name} is {value!r}; use a whole number from {least}, or None")
+    manager = manager_of(tasks, [] if include_path is None else [include_path])
+    harness = extra("qoff.eval.tasks.harness")
+    lm = harness.QoffLM(
+        str(model_path),
+        batch_size=batch_size,
+        pass_tokens=pass_tokens,
+        max_length=max_length,
+        **options,
+    )
+    with closing(lm.model):
+        chosen: dict[str, Any] = {
+            "limit": limit,
+            "num_fewshot": num_fewshot,
+            "chat": chat,
+            "seed": seed,
+        }
+        found = evaluate(lm, tasks, manager, **chosen)
+    asked = {
+        **chosen,
+        "batch_size": batch_size,
+        "pass_tokens": pass_tokens,
+        "max_length": lm.max_length,
+        **{name: _plain(value) for name, value in options.items()},
+    }
+    return {"model": str(model_path), "tasks": list(tasks), "settings": asked, **found}
+
+
+def evaluate(
+    lm: Any,
+    tasks: Sequence[str],
+    manager: Any,
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Run tasks on a model of the harness, whatever its kind; manager: of `manager_of`.
+
+    Arguments, errors and what it returns are those of `run_tasks`.
+    """
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    simple_evaluate = extra("lm_eval").simple_evaluate
+    try:
+        with errors_only("lm_eval.api.task"):  # which warns of what loads our tasks' data
+            found = simple_evaluate(
+                lm,
+                tasks=list(tasks),
+                limit=limit,
+                num_fewshot=num_fewshot,
+                apply_chat_template=chat,
+                task_manager=manager,
+                bootstrap_iters=_RESAMPLES,
+                log_samples=False,
+                **dict.fromkeys(seeds, seed),
+            )
+    except OSError as error:  # among them what the hub's client and `datasets` raise
+        if isinstance(error, QoffError):
+            raise
+        reason = " ".join(str(error).split())
+        raise QoffError(
+            f"the data of a task cannot be read ({reason}); check the network and the task's name "
+            "for its data"
+        ) from error
+    return {
+        "results": {task: _metrics(values) for task, values in found["results"].items()},
+        "samples": {task: counts["effective"] for task, counts in found["n-samples"].items()},
+        "versions": dict(found["versions"]),
+        "higher_is_better": found["higher_is_better"],
+        "lm_eval": extra("lm_eval").__version__,
+    }
+
+
+def manager_of(tasks: Sequence[str], folders: Sequence[str | PathLike[str]] = ()) -> Any:
+    """The harness's task manager with these tasks: qoff's, those of folders, then its own.
+
+    Raises ArgumentError for a name that there is not, with those that are nearest, and QoffError
+    where lm-eval is not installed.
+    """
+    if not tasks:
+        raise ArgumentError("there is no task; name one at least, like qoff_knowledge")
+    managers = extra("lm_eval.tasks")
+    paths = [OWN_TASKS, *map(Path, folders)]
+    manager = managers.TaskManager(include_path=paths, include_defaults=False)
+    if not set(tasks) <= set(manager.all_tasks):
+        manager = managers.TaskManager(include_path=paths)
+    for name in tasks:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.4)
+            hint = f"the nearest names are {', '.join(near)}" if near else "no name is like it"
+            raise ArgumentError(f"there is no task {name!r}; {hint}")
+    return manager
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The results of `run_tasks` as a table."""
+    rows = []
+    for task, metrics in found["results"].items():
+        for metric, value in metrics.items():
+            if not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr")
+                spread = "-" if error is None else f"{error:.4f}"
+                count = str(found["samples"].get(task, "-"))
+                rows.append((task, metric, f"{value:.4f}", spread, count))
+    header = ("task", "metric", "value", "error", "documents")
+    return tables.markdown(header, rows, right=3) + "\n"
+
+
+def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """ "acc,none" -> "acc"; metrics behind another filter keep its name."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        metric, _, kind = name.partition(",")
+        if isinstance(value, int | float) and kind:
+            found[metric if kind == "none" else f"{metric} ({kind})"] = float(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """As JSON takes it."""
+    return value if isinstance(value, bool | int | float | None) else str(value)
