@@ -31,8 +31,7 @@ def require(
     operand must be contiguous; with `rows_apart`, each of its rows must be. bfloat16 is refused for
     GPUs before compute capability 8.0.
     """
-    found = tensor.shape
-    if tensor.dtype not in dtypes or len(found) != len(shape) or not _fits(found, shape):
+    if tensor.dtype not in dtypes or not (tensor.shape == shape or _fits(tensor.shape, shape)):
         raise OpError(f"{name} is {_described(dtypes, shape)}, not {_found(tensor)}")
     if tensor.device != device:
         raise OpError(f"{name} is on {tensor.device}, other operands on {device}; move it there")
@@ -50,6 +49,8 @@ def require(
 
 
 def _fits(found: Sequence[int], shape: Sequence[int | str]) -> bool:
+    if len(found) != len(shape):
+        return False
     for have, want in zip(found, shape, strict=True):
         if have != want and not isinstance(want, str):
             return False

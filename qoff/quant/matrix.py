@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ from .solvers import SOLVERS
 CALIBRATED = ("gptq",)  # solvers that need the inputs of a matrix
 _CHUNK = 1 << 17  # weights solved at a time: temporaries of half a MiB stay in cache
 _MAX_CHUNK = 1 << 19  # a dozen float32 temporaries of this many weights are below 32 MiB
+_GPU_CHUNK = 1 << 21  # below 128 MiB
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+Rtn = Callable[[Tensor, int, int, torch.dtype], QTensor]
 
 
 @dataclass(frozen=True)
@@ -115,12 +120,15 @@ def quantize(
     scale_dtype: torch.dtype = torch.float16,
     row_chunk: int | None = None,
     name: str = "weight",
+    device: torch.device | None = None,
 ) -> QTensor:
-    """Quantize a matrix [N, K] of any float dtype.
+    """Quantize a matrix [N, K] of any float dtype; the result is where the matrix is.
 
-    Works in chunks of `row_chunk` rows (a multiple of 16; by default chosen for the cache), with
-    temporaries below 32 MiB. `name` is what errors call the matrix. Raises QuantizationError for
-    NaN, infinity, a format that does not exist, a group that does not divide K, or a range that
+    device: where it is computed; None: on the GPU if there is one, else where the matrix is. The
+    result of "rtn" has the same bits on every device. Works in chunks of `row_chunk` rows (a
+    multiple of 16; by default chosen for the device), with temporaries below 32 MiB on a CPU and
+    below 128 MiB on a GPU. `name` is what errors call the matrix. Raises QuantizationError for NaN,
+    infinity, a format that does not exist, a group that does not divide K, or a range that
     `scale_dtype` cannot hold.
     """
     if solver in CALIBRATED:
@@ -133,33 +141,70 @@ def quantize(
         raise QuantizationError(
             f"{name}: only a matrix of floats can be quantized, not {w.dtype} {tuple(w.shape)}"
         )
-    n, k = w.shape
+    if device is None:
+        device = torch.device("cuda") if torch.cuda.is_available() else w.device
+    kernel = _rtn_kernel() if solver == "rtn" and device.type == "cuda" else None
     try:
-        codes_shape, scale_min_shape = packed_shapes((n, k), bits, group_size, packing)
-        codes = torch.empty(codes_shape, dtype=torch.uint8, device=w.device)
-        scale_min = torch.empty(scale_min_shape, dtype=scale_dtype, device=w.device)
-        out = QTensor(codes, scale_min, (n, k), bits, group_size, packing)
-        rows = max(1, min(row_chunk or _CHUNK // k, _MAX_CHUNK // k) // ROW_BLOCK) * ROW_BLOCK
-        for start in range(0, n, rows):
-            _quantize_rows(w[start : start + rows], out, config, start)
+        return _quantize(w, config, row_chunk, device, kernel)
     except (OpError, QuantizationError) as error:
         raise QuantizationError(f"{name}: {error}") from error
-    return out
+
+
+def _rtn_kernel() -> Rtn | None:
+    """The Triton kernel; None where there is no Triton, and torch does the same."""
+    if find_spec("triton") is None:
+        return None
+    from qoff.kernels.triton.linear.quantize import quantize as rtn
+
+    return rtn
 
 
 @torch.inference_mode()
-def _quantize_rows(w: Tensor, out: QTensor, config: QuantConfig, start: int) -> None:
-    """Quantize a few rows into those of `out` from `start` on, a multiple of 16."""
+def _quantize(
+    w: Tensor,
+    config: QuantConfig,
+    row_chunk: int | None,
+    device: torch.device,
+    kernel: Rtn | None,
+) -> QTensor:
+    """Quantize chunks of rows on a device, with `kernel` in place of the solver if there is one."""
     n, k = w.shape
-    groups = w.float().reshape(n, k // config.group_size, config.group_size)
-    scale, minimum = SOLVERS[config.solver](groups, config.bits, config.scale_dtype)
-    codes = nearest_levels(groups, scale, minimum, config.bits).to(torch.uint8)
-    packed = pack_codes(codes.view(n, k), config.bits, config.packing)
-    scale_min = pack_scale_min(scale, minimum, config.packing)
-    if config.packing == "split32":
-        out.codes[start : start + n] = packed
-        out.scale_min[:, start : start + n] = scale_min
-    else:
-        block = start // ROW_BLOCK
-        out.codes[block : block + len(packed)] = packed
-        out.scale_min[block : block + len(packed)] = scale_min
+    bits, group_size, packing = config.bits, config.group_size, config.packing
+    codes_shape, scale_min_shape = packed_shapes((n, k), bits, group_size, packing)
+    codes = torch.empty(codes_shape, dtype=torch.uint8, device=w.device)
+    scale_min = torch.empty(scale_min_shape, dtype=config.scale_dtype, device=w.device)
+    chunk, most = (_GPU_CHUNK,) * 2 if device.type == "cuda" else (_CHUNK, _MAX_CHUNK)
+    rows = max(1, min(row_chunk or chunk // k, most // k) // ROW_BLOCK) * ROW_BLOCK
+    for start in range(0, n, rows):
+        piece = w[start : start + rows].to(device)
+        found = _solved(piece, config) if kernel is None else _by_kernel(kernel, piece, config)
+        if found.packing != packing:  # many small steps, which a GPU would not do faster
+            here, scales = found.codes.to(w.device), found.scale_min.to(w.device)
+            found = replace(found, codes=here, scale_min=scales).to_packing(packing)
+        if packing == "split32":
+            codes[start : start + rows] = found.codes
+            scale_min[:, start : start + rows] = found.scale_min
+        else:
+            block = start // ROW_BLOCK
+            codes[block : block + len(found.codes)] = found.codes
+            scale_min[block : block + len(found.codes)] = found.scale_min
+    return QTensor(codes, scale_min, (n, k), bits, group_size, packing)
+
+
+def _solved(w: Tensor, config: QuantConfig) -> QTensor:
+    """Quantize a few rows by the solver."""
+    (n, k), bits, group, packing = w.shape, config.bits, config.group_size, config.packing
+    groups = w.float().reshape(n, k // group, group)
+    scale, minimum = SOLVERS[config.solver](groups, bits, config.scale_dtype)
+    codes = nearest_levels(groups, scale, minimum, bits).to(torch.uint8)
+    packed = pack_codes(codes.view(n, k), bits, packing)
+    return QTensor(packed, pack_scale_min(scale, minimum, packing), (n, k), bits, group, packing)
+
+
+def _by_kernel(kernel: Rtn, w: Tensor, config: QuantConfig) -> QTensor:
+    """Round a few rows to nearest by a kernel, which marks what it cannot as not finite."""
+    w = (w if w.dtype in _KERNEL_DTYPES else w.float()).contiguous()
+    found = kernel(w, config.bits, config.group_size, config.scale_dtype)
+    if not bool(torch.isfinite(found.scale_min).all()):
+        return _solved(w, config)  # raises with the reason
+    return found

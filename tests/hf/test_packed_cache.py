@@ -11,7 +11,7 @@ import torch
 
 import qoff
 from qoff.errors import ArgumentError, OpError
-from qoff.kvcache import MixedCache, PackedCache, PlainCache, QoffCache
+from qoff.kvcache import KVCache, MixedCache, PackedCache, PlainCache
 from tests.tiny_models import tiny_checkpoint
 from tests.tolerances import assert_close
 
@@ -107,7 +107,7 @@ def test_a_conversation_goes_back_and_on(loaded: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize(("bits", "kind"), [(16, PlainCache), ("8/1:16", MixedCache)])
 def test_layers_of_16_bits_are_not_packed(
-    bits: int | str, kind: type[QoffCache], path: Path, plain: Any
+    bits: int | str, kind: type[KVCache], path: Path, plain: Any
 ) -> None:
     ids = torch.randint(4, 128, (2, 150))
     model, _ = qoff.load(path, kv_bits=bits, kv_window=16)

@@ -29,7 +29,8 @@ from qoff.memory import (
     residency_of,
 )
 from qoff.memory.instrumentation import Instrumentation
-from qoff.memory.plan import EMBEDDING, LM_HEAD, spread_evenly, streamed_images
+from qoff.memory.plan import EMBEDDING, LM_HEAD, streamed_images
+from qoff.memory.plan.placement import spread_evenly
 from tests.instruments import POISON
 from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpoint
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import BudgetError, ChecksumError, DiskReadError, OpError
+from qoff.errors import ArgumentError, BudgetError, ChecksumError, DiskReadError, OpError
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import PlainCache
 from qoff.memory import DiskReader, Residency, ThreadTransfers, residency_of
+from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.plan import EMBEDDING, unit_files
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
@@ -309,3 +312,47 @@ def test_an_untied_embedding_is_gathered_from_disk(llama: Path) -> None:
         before = runtime.stats().disk_bytes
         runtime.decoder._embed(torch.tensor([3]))
         assert 0 < runtime.stats().disk_bytes - before < 64 * 1024
+
+
+class CountingOps:
+    """The reference ops, which note how many bits activations were to have."""
+
+    ACTIVATION_BITS = (8, 16)
+
+    def __init__(self) -> None:
+        self.linear: list[int] = []
+        self.mixtures: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference_ops, name)
+
+    def w4_linear(self, *operands: Any, activation_bits: int = 16, **options: Any) -> Tensor:
+        self.linear.append(activation_bits)
+        return reference_ops.w4_linear(*operands, **options)
+
+    def experts(self, *operands: Any, activation_bits: int = 16, **options: Any) -> Tensor:
+        self.mixtures.append(activation_bits)
+        return reference_ops.experts(*operands, **options)
+
+
+def test_activations_are_rounded_except_where_scores_decide(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """In QKV, output and experts of both layers; not in the routers and the head."""
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "mixtral", "split32")
+    ops: Any = CountingOps()
+    with Runtime(path, activation_bits=8, instrumentation=Instrumentation(ops=ops)) as runtime:
+        runtime.forward(next_batch(PROMPTS, runtime.new_cache(len(PROMPTS))))
+    assert ops.linear == [8, 8, 16, 8, 8, 16, 16]
+    assert ops.mixtures == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("ops", "bits", "message"),
+    [(cpu, 4, "8 or 16, not 4"), (reference_ops, 8, "no 8-bit activations on this device")],
+)
+def test_activation_bits_that_ops_do_not_have_are_refused(
+    ops: Any, bits: int, message: str, llama: Path
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Runtime(llama, activation_bits=bits, instrumentation=Instrumentation(ops=ops))

@@ -300,6 +300,7 @@ def _heuristic(kv_heads: int, head_dim: int) -> KvAppendConfig:
     )
 
 
+@cache
 def _row_constants(form: KVFormat, pairs: int, interleaved: bool) -> dict[str, Any]:
     if pairs == 0:
         rope = "none"
@@ -311,6 +312,7 @@ def _row_constants(form: KVFormat, pairs: int, interleaved: bool) -> dict[str, A
     return {"HALF": form.half, "PADDED": padded, "PAIRS": pairs, "ROPE": rope}
 
 
+@cache
 def _pack_constants(form: KVFormat) -> dict[str, Any]:
     return {
         "K_BITS": form.k_bits,

@@ -265,6 +265,7 @@ def _heuristic(capability: int, form: KVFormat, columns: int) -> DecodeConfig:
     return DecodeConfig(num_warps=warps, prefetch=int(small and capability in (90, 100)))
 
 
+@cache
 def _constants(form: KVFormat, group: int, config: DecodeConfig) -> dict[str, int | bool]:
     return {
         **form_constants(form),

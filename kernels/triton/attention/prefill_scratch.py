@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import triton
@@ -110,6 +111,7 @@ def dequantize_blocks(
     )
 
 
+@cache
 def scratch_constants(form: KVFormat) -> dict[str, int | bool]:
     """`form`, with halves of a head padded to a power of two."""
     return {**form_constants(form), "PAD": triton.next_power_of_2(form.half)}

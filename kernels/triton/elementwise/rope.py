@@ -146,6 +146,7 @@ def _heuristic(heads: int, head_dim: int) -> RopeConfig:
     return RopeConfig(together, max(1, together * padded // 512))
 
 
+@cache
 def _constants(
     head_dim: int, pairs: int, interleaved: bool, config: RopeConfig
 ) -> dict[str, int | bool]:

@@ -298,6 +298,7 @@ def _configured(
     return choose(tokens, n, k * bits // 8, group * bits // 8, Gpu.of(device))
 
 
+@cache
 def constants(
     config: GemvConfig, tokens: int, group_bytes: int, bits: int, even: bool, bias: bool
 ) -> dict[str, int | bool]:

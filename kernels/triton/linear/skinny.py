@@ -250,6 +250,7 @@ def _configured(
     return choose(m, n, k * bits // 8, group * bits // 8, Gpu.of(device))
 
 
+@cache
 def constants(
     config: SkinnyConfig, group_bytes: int, bits: int, even: bool, bias: bool
 ) -> dict[str, int | bool]:

@@ -1,0 +1,43 @@
+"""Quantizing by the Triton kernel gives the bits of the solver on a CPU, for any matrix."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qoff.errors import QuantizationError
+from qoff.quant import QuantConfig, matrix, quantize
+from tests.quant.test_solvers import weights
+
+rtn = pytest.importorskip("qoff.kernels.triton.linear.quantize", exc_type=ImportError).quantize
+CPU = torch.device("cpu")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    weights(),
+    st.sampled_from([4, 8]),
+    st.sampled_from(["split32", "rows16"]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([torch.float16, torch.float32]),
+)
+def test_the_kernel_has_the_bits_of_the_solver(weight, bits, packing, dtype, scale_dtype):
+    w, group = weight[0].to(dtype), weight[1]
+    config = QuantConfig(bits, group, "rtn", packing=packing, scale_dtype=scale_dtype)
+    found = matrix._quantize(w, config, 16, CPU, rtn)
+    expected = quantize(w, bits, group, "rtn", packing, scale_dtype)
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scale_min, expected.scale_min)
+
+
+@pytest.mark.parametrize(("bad", "reason"), [(torch.nan, "NaN"), (9e9, "overflow")])
+def test_what_the_kernel_marks_is_refused_with_the_reason(bad, reason):
+    w = torch.randn(20, 64)
+    w[17, 3] = bad
+    with pytest.raises(QuantizationError, match=reason):
+        matrix._quantize(w, QuantConfig(4, 32, "rtn"), None, CPU, rtn)
