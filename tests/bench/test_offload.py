@@ -27,7 +27,7 @@ def test_every_plan_is_measured_and_drawn(
     assert (resident["disk_bytes"], resident["limit"]) == (0, "compute")
     assert half["disk_bytes"] > 0
     assert half["device_bytes"] < resident["device_bytes"]
-    rows = found["135M: 50%, row by row"]["disk_bytes"]
+    rows = found["135M: 50%, sequential"]["disk_bytes"]
     assert 1.3 < rows / half["disk_bytes"] < 3  # once for each of two batches
     assert found["135M: 50%, the rest in host memory"]["disk_bytes"] == 0
     assert found["135M: KV on disk"]["disk_bytes"] > 0
