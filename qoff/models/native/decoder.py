@@ -143,7 +143,6 @@ class Decoder:
             rows, norm = normalized(self.spec, rows, weights, "model.norm"), None
         logits = yield from self._head(run, weights, LM_HEAD, rows, norm=norm)
         cached.end()
-        run.cached = None
         return self._scaled(logits.float())
 
     def _embedded(self, tokens: Tensor) -> Tensor:
