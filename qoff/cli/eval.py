@@ -61,7 +61,7 @@ def evaluate(
     ] = 1.0,
     device: Annotated[str, typer.Option(help="cpu, or a GPU such as cuda.")] = "cpu",
     device_memory: Annotated[
-        str | None, typer.Option(help="Bound of the weights on the device, like 24MiB or 8GB.")
+        str | None, typer.Option(help="Bound of what is on the device, like 24MiB or 8GB.")
     ] = None,
     activation_bits: Annotated[int, typer.Option(help="Bits of activations: 16 or 8.")] = 16,
     batch: Annotated[

@@ -75,7 +75,7 @@ def test_numbers_are_read_once_each() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "1,,2", "1;2", "²", "9" * 10, "1,none"])
 def test_other_numbers_are_refused_by_name(text: str) -> None:
-    with pytest.raises(ArgumentError, match=r"^-p .*from 1 up.*or none$"):
+    with pytest.raises(ArgumentError, match=r"^-p .*from 1 up.*or give none$"):
         numbers("-p", text, 1, may_be_none=True)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -65,17 +65,38 @@ class Sweep:
         """
         results: list[CellResult] = []
         for weights, group in groupby(cells, key=lambda cell: cell.weights):
-            with _Converted(self._source, weights, self._folder, self._ids(weights)) as converted:
+            with self._converted(weights) as checkpoint:
                 for cell in group:
                     key = self._key(cell)
                     known = self._store.read(key)
                     if known is None:
-                        known = self._compute(cell, converted.checkpoint())
+                        known = self._compute(cell, checkpoint())
                         self._store.write(key, known)
                     results.append(known)
                     if progress is not None:
                         progress(len(results), len(cells))
         return results
+
+    @contextmanager
+    def _converted(self, weights: QuantConfig | None) -> Iterator[Callable[[], Path]]:
+        """A function that gives the checkpoint of some weights, made when it is first called."""
+        if (weights is None) != is_checkpoint(self._source):
+            raise ArgumentError(
+                f"{self._source}: a qoff checkpoint is evaluated as it is, and anything else "
+                "quantized"
+            )
+        with tempfile.TemporaryDirectory(prefix=".weights-", dir=self._folder) as folder:
+            target = Path(folder) / "checkpoint"
+
+            def checkpoint() -> Path:
+                if weights is None:
+                    return self._source
+                if not target.exists():
+                    ids = self._ids(weights)
+                    convert(self._source, target, quant=weights, for_cpu=True, calibration=ids)
+                return target
+
+            yield checkpoint
 
     def _ids(self, weights: QuantConfig | None) -> Tensor | None:
         """What a solver is calibrated on, if it is."""
@@ -99,36 +120,6 @@ class Sweep:
             rate = self._rate(checkpoint, kv.quant, prompt)  # with a real cache
         bits = bits_per_weight(checkpoint)
         return CellResult(cell.weights_name, kv.name, bits, kv_bytes, rate, found)
-
-
-class _Converted:
-    """A checkpoint of the weights of some cells, made when the first asks for it, then removed."""
-
-    def __init__(
-        self, source: Path, weights: QuantConfig | None, folder: Path, ids: Tensor | None
-    ) -> None:
-        if (weights is None) != is_checkpoint(source):
-            raise ArgumentError(
-                f"{source}: a qoff checkpoint is evaluated as it is, and anything else quantized"
-            )
-        self._source, self._weights, self._folder, self._ids = source, weights, folder, ids
-        self._made: Path | None = None
-
-    def checkpoint(self) -> Path:
-        if self._weights is None:
-            return self._source
-        if self._made is None:
-            self._made = Path(tempfile.mkdtemp(prefix=".weights-", dir=self._folder))
-            target = self._made / "checkpoint"
-            convert(self._source, target, quant=self._weights, for_cpu=True, calibration=self._ids)
-        return self._made / "checkpoint"
-
-    def __enter__(self) -> _Converted:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
 
 
 @torch.inference_mode()
