@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import budgets, tiny_checkpoint, tiny_model
+from tests.tiny_models import tiny_checkpoint, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILY = "llama-head64"
@@ -20,7 +20,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object
     base = tmp_path_factory.getbasetemp()
     checkpoint = tiny_checkpoint(base, FAMILY)
     return {
-        "generate": [checkpoint, budgets(checkpoint)[1]],
+        "generate": [checkpoint, "16MiB"],
         "many_prompts": [checkpoint],
         "from_pretrained": [tiny_model(base, FAMILY)],
         "one_kernel": [],

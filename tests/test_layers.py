@@ -27,7 +27,7 @@ RANK = {
             {"engine"},
             {"measure"},
             {"eval"},
-            {"cli", "serve"},
+            {"cli", "serve", "__main__"},
             {"bench"},
         ]
     )

@@ -24,7 +24,6 @@ OTHERS = {
     "--large",
     "--any",
     "--options",
-    "--spread",
     "--override-tensor",
 }
 

@@ -178,7 +178,7 @@ def test_only_checkpoints_are_overwritten(tmp_path: Path, make: Callable[[Path],
     (tmp_path / "home").mkdir()
     make(tmp_path / "home" / "letters")
     for place in ("home", "home/letters") if (tmp_path / "home/letters").is_file() else ("home",):
-        with pytest.raises(ConversionError, match="no qoff checkpoint"):
+        with pytest.raises(ConversionError, match="not a qoff checkpoint"):
             write(tmp_path / place, overwrite=True)
     assert names(tmp_path / "home") == ["letters"]
 

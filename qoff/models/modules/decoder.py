@@ -136,7 +136,6 @@ class ModuleDecoder:
             )
         logits = yield from work.steps()
         cached.end()
-        run.cached = None
         return logits
 
     def _forward(self, tokens: Tensor, new: Tensor, cache: ModuleCache) -> Tensor:

@@ -143,7 +143,6 @@ class Decoder:
             rows, norm = normalized(self.spec, rows, weights, "model.norm"), None
         logits = yield from self._head(run, weights, LM_HEAD, rows, norm=norm)
         cached.end()
-        run.cached = None
         return self._scaled(logits.float())
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -164,14 +163,15 @@ class Decoder:
         """Compute a layer as its recording, or record it; whether that could be."""
         if self._replays is None or not run.ragged.is_decode or tiled(weights):
             return False
-        assert run.cached is not None
-        opened = run.cached.open(layer)  # the layer opens the same again
+        cached = run.cached
+        assert cached is not None
+        opened = cached.open(layer)  # the layer opens the same again
         key = opened.replay_key() if isinstance(opened, DeviceLayerCache) else None
         if key is None:
             return False
 
         def work(hidden: Tensor) -> None:
-            run.hidden = hidden
+            run.cached, run.hidden = cached, hidden
             assert next(self._layer.steps(layer, weights, run), None) is None  # waits for tiles
 
         hidden = run.input
