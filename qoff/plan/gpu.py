@@ -29,7 +29,7 @@ from .manual import Memory, Plan
 
 
 def check_gpu_plan(plan: Plan) -> None:
-    """Raise ArgumentError, naming all of them, for options that a GPU does not have."""
+    """Raise ArgumentError, naming all of them, for options that a GPU does not support."""
     kv = plan.kv
     offloaded = plan.kv_placement.device_fraction < 1
     wrong = [
@@ -46,7 +46,7 @@ def check_gpu_plan(plan: Plan) -> None:
         if there
     ]
     if wrong:
-        raise ArgumentError(f"on a GPU there are no {'; no '.join(wrong)}")
+        raise ArgumentError(f"not supported on a GPU: {'; '.join(wrong)}")
 
 
 def memory_on_gpu(

@@ -70,7 +70,7 @@ class Plan:
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}"
                 )
         if self.share_prefixes and self.kv.sinks:
-            raise ArgumentError("sink tokens are of one sequence alone; share_prefixes needs 0")
+            raise ArgumentError("share_prefixes needs sinks=0: sink tokens belong to one sequence")
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -167,7 +167,7 @@ class Memory:
         return sum(self.purposes[tier].values())
 
     def left(self, tier: str, budget: int | None) -> int | None:
-        """What a budget leaves for weights. Raises BudgetError when it is overdrawn."""
+        """What a budget leaves for weights. Raises BudgetError when it is too small."""
         if budget is None:
             return None
         if self.total(tier) > budget:
@@ -177,8 +177,8 @@ class Memory:
                 if nbytes
             )
             raise BudgetError(
-                f"{tier} memory: {self.total(tier):,} bytes wanted beside the weights ({parts}), "
-                f"{budget:,} are there; use fewer or shorter sequences, or move KV cache or "
-                "activations to another tier"
+                f"{tier} memory: {self.total(tier):,} bytes are needed beside the weights ({parts}), "
+                f"and the budget is {budget:,}; use fewer or shorter sequences, or move the KV "
+                "cache or the activations to another tier"
             )
         return budget - self.total(tier)
