@@ -177,8 +177,8 @@ class Memory:
                 if nbytes
             )
             raise BudgetError(
-                f"{tier} memory: {self.total(tier):,} bytes are needed beside the weights ({parts}), "
-                f"and the budget is {budget:,}; use fewer or shorter sequences, or move the KV "
-                "cache or the activations to another tier"
+                f"{tier} memory: {self.total(tier):,} bytes are needed beside the weights "
+                f"({parts}), and the budget is {budget:,}; use fewer or shorter sequences, or move "
+                "the KV cache or the activations to another tier"
             )
         return budget - self.total(tier)

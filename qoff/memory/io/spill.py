@@ -115,9 +115,7 @@ class SpillFile:
                     f"{error.strerror or error}"
                 ) from error
             if count == 0:
-                raise DiskWriteError(
-                    f"{self.folder}: nothing more can be written to the spill file"
-                )
+                raise DiskWriteError(f"{self.folder}: the spill file takes no more bytes")
             done += count
         with self._lock:
             self.written += done
