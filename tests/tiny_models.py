@@ -303,7 +303,7 @@ def budgets(path: Path, slots: int = 2) -> tuple[int, int]:
     """The least budget that will do, and the one for everything, as the refusal of 0 tells them."""
     with pytest.raises(BudgetError) as refusal:
         Runtime(path, device_memory=0, slots=slots)
-    found = re.search(r"want ([\d,]+) bytes.*at least ([\d,]+)", str(refusal.value))
+    found = re.search(r"take ([\d,]+) bytes.*at least ([\d,]+)", str(refusal.value))
     assert found is not None
     everything, least = (int(number.replace(",", "")) for number in found.groups())
     return least, everything

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +15,6 @@ from qoff.kvcache.quant import KVBits, KVQuant
 from qoff.models.runtime import Runtime
 
 from .padded_batch import PaddedBatch
-
-if TYPE_CHECKING:
-    from .model import QoffForCausalLM
 
 
 class QoffCache(Cache):
@@ -36,7 +32,7 @@ class QoffCache(Cache):
 
     def __init__(
         self,
-        model: QoffForCausalLM,
+        model: object,
         batch_size: int = 1,
         *,
         kv_bits: KVBits | EllipsisType | None = ...,

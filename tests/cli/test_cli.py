@@ -309,7 +309,7 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
     line = fail("generate", checkpoint, "Hello", "--device-memory", "1KiB")
     assert f"{least:,}" in line
     assert f"{everything:,}" in line
-    assert "1,024 are there" in line
+    assert "the budget is 1,024" in line
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,14 @@ class DeviceCache(SlotCache):
         self.recent_k = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
         self.recent_v = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
 
+    @staticmethod
+    def recent_bytes(
+        shapes: Sequence[HeadShape], sequences: int, window: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of the rings of a cache."""
+        values = sum(2 * shape.kv_heads * shape.head_dim for shape in shapes)
+        return sequences * (window + BLOCK_TOKENS) * values * dtype.itemsize
+
     @property
     def nbytes(self) -> int:
         rings = sum(t.nbytes for t in (*self.recent_k, *self.recent_v))

@@ -58,7 +58,7 @@ def plan_residency(
     Up to `host_memory` bytes (None: as many as buffers need) hold the sources of streaming units,
     evenly spread among those on disk, and `host_staging` buffers between disk and device (0: reads
     go straight to the device). A budget that is too small is refused with the minimum: raises
-    BudgetError with the bytes there and the least bytes any plan takes.
+    BudgetError with the budget and the least bytes any plan takes.
     """
     search = _Search(checkpoint, slots, workspace, packing)
     choice = _Choice(tuple(checkpoint.outer.weights), search.levels)
@@ -67,9 +67,9 @@ def plan_residency(
         found = search.best(device_memory)
         if found is None:
             raise BudgetError(
-                f"device memory: the weights of {checkpoint.path} want {wanted:,} bytes, "
-                f"{device_memory:,} are there, and streaming takes at least {search.least:,} "
-                f"({slots} slots, {workspace:,} bytes of working space); raise the budget to that"
+                f"device memory: the weights of {checkpoint.path} take {wanted:,} bytes, and the "
+                f"budget is {device_memory:,}; streaming them takes at least {search.least:,} "
+                f"({slots} slots, {workspace:,} bytes of working space): raise the budget to that"
             )
         choice = found
     return place_in_host(checkpoint, search.residency(choice), host_memory, host_staging)
@@ -89,8 +89,8 @@ def place_in_host(
         return replace(plan, host_staging=host_staging, host_staging_bytes=staging)
     if staging > host_memory:
         raise BudgetError(
-            f"host memory: {host_staging} buffers between disk and device want {staging:,} bytes, "
-            f"{host_memory:,} are there; raise the budget to that"
+            f"host memory: {host_staging} buffers between disk and device take {staging:,} bytes, "
+            f"and the budget is {host_memory:,}; raise it to that"
         )
     left = host_memory - staging
     images = streamed_images(checkpoint, plan) if left else {}

@@ -94,7 +94,7 @@ def residency_of(
     wanted = set(resident)
     unknown = wanted.difference(*(file.weights for file in files.values()))
     if unknown:
-        raise ArgumentError(f"not in {checkpoint.path}: {', '.join(sorted(unknown))}")
+        raise ArgumentError(f"{checkpoint.path} has no weights {', '.join(sorted(unknown))}")
     units = [plan_unit(unit, file, wanted, packing, tile_bytes) for unit, file in files.items()]
     slot = max(unit.slot_bytes for unit in units)
     return Residency(
@@ -112,7 +112,9 @@ def residency_of(
 def check_slots(slots: int) -> None:
     """Raise ArgumentError for fewer slots than streaming takes."""
     if slots < 2:
-        raise ArgumentError(f"{slots} slots are too few: one is read while another is in use")
+        raise ArgumentError(
+            f"{slots} slots are too few: use 2 or more, one is read into while another is in use"
+        )
 
 
 def plan_unit(

@@ -180,3 +180,18 @@ class Decoder:
         self._replays.run(whole, weights, hidden, work)
         run.hidden = hidden
         return True
+
+
+def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
+    """The most bytes that embedding this many tokens allocates: in float32, scaled, in `dtype`."""
+    return tokens * spec.hidden_size * (8 + dtype.itemsize)
+
+
+def logits_bytes(spec: DecoderSpec, rows: int, dtype: torch.dtype) -> int:
+    """The most bytes that `rows` logits take, from the head's product to what a pass returns.
+
+    In `dtype`, in float32, and twice more where they are scaled.
+    """
+    scaled = spec.logit_scale != 1 or spec.logit_soft_cap != 0
+    converted = 0 if dtype == torch.float32 else dtype.itemsize
+    return rows * spec.vocab_size * (converted + 4 + 8 * scaled)
