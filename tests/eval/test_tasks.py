@@ -64,7 +64,7 @@ def instances(kind: Any, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]
 
 
 def opened(checkpoint: Path, **options: Any) -> QoffLM:
-    return QoffLM(str(checkpoint), **options)
+    return QoffLM(str(checkpoint), **{"kv": None, **options})
 
 
 @pytest.mark.parametrize(
