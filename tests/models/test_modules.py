@@ -272,7 +272,7 @@ def test_a_pass_that_is_given_up_leaves_the_others_alone(base: Path) -> None:
 
 
 def test_a_packed_cache_is_refused(base: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="leave kv_bits out"):
+    with pytest.raises(UnsupportedModelError, match="use kv=None"):
         Runtime(module_checkpoint(base, "bloom"), kv=KVQuant(4, 4))
 
 

@@ -103,6 +103,17 @@ class DeviceCache(SlotCache):
         away = 0 if self.store.write_back is None else self.store.write_back.nbytes
         return self.store.nbytes + self.tables.nbytes + rings + away
 
+    def bytes_for(self, tokens: int) -> int:
+        copied = max(t.nbytes for t in self.recent_k)  # where sequences move to other rows
+        beside = self.nbytes - self.store.nbytes + copied
+        return beside + self.store.bytes_for(self._blocks_for(tokens))
+
+    def reserve(self, tokens: int) -> None:
+        self.store.reserve(self._blocks_for(tokens))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return self.sequences * self.blocks_of(tokens, self.window, 0)
+
     @property
     def offloaded_tokens(self) -> list[int]:
         """How many tokens of each sequence, its oldest, are not on the device."""

@@ -18,6 +18,7 @@ from .image import Image, make_image
 from .tiles import read_bytes, slot_bytes, split_rows, tile_image, tiles_of
 from .units import (
     EMBEDDING,
+    HEAD,
     Tile,
     TiledMatrix,
     Unit,
@@ -62,6 +63,11 @@ class Residency:
     def tiled(self) -> frozenset[WholeUnit]:
         """The units whose matrices stream in tiles."""
         return frozenset(tile.unit for tile in self.tiles)
+
+    @property
+    def tiled_layers(self) -> frozenset[WholeUnit]:
+        """Those of them that are layers: each pass keeps values of its own from tile to tile."""
+        return self.tiled - {HEAD}
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,16 @@ class Decoder:
         self._layer = Layer(spec, ops, self.head_shapes)
         self._head = Linear(exact(ops), spec.norm_eps)
 
+    @property
+    def caches_on_device(self) -> bool:
+        """Whether its KV caches are packed ones in the memory of a GPU."""
+        return self._ops.CACHE == "device"
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of a sequence that the model was made for."""
+        return self.spec.max_position_embeddings
+
     def new_cache(self, sequences: int, capacity: int = 0, kv: KVQuant | None = None) -> KVCache:
         """An empty cache for this many sequences: float32, or packed as `kv` says.
 
