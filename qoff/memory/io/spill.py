@@ -178,7 +178,8 @@ def _allocate(fd: int, folder: Path, nbytes: int) -> None:
         free = os.statvfs(folder)
         raise BudgetError(
             f"disk: the spill file needs {nbytes:,} bytes, and {folder} has "
-            f"{free.f_bavail * free.f_frsize:,} free ({error.strerror}); name another spill_folder"
+            f"{free.f_bavail * free.f_frsize:,} bytes free ({error.strerror}); "
+            "name another spill_folder"
         ) from error
 
 
