@@ -12,7 +12,7 @@ from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.native.decoder import Decoder
+from qoff.models.native.decoder import Decoder, logits_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Plan
@@ -174,12 +174,13 @@ def working_bytes(
     spec, tokens = decoder.spec, sequences * count
     if decoder.caches_on_device:
         assert kv is not None
-        from qoff.plan.gpu import Gpu, memory_on_gpu
+        from qoff.plan.gpu import memory_on_gpu
 
         plan = Plan(batch_size=sequences, context=longest, prefill_tokens=tokens, kv=kv)
-        gpu = Gpu(decoder.device, decoder.dtype)
-        needed = memory_on_gpu(plan, spec, decoder.head_shapes, gpu, tiled).purposes["device"]
-        more = max(0, rows - sequences) * (4 * spec.vocab_size + 8 * spec.hidden_size)
+        device, dtype = decoder.device, decoder.dtype
+        memory = memory_on_gpu(plan, spec, decoder.head_shapes, device, dtype, tiled)
+        needed, extra = memory.purposes["device"], max(0, rows - sequences)
+        more = logits_bytes(spec, extra, dtype) + 8 * extra * spec.hidden_size
         return needed["working space"] + needed["hidden states"] + more
     work = LayerWorkspace.nbytes(spec, tokens) + (
         LayerWorkspace.nbytes(spec, tokens, True) if tiled else 0
