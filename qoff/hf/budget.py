@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from qoff.errors import ArgumentError, BudgetError
@@ -50,9 +50,6 @@ class Budget:
         self._tiled = False
         self._decoder: AnyDecoder | None = None
         self._caches: WeakSet[QoffCache] = WeakSet()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
-        return self  # a copy of a cache counts like the cache
 
     def choices(self, decoder: AnyDecoder) -> Iterator[tuple[int, int]]:
         """Bytes to keep free beside the weights, without and with layers in tiles; best first."""
