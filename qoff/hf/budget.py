@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 from weakref import WeakSet
 
 from qoff.errors import ArgumentError, BudgetError
-from qoff.kvcache import KVQuant
+from qoff.kvcache import KVCache, KVQuant
 from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
 from qoff.models.modules.cache import ModuleCache
@@ -18,13 +18,20 @@ from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Plan
 from qoff.units import format_size
 
-if TYPE_CHECKING:
-    from .cache import QoffCache
-
 _CONTEXTS = (2048, 1024, 512, 256)
 _PASSES = (MLP_TOKENS, 256, 128, 64, 32, 16)
 _LOGITS = 4  # copies: the model's, scaled or padded, and those that `generate` makes
 _PACKING = 8  # values for each of a layer's K and V that are packed together
+
+
+class BoundedCache(Protocol):
+    """What a budget knows of a cache: what holds its tokens, and for how many it has made room."""
+
+    tokens: KVCache
+    room: int  # tokens of each sequence
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Budget:
@@ -49,10 +56,7 @@ class Budget:
         self._kv = kv
         self._tiled = False
         self._decoder: AnyDecoder | None = None
-        self._caches: WeakSet[QoffCache] = WeakSet()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
-        return self  # a copy of a cache counts like the cache
+        self._caches: WeakSet[BoundedCache] = WeakSet()
 
     def choices(self, decoder: AnyDecoder) -> Iterator[tuple[int, int]]:
         """Bytes to keep free beside the weights, without and with layers in tiles; best first."""
@@ -79,7 +83,7 @@ class Budget:
         outer = decoder.outer_bytes if isinstance(decoder, ModuleDecoder) else 0
         self.free = self.memory - (plan.device_bytes - plan.workspace) - outer
 
-    def admit(self, cache: QoffCache, tokens: int, counts: Sequence[int], rows: int) -> int:
+    def admit(self, cache: BoundedCache, tokens: int, counts: Sequence[int], rows: int) -> int:
         """Make room in a cache for `tokens` tokens of each sequence, beside a pass.
 
         counts: new tokens of each sequence. rows: of logits. Returns how many new tokens of each
@@ -111,7 +115,7 @@ class Budget:
             held.reserve(cache.room)
         return at_once
 
-    def check_rows(self, cache: QoffCache, sequences: int) -> None:
+    def check_rows(self, cache: BoundedCache, sequences: int) -> None:
         """Raise BudgetError where a cache of that many sequences does not fit."""
         held = cache.tokens
         wanted = held.nbytes * sequences // max(1, held.sequences)

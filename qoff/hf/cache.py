@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import EllipsisType
 
@@ -14,6 +15,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache.quant import KVBits, KVQuant, kv_quant
 from qoff.models.runtime import Runtime
 
+from .budget import Budget
 from .padded_batch import PaddedBatch
 
 
@@ -51,7 +53,8 @@ class QoffCache(Cache):
             self.tokens = runtime.new_cache(batch_size)
         else:
             self.tokens = runtime.decoder.new_cache(batch_size, kv=kv_quant(kv))
-        self._budget = model.budget
+        budget = getattr(model, "budget", None)
+        self._bounded_by = None if budget is None else weakref.ref(budget)
         self.room = 0  # tokens of each sequence that room was made for
         self.columns = 0
         self._padded: list[tuple[int, Tensor]] = []  # first column, bool [B, T]: is it a token
@@ -120,9 +123,13 @@ class QoffCache(Cache):
         counts: new tokens of each; rows: of logits. Returns how many of each may be read in one
         pass. Raises BudgetError.
         """
-        if self._budget is None:
-            return max(counts)
-        return self._budget.admit(self, tokens, counts, rows)
+        budget = self._budget
+        return max(counts) if budget is None else budget.admit(self, tokens, counts, rows)
+
+    @property
+    def _budget(self) -> Budget | None:
+        """What bounds the model's memory, as long as there is the model."""
+        return None if self._bounded_by is None else self._bounded_by()
 
     def add(self, columns: PaddedBatch) -> None:
         """Count the columns of a batch that has been read."""
@@ -157,8 +164,9 @@ class QoffCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep these rows, in this order; one may be named more than once."""
         rows = beam_idx.tolist()
-        if self._budget is not None:
-            self._budget.check_rows(self, len(rows))
+        budget = self._budget
+        if budget is not None:
+            budget.check_rows(self, len(rows))
         self.tokens.select(rows)
         self._padded = [(first, real[rows]) for first, real in self._padded]
 

@@ -91,7 +91,7 @@ class PlacedModel(PreTrainedModel):
         ]
         return "\n".join(lines)
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
+    def to(self, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]  # a wrapper
         """Nothing where the model is there already; else OpError: weights stay where they are."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         decoder = self.runtime.decoder
@@ -112,8 +112,8 @@ class PlacedModel(PreTrainedModel):
     def cpu(self) -> Self:
         return self.to("cpu")
 
-    def cuda(self, device: int | torch.device | None = None) -> Self:
-        return self.to(torch.device("cuda") if device is None else torch.device("cuda", device))
+    def cuda(self, device: Any = None) -> Self:  # type: ignore[override]
+        return self.to("cuda" if device is None else device)
 
     def half(self, *_: Any) -> Self:
         return self.to(torch.float16)
@@ -144,19 +144,19 @@ class PlacedModel(PreTrainedModel):
         )
 
     @property
-    def peft_config(self) -> NoReturn:
+    def peft_config(self) -> NoReturn:  # type: ignore[override]
         """What PEFT looks for first. Raises OpError: adapters need torch's modules."""
         raise OpError(
             f"a model of qoff.load has no modules that adapters could go to; use {self._in_torch}"
         )
 
-    def add_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Refuse, as PEFT is refused."""
-        return self.peft_config
+        _ = self.peft_config
 
-    def load_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def load_adapter(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Refuse, as PEFT is refused."""
-        return self.peft_config
+        _ = self.peft_config
 
     @property
     def _computes_on(self) -> torch.device:

@@ -51,7 +51,8 @@ def test_logits_of_a_padded_batch(
     assert found.shape == wanted.shape == (BATCH, min(keep, WIDTH) if keep else WIDTH, 128)
     real = torch.ones(found.shape[:2]) if mask is None else mask[:, -found.shape[1] :]
     assert_close(found[real.bool()], wanted[real.bool()], tolerance=DECODER_LOGITS)
-    assert not found[~real.bool()].any()  # zero at padding
+    if keep != 1:  # which is the last token of each row, wherever the padding is
+        assert not found[~real.bool()].any()  # zero at padding
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
