@@ -178,7 +178,7 @@ def test_without_the_source_tree_there_are_no_benches(
         (["{checkpoint}", "-p", "0"], "-p 0: '0' is not a whole number"),
         (["{checkpoint}", "-n", "many"], "'many' is not a whole number"),
         (["{checkpoint}", "-d", "-1"], "-d -1: "),
-        (["{checkpoint}", "-p", "none", "-n", "none"], "neither a prompt"),
+        (["{checkpoint}", "-p", "none", "-n", "none"], "nothing to measure"),
         (["{checkpoint}", "--kv-bits", "5"], "4 or 8 bits, not 5"),
         (["{checkpoint}", "--kv-bits", "none,4"], "KV bits are written like"),
         (["{checkpoint}", "--activation-bits", "4"], "8 or 16 bits, not 4"),
