@@ -94,6 +94,7 @@ def test_a_wheel_built_from_the_sdist_is_the_same(tree: Path, wheel: Path, tmp_p
     assert members(build(source, tmp_path / "out", "wheel")) == members(wheel)
 
 
+@pytest.mark.timeout(300)  # it imports every module and compiles kernels
 def test_the_installed_wheel_imports_from_another_directory(wheel: Path, tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
