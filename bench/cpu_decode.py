@@ -116,9 +116,9 @@ class Contestants:
     def __init__(self, checkpoint: Path, gguf: Path, context: int) -> None:
         self._stack = ExitStack()
         self.threads = torch.get_num_threads()
-        ours, self.tokenizer = load(checkpoint)
+        ours, self.tokenizer = load(checkpoint, kv=None)
         self._stack.callback(ours.close)
-        eight, _ = load(checkpoint, activation_bits=8)
+        eight, _ = load(checkpoint, activation_bits=8, kv=None)
         self._stack.callback(eight.close)
         theirs = open_float(gguf)
         self.vocab: int = ours.config.vocab_size

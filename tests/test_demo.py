@@ -14,7 +14,7 @@ import pytest
 from bench import demo
 from qoff.errors import ChecksumError
 from qoff.hf.load import is_checkpoint
-from tests.tiny_models import budgets, save_gguf, tiny_checkpoint
+from tests.tiny_models import load_budgets, save_gguf, tiny_checkpoint
 
 RUN = subprocess.run
 
@@ -108,7 +108,7 @@ def test_the_demo_answers_twice_the_same(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
-    least, _ = budgets(checkpoint)
+    least, _ = load_budgets(checkpoint)
     monkeypatch.setattr(demo, "FOLDER", tmp_path)
     monkeypatch.setattr(demo, "fetch_checkpoint", lambda: checkpoint)
     monkeypatch.setattr(sys, "argv", ["demo", "--tokens", "5", "--budget", str(least)])

@@ -1,16 +1,20 @@
-"""Imports point downwards only: the layer order of docs/architecture.md, checked on the sources."""
+"""Imports point downwards only, by the layers of docs/architecture.md, and never in a circle.
+
+Checked on the sources, with imports in functions and for type checkers.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = frozenset(
-    {"errors", "settings", "units"}
+    {"budgets", "errors", "settings", "units"}
 )  # every layer may import these; they import no layer
 RANK = {
     layer: rank
@@ -27,7 +31,8 @@ RANK = {
             {"engine"},
             {"measure"},
             {"eval"},
-            {"cli", "serve", "__main__"},
+            {"cli", "serve"},
+            {"__main__"},
             {"bench"},
         ]
     )
@@ -82,6 +87,50 @@ def sources() -> Iterator[tuple[Path, str, bool]]:
             parts = ["qoff"] * (folder == "kernels") + list(relative.with_suffix("").parts)
             is_package = parts[-1] == "__init__"
             yield path, ".".join(parts[:-1] if is_package else parts), is_package
+
+
+def circle(modules: Iterable[tuple[str, str, bool]]) -> list[str]:
+    """Modules that import one another in a circle, if any do; each as (source, name, package)."""
+    known = {module: (source, is_package) for source, module, is_package in modules}
+
+    def home(target: str) -> str:
+        while target and target not in known:
+            target = target.rpartition(".")[0]
+        return target
+
+    graph = {
+        module: {home(target) for _, target in imported(source, module, is_package)} - {module, ""}
+        for module, (source, is_package) in known.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    found = circle((path.read_text(), *module) for path, *module in sources())
+    assert not found, " <- ".join(found)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from .a import A",
+        "import qoff.memory.a",
+        "if TYPE_CHECKING:\n    from qoff.memory import a",
+        "def f():\n    from .a import A",
+    ],
+)
+def test_a_circle_is_found(back: str) -> None:
+    package = ("from .a import A", "qoff.memory", True)
+    there = [("from . import b", "qoff.memory.a", False), ("", "qoff.memory.c", False)]
+    assert set(circle([package, *there, (back, "qoff.memory.b", False)])) == {
+        "qoff.memory.a",
+        "qoff.memory.b",
+    }
+    assert circle([package, *there, ("from . import c", "qoff.memory.b", False)]) == []
 
 
 def test_every_import_points_downwards() -> None:

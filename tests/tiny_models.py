@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+import qoff
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import BudgetError
 from qoff.kernels.layout.qtensor import QTensor
@@ -300,10 +301,20 @@ def tiny_checkpoint(base: Path, family: str = "llama", packing: str = "rows16") 
 
 
 def budgets(path: Path, slots: int = 2) -> tuple[int, int]:
-    """The least budget that will do, and the one for everything, as the refusal of 0 tells them."""
+    """The least budget of a `Runtime`, and the one for everything, as the refusal of 0 says."""
+    return refused(lambda: Runtime(path, device_memory=0, slots=slots))
+
+
+def load_budgets(path: Path, **options: Any) -> tuple[int, int]:
+    """The same of `qoff.load`, whose budget bounds caches and passes, too."""
+    return refused(lambda: qoff.load(path, device_memory=0, **options))
+
+
+def refused(run: Callable[[], object]) -> tuple[int, int]:
+    """The least budget and the one for everything, in the refusal of what `run` does."""
     with pytest.raises(BudgetError) as refusal:
-        Runtime(path, device_memory=0, slots=slots)
-    found = re.search(r"want ([\d,]+) bytes.*at least ([\d,]+)", str(refusal.value))
+        run()
+    found = re.search(r"take ([\d,]+) bytes.*at least ([\d,]+)", str(refusal.value))
     assert found is not None
     everything, least = (int(number.replace(",", "")) for number in found.groups())
     return least, everything

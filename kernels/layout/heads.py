@@ -28,7 +28,7 @@ class HeadShape:
 
     @property
     def qkv_width(self) -> int:
-        """PaddedBatch of the fused projection: queries, keys, values."""
+        """Columns of the fused projection: queries, keys, values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 

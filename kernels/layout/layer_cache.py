@@ -94,10 +94,10 @@ class LayerCache:
     Packed tokens are in no place of `keys` and `values`, which hold the others one after another:
     `places` says where each new token goes, its position less its sequence's packed tokens. In a
     pass of one new token a sequence, each KV head attends to `kept_blocks(top, n)` of the n packed
-    blocks that are in its window, of all parts together (`reference_select`), and to all tokens
-    that are not packed; in other passes to everything. Raises OpError for `top` outside (0, 1].
-    values_rotated: V in blocks are as `rotated.rotate_values` leaves them, and what attention makes
-    of them is rotated back.
+    blocks that are in its window, of all parts together (`reference.select_blocks`), and to all
+    tokens that are not packed; in other passes to everything. Raises OpError for `top` outside
+    (0, 1]. values_rotated: V in blocks are as `rotation.rotate_values` leaves them, and what
+    attention makes of them is rotated back.
     """
 
     keys: Tensor

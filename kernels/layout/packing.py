@@ -20,18 +20,14 @@ rows16, rows in blocks of 16 so that one vector register holds one column of a b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from qoff.errors import OpError
-
-if TYPE_CHECKING:
-    from .qtensor import QTensor
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -40,6 +36,23 @@ ROW_BLOCK = 16  # rows that rows16 keeps together
 
 _LOW64 = 0x0F0F0F0F0F0F0F0F  # the low nibbles of the eight bytes of an int64
 _PIECE = 1 << 16  # words that a repack moves at a time, so that temporaries stay in cache
+
+
+class Packed(Protocol):
+    """The parts of a packed matrix, `QTensor`, that moving it to another packing needs."""
+
+    @property
+    def codes(self) -> Tensor: ...
+    @property
+    def scale_min(self) -> Tensor: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def packing(self) -> str: ...
 
 
 def check_format(shape: tuple[int, int], bits: int, group_size: int, packing: str) -> None:
@@ -126,25 +139,7 @@ def unpack_scale_min(packed: Tensor, shape: tuple[int, int], packing: str) -> tu
     return both[0, :n].contiguous(), both[1, :n].contiguous()
 
 
-def repack(q: QTensor, packing: str) -> QTensor:
-    """Return `q` in another packing, bit for bit the same matrix (`q` itself if it has it already).
-
-    Raises OpError for an unknown packing.
-    """
-    if packing == q.packing:
-        return q
-    codes_shape, scale_min_shape = packed_shapes(q.shape, q.bits, q.group_size, packing)
-    out = replace(
-        q,
-        codes=q.codes.new_empty(codes_shape),
-        scale_min=q.scale_min.new_empty(scale_min_shape),
-        packing=packing,
-    )
-    repack_into(q, out)
-    return out
-
-
-def repack_into(q: QTensor, out: QTensor) -> None:
+def repack_into(q: Packed, out: Packed) -> None:
     """Write the matrix `q` into the memory of `out`, which has another packing, in small pieces.
 
     Besides `out` it needs temporaries of about 1 MiB, and a copy of codes that do not start at a
@@ -161,15 +156,15 @@ def repack_into(q: QTensor, out: QTensor) -> None:
         )
     if out.codes.storage_offset() % 8:
         raise OpError("the codes to repack into must start at a multiple of 8 bytes")
-    if q.codes.storage_offset() % 8:
-        q = replace(q, codes=q.codes.clone())
+    codes = q.codes.clone() if q.codes.storage_offset() % 8 else q.codes
     half, cpu = (q, out) if out.packing == "rows16" else (out, q)
     if out is cpu and q.shape[0] % ROW_BLOCK:
         cpu.codes[-1].zero_()
         cpu.scale_min[-1].zero_()
     for half_view, cpu_view in _same_scale_min(half, cpu):
         (cpu_view if out is cpu else half_view).copy_(half_view if out is cpu else cpu_view)
-    for half_view, cpu_view in _same_words(half, cpu):
+    both = (codes, cpu.codes) if out is cpu else (half.codes, codes)
+    for half_view, cpu_view in _same_words(*both):
         if q.bits == 8:
             (cpu_view if out is cpu else half_view).copy_(half_view if out is cpu else cpu_view)
         elif out is cpu:
@@ -199,7 +194,7 @@ def _separate_rows(packed: Tensor) -> Tensor:
     return words.transpose(1, 2).contiguous().view(-1, packed.shape[1])
 
 
-def _same_scale_min(half: QTensor, cpu: QTensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _same_scale_min(half: Packed, cpu: Packed) -> Iterator[tuple[Tensor, Tensor]]:
     """Views [K/g, rows..., 2] of both tensors' scale_min onto the same rows."""
     n = half.shape[0]
     full = n // ROW_BLOCK
@@ -209,11 +204,11 @@ def _same_scale_min(half: QTensor, cpu: QTensor) -> Iterator[tuple[Tensor, Tenso
         yield half.scale_min[:, -rest:], cpu.scale_min[full, ..., :rest].transpose(1, 2)
 
 
-def _same_words(half: QTensor, cpu: QTensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _same_words(half: Tensor, cpu: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Views int32 [rows..., S] of both tensors' codes onto the same rows, a piece at a time."""
     n = half.shape[0]
-    rows = half.codes.view(torch.int32)  # [N, S]
-    blocks = cpu.codes.view(torch.int32).squeeze(3).transpose(1, 2)  # [Np/16, 16, S]
+    rows = half.view(torch.int32)  # [N, S]
+    blocks = cpu.view(torch.int32).squeeze(3).transpose(1, 2)  # [Np/16, 16, S]
     full, words = n // ROW_BLOCK, rows.shape[1]
     step = max(1, _PIECE // (ROW_BLOCK * words))
     for start in range(0, full, step):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qoff.errors import OpError
 
-from .packing import ROW_BLOCK, packed_shapes, repack, unpack_codes, unpack_scale_min
+from .packing import ROW_BLOCK, packed_shapes, repack_into, unpack_codes, unpack_scale_min
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,21 @@ class QTensor:
         return values.view(self.shape).to(dtype)
 
     def to_packing(self, name: str) -> QTensor:
-        """Return the same matrix in packing `name`, bit for bit (self if it has it already)."""
-        return repack(self, name)
+        """Return the same matrix in packing `name`, bit for bit (self if it has it already).
+
+        Raises OpError for an unknown packing.
+        """
+        if name == self.packing:
+            return self
+        codes, scale_min = packed_shapes(self.shape, self.bits, self.group_size, name)
+        out = replace(
+            self,
+            codes=self.codes.new_empty(codes),
+            scale_min=self.scale_min.new_empty(scale_min),
+            packing=name,
+        )
+        repack_into(self, out)
+        return out
 
     def rows(self, start: int, stop: int) -> QTensor:
         """Return rows start..stop-1; the codes share this tensor's memory.

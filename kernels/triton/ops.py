@@ -15,15 +15,16 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.operands import require
 
 from .attention.append import NewBlocks, pack_blocks, write_recent
-from .attention.decode import decode_attention
-from .attention.offloaded import OffloadedAttention
-from .attention.prefill import prefill_attention
+from .attention.decode import decode_attention, decode_bytes
+from .attention.offloaded import OffloadedAttention, joined_bytes
+from .attention.prefill import prefill_attention, prefill_bytes
 from .attention.rotation import rotate_values
 from .elementwise.interleaved_silu_mul import gated_silu
 from .elementwise.rms_norm import rms_norm
@@ -71,6 +72,33 @@ def w4_linear(
         if residual is not None:
             return torch.add(y, residual, out=out)
         return y if out is None else out.copy_(y)
+
+
+def linear_bytes(
+    tokens: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    silu_mul: bool = False,
+) -> int:
+    """The most bytes `w4_linear` allocates for up to `tokens` rows of x by W [rows, columns].
+
+    The normalized input, the product, bias and gated result.
+    """
+    values = tokens * columns + rows + tokens * rows // 2 * silu_mul
+    return values * dtype.itemsize + linear.linear_bytes(tokens, rows, columns, dtype, device)
+
+
+def experts_bytes(
+    tokens: int, top_k: int, count: int, inner: int, hidden: int, dtype: torch.dtype
+) -> int:
+    """The most bytes `experts` allocates for `tokens` tokens of `top_k` out of `count` experts.
+
+    inner: values between the products, of an expert; hidden: of a token. With biases.
+    """
+    biases = count * (2 * inner + hidden) * dtype.itemsize
+    return biases + moe.experts_bytes(tokens, top_k, count, inner, hidden, dtype.itemsize)
 
 
 def experts(
@@ -156,6 +184,39 @@ def attention(
             out[step.order] = attended
             return out
         return attended if out is None else out.copy_(attended)
+
+
+def attention_bytes(
+    tokens: int,
+    sequences: int,
+    blocks: int,
+    shape: HeadShape,
+    form: KVFormat,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    offloaded: bool = False,
+    values_rotated: bool = False,
+) -> int:
+    """The most bytes `attention` allocates, its result included, as if it freed nothing.
+
+    For up to `tokens` tokens of `sequences` sequences that have up to `blocks` packed blocks each.
+    offloaded: some are attended on the CPU. values_rotated: the cache's V are.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # Rows in the order of the slots; queries and keys for their norm, normed and rotated.
+    values = tokens * (queries + 2 * keys + 3 * (queries + keys))
+    values += tokens * queries * 2  # results in the order of the slots, and of the batch
+    values += sequences * queries  # of decode, with those of sequences that wait
+    if values_rotated:
+        values += 2 * tokens * (keys + queries)
+    both = (shape.heads, shape.kv_heads)
+    work = max(
+        decode_bytes(sequences, *both, blocks, form, dtype, device),
+        prefill_bytes(tokens, *both, sequences, blocks, form, dtype, device),
+    )
+    joined = joined_bytes(tokens, shape, dtype) if offloaded else 0
+    return values * dtype.itemsize + work + joined
 
 
 def _decode(

@@ -1,13 +1,4 @@
-"""The bytes on disk: a directory that transformers also understands. Modules:
-
-- `layout`: names of files, and the entries that say where a weight lies.
-- `header`: the safetensors header, written and read with every claim checked.
-- `reader`: `Checkpoint`, an opened directory; `read_weight`.
-- `writer`: `CheckpointWriter`, all or nothing.
-- `staging`: the hidden directory it writes to, moved into place at the end.
-- `verify`: every byte against its checksum.
-- `strict_json`: JSON objects from files that nobody vouches for.
-"""
+"""The bytes on disk: a directory that transformers also understands, written all or nothing."""
 
 from .layout import (
     QuantEntry,

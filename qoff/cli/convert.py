@@ -116,7 +116,7 @@ def mixed(
     from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
     from qoff.eval.mixing.sensitivity import Sensitivities
     from qoff.models.convert.unconverted import Unconverted
-    from qoff.models.sources.safetensors import open_source
+    from qoff.models.sources import open_source
 
     model = Unconverted.of(open_source(source))
     step = max(1, len(ids) // LOSS_TEXTS)

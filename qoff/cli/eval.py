@@ -107,6 +107,7 @@ def evaluate(
     if sum((sweep, peers, needle, tasks is not None)) > 1:
         raise ArgumentError("--sweep, --peers, --needle and --tasks are different evaluations")
     if tasks is not None:
+        from .evaluate import kv_setting
         from .retrieval import run_named_tasks
 
         chosen = {
@@ -116,9 +117,7 @@ def evaluate(
             "device": device,
             "device_memory": device_memory,
             "activation_bits": activation_bits,
-            "kv_bits": kv_bits,
-            "kv_window": kv_window,
-            "attention_top": attention_top,
+            "kv": kv_setting(kv_bits, "channel", kv_window, attention_top, False).quant,
         }
         run_named_tasks(model, tasks.split(","), chosen, as_json)
         return

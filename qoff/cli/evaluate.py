@@ -34,7 +34,7 @@ from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.eval.texts import CALIBRATION_TEXT, dataset_text, encode, read_text
 from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, local_source
 from qoff.kvcache import KVQuant
-from qoff.models.sources.safetensors import read_json
+from qoff.models.sources import read_json
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
 from qoff.units import format_size

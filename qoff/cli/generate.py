@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from qoff.errors import QoffError
+from qoff.budgets import resolve_device
+from qoff.errors import ArgumentError, QoffError
+from qoff.hf.load import AUTO, find_checkpoint, load, load_tokenizer
 from qoff.hf.model import QoffForCausalLM
+from qoff.kvcache import KVQuant
 from qoff.units import format_size
 
 
@@ -125,6 +128,27 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> dict[s
             return_dict=True,
         )
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def cache_form(kv: str, attention_top: float) -> KVQuant | str:
+    """The KV cache that the options describe. Raises ArgumentError for what is none."""
+    if attention_top == 1:
+        return kv
+    if kv == "none":
+        raise ArgumentError("--attention-top leaves out packed blocks; it needs --kv")
+    packed = KVQuant() if kv == AUTO else KVQuant.of(kv)
+    return replace(packed, attention_top=attention_top)
+
+
+def open_for(
+    prompt: str, new_tokens: int, path: str, *, raw: bool, device: str, **options: Any
+) -> tuple[QoffForCausalLM, PreTrainedTokenizerBase]:
+    """The model and tokenizer of `qoff.load`, with room for this prompt and its answer."""
+    found = {name: options[name] for name in ("progress", "trust_remote_code") if name in options}
+    checkpoint = find_checkpoint(path, for_cpu=resolve_device(device).type == "cpu", **found)
+    tokenizer = load_tokenizer(checkpoint, found.get("trust_remote_code", False))
+    context = encode(tokenizer, prompt, raw)["input_ids"].shape[1] + new_tokens
+    return load(checkpoint, device=device, context=max(1, context), **options)
 
 
 def answer(

@@ -22,6 +22,9 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 Model = Annotated[str, typer.Argument(help="A qoff checkpoint, another model, or a hub id.")]
 Device = Annotated[str, typer.Option(help="cpu, or a GPU such as cuda.")]
+DType = Annotated[
+    str, typer.Option(help="Of hidden states on a GPU: float16, bfloat16; auto: the model's.")
+]
 Slots = Annotated[int, typer.Option(min=2, help="Buffers that offloaded layers pass through.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")]
@@ -150,7 +153,8 @@ def convert(
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
-    device: Device = "cpu",
+    device: Device = "auto",
+    dtype: DType = "auto",
     device_memory: Annotated[
         str | None, typer.Option(help="Bound of everything on the device, like 24MiB or 8GB.")
     ] = None,
@@ -162,13 +166,13 @@ def generate(
     activation_bits: Annotated[
         int, typer.Option(help="16; or 8: faster prefill, less accurate.")
     ] = 16,
-    kv_bits: Annotated[
-        str | None,
+    kv: Annotated[
+        str,
         typer.Option(
             help="Bits of the KV cache: 4, 8, or 8,4 for K and V; 4/0-3:8,4/9:8 uses "
-            "other bits in some layers."
+            "other bits in some layers; none: not packed."
         ),
-    ] = None,
+    ] = "auto",
     attention_top: AttentionTop = 1.0,
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
@@ -185,10 +189,9 @@ def generate(
 ) -> None:
     """Answer a prompt, and print what it cost."""
     from qoff.engine import SamplingParams
-    from qoff.hf.load import load
     from qoff.memory.io.timeline import Timeline, checked_path
 
-    from .generate import answer
+    from .generate import answer, cache_form, open_for
 
     if trace is not None:
         checked_path(trace)
@@ -198,15 +201,18 @@ def generate(
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     with progress_bar("converting", quiet=as_json) as progress:
-        loaded, tokenizer = load(
+        loaded, tokenizer = open_for(
+            prompt,
+            max_new_tokens,
             model,
+            raw=raw,
             device=device,
+            dtype=dtype,
             device_memory=device_memory,
             host_memory=host_memory,
             slots=slots,
             activation_bits=activation_bits,
-            kv_bits=kv_bits,
-            attention_top=attention_top,
+            kv=cache_form(kv, attention_top),
             progress=progress,
             timeline=timeline,
             trust_remote_code=trust_remote_code,
@@ -254,7 +260,7 @@ def batch(
         int, typer.Option(min=1, help="Tokens of prompt and answer together.")
     ] = 2048,
     prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of one pass.")] = 1024,
-    kv_bits: Annotated[str, typer.Option(help="Bits of the KV cache: 4, 8, or 8,4.")] = "4",
+    kv: Annotated[str, typer.Option(help="Bits of the KV cache: 4, 8, or 8,4.")] = "4",
     attention_top: AttentionTop = 1.0,
     kv_device: Annotated[
         float, typer.Option(min=0, max=1, help="Fraction of the KV cache on the device.")
@@ -315,7 +321,7 @@ def batch(
         batches=batches,
         context=context,
         prefill_tokens=prefill_tokens,
-        kv=KVQuant.of(kv_bits, attention_top=attention_top),
+        kv=KVQuant.of(kv, attention_top=attention_top),
         kv_placement=KVPlacement(kv_device, kv_host),
         cpu_attention=cpu_attention,  # type: ignore[arg-type]  # checked there
         activations=activations,  # type: ignore[arg-type]

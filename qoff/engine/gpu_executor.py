@@ -11,7 +11,7 @@ from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.plan import Memory
-from qoff.plan.gpu import Gpu, check_gpu_plan, memory_on_gpu
+from qoff.plan.gpu import check_gpu_plan, memory_on_gpu
 
 from .executor import Executor
 
@@ -49,8 +49,7 @@ class GpuExecutor(Executor):
         return CudaTransfers(self.device, links.reader())
 
     def _memory_of(self, tiled: bool) -> Memory:
-        gpu = Gpu(self.device, self.dtype)
-        return memory_on_gpu(self.plan, self.spec, self.shapes, gpu, tiled)
+        return memory_on_gpu(self.plan, self.spec, self.shapes, self.device, self.dtype, tiled)
 
     def _block_bytes(self) -> dict[str, int]:
         purposes = self.memory.purposes

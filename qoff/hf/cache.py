@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,21 +11,18 @@ from transformers import Cache
 
 from qoff.errors import OpError
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kvcache.quant import KVBits, KVQuant
+from qoff.kvcache.quant import KVBits, KVQuant, kv_quant
 from qoff.models.runtime import Runtime
 
 from .padded_batch import PaddedBatch
-
-if TYPE_CHECKING:
-    from .model import QoffForCausalLM
 
 
 class QoffCache(Cache):
     """What a qoff model remembers; pass it as `past_key_values` to read on from there.
 
     model: from `qoff.load`; others with the same attention can go on with the cache, too.
-    batch_size: sequences; an empty cache takes on those of the first batch it meets. kv_bits,
-    window: as `kv_bits` and `kv_window` of `qoff.load`; `...` is what the model was loaded with.
+    batch_size: sequences; an empty cache takes on those of the first batch it meets. kv: as for
+    `qoff.load`; by default what the model was loaded with.
     `crop` goes back to an earlier column, and `copy.deepcopy` keeps a state to come back to.
     Raises OpError for another model than qoff's, and ArgumentError and OpError as `qoff.load` does.
 
@@ -36,11 +32,10 @@ class QoffCache(Cache):
 
     def __init__(
         self,
-        model: QoffForCausalLM,
+        model: object,
         batch_size: int = 1,
         *,
-        kv_bits: KVBits | EllipsisType | None = ...,
-        window: int = 64,
+        kv: KVQuant | KVBits | EllipsisType | None = ...,
     ) -> None:
         # The base class is a list of per-layer caches; this one has a single store for all layers.
         self.layers = []
@@ -52,11 +47,12 @@ class QoffCache(Cache):
         if batch_size < 1:
             raise OpError(f"a cache is for at least one sequence, not {batch_size}")
         self.shapes: tuple[object, ...] = runtime.decoder.head_shapes
-        if kv_bits is ...:
+        if kv is ...:
             self.tokens = runtime.new_cache(batch_size)
         else:
-            kv = None if kv_bits is None else KVQuant.of(kv_bits, window)
-            self.tokens = runtime.decoder.new_cache(batch_size, kv=kv)
+            self.tokens = runtime.decoder.new_cache(batch_size, kv=kv_quant(kv))
+        self._budget = model.budget
+        self.room = 0  # tokens of each sequence that room was made for
         self.columns = 0
         self._padded: list[tuple[int, Tensor]] = []  # first column, bool [B, T]: is it a token
 
@@ -118,6 +114,16 @@ class QoffCache(Cache):
         if self.batch_size != batch_size:
             raise OpError(f"the cache holds {self.batch_size} sequences, the batch {batch_size}")
 
+    def make_room(self, tokens: int, counts: Sequence[int], rows: int) -> int:
+        """Have room for `tokens` tokens of each sequence, within the model's bound of memory.
+
+        counts: new tokens of each; rows: of logits. Returns how many of each may be read in one
+        pass. Raises BudgetError.
+        """
+        if self._budget is None:
+            return max(counts)
+        return self._budget.admit(self, tokens, counts, rows)
+
     def add(self, columns: PaddedBatch) -> None:
         """Count the columns of a batch that has been read."""
         rows, width = columns.shape
@@ -151,6 +157,8 @@ class QoffCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep these rows, in this order; one may be named more than once."""
         rows = beam_idx.tolist()
+        if self._budget is not None:
+            self._budget.check_rows(self, len(rows))
         self.tokens.select(rows)
         self._padded = [(first, real[rows]) for first, real in self._padded]
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from qoff.errors import ArgumentError, ConversionError, FormatError
-from qoff.kvcache.quant import KVBits, KVQuant
+from qoff.budgets import memory_bounds, resolve_device
+from qoff.errors import ConversionError, FormatError, OpError, UnsupportedModelError
+from qoff.kvcache.quant import KVBits, KVQuant, kv_quant
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.timeline import Timeline
 from qoff.models.convert.convert import convert
@@ -23,25 +26,28 @@ from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 from qoff.settings import cache_directory
-from qoff.units import parse_size
 
+from .budget import Budget
 from .hub import download, download_config, is_own
 from .model import QoffForCausalLM, build
 
+AUTO = "auto"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def load(
     path_or_hub_id: str | PathLike[str],
     *,
-    device: str = "cpu",
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | str = "auto",
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    context: int | None = None,
+    batch_size: int = 1,
     slots: int = 2,
     activation_bits: int = 16,
-    kv_bits: KVBits | KVQuant | None = None,
-    kv_window: int = 64,
-    attention_top: float = 1.0,
+    kv: KVQuant | KVBits | None = AUTO,
     quant: QuantConfig | None = None,
     cache_dir: str | PathLike[str] | None = None,
     revision: str | None = None,
@@ -53,53 +59,90 @@ def load(
 
     path_or_hub_id: a qoff checkpoint; or a safetensors directory, a GGUF file or a hub id, which is
     converted once, as `quant` says, into the cache directory (`cache_dir`, by default QOFF_CACHE).
-    device: "cpu", or a GPU like "cuda", which needs `kv_bits`. device_memory bounds the weights
-    there, resident ones and `slots` slots for streamed layers together, in bytes or like "24MiB";
-    None keeps all weights resident. What streams comes from host memory as far as host_memory goes,
-    else from disk. The KV cache comes on top. activation_bits: 16, or 8 for up to twice the speed
-    with many tokens at a time, at some loss. kv_bits: 4 or 8 for a packed KV cache, a pair of them
-    for K and V, or text like "4/0-3:8,4", which is 4 bits, but 8 for K and 4 for V in layers 0 to
-    3; the newest `kv_window` tokens stay in float32. None: all stay so. A KVQuant says all that.
-    attention_top: the part of a sequence's packed blocks that each new token attends to, chosen by
-    their bounds on its scores; below 1 it is faster in long contexts, at some loss. timeline: notes
-    every move and computation. Architectures that qoff has no decoder for run through transformers'
-    modules, on the CPU, with a packed cache where transformers' interface for attention allows;
+    device: "cpu", a GPU like "cuda", or "auto": a GPU if there is one. dtype: of hidden states on a
+    GPU; "auto": what the model was trained in. A CPU computes in float32.
+
+    device_memory bounds everything on the device, in bytes or like "24MiB": weights, KV caches,
+    activations, logits and working space; None: as much as it takes. Room for `batch_size`
+    sequences of `context` tokens (None: see `Budget`) is kept free, and weights that do not fit
+    beside it stream through `slots` slots: from host memory as far as host_memory goes, else from
+    disk. A longer text may use what else is free; one that does not fit is refused before anything
+    is computed. max_memory: the same bounds as Accelerate writes them, {0: "12GiB", "cpu":
+    "32GiB"}. activation_bits: 16, or on a CPU 8 for up to twice the speed with many tokens at a
+    time, at some loss.
+
+    kv: how the KV cache is packed: 4 or 8 bits, a pair of them for K and V, text like "4/0-3:8,4"
+    (4 bits, but 8 for K and 4 for V in layers 0 to 3), or a KVQuant; None or "none": float32, on a
+    CPU. "auto" is `KVQuant()`, 4 bits behind a window of 64 tokens, where the model's attention
+    can be packed, else float32; the model's repr says which. timeline: notes every move and
+    computation. Architectures that qoff has no decoder for run through transformers' modules, on
+    the CPU, with a packed cache where transformers' interface for attention allows;
     trust_remote_code lets code run that comes with a model, or a tokenizer, that transformers does
     not have.
-    Raises ArgumentError, BudgetError, FormatError, ChecksumError, UnsupportedModelError,
-    ConversionError, or OpError for a head size whose cache cannot be packed.
+    Raises ArgumentError, BudgetError with the bytes wanted, FormatError, ChecksumError,
+    UnsupportedModelError, ConversionError, or OpError for a head size whose cache cannot be packed.
     """
-    budget = None if device_memory is None else parse_size(device_memory)
-    if kv_bits is None and attention_top != 1:
-        raise ArgumentError("attention_top leaves out packed blocks; say kv_bits, too")
-    kv = kv_bits if isinstance(kv_bits, KVQuant) else None
-    if kv_bits is not None and not isinstance(kv_bits, KVQuant):
-        kv = KVQuant.of(kv_bits, kv_window, attention_top)
+    where = resolve_device(device)
+    device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
     checkpoint = find_checkpoint(
         path_or_hub_id,
         quant=quant,
         cache_dir=cache_dir,
         revision=revision,
         progress=progress,
-        for_cpu=device == "cpu",
+        for_cpu=where.type == "cpu",
         trust_remote_code=trust_remote_code,
     )
-    runtime = Runtime(
-        checkpoint,
-        device=device,
-        device_memory=budget,
-        host_memory=None if host_memory is None else parse_size(host_memory),
-        slots=slots,
-        activation_bits=activation_bits,
-        kv=kv,
-        instrumentation=Instrumentation(timeline=timeline),
-        trust_remote_code=trust_remote_code,
-    )
+
+    def opened(kv: KVQuant | None) -> tuple[Runtime, Budget | None]:
+        budget = None
+        more: dict[str, Any] = {}
+        if device_bytes is not None:
+            budget = Budget(device_bytes, context, batch_size, kv)
+            more["reserves"] = budget.choices
+        runtime = Runtime(
+            checkpoint,
+            device=where,
+            dtype=dtype,
+            device_memory=device_bytes,
+            host_memory=host_bytes,
+            slots=slots,
+            activation_bits=activation_bits,
+            kv=kv,
+            instrumentation=Instrumentation(timeline=timeline),
+            trust_remote_code=trust_remote_code,
+            **more,
+        )
+        if budget is not None:
+            budget.settle(runtime)
+        return runtime, budget
+
+    runtime, budget, described = _with_cache(opened, kv, where)
     try:
-        return _model(runtime, checkpoint), load_tokenizer(checkpoint, trust_remote_code)
+        model = _model(runtime, checkpoint, budget)
+        model.kv = described
+        return model, load_tokenizer(checkpoint, trust_remote_code)
     except BaseException:
         runtime.close()
         raise
+
+
+def _with_cache(
+    opened: Callable[[KVQuant | None], tuple[Runtime, Budget | None]],
+    kv: KVQuant | KVBits | None,
+    device: torch.device,
+) -> tuple[Runtime, Budget | None, str]:
+    """What `opened` opens with a KV cache as `kv` says, and a description of that cache."""
+    quant = KVQuant() if kv == AUTO else kv_quant(kv)
+    try:
+        return *opened(quant), "float32" if quant is None else str(quant)
+    except (OpError, UnsupportedModelError) as error:  # heads or attention that cannot be packed
+        if kv != AUTO or device.type != "cpu":
+            raise
+        described = f"float32 ({error})"
+    runtime, budget = opened(None)  # raises again what has nothing to do with the cache
+    logging.getLogger(__name__).info("KV cache: %s", described)
+    return runtime, budget, described
 
 
 def find_checkpoint(
@@ -221,7 +264,7 @@ def _is_code(checkpoint: Path) -> bool:
     return isinstance(config, dict) and REMOTE_CODE in config
 
 
-def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:
+def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffForCausalLM:
     if isinstance(runtime.decoder, ModuleDecoder):
         config = runtime.decoder.config
     else:
@@ -230,7 +273,7 @@ def _model(runtime: Runtime, checkpoint: Path) -> QoffForCausalLM:
     generation = None
     if (checkpoint / "generation_config.json").exists():
         generation = GenerationConfig.from_pretrained(checkpoint)
-    return build(runtime, config, generation)
+    return build(runtime, config, generation, budget)
 
 
 def source_stamps(path: Path) -> list[Any]:

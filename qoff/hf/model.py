@@ -12,17 +12,18 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     PretrainedConfig,
-    PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from qoff.errors import OpError, QoffError
+from qoff.errors import OpError
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime, RuntimeStats
 
+from .budget import Budget
 from .cache import QoffCache
 from .padded_batch import PaddedBatch
+from .placed import PlacedModel
 from .torch_threads import one_torch_thread
 
 
@@ -32,10 +33,11 @@ class QoffModelConfig(PretrainedConfig):
     model_type = "qoff"
 
 
-class QoffForCausalLM(PreTrainedModel, GenerationMixin):
+class QoffForCausalLM(PlacedModel, GenerationMixin):
     """Runs a qoff checkpoint behind `forward` and `generate`.
 
-    It holds no torch parameters: the weights belong to `runtime`. Logits are float32 on the CPU.
+    It holds no torch parameters: the weights belong to `runtime`. Logits are float32, on the device
+    of the token ids. budget: what bounds its memory; None: nothing does.
     """
 
     config_class = QoffModelConfig
@@ -43,17 +45,12 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _is_stateful = False
 
-    def __init__(self, config: PretrainedConfig, runtime: Runtime) -> None:
+    def __init__(
+        self, config: PretrainedConfig, runtime: Runtime, budget: Budget | None = None
+    ) -> None:
         super().__init__(config)
         self.runtime = runtime
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
+        self.budget = budget
 
     def stats(self) -> RuntimeStats:
         """Return what was read, waited for and allocated so far."""
@@ -72,6 +69,7 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @torch.compiler.disable  # dynamo would break the graph at every op, for minutes
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -87,15 +85,22 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         """One forward pass over int64 ids [B, T], padded on one side as attention_mask says.
 
         attention_mask: [B, columns in the cache + T], or None where nothing is padded.
-        Returns logits float32 [B, T or logits_to_keep, vocab_size] (zero at padding), and the cache
-        as `past_key_values`. Raises OpError for what cannot be done: embeddings as input, hidden
-        states or attention weights as output, another kind of cache.
+        Returns logits float32 [B, T or logits_to_keep, vocab_size], zero at padding, but with
+        logits_to_keep=1 those of each row's last token; and the cache as `past_key_values`. A model
+        with a bound of memory reads long prompts in pieces. Raises OpError for what cannot be done
+        (embeddings as input, hidden states or attention weights as output, another kind of cache)
+        and BudgetError for what the bound has no room for, before anything is computed.
         """
-        _refuse(unsupported)
+        for name in _IN_TORCH:
+            unsupported.setdefault(name, getattr(self.config, name, None))
+        self._refuse(unsupported)
         if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point():
             given = None if input_ids is None else f"{input_ids.dtype} {list(input_ids.shape)}"
             raise OpError(f"input_ids must be whole numbers [batch, tokens], not {given}")
         batch, width = input_ids.shape
+        device, input_ids = input_ids.device, input_ids.cpu()
+        if attention_mask is not None:
+            attention_mask = attention_mask.cpu()
         cache = self._cache(past_key_values, batch)
         columns = PaddedBatch.of(
             (batch, width), attention_mask, cache.tokens.lengths, cache.columns
@@ -104,16 +109,14 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise OpError("logits_to_keep must be how many of the last columns, not which ones")
         rows, places = columns.logit_rows(logits_to_keep)
-        found = self.runtime.forward(
-            ForwardPass(columns.tokens(input_ids), columns.ragged, cache.tokens, rows)
-        ).cpu()
+        found = self._read(columns.tokens(input_ids), columns, cache, rows).to(device)
         cache.add(columns)
         kept = min(logits_to_keep, width) if logits_to_keep else width
         if len(rows) == batch * kept:
             logits = found.view(batch, kept, -1)
         else:
-            logits = torch.zeros(batch * kept, found.shape[1])
-            logits[places] = found
+            logits = torch.zeros(batch * kept, found.shape[1], device=device)
+            logits[places.to(device)] = found
             logits = logits.view(batch, kept, -1)
         loss = None
         if labels is not None:
@@ -122,6 +125,25 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=cache if use_cache is not False else None
         )
         return output if return_dict is not False else output.to_tuple()
+
+    def _read(self, tokens: Tensor, columns: PaddedBatch, cache: QoffCache, rows: Tensor) -> Tensor:
+        """Read a batch, in pieces where memory is bounded; float32 logits [R, vocab] of `rows`."""
+        ragged = columns.ragged
+        counts = [span.count for span in ragged.spans]
+        at_once = cache.make_room(ragged.longest + 1, counts, len(rows))
+        if at_once == max(counts):
+            return self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, rows))
+        found: Tensor | None = None
+        for part, piece in columns.pieces(at_once):
+            wanted = (part[:, None] == rows).nonzero()  # [m, 2]: row of the piece, of the logits
+            logits = self.runtime.forward(
+                ForwardPass(tokens[part], piece, cache.tokens, wanted[:, 0])
+            )
+            if found is None:
+                found = logits.new_empty(len(rows), logits.shape[1])
+            found[wanted[:, 1].to(found.device)] = logits
+        assert found is not None
+        return found
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,11 +164,14 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
         prepared = super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            copies = max(
-                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
-            )
-            model_kwargs["past_key_values"] = QoffCache(self, batch_size * copies)
+        if not generation_config.use_cache:
+            return prepared
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            model_kwargs["past_key_values"] = cache = QoffCache(self, batch_size * copies)
+        if isinstance(cache, QoffCache):
+            cache.make_room(max_cache_length, [1] * batch_size * copies, batch_size * copies)
         return prepared
 
     def _cache(self, given: Cache | None, batch: int) -> QoffCache:
@@ -164,31 +189,34 @@ class QoffForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # a cache of our own is made instead
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the weights are a checkpoint on disk already."""
-        raise QoffError(
-            f"nothing to save: the model is the directory {self.runtime.checkpoint.path}; copy it"
-        )
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    """Raise OpError for an argument that was given and would change the result."""
-    for name, value in options.items():
-        if value is None or value is False or name in _HARMLESS:
-            continue
-        given = value if isinstance(value, bool | int | str) else f"a {type(value).__name__}"
-        raise OpError(f"forward does not support {name}={given}; leave it out")
+    def _refuse(self, options: dict[str, Any]) -> None:
+        """Raise OpError for an argument that was given and would change the result."""
+        for name, value in options.items():
+            if value is None or value is False or name in _HARMLESS:
+                continue
+            given = value if isinstance(value, bool | int | str) else f"a {type(value).__name__}"
+            way = "leave it out"
+            if name in _IN_TORCH:
+                way += f", or use {self._in_torch}"
+            raise OpError(f"forward does not support {name}={given}; {way}")
 
 
 AutoModelForCausalLM.register(QoffModelConfig, QoffForCausalLM)  # pipelines then know the class
+
+_IN_TORCH = ("output_hidden_states", "output_attentions")  # what its own modules can do
 
 # What transformers passes on to every model, `tokenizer` for stop strings.
 _HARMLESS = {"cache_position", "num_items_in_batch", "tokenizer"}
 
 
-def build(runtime: Runtime, config: PretrainedConfig, generation: GenerationConfig | None) -> Any:
+def build(
+    runtime: Runtime,
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
+    budget: Budget | None = None,
+) -> Any:
     """Return the model for an opened checkpoint; `generation` replaces the config's defaults."""
-    model = QoffForCausalLM(config, runtime)
+    model = QoffForCausalLM(config, runtime, budget)
     if isinstance(runtime.decoder, ModuleDecoder):
         model._is_stateful = runtime.decoder.model._is_stateful  # states that cannot go back
     if generation is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.ragged import Ragged, Span
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,31 @@ class PaddedBatch:
                 "attention_mask, so leave them out"
             )
 
+    def pieces(self, tokens: int) -> Iterator[tuple[Tensor, Ragged]]:
+        """The pass in passes of at most `tokens` tokens of each row: their rows [m] of the M."""
+        longest = max(span.count for span in self.ragged.spans)
+        for done in range(0, longest, tokens):
+            rows, spans, start = [], [], 0
+            for span in self.ragged.spans:
+                count = min(tokens, span.count - done)
+                if count > 0:
+                    first = span.start + done
+                    rows.append(torch.arange(first, first + count))
+                    spans.append(Span(span.slot, start, count, span.past + done))
+                    start += count
+            yield torch.cat(rows), Ragged(tuple(spans))
+
     def logit_rows(self, keep: int) -> tuple[Tensor, Tensor]:
         """Return the rows of the last `keep` columns (0: all), and where their logits go.
 
         Both int64 [R]: row among the M tokens, and index into [B * keep] of the result. Padding has
-        no row.
+        no row, but of a last column alone: that is the last token of each row, which `generate`
+        continues, wherever the padding is.
         """
         batch, width = self.shape
         kept = min(keep, width) if keep else width
-        if kept == 1 and self.ragged.is_decode:
-            return torch.arange(batch), torch.arange(batch)
+        if keep == 1:
+            return self.ragged.last_rows, torch.arange(batch)
         rows, places = [], []
         for i, (at, span) in enumerate(zip(self.offsets, self.ragged.spans, strict=True)):
             end = at + span.count

@@ -56,6 +56,14 @@ class KVCache(ABC):
         """Bytes allocated, used or not."""
 
     @abstractmethod
+    def bytes_for(self, tokens: int) -> int:
+        """The most bytes allocated while room is made for `tokens` tokens of each sequence."""
+
+    @abstractmethod
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens of each sequence, and not for more."""
+
+    @abstractmethod
     def begin(self, ragged: Ragged) -> CachePass:
         """Make room for the new tokens of a forward pass."""
 

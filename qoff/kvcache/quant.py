@@ -77,6 +77,11 @@ class KVQuant:
             layers |= dict.fromkeys(range(begin, end + 1), _pair(what, bits))
         return cls(*_pair(first, bits), window, layers, attention_top=attention_top)
 
+    def __str__(self) -> str:
+        bits = f"{self.k_bits}-bit K, {self.v_bits}-bit V"
+        others = f", {len(self.layers)} layers with other bits" if self.layers else ""
+        return f"packed, {bits}{others}, the newest {self.window} tokens in floats"
+
     def bits(self, layer: int) -> tuple[int, int]:
         """K's and V's bits in a layer."""
         return self.layers.get(layer, (self.k_bits, self.v_bits))
@@ -114,6 +119,16 @@ class KVQuant:
                 "4 or 8"
             )
         return forms
+
+
+def kv_quant(kv: KVQuant | KVBits | None) -> KVQuant | None:
+    """What `load` takes as `kv`, packed caches; None for None and "none": K and V stay floats.
+
+    Raises ArgumentError as `KVQuant.of` does.
+    """
+    if kv is None or kv == "none":
+        return None
+    return kv if isinstance(kv, KVQuant) else KVQuant.of(kv)
 
 
 def _pair(text: str, whole: str) -> tuple[int, int]:

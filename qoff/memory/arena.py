@@ -52,7 +52,7 @@ class Arena:
         except OSError as error:
             raise BudgetError(
                 f"{tier} memory: the system refused {nbytes:,} bytes ({error.strerror}); "
-                "ask for a smaller budget"
+                "use a smaller budget"
             ) from error
 
     def alloc(self, nbytes: int, name: str, align: int = PAGE) -> Tensor:
@@ -65,7 +65,7 @@ class Arena:
         start = round_up(self.used, align)
         if start + nbytes > self.capacity:
             raise BudgetError(
-                f"{self.tier} memory: {name} wants {nbytes:,} bytes, "
+                f"{self.tier} memory: {name} needs {nbytes:,} bytes, "
                 f"{max(self.capacity - start, 0):,} of {self.capacity:,} are left"
             )
         self.used = start + nbytes

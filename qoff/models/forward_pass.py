@@ -69,17 +69,21 @@ class LayerWorkspace:
         return cls(
             torch.empty(tokens, spec.q_rows + 2 * spec.kv_rows),
             torch.empty(tokens, spec.q_rows),
-            torch.empty(_mlp_tokens(tokens, tiled), spec.intermediate_size),
+            torch.empty(mlp_tokens(tokens, tiled), spec.intermediate_size),
             tiled,
         )
 
     @staticmethod
-    def nbytes(spec: DecoderSpec, tokens: int, tiled: bool = False) -> int:
-        """Bytes of `of(spec, tokens, tiled)`, and of what a layer allocates besides."""
+    def nbytes(spec: DecoderSpec, tokens: int, tiled: bool = False, itemsize: int = 4) -> int:
+        """Bytes of `of(spec, tokens, tiled)`, and of what a layer allocates besides.
+
+        itemsize: bytes of a number.
+        """
         attention = tokens * (2 * spec.q_rows + 2 * spec.kv_rows)
-        together = _mlp_tokens(tokens, tiled)
+        together = mlp_tokens(tokens, tiled)
         mlp = together * spec.intermediate_size
-        return 4 * (attention + mlp + tokens * _extra_width(spec) + _experts_floats(spec, together))
+        extra = tokens * _extra_width(spec) + _experts_floats(spec, together)
+        return itemsize * (attention + mlp + extra)
 
     def upto(self, tokens: int) -> LayerWorkspace:
         """The part for this many tokens."""
@@ -128,7 +132,7 @@ def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:
     return None if memory is None else memory[:rows]
 
 
-def _mlp_tokens(tokens: int, tiled: bool) -> int:
+def mlp_tokens(tokens: int, tiled: bool) -> int:
     """Tokens of which the MLP's intermediate values are kept at a time."""
     return tokens if tiled else min(tokens, MLP_TOKENS)
 

@@ -29,7 +29,9 @@ from torch import Tensor
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 
-from .spec import DecoderSpec, ExpertsSpec
+from .families import tensor_names
+from .spec import DecoderSpec
+from .spec_parts import ExpertsSpec
 from .tensor_names import TensorNames
 
 ROW_BLOCK = 16
@@ -107,12 +109,12 @@ def layer_weights(
     names: what the source calls them (default: what the family does). Raises UnsupportedModelError
     where a row block of 16 would hold rows of two parts.
     """
-    return _Layer(spec, layer, names or _names_of(spec)).weights()
+    return _Layer(spec, layer, names or tensor_names(spec.model_type)).weights()
 
 
 def outer_weights(spec: DecoderSpec, names: TensorNames | None = None) -> tuple[Weight, ...]:
     """Return the weights outside of the layers; `lm_head` only if it is not the embedding."""
-    names = names or _names_of(spec)
+    names = names or tensor_names(spec.model_type)
     rows, width = spec.vocab_size, spec.hidden_size
     sources = {EMBEDDING: names.embedding, LM_HEAD: names.head}
     if spec.tie_word_embeddings:
@@ -134,12 +136,6 @@ def interleave16(gate: Tensor, up: Tensor) -> Tensor:
     """Join two tensors [rows, ...] in blocks of 16 rows in turn, as `mlp.gate_up_proj` is."""
     blocks = [torch.unflatten(x, 0, (-1, ROW_BLOCK)) for x in (gate, up)]
     return torch.stack(blocks, dim=1).flatten(0, 2)
-
-
-def _names_of(spec: DecoderSpec) -> TensorNames:
-    from .families import tensor_names
-
-    return tensor_names(spec)
 
 
 def _vector(name: str, source: str, rows: int, plus: float = 0.0) -> Weight:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -13,12 +15,13 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
+from qoff.budgets import resolve_dtype
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, UnsupportedModelError
+from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
-from qoff.memory.plan import EMBEDDING, unit_label
+from qoff.memory.plan import EMBEDDING, Residency, unit_label
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
@@ -51,11 +54,13 @@ class Runtime:
     closed with this. activation_bits: of the inputs of each layer's matmuls, 16 or, on a CPU, 8.
     kv: how its caches are packed; None keeps them in float32, which a GPU does not. The KV cache is
     the caller's and outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden
-    states and recent K and V are of `dtype`, float16 or bfloat16, and the checkpoint is of packing
-    split32. cuda_graphs: layers at decode are replayed as CUDA graphs (experimental).
-    trust_remote_code: run code that came with a model transformers does not have. One forward pass
-    runs at a time; others wait their turn. Raises BudgetError when the budget is too small, OpError
-    for a device that is not there, and the errors of `Checkpoint.open`.
+    states and recent K and V are of `dtype`, float16 or bfloat16 ("auto": what the model was
+    trained in), and the checkpoint is of packing split32. cuda_graphs: layers at decode are
+    replayed as CUDA graphs (experimental). trust_remote_code: run code that came with a model
+    transformers does not have. reserves: bytes within device_memory to keep free for the caller,
+    without and with layers in tiles; the first that leave enough for the weights are taken. One
+    forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is too
+    small, OpError for a device that is not there, and the errors of `Checkpoint.open`.
     """
 
     def __init__(
@@ -69,16 +74,19 @@ class Runtime:
         host_memory: int | None = None,
         transfers: Transfers | None = None,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | str = "auto",
         cuda_graphs: bool = False,
         trust_remote_code: bool = False,
         instrumentation: Instrumentation = PLAIN,
+        reserves: Callable[[AnyDecoder], Iterable[tuple[int, int]]] = lambda _: ((0, 0),),
     ) -> None:
         self.checkpoint = Checkpoint.open(path)
         where = device_of(device)
         ops = instrumentation.ops_for(where, activation_bits)
-        if ops.CACHE != "device":
-            dtype = torch.float32
+        if where.type == "cpu" and ops.CACHE == "device":  # a GPU's ops in tests
+            hidden = torch.float16 if isinstance(dtype, str) else dtype
+        else:
+            hidden = resolve_dtype(dtype, self.checkpoint.config, where)
         self.decoder: AnyDecoder
         workspace = 0
         if is_modules(self.checkpoint):
@@ -91,19 +99,23 @@ class Runtime:
                 # Refuses what could not be packed later.
                 kv.forms([spec.head_dim] * spec.num_layers)
             if ops.CACHE == "device":
-                _check_gpu(kv, dtype)
+                _check_gpu(kv)
             replays = Replays() if cuda_graphs and where.type == "cuda" else None
-            self.decoder = Decoder(spec, ops, self._embed, where, dtype, replays)
+            self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
         transfers = transfers or _transfers_to(where)
         try:
-            residency = plan_residency(
-                self.checkpoint,
-                device_memory,
-                slots,
+            residency = _planned(
+                reserves(self.decoder),
+                partial(
+                    plan_residency,
+                    self.checkpoint,
+                    device_memory,
+                    slots,
+                    packing=ops.PACKING,
+                    host_memory=host_memory,
+                    host_staging=0 if transfers is None else transfers.host_staging,
+                ),
                 workspace,
-                packing=ops.PACKING,
-                host_memory=host_memory,
-                host_staging=0 if transfers is None else transfers.host_staging,
             )
         except BaseException:
             if transfers is not None:
@@ -195,6 +207,20 @@ def device_of(name: torch.device | str) -> torch.device:
         raise ArgumentError(f"no device is called {name!r}; use 'cpu' or 'cuda'") from error
 
 
+def _planned(
+    reserves: Iterable[tuple[int, int]], plan: Callable[..., Residency], outer: int
+) -> Residency:
+    """The plan with the first reserve that leaves room for weights; else the last one's error."""
+    refusal: BudgetError | None = None
+    for whole, tiled in reserves:
+        try:
+            return plan(workspace=outer + whole, tiled_workspace=outer + tiled)
+        except BudgetError as error:
+            refusal = error
+    assert refusal is not None
+    raise refusal
+
+
 def _transfers_to(device: torch.device) -> Transfers | None:
     """What moves weights to a device; None: what the store has for a CPU."""
     if device.type == "cpu":
@@ -204,10 +230,9 @@ def _transfers_to(device: torch.device) -> Transfers | None:
     return CudaTransfers(device)
 
 
-def _check_gpu(kv: KVQuant | None, dtype: torch.dtype) -> None:
+def _check_gpu(kv: KVQuant | None) -> None:
+    """Raise ArgumentError for a KV cache that a GPU does not have."""
     if kv is None:
         raise ArgumentError(UNPACKED_ON_GPU)
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise ArgumentError(f"hidden states on a GPU are float16 or bfloat16, not {dtype}")
-    if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ArgumentError("this GPU cannot multiply bfloat16; use dtype=torch.float16")
+    if kv.attention_top < 1 or kv.sinks:
+        raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")

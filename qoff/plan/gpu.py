@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.triton.attention.prefill import scratch_bytes
-from qoff.kernels.triton.linear.linear import ScratchConfig
+from qoff.kernels.triton.attention.offloaded import host_bytes
+from qoff.kernels.triton.linear.linear import CUBLAS_BYTES
+from qoff.kernels.triton.ops import attention_bytes, experts_bytes, linear_bytes
+from qoff.kvcache import DeviceCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
+from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
 from qoff.models.forward_pass import LayerWorkspace
+from qoff.models.native.decoder import embedded_bytes, logits_bytes
+from qoff.models.native.layer import layer_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 
 from .manual import Memory, Plan
 
-_PROGRAMS = 4096  # of a GPU that share decode attention, at most
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Where a model computes, and in which type: float16 or bfloat16."""
-
-    device: torch.device
-    dtype: torch.dtype
-
 
 def check_gpu_plan(plan: Plan) -> None:
-    """Raise ArgumentError, naming all of them, for options that a GPU does not have."""
+    """Raise ArgumentError, naming all of them, for options that a GPU does not support."""
     kv = plan.kv
     offloaded = plan.kv_placement.device_fraction < 1
     wrong = [
@@ -51,40 +46,57 @@ def check_gpu_plan(plan: Plan) -> None:
         if there
     ]
     if wrong:
-        raise ArgumentError(f"on a GPU there are no {'; no '.join(wrong)}")
+        raise ArgumentError(f"not supported on a GPU: {'; '.join(wrong)}")
 
 
 def memory_on_gpu(
-    plan: Plan, spec: DecoderSpec, shapes: Sequence[HeadShape], gpu: Gpu, tiled: bool = False
+    plan: Plan,
+    spec: DecoderSpec,
+    shapes: Sequence[HeadShape],
+    device: torch.device,
+    dtype: torch.dtype,
+    tiled: bool = False,
 ) -> Memory:
-    """What a plan takes for a model; tiled: whose layers stream in tiles.
+    """What a plan takes for a model that computes there in `dtype`, float16 or bfloat16.
 
-    What is counted as working space is a bound: as if nothing that a layer computes were freed
-    before its end.
+    tiled: whose layers stream in tiles. Working space is the sum of what each module says that it
+    allocates at most, in the step of a pass that takes most.
     """
     forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
     blocks = device_block_plan(plan, forms, [shape.kv_heads for shape in shapes])
     kv = blocks.tier_bytes()
-    item = gpu.dtype.itemsize
     tokens = max(plan.prefill_tokens, plan.batch_size)
-    ring = plan.kv.window + BLOCK_TOKENS
-    recent = sum(2 * item * ring * shape.kv_heads * shape.head_dim for shape in shapes)
+    recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
     if plan.activations == "device":
         held = plan.batches * (plan.prefill_tokens + plan.batch_size) * spec.hidden_size
-        hidden = {DEVICE: item * held, HOST: 0, DISK: 0}
+        hidden = {DEVICE: dtype.itemsize * held, HOST: 0, DISK: 0}
     else:
         hidden = ActivationStore.bytes_for(
-            plan.activations, 2 * plan.batches, tokens, spec.hidden_size, gpu.dtype
+            plan.activations, 2 * plan.batches, tokens, spec.hidden_size, dtype
         )
+    attention = max(
+        attention_bytes(
+            tokens,
+            plan.batch_size,
+            plan.blocks_per_sequence,
+            shape,
+            form,
+            dtype,
+            device,
+            offloaded=_attends_on_host(plan),
+            values_rotated=plan.kv.values_rotated,
+        )
+        for shape, form in zip(shapes, forms, strict=True)
+    )
     work = {
-        DEVICE: _device_work(plan, spec, shapes, forms, gpu, tiled),
-        HOST: _host_work(plan, spec, tokens, item),
+        DEVICE: _pass_bytes(plan, spec, device, dtype, attention, tiled) + _kept_bytes(plan, spec),
+        HOST: _host_work(plan, spec, shapes, tokens, dtype),
         DISK: 0,
     }
     purposes = {
         tier: {
             **kv[tier],
-            "recent KV": plan.batches * plan.batch_size * recent if tier == DEVICE else 0,
+            "recent KV": plan.batches * recent if tier == DEVICE else 0,
             "hidden states": hidden[tier],
             "working space": work[tier],
         }
@@ -126,57 +138,65 @@ def device_block_plan(
     )
 
 
-def _device_work(
+def _pass_bytes(
+    plan: Plan,
+    spec: DecoderSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: int,
+    tiled: bool,
+) -> int:
+    """Bytes of the device that the step of a pass allocates which takes most."""
+    tokens = max(plan.prefill_tokens, plan.batch_size)
+
+    def linear(count: int, rows: int, columns: int) -> int:
+        return linear_bytes(count, rows, columns, dtype, device, silu_mul=True)
+
+    layer = layer_bytes(
+        spec,
+        tokens,
+        dtype,
+        linear_bytes=linear,
+        experts_bytes=partial(experts_bytes, dtype=dtype),
+        attention_bytes=attention,
+        tiled=tiled,
+    )
+    head = linear_bytes(plan.batch_size, spec.vocab_size, spec.hidden_size, dtype, device)
+    head += logits_bytes(spec, plan.batch_size, dtype)
+    work = CUBLAS_BYTES + max(embedded_bytes(spec, tokens, dtype), layer, head)
+    if tiled:  # each pass has its own between the tiles of a layer
+        for most in (plan.prefill_tokens, plan.batch_size):
+            work += plan.batches * LayerWorkspace.nbytes(spec, most, True, dtype.itemsize)
+    return work
+
+
+def _kept_bytes(plan: Plan, spec: DecoderSpec) -> int:
+    """Bytes of the device that stay from step to step: logits, rotary tables, tables of passes."""
+    logits = 4 * plan.batches * plan.batch_size * spec.vocab_size
+    tables = tables_bytes(
+        plan.batch_size,
+        plan.blocks_per_sequence,
+        plan.prefill_tokens + plan.batch_size,
+        plan.kv_placement.device_fraction < 1,
+    )
+    # Each batch may decode and read prompts in a round.
+    return logits + table_bytes(spec, plan.context + 1) + 2 * plan.batches * tables
+
+
+def _host_work(
     plan: Plan,
     spec: DecoderSpec,
     shapes: Sequence[HeadShape],
-    forms: Sequence[KVFormat],
-    gpu: Gpu,
-    tiled: bool,
+    tokens: int,
+    dtype: torch.dtype,
 ) -> int:
-    """Bytes of what a pass computes, of logits and of tables."""
-    item, size = gpu.dtype.itemsize, plan.batch_size
-    tokens, wide = max(plan.prefill_tokens, size), spec.q_rows + 2 * spec.kv_rows
-    # Rows in the order of the slots, norms, rotations, results, and those of both processors.
-    attention = item * tokens * (2 * wide + 9 * spec.q_rows + 2 * spec.kv_rows + spec.hidden_size)
-    attention += 16 * tokens * spec.num_heads  # log-sum-exps
-    blocks = plan.blocks_per_sequence
-    attention += max(
-        max(
-            _decode_parts(shape, size, blocks, item),
-            scratch_bytes(size, blocks, shape.kv_heads, form, gpu.device),
-        )
-        for shape, form in zip(shapes, forms, strict=True)
-    )
-    chunk = LayerWorkspace.nbytes(spec, tokens, tiled) // 4 - tokens * (wide + spec.q_rows)
-    mlp = item * (3 * chunk + 2 * tokens * spec.hidden_size)
-    embedded = 4 * tokens * spec.hidden_size
-    longest = max(spec.hidden_size, spec.intermediate_size, spec.q_rows)
-    matrix = max(ScratchConfig().nbytes, 2 * 128 * longest)
-    rows = plan.batches * size
-    logits = 4 * rows * spec.vocab_size + item * size * (spec.vocab_size + spec.hidden_size)
-    rotary = table_bytes(spec, plan.context + 1)
-    columns = 16 * (blocks // 16 + 2)
-    tables = 8 * plan.batches * (4 * size * columns + 7 * (size + 4) + 6 * tokens)
-    work = max(attention, mlp, embedded) + matrix + logits + rotary + tables
-    if tiled:  # each pass has its own between the tiles of a layer
-        for most in (plan.prefill_tokens, size):
-            work += plan.batches * LayerWorkspace.nbytes(spec, most, tiled=True) // 4 * item
-    return work
+    """Bytes of logits, and of queries and results of attention on the CPU."""
+    logits = 4 * plan.batches * plan.batch_size * spec.vocab_size
+    if not _attends_on_host(plan):
+        return logits
+    return logits + max(host_bytes(tokens, shape, dtype) for shape in shapes)
 
 
-def _decode_parts(shape: HeadShape, sequences: int, blocks: int, item: int) -> int:
-    """Bytes of the parts that decode attention is merged of."""
-    parts = 1 + min(blocks, -(-_PROGRAMS // (sequences * shape.kv_heads)))
-    return (parts + 2) * sequences * shape.heads * (item * shape.head_dim + 4)
-
-
-def _host_work(plan: Plan, spec: DecoderSpec, tokens: int, item: int) -> int:
-    """Bytes of logits, and of queries and results of attention on the CPU.
-
-    torch locks memory in powers of two.
-    """
-    work = 4 * plan.batches * plan.batch_size * spec.vocab_size
-    if plan.attends_on_cpu and plan.kv_placement.device_fraction < 1:
-        work += tokens * (spec.q_rows * (2 * 2 * item + 8) + 8 * spec.num_heads)
-    return work
+def _attends_on_host(plan: Plan) -> bool:
+    """Whether some blocks are attended on the CPU."""
+    return plan.attends_on_cpu and plan.kv_placement.device_fraction < 1

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
@@ -17,6 +19,7 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
 from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
 from qoff.models.forward_pass import LayerWorkspace
+from qoff.models.native.decoder import logits_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 from qoff.units import format_size
@@ -67,7 +70,7 @@ class Plan:
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}"
                 )
         if self.share_prefixes and self.kv.sinks:
-            raise ArgumentError("sink tokens are of one sequence alone; share_prefixes needs 0")
+            raise ArgumentError("share_prefixes needs sinks=0: sink tokens belong to one sequence")
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -134,8 +137,9 @@ class Memory:
             for shape in shapes
         )
         passes = 2 * plan.batches  # each batch may decode and read prompts in a round
-        # Logits of all passes of a round, and a copy of those that are scaled.
-        logits = 4 * (plan.batches + 1) * plan.batch_size * spec.vocab_size
+        # Logits of all passes of a round, beside those that are computed.
+        logits = 4 * plan.batches * plan.batch_size * spec.vocab_size
+        logits += logits_bytes(spec, plan.batch_size, torch.float32)
         work = LayerWorkspace.nbytes(spec, tokens) + 4 * prefill + logits
         work += table_bytes(spec, plan.context + 1)
         if tiled:  # each pass has its own between the tiles of a layer
@@ -163,7 +167,7 @@ class Memory:
         return sum(self.purposes[tier].values())
 
     def left(self, tier: str, budget: int | None) -> int | None:
-        """What a budget leaves for weights. Raises BudgetError when it is overdrawn."""
+        """What a budget leaves for weights. Raises BudgetError when it is too small."""
         if budget is None:
             return None
         if self.total(tier) > budget:
@@ -173,8 +177,8 @@ class Memory:
                 if nbytes
             )
             raise BudgetError(
-                f"{tier} memory: {self.total(tier):,} bytes wanted beside the weights ({parts}), "
-                f"{budget:,} are there; use fewer or shorter sequences, or move KV cache or "
-                "activations to another tier"
+                f"{tier} memory: {self.total(tier):,} bytes are needed beside the weights "
+                f"({parts}), and the budget is {budget:,}; use fewer or shorter sequences, or move "
+                "the KV cache or the activations to another tier"
             )
         return budget - self.total(tier)

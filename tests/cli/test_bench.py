@@ -183,7 +183,7 @@ def test_without_the_source_tree_there_are_no_benches(
         (["{checkpoint}", "--kv-bits", "none,4"], "KV bits are written like"),
         (["{checkpoint}", "--activation-bits", "4"], "8 or 16 bits, not 4"),
         (["{checkpoint}", "--device-memory", "all,much"], "'much' is not a size"),
-        (["{checkpoint}", "--device-memory", "1KiB"], "streaming takes at least"),
+        (["{checkpoint}", "--device-memory", "1KiB"], "takes at least"),
         (["{checkpoint}", "--device", "tpu:0"], "no device is called 'tpu:0'"),
         (["{short}", "-d", "250"], "is run up to 256"),
         (["--compare", "{tmp}/a", "{tmp}/b"], "a: no such file"),

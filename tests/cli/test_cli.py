@@ -21,7 +21,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.cli.batch import read_prompts
 from qoff.cli.main import app
 from qoff.errors import QoffError
-from tests.tiny_models import EOS, QUANT, budgets, tiny_checkpoint, tiny_model
+from tests.tiny_models import EOS, QUANT, load_budgets, tiny_checkpoint, tiny_model
 
 FAST = ["--solver", "rtn", "--group-size", "32"]
 
@@ -98,8 +98,8 @@ def test_verify_reads_every_byte(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_generate_gives_the_same_answer_from_memory_and_from_disk(checkpoint: Path) -> None:
-    least, _ = budgets(checkpoint)
-    options = ["Hello", "--max-new-tokens", 6, "--json"]
+    options = ["Hello", "--raw", "--max-new-tokens", 6, "--json"]
+    least, _ = load_budgets(checkpoint, context=5 + 6)
     resident = json.loads(succeed("generate", checkpoint, *options))
     streamed = json.loads(succeed("generate", checkpoint, *options, "--device-memory", least))
     assert streamed["text"] == resident["text"]
@@ -121,9 +121,9 @@ def test_generate_prints_the_text_and_a_table(checkpoint: Path) -> None:
         assert label in table
 
 
-def test_the_cache_is_packed_as_kv_bits_say(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_cache_is_packed_as_asked(tmp_path_factory: pytest.TempPathFactory) -> None:
     checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
-    options = ["a" * 200, "--max-new-tokens", 2, "--raw", "--json", "--kv-bits"]
+    options = ["a" * 200, "--max-new-tokens", 2, "--raw", "--json", "--kv"]
     sizes = [
         json.loads(succeed("generate", checkpoint, *options, bits))["kv_cache_bytes"]
         for bits in ("4", "8,4", "8,4/1:8")
@@ -134,11 +134,11 @@ def test_the_cache_is_packed_as_kv_bits_say(tmp_path_factory: pytest.TempPathFac
 
 
 def test_generate_says_what_each_token_waited_for(checkpoint: Path, tmp_path: Path) -> None:
-    least, _ = budgets(checkpoint)
+    least, _ = load_budgets(checkpoint, context=5 + 3)
     trace = tmp_path / "trace.json"
     result = run(
-        "generate", checkpoint, "Hello", "--max-new-tokens", 3, "--device-memory", least, "--stats",
-        "--json", "--trace", trace,
+        "generate", checkpoint, "Hello", "--raw", "--max-new-tokens", 3, "--device-memory", least,
+        "--stats", "--json", "--trace", trace,
     )  # fmt: skip
     answer = json.loads(result.stdout)
     assert len(answer["rounds"]) == answer["new_tokens"]
@@ -305,11 +305,11 @@ def test_damage_is_one_line_that_names_the_file(
 
 
 def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
-    least, everything = budgets(checkpoint)
-    line = fail("generate", checkpoint, "Hello", "--device-memory", "1KiB")
+    least, everything = load_budgets(checkpoint, context=5 + 128)
+    line = fail("generate", checkpoint, "Hello", "--raw", "--device-memory", "1KiB")
     assert f"{least:,}" in line
     assert f"{everything:,}" in line
-    assert "1,024 are there" in line
+    assert "the budget is 1,024" in line
 
 
 @pytest.mark.parametrize(

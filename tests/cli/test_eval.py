@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_cli import fail, succeed
-from tests.tiny_models import tiny_checkpoint, tiny_model
+from tests.tiny_models import load_budgets, tiny_checkpoint, tiny_model
 
 FAMILY = "llama-head64"
 WORDS = "the quick brown fox jumps over the lazy dog while nine judges watch. "
@@ -150,5 +150,6 @@ def test_a_task_with_its_data_in_the_package_runs_within_a_budget(checkpoint: Pa
     options = ["--tasks", "qoff_knowledge", "--limit", 2, "--json"]
     found = json.loads(succeed("eval", checkpoint, *options))
     assert found["samples"]["qoff_knowledge"] == 2
-    streamed = json.loads(succeed("eval", checkpoint, *options, "--device-memory", "150KiB"))
+    least, _ = load_budgets(checkpoint, batch_size=8)
+    streamed = json.loads(succeed("eval", checkpoint, *options, "--device-memory", least))
     assert streamed["results"] == found["results"]

@@ -295,7 +295,7 @@ def test_too_much_is_refused_before_anything_is_loaded(checkpoint: Path, tier: s
         activations="host",
         **{f"{tier}_memory": 1 << 20},  # type: ignore[arg-type]
     )
-    with pytest.raises(BudgetError, match=rf"{tier} memory: [\d,]+ bytes wanted .*KV blocks"):
+    with pytest.raises(BudgetError, match=rf"{tier} memory: [\d,]+ bytes are needed .*KV blocks"):
         LLM(checkpoint, plan)
 
 

@@ -321,14 +321,14 @@ def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv": KVQuant(sinks=16)}, "no sink tokens"),
+        ({"kv": KVQuant(sinks=16)}, "on a GPU: sink tokens"),
         ({"kv": KVQuant(attention_top=0.5)}, "attention_top=1"),
         (
             {"kv": KVQuant(k_form="token"), "kv_placement": KVPlacement(0.5, 0.5)},
             r"tokens' scales of K.*cpu_attention='never'",
         ),
         ({"activation_bits": 8}, "no 8-bit activations"),
-        ({"kv": KVQuant(sinks=16, attention_top=0.5)}, "no sink tokens.*; no attention to a part"),
+        ({"kv": KVQuant(sinks=16, attention_top=0.5)}, "sink tokens.*; attention to a part"),
     ],
 )
 def test_options_that_a_gpu_does_not_have_are_refused(
@@ -344,7 +344,7 @@ def test_too_much_is_refused_before_anything_is_loaded(
 ) -> None:
     changes: dict[str, Any] = {f"{tier}_memory": 1 << 14}
     plan = replace(PLAN, kv_placement=KVPlacement(0.5, 0.5), activations="host", **changes)
-    with pytest.raises(BudgetError, match=rf"{tier} memory: [\d,]+ bytes wanted .*KV blocks"):
+    with pytest.raises(BudgetError, match=rf"{tier} memory: [\d,]+ bytes are needed .*KV blocks"):
         LLM(checkpoint, plan, **where)
 
 

@@ -13,7 +13,7 @@ from qoff.errors import ArgumentError, QuantizationError, UnsupportedModelError
 from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
 from qoff.eval.mixing.sensitivity import Sensitivities, Sensitivity
 from qoff.models.convert.unconverted import Unconverted
-from qoff.models.sources.safetensors import open_source
+from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
 from tests.models.test_convert_gguf import Model as GGUFModel
 from tests.tiny_models import VOCAB, save_model, tiny_model

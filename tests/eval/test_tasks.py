@@ -19,7 +19,7 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.eval.tasks.harness import QoffLM
 from qoff.eval.tasks.run import OWN_TASKS, evaluate, manager_of, markdown, run_tasks
 from tests.module_models import module_checkpoint, module_reference
-from tests.tiny_models import budgets, reference_model, tiny_checkpoint
+from tests.tiny_models import load_budgets, reference_model, tiny_checkpoint
 
 COUNTS = {"qoff_knowledge": 40, "qoff_prose": 4, "qoff_words": 12}
 OWN = list(COUNTS)
@@ -64,7 +64,7 @@ def instances(kind: Any, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]
 
 
 def opened(checkpoint: Path, **options: Any) -> QoffLM:
-    return QoffLM(str(checkpoint), **options)
+    return QoffLM(str(checkpoint), **{"kv": None, **options})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_models_of_transformers_modules_score_too(tmp_path_factory: pytest.TempP
 
 def test_streamed_weights_give_the_same_bits(checkpoint: Path) -> None:
     requests = instances("loglikelihood", PAIRS)
-    least, _ = budgets(checkpoint)
+    least, _ = load_budgets(checkpoint, batch_size=8)
     resident, streamed = (
         opened(checkpoint, device_memory=memory).loglikelihood(requests, disable_tqdm=True)
         for memory in (None, least)
@@ -132,14 +132,15 @@ def test_a_packed_cache_is_packed_between_passes(checkpoint: Path) -> None:
     requests = instances("loglikelihood", [("long " * 30, "and far"), ("short", "and near")])
 
     def score(**options: Any) -> tuple[float, float]:
-        lm = opened(checkpoint, kv_window=0, **options)
+        lm = opened(checkpoint, **options)
         (far, _), (near, _) = lm.loglikelihood(requests, disable_tqdm=True)
         return far, near
 
-    exact, packed = score(), score(kv_bits=4, pass_tokens=64)
+    kv = qoff.KVQuant(4, 4, window=0)
+    exact, packed = score(kv=None), score(kv=kv, pass_tokens=64)
     assert packed[0] != pytest.approx(exact[0], abs=1e-3)
     assert packed[1] == pytest.approx(exact[1], abs=1e-3)
-    assert score(kv_bits=4) == pytest.approx(exact, abs=1e-3)
+    assert score(kv=kv) == pytest.approx(exact, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -231,7 +232,7 @@ def test_without_the_harness_it_is_said_what_to_install(
 
 
 def test_the_harness_knows_the_model_by_name(checkpoint: Path) -> None:
-    asked = f"pretrained={checkpoint},kv_bits=8,pass_tokens=32"
+    asked = f"pretrained={checkpoint},kv=8,pass_tokens=32"
     lm = get_model("qoff").create_from_arg_string(asked, {"batch_size": 3, "device": "cpu"})
     assert isinstance(lm, QoffLM)
     assert (lm.batch_size, lm.pass_tokens, lm.max_length) == (3, 32, 256)

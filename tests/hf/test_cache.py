@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import qoff
 from qoff.errors import ArgumentError, OpError
-from qoff.kvcache import PackedCache, PlainCache
+from qoff.kvcache import KVQuant, PackedCache, PlainCache
 from qoff.kvcache.quant import KVBits
 from tests.tiny_models import PAD, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, assert_close
@@ -32,13 +32,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(path: Path) -> Iterator[tuple[Any, Any]]:
-    model, tokenizer = qoff.load(path)
+    model, tokenizer = qoff.load(path, kv=None)
     with model:
         yield model, tokenizer
 
 
 def new_cache(model: Any, batch_size: int, bits: KVBits | None) -> qoff.QoffCache:
-    return qoff.QoffCache(model, batch_size, kv_bits=bits, window=WINDOW)
+    kv = None if bits is None else KVQuant.of(bits, WINDOW)
+    return qoff.QoffCache(model, batch_size, kv=kv)
 
 
 def padded(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -222,17 +223,17 @@ def test_it_is_packed_as_asked_or_as_the_model(path: Path, loaded: tuple[Any, An
     ids = torch.randint(3, 120, (1, 200))
     sizes = {}
     for bits in ("4", "8/0:4", (8, 8)):
-        cache = qoff.QoffCache(model, kv_bits=bits, window=0)
+        cache = qoff.QoffCache(model, kv=KVQuant.of(bits, 0))
         assert isinstance(cache.tokens, PackedCache)
         model(ids, past_key_values=cache)
         assert cache.tokens.packed == [192]
         sizes[bits] = cache.nbytes
         assert str(cache.nbytes) in repr(cache)
     assert sizes["4"] < sizes["8/0:4"] < sizes[8, 8]
-    packed, _ = qoff.load(path, kv_bits="4/1:8")
+    packed, _ = qoff.load(path, kv="4/1:8")
     with packed:
         assert isinstance(qoff.QoffCache(packed).tokens, PackedCache)
-        assert isinstance(qoff.QoffCache(packed, kv_bits=None).tokens, PlainCache)
+        assert isinstance(qoff.QoffCache(packed, kv=None).tokens, PlainCache)
 
 
 def test_what_does_not_fit_the_model_is_refused(
@@ -248,4 +249,4 @@ def test_what_does_not_fit_the_model_is_refused(
     with pytest.raises(OpError, match="at least one sequence"):
         qoff.QoffCache(model, 0)
     with pytest.raises(ArgumentError, match="for layer 7, but the model's 2 layers"):
-        qoff.QoffCache(model, kv_bits="4/7:8")
+        qoff.QoffCache(model, kv="4/7:8")

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import qoff
-from tests.tiny_models import EOS, budgets
+from tests.tiny_models import EOS, load_budgets
 
 NEW = 12
 PROMPTS = ["Hello", "a much longer prompt, of 40 characters..", "?"]
@@ -98,9 +98,10 @@ def test_threads_that_generate_leave_torch_as_it_was(model: Any, tokenizer: Any)
 def test_streaming_from_disk_gives_the_same_tokens(
     model: Any, tokenizer: Any, checkpoint: Path
 ) -> None:
-    least, everything = budgets(checkpoint)
+    room = {"context": 64, "batch_size": 9}  # three prompts, three beams
+    least, everything = load_budgets(checkpoint, **room)
     for memory in (least, f"{(least + everything) // 2}"):
-        streaming, _ = qoff.load(checkpoint, device_memory=memory)
+        streaming, _ = qoff.load(checkpoint, device_memory=memory, **room)
         with streaming.runtime:
             for options in ({}, {"num_beams": 3}):
                 found = generate(streaming, tokenizer, PROMPTS, **options)

@@ -18,7 +18,7 @@ import qoff
 from qoff.errors import BudgetError, FormatError, QoffError, UnsupportedModelError
 from qoff.hf.load import find_checkpoint, is_checkpoint
 from qoff.quant import QuantConfig
-from tests.tiny_models import QUANT, budgets, save_gguf
+from tests.tiny_models import QUANT, load_budgets, save_gguf
 
 HUB_ID = "someone/tiny-model"
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -202,7 +202,7 @@ def test_the_tokenizer_pads_on_the_left(tokenizer: Any) -> None:
 
 
 def test_memory_is_given_in_bytes_or_as_text(checkpoint: Path) -> None:
-    least, everything = budgets(checkpoint)
+    least, everything = load_budgets(checkpoint)
     for memory in (least, str(least), f"{-(-least // 1024)}KiB"):
         model, _ = qoff.load(checkpoint, device_memory=memory)
         with model.runtime:

@@ -12,7 +12,7 @@ import qoff
 from qoff.errors import ArgumentError, OpError, QoffError, UnsupportedModelError
 from qoff.kvcache import KVQuant
 from tests.module_models import module_checkpoint, module_reference, module_source
-from tests.tiny_models import QUANT, budgets
+from tests.tiny_models import QUANT, load_budgets
 from tests.tolerances import PACKED_8, assert_close
 
 PROMPTS = ["hello world", "hi"]
@@ -27,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_generate_gives_what_transformers_gives(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)
     reference = module_reference(base, name)
-    least, _ = budgets(path)
+    least, _ = load_budgets(path)
     model, tokenizer = qoff.load(path, device_memory=least)
     with model:
         inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
@@ -75,7 +75,7 @@ def test_qoffs_own_cache_generates_what_transformers_does(
 ) -> None:
     reference = module_reference(base, name)
     unpacked = KVQuant(16, 16)
-    model, tokenizer = qoff.load(module_checkpoint(base, name), kv_bits=unpacked)
+    model, tokenizer = qoff.load(module_checkpoint(base, name), kv=unpacked)
     with model:
         inputs = tokenizer(["hello world, " * 9, "hi"], return_tensors="pt", padding=True)
         inputs.pop("token_type_ids", None)
@@ -86,7 +86,7 @@ def test_qoffs_own_cache_generates_what_transformers_does(
 
 
 def test_a_packed_cache_goes_back_to_a_prompt_that_was_read(base: Path) -> None:
-    model, _ = qoff.load(module_checkpoint(base, "stablelm-head64"), kv_bits=8, kv_window=16)
+    model, _ = qoff.load(module_checkpoint(base, "stablelm-head64"), kv=KVQuant(8, 8, 16))
     with model:
         ids = torch.randint(3, 99, (1, 140))
         cache = qoff.QoffCache(model)
@@ -102,11 +102,11 @@ def test_a_packed_cache_goes_back_to_a_prompt_that_was_read(base: Path) -> None:
 
 def test_a_cache_is_packed_only_where_the_model_was_loaded_so(base: Path) -> None:
     path = module_checkpoint(base, "stablelm-head64")
-    model, _ = qoff.load(path)
-    packing, _ = qoff.load(path, kv_bits=8)
+    model, _ = qoff.load(path, kv=None)
+    packing, _ = qoff.load(path, kv=8)
     with model, packing:
-        with pytest.raises(ArgumentError, match="load it with kv_bits"):
-            qoff.QoffCache(model, kv_bits=8)
+        with pytest.raises(ArgumentError, match="load it with kv=8"):
+            qoff.QoffCache(model, kv=8)
         for one, other in ((model, packing), (packing, model)):
             with pytest.raises(OpError, match="needs a cache of its own"):
                 one(torch.tensor([[3]]), past_key_values=qoff.QoffCache(other))
@@ -124,7 +124,7 @@ def test_a_cache_is_packed_only_where_the_model_was_loaded_so(base: Path) -> Non
 )
 def test_what_cannot_be_packed_is_refused(base: Path, name: str, reason: str) -> None:
     with pytest.raises(QoffError, match=reason) as refusal:
-        qoff.load(module_checkpoint(base, name), kv_bits=4)
+        qoff.load(module_checkpoint(base, name), kv=4)
     assert "\n" not in str(refusal.value)
 
 

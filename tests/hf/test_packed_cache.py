@@ -11,7 +11,7 @@ import torch
 
 import qoff
 from qoff.errors import ArgumentError, OpError
-from qoff.kvcache import KVCache, MixedCache, PackedCache, PlainCache
+from qoff.kvcache import KVCache, KVQuant, MixedCache, PackedCache, PlainCache
 from tests.tiny_models import tiny_checkpoint
 from tests.tolerances import assert_close
 
@@ -25,14 +25,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(path: Path) -> Iterator[tuple[Any, Any]]:
-    model, tokenizer = qoff.load(path, kv_bits=8, kv_window=16)
+    model, tokenizer = qoff.load(path, kv=KVQuant(8, 8, 16))
     with model:
         yield model, tokenizer
 
 
 @pytest.fixture(scope="module")
 def plain(path: Path) -> Iterator[Any]:
-    model, _ = qoff.load(path)
+    model, _ = qoff.load(path, kv=None)
     with model:
         yield model
 
@@ -110,7 +110,7 @@ def test_layers_of_16_bits_are_not_packed(
     bits: int | str, kind: type[KVCache], path: Path, plain: Any
 ) -> None:
     ids = torch.randint(4, 128, (2, 150))
-    model, _ = qoff.load(path, kv_bits=bits, kv_window=16)
+    model, _ = qoff.load(path, kv=KVQuant.of(bits, 16))
     with model:
         out = model(ids)
         cache = out.past_key_values
@@ -131,7 +131,7 @@ def test_what_cannot_be_packed_is_refused_at_once(
     path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with pytest.raises(ArgumentError, match="4 or 8 bits, not 16 and 4"):
-        qoff.load(path, kv_bits=(16, 4))
+        qoff.load(path, kv=(16, 4))
     small = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
     with pytest.raises(OpError, match="heads of 16 channels"):
-        qoff.load(small, kv_bits=4)
+        qoff.load(small, kv=4)

@@ -335,9 +335,25 @@ def test_a_file_that_is_missing_or_cut_short_is_named(checkpoint: Path, tmp_path
             load(copied)
 
 
-def test_weights_on_disk_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(ArgumentError, match="device_map: 'disk'"):
-        load(checkpoint, device_map={"model": "cpu", "lm_head": "disk"})
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_map": {"model": "cpu", "lm_head": "disk"}},
+        {"device_map": {"model": "cuda:0", "lm_head": "cpu"}},
+        {"device_map": "auto", "max_memory": {"cpu": "30KB"}, "offload_folder": "anywhere"},
+    ],
+    ids=str,
+)
+def test_offloaded_weights_are_refused(checkpoint: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"qoff\.load\(\.\.\., device_memory='8GiB'\) streams"):
+        load(checkpoint, **options)
+
+
+def test_a_bound_of_memory_is_compared_with_packed_weights(base: Path) -> None:
+    path = tiny_checkpoint(base, "llama")
+    held = load(path).get_memory_footprint()
+    model = load(path, device_map="auto", max_memory={"cpu": 2 * held})  # half of that of floats
+    assert torch.equal(logits(model), logits(load(path)))
 
 
 @pytest.mark.parametrize("first", ["qoff", "transformers.quantizers.auto"])

@@ -19,7 +19,7 @@ from tests.kernels.operands import random_weight
 from tests.tiny_models import VOCAB, save_tokenizer, tiny_checkpoint
 
 BUDGET = 16 << 20
-SLACK = 12 << 20  # activations, stacks of threads, bounce buffers, allocators
+SLACK = 12 << 20  # stacks of threads, bounce buffers, allocators
 
 PROGRAM = """
 import json, sys, threading, time
@@ -107,6 +107,6 @@ def test_generating_stays_within_budget_cache_and_slack(
     streamed = measure(warm, big, BUDGET)
     assert streamed["arena"] <= BUDGET
     assert streamed["read"] > 5 * (size - BUDGET)  # every pass streams what is not resident
-    assert streamed["growth"] <= BUDGET + streamed["cache"] + SLACK
+    assert streamed["growth"] <= BUDGET + SLACK
     resident = measure(warm, big, 0)
     assert resident["growth"] >= size > BUDGET + resident["cache"] + SLACK

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from qoff.kernels.triton.launch.variant import MODULES
 from tests.kernels.test_compile import OLDER, ROOT
 
 
@@ -26,3 +27,9 @@ def test_launches_are_those_of_the_variants(older: bool) -> None:
     assert content["differences"] == []
     assert content["variants"] > 100
     assert not older or content["triton"] == "3.6.0"
+
+
+def test_every_module_with_variants_is_listed() -> None:
+    folder = ROOT / "kernels" / "triton"
+    found = [p for p in folder.glob("*/*.py") if "\ndef variants(" in p.read_text()]
+    assert {f"{p.parent.name}.{p.stem}" for p in found} == set(MODULES)

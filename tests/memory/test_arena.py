@@ -41,7 +41,7 @@ def test_memory_starts_on_a_page() -> None:
 def test_refusal_names_tier_purpose_and_bytes() -> None:
     arena = Arena("device", 10_000)
     arena.alloc(8192, "slot 0")
-    with pytest.raises(BudgetError, match=r"device.*slot 1 wants 4,000 bytes, 1,808 of 10,000"):
+    with pytest.raises(BudgetError, match=r"device.*slot 1 needs 4,000 bytes, 1,808 of 10,000"):
         arena.alloc(4000, "slot 1")
 
 

@@ -40,7 +40,7 @@ def test_no_plan_exceeds_its_budget_and_no_store_its_plan(
     everything = residency_of(checkpoint, all_names(checkpoint), slots, workspace)
     budget = int(everything.device_bytes * share)
     if budget < least(checkpoint, slots, workspace):
-        numbers = f"want {everything.device_bytes:,} bytes, {budget:,} are there"
+        numbers = f"take {everything.device_bytes:,} bytes, and the budget is {budget:,};"
         with pytest.raises(BudgetError, match=numbers):
             plan_residency(checkpoint, budget, slots, workspace)
         return

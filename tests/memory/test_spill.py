@@ -246,7 +246,7 @@ def test_a_read_error_is_an_error(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, reader: DiskReader) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskWriteError, match="no file can be made here"):
+    with pytest.raises(DiskWriteError, match="cannot create a spill file"):
         SpillFile(tmp_path / "file" / "folder", PAGE, reader)
 
 

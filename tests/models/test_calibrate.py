@@ -17,7 +17,7 @@ from qoff.models.convert.builder import Builder
 from qoff.models.convert.convert import convert
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
-from qoff.models.sources.safetensors import open_source
+from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
 from tests.module_models import module_source
 from tests.tiny_models import EXPERTS, FAMILIES, VOCAB, reference_model, tiny_model

@@ -148,7 +148,7 @@ def test_every_budget_gives_the_same_bits(
 def test_a_byte_less_than_the_least_budget_is_refused(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["rows16"]
     least, everything = budgets(path, 2)
-    with pytest.raises(BudgetError, match=rf"want {everything:,} .*{least - 1:,} are .*{least:,}"):
+    with pytest.raises(BudgetError, match=rf"take {everything:,} .*is {least - 1:,};.*{least:,}"):
         Runtime(path, device_memory=least - 1)
 
 

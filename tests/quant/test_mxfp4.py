@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import FormatError
 from qoff.models.convert.convert import convert
-from qoff.models.sources.safetensors import open_source
+from qoff.models.sources import open_source
 from qoff.quant import QTensor, QuantConfig
 from tests.tiny_models import save_model
 from tests.tolerances import relative_rms

@@ -37,7 +37,7 @@ def _rotate(x, dim, run, factor):
 
 @inner
 def rotate(x, dim, run):
-    """Rotate one head, float32 at address x: see `rotated.rotate_values`."""
+    """Rotate one head, float32 at address x: see `rotation.rotate_values`."""
     _rotate(x, dim, run, _powers(run))
 
 

@@ -1,8 +1,9 @@
 """How the CPU kernels are compiled: numba decorators whose disk cache knows all their sources.
 
-numba's own cache watches only the file that a function stands in; these kernels inline code from
-the other files of this folder. The locator below stamps every cached function with a hash of the
-whole folder. `NUMBA_CACHE_DIR` moves the cache as it does for any numba function.
+numba's own cache watches only the file that a function is in; these kernels inline code from the
+other files of kernels/cpu, and constants of kernels/layout. The locator below stamps every cached
+function with a hash of both folders. `NUMBA_CACHE_DIR` moves the cache as it does for any numba
+function.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def _folder_stamp() -> str:
+def stamp(*folders: Path) -> str:
+    """A hash of all sources in these folders and the folders in them, by name and content."""
     digest = hashlib.sha256()
-    for source in sorted(_FOLDER.rglob("*.py")):
-        digest.update(str(source.relative_to(_FOLDER)).encode() + b"\0" + source.read_bytes())
+    for folder in folders:
+        for source in sorted(folder.rglob("*.py")):
+            digest.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
 
 
 def _locator(base: Any) -> type:
     class FolderLocator(base):
-        """A numba cache locator for the files of this folder alone."""
+        """A numba cache locator for the files of kernels/cpu alone."""
 
         def get_source_stamp(self) -> str:
-            return _folder_stamp()
+            return stamp(_FOLDER, _FOLDER.parent / "layout")
 
         @classmethod
         def from_function(cls, py_func: Callable, py_file: str) -> Any:

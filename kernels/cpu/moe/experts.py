@@ -48,7 +48,7 @@ def experts(
     x: float32 [M, H], rows contiguous. topk_ids: contiguous int64 [M, T], numbers of experts;
     topk_weights: contiguous float32 [M, T]. gate_up: E x [2I, H], rows in blocks of 16 of gate and
     of up in turn; down: E x [H, I]; packing rows16. activation: f, see
-    `reference_experts.activate`. Biases: float32 [E, 2I] in the order of the rows, and [E, H].
+    `reference.experts.activate`. Biases: float32 [E, 2I] in the order of the rows, and [E, H].
     residual, out: float32 [M, H], rows contiguous; out may be residual or x itself.
     activation_bits: 16 or 8, as for `w4_linear`. What a token gets depends on no other token.
     Returns out. Raises OpError.

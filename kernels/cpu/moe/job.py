@@ -161,7 +161,7 @@ def _write_gated(args, matrix, bias, scratch, block, place, tokens):
 
 @inner
 def _write_weighted(args, matrix, bias, scratch, block, place, tokens):
-    """Share times output, 32 columns, to the place of the pair in its token."""
+    """Weight of the expert times output, 32 columns, to the place of the pair in its token."""
     n = simd.peek_i64(matrix + N)
     for t in range(tokens):
         pair = simd.peek_i64(simd.peek_i64(args + ORDER) + 8 * (place + t))

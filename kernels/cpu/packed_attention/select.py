@@ -29,7 +29,7 @@ def select_blocks(
 ) -> tuple[SelectedBlocks, ...]:
     """Choose `layer_cache.kept_blocks` of each row's blocks, of all parts together, per KV head.
 
-    What is chosen is what `reference_select.select_blocks` says: the sequence's first block if two
+    What is chosen is what `reference.select_blocks` says: the sequence's first block if two
     are kept, and those whose largest possible scores, summed over the query heads of the KV head,
     are the largest. queries: float32 [M, at least heads * D], rotated, one row a sequence. window:
     as for `packed_attention`; blocks that it hides from a row do not count. Reads 4 D bytes of a

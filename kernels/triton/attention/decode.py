@@ -35,7 +35,7 @@ from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .decode_tiles import attend_blocks, attend_ring, load_queries
 from .kv_tiles import LN2, LOG2E, TOKENS, form_constants
-from .merge import merge
+from .merge import merge, merge_bytes
 from .rotation import rotate
 
 _EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "RESIDENT_FROM")
@@ -243,8 +243,36 @@ def blocks_per_run(tiles: int, blocks: int, processors: int, config: DecodeConfi
     tiles: programs without splitting; blocks: of the longest sequence. Runs are equally long in all
     sequences, so a long one among short ones gets more programs.
     """
-    wanted = triton.cdiv(processors * config.programs, max(1, tiles))
-    return max(config.min_blocks, triton.cdiv(blocks, wanted))
+    return max(config.min_blocks, triton.cdiv(blocks, _most_runs(tiles, processors, config)))
+
+
+def decode_bytes(
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    blocks: int,
+    form: KVFormat,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """The most bytes `decode_attention` allocates for up to `blocks` blocks of each sequence.
+
+    Partial results of each run of blocks and of the ring, their merge, queries rotated as K is.
+    """
+    group = heads // kv_heads
+    columns = _columns(group)
+    config = _configured(device, form, columns)
+    tiles = sequences * kv_heads * triton.cdiv(group, columns)
+    runs = _most_runs(tiles, Gpu.of(device).processors, config)
+    parts = 1 + min(triton.cdiv(blocks, config.min_blocks), runs)
+    one = merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
+    rotated = sequences * heads * form.head_dim * dtype.itemsize if form.rotated else 0
+    return (parts + 1) * one + rotated
+
+
+def _most_runs(tiles: int, processors: int, config: DecodeConfig) -> int:
+    """Into how many runs the blocks of a sequence are cut, at most."""
+    return triton.cdiv(processors * config.programs, max(1, tiles))
 
 
 def _columns(group: int) -> int:

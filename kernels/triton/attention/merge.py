@@ -72,6 +72,11 @@ def merge_kernel(
     tl.store(lse + row, (top + tl.log2(total)) / LOG2E, mask=inside)
 
 
+def merge_bytes(tokens: int, heads: int, head_dim: int, itemsize: int) -> int:
+    """Bytes that `merge` allocates: its results."""
+    return tokens * heads * (head_dim * itemsize + 4)
+
+
 def merge(
     outs: Tensor,
     lses: Tensor,

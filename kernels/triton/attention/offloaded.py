@@ -11,7 +11,7 @@ from qoff.kernels.cpu.packed_attention.attention import packed_attention
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import PackedTokens
 
-from .merge import merge
+from .merge import merge, merge_bytes
 
 
 class OffloadedAttention:
@@ -66,6 +66,25 @@ class OffloadedAttention:
             out.new_empty(out.shape, dtype=self._query.dtype, pin_memory=True).copy_(out),
             lse.pin_memory(),
         )
+
+
+def joined_bytes(tokens: int, shape: HeadShape, dtype: torch.dtype) -> int:
+    """Bytes of the GPU that `join` allocates: both parts one behind the other, and their merge."""
+    return 3 * merge_bytes(tokens, shape.heads, shape.head_dim, dtype.itemsize)
+
+
+def host_bytes(tokens: int, shape: HeadShape, dtype: torch.dtype) -> int:
+    """The most bytes of host memory for queries and results, and for their pinned copies.
+
+    torch pins memory in powers of two.
+    """
+    values, rows = tokens * shape.heads * shape.head_dim, tokens * shape.heads
+    pinned = 2 * _power_of_two(values * dtype.itemsize) + _power_of_two(4 * rows)
+    return 2 * 4 * values + 4 * rows + pinned
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << max(nbytes - 1, 0).bit_length()
 
 
 def _mark(x: Tensor) -> torch.cuda.Event | None:

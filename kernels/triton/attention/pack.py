@@ -199,7 +199,7 @@ def _step(least, most, BITS: tl.constexpr):
 
 @triton.jit
 def _anchored(first, least, most, step, BITS: tl.constexpr):
-    """Step and minimum with a level at `first`: see `reference_kv`."""
+    """Step and minimum with a level at `first`: see `reference.kv_blocks`."""
     TOP: tl.constexpr = 2.0**BITS - 1.0
     level = tl.where(step > 0.0, (first - least) / tl.where(step > 0.0, step, 1.0), 0.0)
     below = level < TOP / 2

@@ -302,12 +302,24 @@ def prefill_attention(
     return out, lse
 
 
-def scratch_bytes(
-    sequences: int, blocks: int, kv_heads: int, form: KVFormat, device: torch.device
+def prefill_bytes(
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    sequences: int,
+    blocks: int,
+    form: KVFormat,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
-    """The most bytes a call takes to dequantize up to `blocks` blocks of each sequence."""
+    """The most bytes `prefill_attention` allocates for up to `blocks` blocks of each sequence.
+
+    Its results, rotated queries, and a scratch in which blocks are dequantized.
+    """
     values = sequences * blocks * BLOCK_TOKENS * form.head_dim
-    return 4 * values * scratch_heads(values, kv_heads, _configured(device, form).scratch_mib)
+    scratch = min(4 * values * kv_heads, _configured(device, form).scratch_mib << 20)
+    results = 2 if form.rotated else 1
+    return tokens * heads * (results * form.head_dim * dtype.itemsize + 4) + scratch
 
 
 @cache

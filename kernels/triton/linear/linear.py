@@ -23,8 +23,10 @@ from .dequantize import dequantize_into
 from .fma import TOKENS_MAX as FMA_MAX
 from .fma import FmaConfig, fma
 from .gemv import GemvConfig, gemv, tokens_max
+from .product import sums_bytes
 from .skinny import SkinnyConfig, skinny
 
+CUBLAS_BYTES = 64 << 20  # of torch for cuBLAS and cuBLASLt, on GPUs where they get most
 SKINNY_MAX = 64  # tokens; beyond, cuBLAS makes up for the detour through the scratch
 
 
@@ -78,7 +80,7 @@ def through_scratch(
     config = config or ScratchConfig()
     n, k = weight.shape
     codes, scale_min, bits, group = weight.codes, weight.scale_min, weight.bits, weight.group_size
-    rows = min(n, max(128, config.nbytes // (2 * k) // 128 * 128))
+    rows = _scratch_rows(n, k, config)
     scratch = torch.empty(rows, k, dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
     for start in range(0, n, rows):
@@ -90,6 +92,24 @@ def through_scratch(
         else:
             torch.addmm(bias[start:stop], x, w.T, out=out[:, start:stop])
     return out
+
+
+def _scratch_rows(n: int, k: int, config: ScratchConfig) -> int:
+    """Rows of W [N, K] that are in the scratch together."""
+    return min(n, max(128, config.nbytes // (2 * k) // 128 * 128))
+
+
+def linear_bytes(tokens: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The most bytes `w4_linear` allocates for up to `tokens` rows of x by W [N, K].
+
+    Its result and, in whichever way takes most, sums of programs along K or the scratch; not what
+    cuBLAS takes for itself, `CUBLAS_BYTES`.
+    """
+    gpu = Gpu.of(device)
+    work = sums_bytes(min(tokens, SKINNY_MAX), n, gpu)
+    if tokens > SKINNY_MAX or gpu.capability < 80:
+        work = max(work, _scratch_rows(n, k, ScratchConfig()) * k * dtype.itemsize)
+    return tokens * n * dtype.itemsize + work
 
 
 _WAYS: dict[type[Config], Callable[..., Tensor]] = {

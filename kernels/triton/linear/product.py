@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
 from .nibbles import use_asm
-from .split_k import add_splits, partial_sums
+from .split_k import add_splits, partial_bytes, partial_sums
 
 SPLITS_MAX = 16
+_ROWS = 64  # of a program at least, where K is split and no configuration was measured
 
 
 class Config(Protocol):
@@ -67,6 +69,15 @@ def multiply(
     if config.splits > 1:
         add_splits(target, bias, out)
     return out
+
+
+def sums_bytes(tokens: int, rows: int, gpu: Gpu) -> int:
+    """The most bytes that `multiply` allocates beside its result, for the parts of splits.
+
+    K is split until there are two programs for each processor.
+    """
+    splits = min(SPLITS_MAX, 2 * gpu.processors // -(-rows // _ROWS))
+    return partial_bytes(tokens, rows, splits)
 
 
 def options(config: Config) -> dict[str, Any]:

@@ -36,6 +36,11 @@ def partial_sums(splits: int, out: Tensor) -> Tensor:
     return torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
 
 
+def partial_bytes(tokens: int, rows: int, splits: int) -> int:
+    """Bytes of `partial_sums` for a result [tokens, rows]; none without programs along K."""
+    return 4 * splits * tokens * rows if splits > 1 else 0
+
+
 def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out [M, N] = bias [N] + the sum of float32 partial [splits, M, N]."""
     add_splits_kernel[(triton.cdiv(out.numel(), _BLOCK),)](

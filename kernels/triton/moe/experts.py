@@ -24,7 +24,7 @@ from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
 from .pairs import fma_pairs, gemv_pairs
 from .product import UNIT, Product
-from .tiles import Tiles, block_for, config_for, tile_product, tiles
+from .tiles import Tiles, block_for, config_for, tile_product, tiles, tiles_bytes
 
 PAIRS_MAX = 1 << 15  # in one launch; more tokens go one part after the other
 _BLOCK = 512
@@ -149,6 +149,19 @@ def _compute(one: Product, two: Product, block: int | None) -> None:
         if size not in found:
             found[size] = tiles(one.topk_ids, one.weight.count, size)
         tile_product(product, found[size], config)
+
+
+def experts_bytes(
+    tokens: int, top_k: int, count: int, inner: int, hidden: int, itemsize: int
+) -> int:
+    """The most bytes `experts` allocates for M tokens of T experts each, out of `count`.
+
+    The result, both products of the tokens that go together, and their pairs sorted by expert.
+    inner: values between the products, of an expert; hidden: of a token.
+    """
+    pairs = min(tokens, max(1, PAIRS_MAX // top_k)) * top_k
+    products = pairs * (inner * itemsize + 4 * hidden)
+    return tokens * hidden * itemsize + products + 2 * tiles_bytes(pairs, count)
 
 
 def rule(pairs: int, experts: int, capability: int) -> int:

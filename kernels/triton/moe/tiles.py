@@ -122,6 +122,12 @@ def tiles(topk_ids: Tensor, experts: int, block: int) -> Tiles:
     return Tiles(order.to(torch.int32), table)
 
 
+def tiles_bytes(pairs: int, experts: int) -> int:
+    """The most bytes `tiles` allocates: pairs, experts and tiles as a few int64 tensors of each."""
+    count = min(pairs, experts + pairs // BLOCKS[0])
+    return 8 * (4 * pairs + 6 * (experts + 1) + 16 * count)
+
+
 def block_for(pairs: int, experts: int) -> int:
     """Pairs of a tile: about as many as an expert has."""
     mean = pairs / experts

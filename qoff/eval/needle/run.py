@@ -112,7 +112,9 @@ def _unpacked(
     resources: NeedleResources,
 ) -> _Answers:
     """Through the model of `qoff.load`, one prompt at a time."""
-    model, tokenizer = load(path, device=resources.device, device_memory=resources.device_memory)
+    model, tokenizer = load(
+        path, device=resources.device, device_memory=resources.device_memory, kv=None
+    )
     with model, torch.inference_mode():
         for prompt in asked:
             answer, score = _ask(model, prompt, settings.answer_tokens)

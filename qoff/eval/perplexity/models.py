@@ -23,7 +23,7 @@ from qoff.hf.load import exists, is_checkpoint, load_tokenizer, source_stamps
 from qoff.kernels.ops import ops_for
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.runtime import Runtime
-from qoff.models.sources.safetensors import open_source
+from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from qoff.settings import cache_directory
 from qoff.units import parse_size

@@ -46,9 +46,10 @@ class QoffLM(HFLM):
     ) -> None:
         sequences = _whole("batch_size", batch_size)
         self.pass_tokens = _whole("pass_tokens", pass_tokens)
-        model, tokenizer = (
-            pretrained if isinstance(pretrained, tuple) else load(pretrained, **options)
-        )
+        if not isinstance(pretrained, tuple):
+            room = {"batch_size": sequences, "context": max_length}
+            pretrained = load(pretrained, **{**room, **options})
+        model, tokenizer = pretrained
         with errors_only(HFLM.__module__):  # which warns of models that are not given by name
             super().__init__(
                 model,

@@ -36,7 +36,7 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness, by name, tag or group, on the model of a path.
 
-    model_path, options (device, device_memory, host_memory, kv_bits, attention_top, ...): as for
+    model_path, options (device, device_memory, host_memory, kv, ...): as for
     `qoff.load`. limit: documents of each task, the first ones. num_fewshot: examples before each
     question; None: as the task says. batch_size, pass_tokens, max_length: see `harness.QoffLM`.
     chat: through the model's chat template. seed: of what examples are drawn. include_path: a

@@ -31,10 +31,18 @@ class QoffHfQuantizer(HfQuantizer):
         self._errors: list[QoffError] = []
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Raise ArgumentError for weights on disk, QuantizationError for a solver of none."""
-        places = device_map.values() if isinstance(device_map, dict) else [device_map]
-        if "disk" in {str(place) for place in places}:
-            raise ArgumentError("device_map: 'disk' is not supported; use qoff.load, which streams")
+        """Raise ArgumentError for offloaded weights, QuantizationError for a solver of none.
+
+        transformers calls it again with the map that "auto" and `max_memory` come to.
+        """
+        given = device_map.values() if isinstance(device_map, dict) else [device_map]
+        places = {str(place) for place in given}
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            raise ArgumentError(
+                "device_map: not all weights fit on the device, and packed modules are not "
+                "offloaded to 'cpu' or 'disk' here; qoff.load(..., device_memory='8GiB') streams "
+                "what does not fit, or raise max_memory"
+            )
         if not self.pre_quantized:
             self.quantization_config.quant()
 
@@ -78,6 +86,23 @@ class QoffHfQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         """Whether a parameter is quantized as it arrives."""
         return self._wanted is not None and param_name in self._wanted.bits
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Any) -> float:
+        """Bytes of one weight, codes, scale and minimum together, for `device_map="auto"`."""
+        config = self.quantization_config
+        module, _, name = param_name.rpartition(".")
+        if param.dim() < 2 or name == "bias" or not self._packs(model, param_name):
+            return float(param.element_size())
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        sensitive = model.get_submodule(module) in ends
+        return (config.head_bits if sensitive else config.bits) / 8 + 4 / config.group_size
+
+    def _packs(self, model: PreTrainedModel, param_name: str) -> bool:
+        """Whether a matrix is packed, now or in the checkpoint."""
+        if not self.pre_quantized:
+            return self.param_needs_quantization(model, param_name)
+        kept = self.quantization_config.modules_to_not_convert or ()
+        return not any(param_name.removesuffix(".weight").endswith(name) for name in kept)
 
     def get_quantize_ops(self) -> ConversionOps:
         """What does that."""

@@ -125,19 +125,31 @@ class DeviceBlocks:
         assert self.offloaded is not None
         return self.offloaded.read(layer, -1 - block).to(self.device)
 
+    def bytes_for(self, blocks: int) -> int:
+        """The most bytes allocated while the device's pools grow to `blocks` blocks."""
+        if not self._grows or blocks <= self._allocator.capacity:
+            return self.nbytes
+        each = sum(pool.shape[1] * pool.shape[2] for pool in self.pools)  # uint8
+        return blocks * each + max(pool.nbytes for pool in self.pools)
+
+    def reserve(self, blocks: int) -> None:
+        """Grow the device's pools to `blocks` blocks, used ones included."""
+        if not self._grows or blocks <= self._allocator.capacity:
+            return
+        for layer, pool in enumerate(self.pools):
+            if len(pool) < blocks:  # not yet, in a growth that ran out of memory
+                grown = pool.new_empty(blocks, *pool.shape[1:])
+                grown[: len(pool)] = pool
+                self.pools[layer] = grown
+        self._allocator.grow(blocks)
+
     def _make_room(self, count: int) -> None:
         if count <= self._allocator.free:
             return
         capacity = self._allocator.capacity
         if not self._grows:
             raise BudgetError(f"all {capacity} KV blocks of the device are in use")
-        capacity += max(count, _GROWTH_BLOCKS, capacity // 2)
-        for layer, pool in enumerate(self.pools):
-            if len(pool) < capacity:  # not yet, in a growth that ran out of memory
-                grown = pool.new_empty(capacity, *pool.shape[1:])
-                grown[: len(pool)] = pool
-                self.pools[layer] = grown
-        self._allocator.grow(capacity)
+        self.reserve(capacity + max(count, _GROWTH_BLOCKS, capacity // 2))
 
     def _wipe(self, blocks: Sequence[int]) -> None:
         for pool in self.pools:

@@ -89,11 +89,30 @@ class DeviceCache(SlotCache):
         self.recent_k = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
         self.recent_v = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
 
+    @staticmethod
+    def recent_bytes(
+        shapes: Sequence[HeadShape], sequences: int, window: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of the rings of a cache."""
+        values = sum(2 * shape.kv_heads * shape.head_dim for shape in shapes)
+        return sequences * (window + BLOCK_TOKENS) * values * dtype.itemsize
+
     @property
     def nbytes(self) -> int:
         rings = sum(t.nbytes for t in (*self.recent_k, *self.recent_v))
         away = 0 if self.store.write_back is None else self.store.write_back.nbytes
         return self.store.nbytes + self.tables.nbytes + rings + away
+
+    def bytes_for(self, tokens: int) -> int:
+        copied = max(t.nbytes for t in self.recent_k)  # where sequences move to other rows
+        beside = self.nbytes - self.store.nbytes + copied
+        return beside + self.store.bytes_for(self._blocks_for(tokens))
+
+    def reserve(self, tokens: int) -> None:
+        self.store.reserve(self._blocks_for(tokens))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return self.sequences * self.blocks_of(tokens, self.window, 0)
 
     @property
     def offloaded_tokens(self) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _COLUMNS = 16  # a block table grows by so many: its rows stay aligned
+_COUNTS = 7  # rows of counts, at most
 _ALIGN = 4  # numbers: what lies behind each other starts at multiples of 16 bytes
 
 
@@ -35,9 +36,8 @@ class DeviceTables:
         end = first + len(blocks)
         have = self._blocks.shape[1]
         if end > have:
-            wanted = max(end, have + have // 2)
             grown = torch.zeros(
-                self._sequences, -(-wanted // _COLUMNS) * _COLUMNS, dtype=torch.int32
+                self._sequences, _columns(max(end, have + have // 2)), dtype=torch.int32
             )
             grown[:, :have] = self._blocks
             self._blocks = grown
@@ -81,3 +81,22 @@ def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     Where it is pinned, torch does not use it again before copies from it are done.
     """
     return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def tables_bytes(sequences: int, blocks: int, tokens: int, prefetched: bool) -> int:
+    """The most bytes that the numbers of a pass take on the device.
+
+    Of up to `blocks` blocks of each sequence and `tokens` new tokens: counts and block table, old
+    and new while they grow, and numbers of rows. prefetched: with a table of places in a prefetch
+    slot, and the block table of a layer that is made of it.
+    """
+    columns = _columns(blocks + blocks // 2)
+    table = sequences * columns
+    counts = _COUNTS * (sequences + 1 + _ALIGN)
+    made = table * (3 * 4 + 1) if prefetched else 0
+    return 2 * 4 * (counts + table) + made + 3 * 8 * tokens
+
+
+def _columns(blocks: int) -> int:
+    """Columns of a table of this many blocks."""
+    return -(-max(blocks, 1) // _COLUMNS) * _COLUMNS

@@ -53,6 +53,13 @@ class MixedCache(KVCache):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
+    def bytes_for(self, tokens: int) -> int:
+        return sum(part.bytes_for(tokens) for part in self._parts)
+
+    def reserve(self, tokens: int) -> None:
+        for part in self._parts:
+            part.reserve(tokens)
+
     def begin(self, ragged: Ragged) -> CachePass:
         passes = [part.begin(ragged) for part in self._parts]
         layers = [(passes[part], layer) for part, layer in self._where]

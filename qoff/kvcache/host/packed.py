@@ -64,6 +64,16 @@ class PackedCache(SlotCache):
     def nbytes(self) -> int:
         return self.store.nbytes + self.recent.nbytes
 
+    def bytes_for(self, tokens: int) -> int:
+        copied = max(t.nbytes for t in self.recent.keys)  # where sequences move to other rows
+        return self.store.bytes_for(self._blocks_for(tokens)) + self.recent.nbytes + copied
+
+    def reserve(self, tokens: int) -> None:
+        self.store.reserve(self._blocks_for(tokens))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return self.sequences * self.blocks_of(tokens, self.window, self.sinks)
+
     def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> PackedPass:
         return PackedPass(self, ragged, slots)
 

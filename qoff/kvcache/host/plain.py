@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, cache_shapes
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache.base import CachePass, KVCache
+
+from .recent import RecentTokens
 
 _GROWTH_TOKENS = 256
 
@@ -25,24 +26,31 @@ class PlainCache(KVCache):
         self._shapes = tuple(shapes)
         self.lengths = [0] * sequences
         self.capacity = 0
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self._allocate(sequences, max(capacity, KEYS_PER_VECTOR))
+        self.keys = [torch.empty(cache_shapes(sequences, s, 0)[0]) for s in self._shapes]
+        self.values = [torch.empty(cache_shapes(sequences, s, 0)[1]) for s in self._shapes]
+        self._rebuild(range(sequences), max(capacity, KEYS_PER_VECTOR))
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
-    def begin(self, ragged: Ragged) -> CachePass:
-        self.reserve(ragged.longest + 1)
-        return _PlainPass(self, ragged)
+    def bytes_for(self, tokens: int) -> int:
+        # A layer is copied where sequences move to other rows, and where there is more room.
+        sizes = [
+            RecentTokens.bytes_for([shape], self.sequences, max(tokens, self.capacity))
+            for shape in self._shapes
+        ]
+        return sum(sizes) + max(sizes)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in every sequence; what is remembered stays."""
-        if tokens <= self.capacity:
-            return
-        grown = self.capacity + max(_GROWTH_TOKENS, self.capacity // 2)
-        self._rebuild(range(self.sequences), max(tokens, grown))
+        if tokens > self.capacity:
+            self._rebuild(range(self.sequences), tokens)
+
+    def begin(self, ragged: Ragged) -> CachePass:
+        tokens = ragged.longest + 1
+        if tokens > self.capacity:
+            self.reserve(max(tokens, self.capacity + max(_GROWTH_TOKENS, self.capacity // 2)))
+        return _PlainPass(self, ragged)
 
     def select(self, sequences: Sequence[int]) -> None:
         self._rebuild(sequences, self.capacity)
@@ -53,23 +61,18 @@ class PlainCache(KVCache):
     def forget_each(self, tokens: Sequence[int]) -> None:
         self.lengths = [max(0, n - t) for n, t in zip(self.lengths, tokens, strict=True)]
 
-    def _allocate(self, sequences: int, capacity: int) -> None:
-        self.capacity = -(-capacity // KEYS_PER_VECTOR) * KEYS_PER_VECTOR
-        both = [cache_shapes(sequences, shape, self.capacity) for shape in self._shapes]
-        self.keys = [torch.empty(keys) for keys, _ in both]
-        self.values = [torch.empty(values) for _, values in both]
-
     def _rebuild(self, sequences: Sequence[int], capacity: int) -> None:
-        old_keys, old_values, old_lengths = self.keys, self.values, self.lengths
+        """Keep the given sequences, with room for `capacity` tokens; a layer at a time."""
         kept = list(sequences)
-        self.lengths = [old_lengths[i] for i in kept]
+        self.lengths = [self.lengths[i] for i in kept]
+        self.capacity = -(-capacity // KEYS_PER_VECTOR) * KEYS_PER_VECTOR
         longest = max(self.lengths, default=0)
         blocks = -(-longest // KEYS_PER_VECTOR)
-        self._allocate(len(kept), capacity)
-        for layer in range(len(self._shapes)):
-            self.keys[layer][:, :, :blocks] = old_keys[layer][kept, :, :blocks]
-            self.values[layer][:, :, :longest] = old_values[layer][kept, :, :longest]
-            old_keys[layer] = old_values[layer] = torch.empty(0)
+        for layer, shape in enumerate(self._shapes):
+            keys, values = map(torch.empty, cache_shapes(len(kept), shape, self.capacity))
+            keys[:, :, :blocks] = self.keys[layer][kept, :, :blocks]
+            values[:, :, :longest] = self.values[layer][kept, :, :longest]
+            self.keys[layer], self.values[layer] = keys, values
 
 
 class _PlainPass(CachePass):

@@ -35,7 +35,8 @@ class RecentTokens:
     def select(self, sequences: Sequence[int]) -> None:
         """Keep the given sequences, in this order."""
         for tensors in (self.keys, self.values):
-            tensors[:] = [t[sequences].contiguous() for t in tensors]
+            for layer, tensor in enumerate(tensors):
+                tensors[layer] = tensor[sequences].contiguous()
 
     def write(self, layer: int, slot: int, place: int, k: Tensor, v: Tensor) -> None:
         """Put tokens, k and v [kv_heads, tokens, D], at a place on; multiples of 16 both."""

@@ -49,6 +49,13 @@ class BlockStore(ABC):
     def nbytes(self) -> int:
         """Bytes allocated in memory, used or not."""
 
+    def bytes_for(self, blocks: int) -> int:
+        """The most bytes allocated while the store grows to `blocks` blocks, used ones included."""
+        return self.nbytes
+
+    def reserve(self, blocks: int) -> None:  # noqa: B027 - most are of a fixed size
+        """Grow to `blocks` blocks, used ones included."""
+
     @abstractmethod
     def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
         """Return blocks for these places in a sequence, 0 the oldest, that will have `expected`.
@@ -100,16 +107,26 @@ class GrowingBlocks(BlockStore):
         """Blocks somebody uses."""
         return self._allocator.capacity - self._allocator.free
 
+    def bytes_for(self, blocks: int) -> int:
+        if blocks <= self._allocator.capacity:
+            return self.nbytes
+        sizes = [h * form.nbytes for h, form in zip(self.kv_heads, self.forms, strict=True)]
+        return blocks * sum(sizes) + max(pool.nbytes for pool in self.pools)
+
+    def reserve(self, blocks: int) -> None:
+        if blocks <= self._allocator.capacity:
+            return
+        for layer, pool in enumerate(self.pools):
+            grown = torch.empty(blocks, *pool.shape[1:], dtype=torch.uint8)
+            grown[: len(pool)] = pool
+            self.pools[layer] = grown
+        self._allocator.grow(blocks)
+
     def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
         count = len(indices)
         if count > self._allocator.free:
             capacity = self._allocator.capacity
-            capacity += max(count, _GROWTH_BLOCKS, capacity // 2)
-            self._allocator.grow(capacity)
-            for layer, pool in enumerate(self.pools):
-                grown = torch.empty(capacity, *pool.shape[1:], dtype=torch.uint8)
-                grown[: len(pool)] = pool
-                self.pools[layer] = grown
+            self.reserve(capacity + max(count, _GROWTH_BLOCKS, capacity // 2))
         return [self._allocator.allocate() for _ in range(count)]
 
     def share(self, blocks: Iterable[int]) -> None:

@@ -146,7 +146,6 @@ class CudaTransfers:
         return self._watchers is not None
 
     def take_buffer(self, image: Image) -> Buffer:
-        """A staging buffer that nothing is copied from any more. Raises DiskReadError on close."""
         while not self._closed and self._senders.alive:
             try:
                 buffer = self._buffers.get(timeout=_WATCH_S)
@@ -161,13 +160,11 @@ class CudaTransfers:
         raise DiskReadError(f"{image.file.path}: closed before the read was done")
 
     def give_buffer(self, buffer: Buffer) -> None:
-        """Hand a buffer back, with `copied` set if it is being copied from."""
         self._buffers.put(buffer)
 
     def start_reads(
         self, image: Image, ranges: Sequence[FileRange], memory: Tensor
     ) -> list[ReadRequest]:
-        """Start reading ranges of a file into a buffer."""
         path = image.file.path
         reads = [
             self._reader.submit(path, r.offset, memory[r.at : r.at + r.nbytes]) for r in ranges
@@ -176,7 +173,6 @@ class CudaTransfers:
         return reads
 
     def send(self, job: Send) -> None:
-        """Have a buffer that is being read into copied when it is complete."""
         self._senders.submit([job])
 
     def _check(self, residency: Residency) -> None:

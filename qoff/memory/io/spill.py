@@ -67,7 +67,7 @@ class SpillFile:
         Raises DiskReadError when the file is closed.
         """
         if self._fd < 0:
-            raise DiskReadError(f"{self.folder}: what did not fit the memory is no longer there")
+            raise DiskReadError(f"{self.folder}: the spill file is closed")
         request = self._reader.submit(self._path, offset, dest)
         self._reads.add(request)
         request.add_done_callback(self._reads.discard)
@@ -111,11 +111,11 @@ class SpillFile:
                     _set_direct(self._fd, 0)
                     continue
                 raise DiskWriteError(
-                    f"{self.folder}: writing {len(source):,} bytes of what does not fit the "
-                    f"memory failed: {error.strerror or error}"
+                    f"{self.folder}: writing {len(source):,} bytes to the spill file failed: "
+                    f"{error.strerror or error}"
                 ) from error
             if count == 0:
-                raise DiskWriteError(f"{self.folder}: nothing more can be written")
+                raise DiskWriteError(f"{self.folder}: the spill file takes no more bytes")
             done += count
         with self._lock:
             self.written += done
@@ -165,7 +165,7 @@ def _nameless(folder: Path) -> int:
         Path(path).unlink()
         return fd
     except OSError as error:
-        raise DiskWriteError(f"{folder}: no file can be made here: {error.strerror}") from error
+        raise DiskWriteError(f"{folder}: cannot create a spill file: {error.strerror}") from error
 
 
 def _allocate(fd: int, folder: Path, nbytes: int) -> None:
@@ -177,8 +177,8 @@ def _allocate(fd: int, folder: Path, nbytes: int) -> None:
     except OSError as error:
         free = os.statvfs(folder)
         raise BudgetError(
-            f"disk: {folder} has {free.f_bavail * free.f_frsize:,} bytes free, {nbytes:,} are "
-            f"wanted for what does not fit the memory ({error.strerror})"
+            f"disk: the spill file needs {nbytes:,} bytes, and {folder} has "
+            f"{free.f_bavail * free.f_frsize:,} free ({error.strerror}); name another spill_folder"
         ) from error
 
 

@@ -6,19 +6,16 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from torch import Tensor
 
 from qoff.errors import DiskReadError
 from qoff.memory.plan import FileRange, Image
 
-from .copy_stream import Event
-from .disk import ReadRequest
-from .transfers import FileDigest, Mark, join
-
-if TYPE_CHECKING:
-    from .cuda_transfers import CudaTransfers
+from .copy_stream import CopyStream, Event
+from .disk import DiskReader, ReadRequest
+from .transfers import FileDigest, Mark, Threads, join
 
 
 @dataclass(eq=False)
@@ -29,12 +26,37 @@ class Buffer:
     copied: Event | None = None
 
 
+class Staging(Threads, Protocol):
+    """The staging buffers, and the threads and the stream that reads and copies go through."""
+
+    @property
+    def reader(self) -> DiskReader: ...
+
+    @property
+    def stream(self) -> CopyStream:
+        """Raises DiskReadError when it is not open."""
+
+    def take_buffer(self, image: Image) -> Buffer:
+        """A buffer that nothing is copied from any more. Raises DiskReadError on close."""
+
+    def give_buffer(self, buffer: Buffer) -> None:
+        """Hand a buffer back, with `copied` set if it is being copied from."""
+
+    def start_reads(
+        self, image: Image, ranges: Sequence[FileRange], memory: Tensor
+    ) -> list[ReadRequest]:
+        """Start reading ranges of a file into a buffer."""
+
+    def send(self, job: Send) -> None:
+        """Have a buffer that is being read into copied when it is complete."""
+
+
 class StagedRead:
     """One unit on its way from disk, in pieces of a staging buffer (one, where it streams)."""
 
     def __init__(
         self,
-        transfers: CudaTransfers,
+        transfers: Staging,
         image: Image,
         memory: Tensor,
         verify: bool,

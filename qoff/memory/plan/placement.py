@@ -46,30 +46,33 @@ def plan_residency(
     packing: str = "rows16",
     host_memory: int | None = None,
     host_staging: int = 0,
+    tiled_workspace: int | None = None,
 ) -> Residency:
     """Keep as much as fits into `device_memory` bytes (None: everything), stream the rest.
 
     First the head, whose slot would be the largest; then the ends of all layers alike, a tensor at
     a time, the experts of a layer together; then one tensor more of as many layers as possible. An
     untied embedding stays only when everything does. `workspace` bytes are left free for
-    computations. Where two whole units do not fit, first the head streams in tiles, then the
-    largest units, in as few tiles as possible.
+    computations, `tiled_workspace` (None: as many) where layers stream in tiles. Where two whole
+    units do not fit, first the head streams in tiles, then the largest units, in as few tiles as
+    possible.
 
     Up to `host_memory` bytes (None: as many as buffers need) hold the sources of streaming units,
     evenly spread among those on disk, and `host_staging` buffers between disk and device (0: reads
     go straight to the device). A budget that is too small is refused with the minimum: raises
-    BudgetError with the bytes there and the least bytes any plan takes.
+    BudgetError with the budget and the least bytes any plan takes.
     """
-    search = _Search(checkpoint, slots, workspace, packing)
+    search = _Search(checkpoint, slots, workspace, packing, tiled_workspace)
     choice = _Choice(tuple(checkpoint.outer.weights), search.levels)
     wanted = search.bytes_of(choice)
     if device_memory is not None and wanted > device_memory:
         found = search.best(device_memory)
         if found is None:
             raise BudgetError(
-                f"device memory: the weights of {checkpoint.path} want {wanted:,} bytes, "
-                f"{device_memory:,} are there, and streaming takes at least {search.least:,} "
-                f"({slots} slots, {workspace:,} bytes of working space); raise the budget to that"
+                f"device memory: the weights of {checkpoint.path} take {wanted:,} bytes, and the "
+                f"budget is {device_memory:,}; streaming them takes at least {search.least:,} "
+                f"({slots} slots, {search.least_workspace:,} bytes of working space): raise the "
+                "budget to that"
             )
         choice = found
     return place_in_host(checkpoint, search.residency(choice), host_memory, host_staging)
@@ -89,8 +92,8 @@ def place_in_host(
         return replace(plan, host_staging=host_staging, host_staging_bytes=staging)
     if staging > host_memory:
         raise BudgetError(
-            f"host memory: {host_staging} buffers between disk and device want {staging:,} bytes, "
-            f"{host_memory:,} are there; raise the budget to that"
+            f"host memory: {host_staging} buffers between disk and device take {staging:,} bytes, "
+            f"and the budget is {host_memory:,}; raise it to that"
         )
     left = host_memory - staging
     images = streamed_images(checkpoint, plan) if left else {}
@@ -149,10 +152,18 @@ class _Search:
     files lie alike. `least` is what the smallest choice looked at so far takes, in bytes.
     """
 
-    def __init__(self, checkpoint: Checkpoint, slots: int, workspace: int, packing: str) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        slots: int,
+        workspace: int,
+        packing: str,
+        tiled_workspace: int | None = None,
+    ) -> None:
         check_slots(slots)
         self._checkpoint = checkpoint
         self._slots, self._workspace, self._packing = slots, workspace, packing
+        self._tiled_workspace = workspace if tiled_workspace is None else tiled_workspace
         self._pieces = [placed_together(file.weights) for file in checkpoint.layers]
         self._files = unit_files(checkpoint)
         self._alike = _first_alike(checkpoint.layers)
@@ -160,12 +171,14 @@ class _Search:
         self._planned: dict[tuple[WholeUnit, int | tuple[str, ...], int | None], UnitPlan] = {}
         self.levels = max(map(len, self._pieces), default=0)
         self.least = 1 << 62
+        self.least_workspace = workspace
 
     def residency(self, choice: _Choice) -> Residency:
         layers = enumerate(self._counts(choice))
         names = [*choice.outer, *(n for layer, count in layers for n in self._last(layer, count))]
+        workspace = self._workspace_beside(self._units(choice))
         return residency_of(
-            self._checkpoint, names, self._slots, self._workspace, self._packing, choice.tile_bytes
+            self._checkpoint, names, self._slots, workspace, self._packing, choice.tile_bytes
         )
 
     def bytes_of(self, choice: _Choice) -> int:
@@ -173,9 +186,16 @@ class _Search:
         units = self._units(choice)
         slots = self._slots * max(unit.slot_bytes for unit in units)
         staging = max(unit.staging_bytes for unit in units)
-        nbytes = sum(unit.resident_bytes for unit in units) + slots + staging + self._workspace
-        self.least = min(self.least, nbytes)
+        workspace = self._workspace_beside(units)
+        nbytes = sum(unit.resident_bytes for unit in units) + slots + staging + workspace
+        if nbytes < self.least:
+            self.least, self.least_workspace = nbytes, workspace
         return nbytes
+
+    def _workspace_beside(self, units: Sequence[UnitPlan]) -> int:
+        """Bytes left free beside these units, the layers and the head."""
+        tiled = any(unit.tiles for unit in units[:-1])
+        return self._tiled_workspace if tiled else self._workspace
 
     def best(self, device_memory: int) -> _Choice | None:
         """The first choice that fits."""

@@ -18,6 +18,7 @@ from .image import Image, make_image
 from .tiles import read_bytes, slot_bytes, split_rows, tile_image, tiles_of
 from .units import (
     EMBEDDING,
+    HEAD,
     Tile,
     TiledMatrix,
     Unit,
@@ -63,6 +64,11 @@ class Residency:
         """The units whose matrices stream in tiles."""
         return frozenset(tile.unit for tile in self.tiles)
 
+    @property
+    def tiled_layers(self) -> frozenset[WholeUnit]:
+        """Those of them that are layers: each pass keeps values of its own from tile to tile."""
+        return self.tiled - {HEAD}
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -94,7 +100,7 @@ def residency_of(
     wanted = set(resident)
     unknown = wanted.difference(*(file.weights for file in files.values()))
     if unknown:
-        raise ArgumentError(f"not in {checkpoint.path}: {', '.join(sorted(unknown))}")
+        raise ArgumentError(f"{checkpoint.path} has no weights {', '.join(sorted(unknown))}")
     units = [plan_unit(unit, file, wanted, packing, tile_bytes) for unit, file in files.items()]
     slot = max(unit.slot_bytes for unit in units)
     return Residency(
@@ -112,7 +118,9 @@ def residency_of(
 def check_slots(slots: int) -> None:
     """Raise ArgumentError for fewer slots than streaming takes."""
     if slots < 2:
-        raise ArgumentError(f"{slots} slots are too few: one is read while another is in use")
+        raise ArgumentError(
+            f"{slots} slots are too few: use 2 or more, one is read into while another is in use"
+        )
 
 
 def plan_unit(

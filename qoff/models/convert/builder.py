@@ -16,7 +16,7 @@ from torch import Tensor
 from qoff.errors import FormatError, QuantizationError
 from qoff.kernels.layout.packing import GROUP_SIZES, packed_shapes
 from qoff.models.names import ROW_BLOCK, Part, Weight
-from qoff.models.sources.safetensors import Source
+from qoff.models.sources import Source
 from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize, widened
 from qoff.quant.matrix import CALIBRATED
 from qoff.quant.rows import reordered

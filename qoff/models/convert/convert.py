@@ -16,7 +16,7 @@ from torch import Tensor
 from qoff.checkpoint import CheckpointWriter
 from qoff.errors import QuantizationError
 from qoff.models.modules.configs import is_native
-from qoff.models.sources.safetensors import SafetensorsSource, open_source, own_code
+from qoff.models.sources import SafetensorsSource, open_source, own_code
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
 

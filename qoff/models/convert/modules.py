@@ -22,7 +22,7 @@ from qoff.errors import ConversionError, FormatError, QuantizationError
 from qoff.models.modules.configs import DTYPE, LAYOUT, build, read_config
 from qoff.models.modules.quantizable import Matrix, matrices_of
 from qoff.models.modules.structure import Structure, UnitWeight
-from qoff.models.sources.safetensors import SafetensorsSource, own_code
+from qoff.models.sources import SafetensorsSource, own_code
 from qoff.quant import QTensor, QuantConfig, quantize
 
 _NARROW = (torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from qoff.errors import QuantizationError
 from qoff.models.families import converted
 from qoff.models.names import ROW_BLOCK, Weight, layer_prefix, layer_weights, outer_weights
-from qoff.models.sources.safetensors import Source
+from qoff.models.sources import Source
 from qoff.models.spec import DecoderSpec
 from qoff.models.tensor_names import TensorNames
 from qoff.quant import QTensor

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from qoff.models.spec import DecoderSpec, unsupported
+from qoff.models.spec_parts import unsupported
 from qoff.models.tensor_names import TensorNames
 
 from . import experts, gemma, layer_norm, llama
@@ -66,9 +66,9 @@ def converted(config: Mapping[str, Any], has: Has) -> tuple[dict[str, Any], Tens
     return family.converted(config, has)
 
 
-def tensor_names(spec: DecoderSpec) -> TensorNames:
+def tensor_names(model_type: str) -> TensorNames:
     """What the tensors of a model are called where it comes from."""
-    return _family(spec.model_type).names
+    return _family(model_type).names
 
 
 def _source_family(model_type: object) -> Family:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qoff.errors import UnsupportedModelError
-from qoff.models.spec import RopeSpec, unsupported
+from qoff.models.spec_parts import RopeSpec, unsupported
 from qoff.models.tensor_names import TensorNames
 
 Fields = dict[str, Any]  # fields of DecoderSpec by name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qoff.models.spec import unsupported
+from qoff.models.spec_parts import unsupported
 from qoff.models.tensor_names import TensorNames
 
 from .family import Config, Family, Fields, Has, activation, positive, rope_of, windows

@@ -118,7 +118,7 @@ def _current() -> Attention:
 
     here = getcurrent()
     if not isinstance(here, ModulePass) or here.attention is None:
-        raise OpError(f"attention {NAME!r} is for models of qoff.load(kv_bits=...) only")
+        raise OpError(f"attention {NAME!r} is for models of qoff.load(kv=...) only")
     attention: Attention = here.attention
     return attention
 

@@ -44,6 +44,14 @@ class ModuleCache(KVCache):
 
         return any(isinstance(layer, States) for layer in self.states.layers)
 
+    def bytes_for(self, tokens: int) -> int:
+        """An estimate: K and V of every layer as the config has them, or more if there is more."""
+        each = 4 * self.sequences * tokens * _kv_width(self._config)
+        return max(each * (len(self.states.layers) + 1), self.nbytes)  # a layer grows by a copy
+
+    def reserve(self, tokens: int) -> None:
+        """Nothing to do: transformers' cache grows by what each pass reads."""
+
     def begin(self, ragged: Ragged) -> ModuleCachePass:
         """A pass, if it can be read.
 
@@ -134,6 +142,18 @@ def new_columns(ragged: Ragged) -> Tensor:
     counts = torch.tensor([span.count for span in ragged.spans])[:, None]
     width = int(counts.max())
     return torch.arange(width) >= width - counts
+
+
+def _kv_width(config: Any) -> int:
+    """Floats of K and V of a token in a layer, by transformers' names."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    nope, rope, v, plain = (
+        getattr(config, f"{which}head_dim", None) or 0
+        for which in ("qk_nope_", "qk_rope_", "v_", "")
+    )
+    dim = plain or config.hidden_size // heads
+    return int(kv_heads * (max(nope + rope, dim) + max(v, dim)))
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -87,6 +87,9 @@ class ModuleDecoder:
         self._shapes: dict[int, HeadShape] = {}  # of attention that is qoff's
         if kv is not None:
             self._shapes = self._attention_shapes(kv)
+        self.layers_path = structure.path
+        self.vocab_size: int = structure.outputs.weight.shape[0]
+        self._widths = max(_width(layer, self._text_config) for layer in structure.layers)
         buffers_from_config(self.model)
         self.outer_bytes = _read_outer(checkpoint, structure)
         described = ModuleLayer(str(config["model_type"]), self._text_config.to_json_string())
@@ -96,6 +99,21 @@ class ModuleDecoder:
     def embed_with(self, embed: Callable[[Tensor], Tensor]) -> None:
         """Look up rows of the embedding by `embed`, from ids int64 [U] to float [U, K]."""
         bind_embedding(self.model.get_input_embeddings(), embed)
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of a sequence that the model was made for."""
+        return getattr(self._text_config, "max_position_embeddings", None) or 2048
+
+    def working_bytes(self, sequences: int, count: int, longest: int) -> int:
+        """An estimate of what a pass of `count` tokens of each sequence takes, without logits.
+
+        As if nothing that a layer computes were freed before its end; scores against the `longest`
+        tokens of a sequence are in memory, and masked.
+        """
+        heads = getattr(self._text_config, "num_attention_heads", None) or 1
+        scores = 3 * heads * longest
+        return 4 * sequences * count * (self._widths + 8 * self._text_config.hidden_size + scores)
 
     def new_cache(
         self, sequences: int, capacity: int = 0, kv: KVQuant | None = None
@@ -112,7 +130,8 @@ class ModuleDecoder:
             return PackedModuleCache(self._text_config, sequences, [*self._shapes], tokens)
         if kv is not None:
             raise ArgumentError(
-                f"{self.head_shapes[0]} was loaded without a packed KV cache; load it with kv_bits"
+                f"{self.head_shapes[0]} was loaded without a packed KV cache; load it with kv=8 "
+                "or kv=4"
             )
         return ModuleCache(self._text_config, sequences)
 
@@ -177,6 +196,22 @@ class ModuleDecoder:
             _wait_for_weights(structure.layers[i], binder)
         head = Head(structure.outputs, Multiply(exact(self._ops)))
         self.model.set_output_embeddings(head)
+
+
+def _width(layer: nn.Module, config: Any) -> int:
+    """Floats of a token that a layer computes: inputs and outputs of all its matrices.
+
+    Of experts those of a token, as config says how many, or of all.
+    """
+    total = experts = most = 0
+    for name, weight in layer.named_parameters():
+        if "expert" in name and "shared" not in name and weight.dim() > 1:
+            experts += sum(weight.shape[-2:])
+            most = max(most, sum(weight.shape[-2:]))
+        elif weight.dim() > 1:
+            total += sum(weight.shape[-2:])
+    topk = getattr(config, "num_experts_per_tok", None)
+    return total + (experts if topk is None else min(experts, 3 * topk * most))
 
 
 def _wait_for_weights(layer: nn.Module, binder: WeightBinder) -> None:

@@ -70,6 +70,12 @@ class PackedModuleCache(ModuleCache):
     def nbytes(self) -> int:
         return super().nbytes + self.tokens.nbytes
 
+    def bytes_for(self, tokens: int) -> int:
+        return super().nbytes + self.tokens.bytes_for(tokens)
+
+    def reserve(self, tokens: int) -> None:
+        self.tokens.reserve(tokens)
+
     def begin(self, ragged: Ragged) -> ModuleCachePass:
         begun = super().begin(ragged)
         begun.tokens = self.tokens.begin(ragged)

@@ -49,7 +49,7 @@ def head_shapes(model: Any, forward: Callable[[Any], object], states: Any) -> di
         reason = str(error) if known else f"a trial fails ({type(error).__name__}: {error})"
         raise UnsupportedModelError(
             f"the KV cache of {type(model).__name__} cannot be packed: {' '.join(reason.split())}; "
-            "leave kv_bits out"
+            "use kv=None"
         ) from error
 
 

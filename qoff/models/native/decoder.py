@@ -77,6 +77,16 @@ class Decoder:
         self._layer = Layer(spec, ops, self.head_shapes)
         self._head = Linear(exact(ops), spec.norm_eps)
 
+    @property
+    def caches_on_device(self) -> bool:
+        """Whether its KV caches are packed ones in the memory of a GPU."""
+        return self._ops.CACHE == "device"
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of a sequence that the model was made for."""
+        return self.spec.max_position_embeddings
+
     def new_cache(self, sequences: int, capacity: int = 0, kv: KVQuant | None = None) -> KVCache:
         """An empty cache for this many sequences: float32, or packed as `kv` says.
 
@@ -180,3 +190,18 @@ class Decoder:
         self._replays.run(whole, weights, hidden, work)
         run.hidden = hidden
         return True
+
+
+def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
+    """The most bytes that embedding this many tokens allocates: in float32, scaled, in `dtype`."""
+    return tokens * spec.hidden_size * (8 + dtype.itemsize)
+
+
+def logits_bytes(spec: DecoderSpec, rows: int, dtype: torch.dtype) -> int:
+    """The most bytes that `rows` logits take, from the head's product to what a pass returns.
+
+    In `dtype`, in float32, and twice more where they are scaled.
+    """
+    scaled = spec.logit_scale != 1 or spec.logit_soft_cap != 0
+    converted = 0 if dtype == torch.float32 else dtype.itemsize
+    return rows * spec.vocab_size * (converted + 4 + 8 * scaled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -14,7 +14,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops, exact
 from qoff.memory import TiledMatrix, Weights
 from qoff.models import names
-from qoff.models.forward_pass import MLP_TOKENS, ForwardPass, first_rows
+from qoff.models.forward_pass import MLP_TOKENS, ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
 from .activations import activate, gate
@@ -184,3 +184,52 @@ class Layer:
 def _gathered(table: QTensor, rows: Tensor, like: Tensor) -> Tensor:
     """Rows of a matrix in memory, on the device and in the dtype of `like`."""
     return embedding(rows.to(table.device), table).to(like.device, like.dtype)
+
+
+def layer_bytes(
+    spec: DecoderSpec,
+    tokens: int,
+    dtype: torch.dtype,
+    *,
+    linear_bytes: Callable[[int, int, int], int],
+    experts_bytes: Callable[[int, int, int, int, int], int],
+    attention_bytes: int,
+    tiled: bool = False,
+) -> int:
+    """The most bytes that a layer of `tokens` tokens allocates, on ops that allocate their results.
+
+    As if attention, and then the MLP or the experts, freed nothing before their end. linear_bytes:
+    of a matmul, by tokens, rows and columns of its matrix. experts_bytes: of the experts' op, by
+    tokens, top_k, number and inner size of experts, and hidden size. attention_bytes: of its op.
+    tiled: where matrices may come in tiles.
+    """
+    hidden, item = spec.hidden_size, dtype.itemsize
+    part = mlp_tokens(tokens, tiled)
+    normed = tokens * hidden * (2 * item + 8)  # in float32 and back
+    aside = tokens * hidden * item  # added later: scaled, or what a parallel attention returns
+
+    def linear(count: int, rows: int, columns: int) -> int:
+        # The whole result beside that of a tile, and what a tile is added to.
+        return linear_bytes(count, rows, columns) + 2 * count * rows * item * tiled
+
+    attention = linear(tokens, spec.q_rows + 2 * spec.kv_rows, hidden) + attention_bytes
+    attention += linear(tokens, hidden, spec.q_rows) + normed + aside
+    if spec.qk_norm == "all":
+        attention += tokens * spec.q_rows * (item + 8)
+    attention += tokens * hidden * (4 + item) * (spec.learned_positions > 0)
+
+    def mlp(inner: int) -> int:
+        first = linear(part, 2 * inner if spec.gated else inner, hidden)
+        activated = 3 * part * inner * item
+        return first + activated + linear(part, hidden, inner)
+
+    rest = mlp(spec.intermediate_size)
+    if spec.experts is not None:
+        experts = spec.experts
+        some = min(tokens, MLP_TOKENS)
+        routed = some * (experts.count * (item + 12) + experts.top_k * 24)
+        routed += linear(some, experts.count, hidden)
+        sizes = (experts.top_k, experts.count, experts.intermediate_size, hidden)
+        shared = mlp(experts.shared_size) + 3 * aside if experts.shared_size else 0
+        rest = max(rest, routed + experts_bytes(some, *sizes) + shared)
+    return max(attention, rest + normed + 2 * aside)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import UnsupportedModelError
-from qoff.models.spec import DecoderSpec, RopeSpec
+from qoff.models.spec import DecoderSpec
+from qoff.models.spec_parts import RopeSpec
 
 CPU = torch.device("cpu")
 _FIRST_ROWS = 256

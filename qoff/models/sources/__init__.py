@@ -1,1 +1,60 @@
-"""What a conversion reads from: safetensors, quantized checkpoints, GGUF files."""
+"""Where a conversion reads from: a Hugging Face directory, quantized or not, or a GGUF file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from qoff.errors import FormatError
+from qoff.quant import QTensor, TensorInfo
+
+from .quantized import open_quantized
+from .safetensors import SafetensorsSource, own_code, read_json
+
+__all__ = ["SafetensorsSource", "Source", "open_source", "own_code", "read_json"]
+
+
+class Source(Protocol):
+    """A model to convert. Tensors have Hugging Face names; what is wrong raises FormatError."""
+
+    path: Path
+
+    def config(self) -> dict[str, Any]:
+        """Return the `config.json` of the model."""
+
+    def info(self, name: str) -> TensorInfo | None:
+        """Describe a tensor, None if there is none of this name."""
+
+    def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
+        """Read a tensor in pieces of `rows` rows, a multiple of 16, in their order."""
+
+    def item(self, name: str, index: int) -> Tensor:
+        """Read one of the first dimension of a tensor of floats."""
+
+    def files(self) -> Mapping[str, bytes | Path]:
+        """Return tokenizer files and `generation_config.json`, by name."""
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Open a directory with `config.json` and safetensors, or a `.gguf` file, headers only.
+
+    Raises FormatError, naming the file, for anything else and for damaged headers, and
+    UnsupportedModelError for weights quantized by a method that cannot be read.
+    """
+    where = Path(path)
+    if where.is_dir():
+        tensors = SafetensorsSource(where)
+        return open_quantized(tensors) or tensors
+    if not where.is_file():
+        raise FormatError(f"{where}: no such file or directory; expected a model to convert")
+    if where.suffix.lower() != ".gguf":
+        raise FormatError(
+            f"{where}: expected a .gguf file, or a directory with config.json and safetensors files"
+        )
+    from .gguf import GGUFSource
+
+    return GGUFSource(where)

@@ -1,7 +1,4 @@
-"""Where the weights of a conversion come from: a Hugging Face directory, or a GGUF file.
-
-Directories with quantized weights are `quantized_source`, GGUF files `gguf_source`.
-"""
+"""A Hugging Face model directory of floats, in safetensors files."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qoff.errors import FormatError
-from qoff.quant import QTensor, TensorInfo
+from qoff.quant import TensorInfo
 
 COMPANIONS = (
     "generation_config.json",
@@ -43,50 +40,6 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-
-
-class Source(Protocol):
-    """A model to convert. Tensors have Hugging Face names; what is wrong raises FormatError."""
-
-    path: Path
-
-    def config(self) -> dict[str, Any]:
-        """Return the `config.json` of the model."""
-
-    def info(self, name: str) -> TensorInfo | None:
-        """Describe a tensor, None if there is none of this name."""
-
-    def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
-        """Read a tensor in pieces of `rows` rows, a multiple of 16, in their order."""
-
-    def item(self, name: str, index: int) -> Tensor:
-        """Read one of the first dimension of a tensor of floats."""
-
-    def files(self) -> Mapping[str, bytes | Path]:
-        """Return tokenizer files and `generation_config.json`, by name."""
-
-
-def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open a directory with `config.json` and safetensors, or a `.gguf` file, headers only.
-
-    Raises FormatError, naming the file, for anything else and for damaged headers, and
-    UnsupportedModelError for weights quantized by a method that cannot be read.
-    """
-    where = Path(path)
-    if where.is_dir():
-        from .quantized import open_quantized
-
-        tensors = SafetensorsSource(where)
-        return open_quantized(tensors) or tensors
-    if not where.is_file():
-        raise FormatError(f"{where}: no such file or directory; expected a model to convert")
-    if where.suffix.lower() != ".gguf":
-        raise FormatError(
-            f"{where}: expected a .gguf file, or a directory with config.json and safetensors files"
-        )
-    from .gguf import GGUFSource
-
-    return GGUFSource(where)
 
 
 def read_json(path: Path) -> dict[str, Any]:

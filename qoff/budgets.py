@@ -1,0 +1,140 @@
+"""What all doors understand by a device, a dtype and bounds of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from qoff.errors import ArgumentError, QoffError
+from qoff.units import parse_size
+
+_GPU_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def memory_size(name: str, value: int | str | None) -> int | None:
+    """Bytes of a size like 4294967296 or "4GiB". Raises ArgumentError naming the option."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ArgumentError(f"{name} is {value!r}; use a number of bytes, or text like '4GiB'")
+    try:
+        return parse_size(value)
+    except QoffError as error:
+        raise ArgumentError(f"{name}: {error}") from error
+
+
+class MemorySize:
+    """A field of a dataclass that takes a size as number or text, and holds it in bytes."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object | None, owner: type) -> int | None:
+        found: int | None = None if instance is None else vars(instance)[self._name]
+        return found  # the class's own is the default
+
+    def __set__(self, instance: object, value: int | str | None) -> None:
+        vars(instance)[self._name] = memory_size(self._name, value)
+
+
+def memory_bounds(
+    device_memory: int | str | None,
+    host_memory: int | str | None,
+    max_memory: Mapping[int | str, int | str] | None,
+    device: torch.device,
+) -> tuple[int | None, int | None]:
+    """(device_memory, host_memory) in bytes, each None where there is no bound.
+
+    max_memory: as Accelerate takes it, {0: "12GiB", "cpu": "32GiB"}: a number is that GPU, "cpu"
+    is host memory. On a CPU, "cpu" is the device's memory. Raises ArgumentError for what is no
+    size, for a GPU that the model does not run on, and for a tier with two different bounds.
+    """
+    on_cpu = device.type == "cpu"
+    bounds = {
+        "device_memory": memory_size("device_memory", device_memory),
+        "host_memory": memory_size("host_memory", host_memory),
+    }
+    if max_memory is not None and not isinstance(max_memory, Mapping):
+        raise ArgumentError(f"max_memory is {max_memory!r}; use {{0: '12GiB', 'cpu': '32GiB'}}")
+    for place, value in (max_memory or {}).items():
+        size = memory_size(f"max_memory[{place!r}]", value)
+        if place == "cpu":
+            name = "device_memory" if on_cpu else "host_memory"
+            others = tuple(bounds) if on_cpu else (name,)  # both are the memory of a CPU
+        elif isinstance(place, int) and not on_cpu and place == (device.index or 0):
+            name, others = "device_memory", ("device_memory",)
+        else:
+            raise ArgumentError(
+                f"max_memory names {place!r}, but the model runs on {str(device)!r}; use "
+                + ("'cpu' alone, or device='cuda'" if on_cpu else f"{device.index or 0} and 'cpu'")
+            )
+        for other in others:
+            if bounds[other] not in (None, size):
+                raise ArgumentError(
+                    f"{other} is {bounds[other]} bytes and max_memory[{place!r}] {size}; "
+                    "give one of the two"
+                )
+        bounds[name] = size
+    return bounds["device_memory"], bounds["host_memory"]
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """The device of a name like "cuda:1"; "auto": a GPU if torch can use one, else the CPU.
+
+    Raises ArgumentError where torch knows no such name.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            f"no device is called {device!r}; use 'auto', 'cpu' or 'cuda'"
+        ) from error
+
+
+def resolve_dtype(
+    dtype: torch.dtype | str, config: Mapping[str, Any], device: torch.device
+) -> torch.dtype:
+    """The type of hidden states on a device, for a model of this config.json.
+
+    A CPU computes in float32. On a GPU "auto" is the config's `dtype` or `torch_dtype`; for a
+    model of another type, or of none, bfloat16 if the GPU has it, else float16. Raises
+    ArgumentError for a type that the device does not compute in.
+    """
+    wanted = _dtype_of(config) if dtype == "auto" else _named(dtype)
+    if device.type == "cpu":
+        if dtype != "auto" and wanted != torch.float32:
+            raise ArgumentError(
+                f"dtype is {dtype!r}, but a CPU computes in float32; use dtype='auto'"
+            )
+        return torch.float32
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "auto" and wanted not in _GPU_DTYPES:
+        return torch.bfloat16 if has_bfloat16 else torch.float16
+    if wanted not in _GPU_DTYPES:
+        raise ArgumentError(f"hidden states on a GPU are float16 or bfloat16, not {dtype!r}")
+    if wanted == torch.bfloat16 and not has_bfloat16:
+        raise ArgumentError("this GPU cannot multiply bfloat16; use dtype='float16'")
+    assert wanted is not None
+    return wanted
+
+
+def _named(dtype: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ArgumentError(f"dtype is {dtype!r}; use 'auto', 'float16' or 'bfloat16'")
+    return found
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The type that a config.json names, for the whole model or for its text part."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping):
+            name = part.get("dtype") or part.get("torch_dtype")
+            found = getattr(torch, name, None) if isinstance(name, str) else None
+            if isinstance(found, torch.dtype):
+                return found
+    return None

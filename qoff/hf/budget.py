@@ -1,0 +1,198 @@
+"""What a bounded model may take of its device beside the weights: KV caches and working space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from qoff.errors import ArgumentError, BudgetError
+from qoff.kvcache import KVQuant
+from qoff.kvcache.host.recent import RecentWorkspace
+from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
+from qoff.models.modules.cache import ModuleCache
+from qoff.models.modules.decoder import ModuleDecoder
+from qoff.models.native.decoder import Decoder
+from qoff.models.native.rope import table_bytes
+from qoff.models.runtime import AnyDecoder, Runtime
+from qoff.plan import Plan
+from qoff.units import format_size
+
+if TYPE_CHECKING:
+    from .cache import QoffCache
+
+_CONTEXTS = (2048, 1024, 512, 256)
+_PASSES = (MLP_TOKENS, 256, 128, 64, 32, 16)
+_LOGITS = 4  # copies: the model's, scaled or padded, and those that `generate` makes
+_PACKING = 8  # values for each of a layer's K and V that are packed together
+
+
+class Budget:
+    """Bounds everything on the device: weights, KV caches, activations, logits, working space.
+
+    memory: the bound in bytes. Beside the weights room is kept for a KV cache of `batch_size`
+    sequences of `context` tokens, and for passes of 16 tokens, or of up to 512 in an eighth of the
+    memory. context None: as many tokens as the model takes, at most 2048, and fewer (at least 256)
+    where they would want more than a quarter of the memory. What of this and of the plan for the
+    weights is free is for any sequences and passes that fit.
+    """
+
+    def __init__(
+        self, memory: int, context: int | None, batch_size: int, kv: KVQuant | None
+    ) -> None:
+        for name, value in (("context", context), ("batch_size", batch_size)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
+        self.memory = memory
+        self.context, self.batch_size = context, batch_size
+        self.free = 0  # bytes beside the weights
+        self._kv = kv
+        self._tiled = False
+        self._decoder: AnyDecoder | None = None
+        self._caches: WeakSet[QoffCache] = WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
+        return self  # a copy of a cache counts like the cache
+
+    def choices(self, decoder: AnyDecoder) -> Iterator[tuple[int, int]]:
+        """Bytes to keep free beside the weights, without and with layers in tiles; best first."""
+        contexts = self._contexts(decoder)
+        fits = [c for c in contexts if 4 * self._cache_bytes(decoder, c) <= self.memory]
+        context = fits[0] if fits else contexts[-1]
+        passes = [
+            tokens
+            for tokens in _PASSES
+            if 8 * self._work(decoder, tokens, context, False) <= self.memory
+        ]
+        for length, tokens in dict.fromkeys(
+            [(context, t) for t in (*passes, _PASSES[-1])] + [(contexts[-1], _PASSES[-1])]
+        ):
+            cache = self._cache_bytes(decoder, length)
+            untiled, tiled = (self._work(decoder, tokens, length, t) for t in (False, True))
+            yield cache + untiled, cache + tiled
+
+    def settle(self, runtime: Runtime) -> None:
+        """Take what the plan for the weights has left."""
+        plan, decoder = runtime.residency, runtime.decoder
+        self._decoder = decoder
+        self._tiled = bool(plan.tiled_layers)
+        outer = decoder.outer_bytes if isinstance(decoder, ModuleDecoder) else 0
+        self.free = self.memory - (plan.device_bytes - plan.workspace) - outer
+
+    def admit(self, cache: QoffCache, tokens: int, counts: Sequence[int], rows: int) -> int:
+        """Make room in a cache for `tokens` tokens of each sequence, beside a pass.
+
+        counts: new tokens of each sequence. rows: of logits. Returns how many new tokens of each
+        fit into one pass. Raises BudgetError naming the bytes wanted and there.
+        """
+        held = cache.tokens
+        others = sum(one.nbytes for one in self._caches if one is not cache)
+        wanted = held.bytes_for(tokens)
+        at_once = max(counts)
+        whole = isinstance(held, ModuleCache) and (held.recurrent or len(set(counts)) > 1)
+        while True:
+            work = self._pass(counts, at_once, rows, tokens)
+            if others + wanted + work <= self.free or at_once == 1 or whole:
+                break
+            at_once = -(-at_once // 2)
+        if others + wanted + work > self.free:
+            kept = f" beside {others:,} of other caches" if others else ""
+            raise BudgetError(
+                f"device memory: a KV cache of {len(counts)} x {tokens} tokens wants {wanted:,} "
+                f"bytes{kept} and a pass {work:,}, but {self.free:,} of {self.memory:,} are there "
+                "beside the weights; use fewer or shorter sequences, or load the model with more "
+                "device_memory, or with the context and batch_size that it is to have"
+            )
+        self._caches.add(cache)
+        if tokens > cache.room:
+            grown = tokens + tokens // 2  # for passes to come
+            fits = others + held.bytes_for(grown) + self._pass(counts, at_once, rows, grown)
+            cache.room = grown if fits <= self.free else tokens
+            held.reserve(cache.room)
+        return at_once
+
+    def check_rows(self, cache: QoffCache, sequences: int) -> None:
+        """Raise BudgetError where a cache of that many sequences does not fit."""
+        held = cache.tokens
+        wanted = held.nbytes * sequences // max(1, held.sequences)
+        others = sum(one.nbytes for one in self._caches if one is not cache)
+        if sequences > held.sequences and wanted + others > self.free:
+            raise BudgetError(
+                f"device memory: a KV cache of {sequences} sequences wants {wanted:,} bytes, and "
+                f"others have {others:,}, but {self.free:,} of {self.memory:,} are there beside "
+                "the weights; use fewer sequences or more device_memory"
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"{format_size(self.memory)} bound everything, {format_size(self.free)} of them for "
+            "KV caches and working space"
+        )
+
+    def _pass(self, counts: Sequence[int], at_once: int, rows: int, longest: int) -> int:
+        assert self._decoder is not None
+        sequences = len(counts)
+        rows = max(rows, sequences)
+        return working_bytes(
+            self._decoder, self._kv, sequences, at_once, rows, longest, self._tiled
+        )
+
+    def _contexts(self, decoder: AnyDecoder) -> list[int]:
+        """Lengths of sequences to make room for, longest first."""
+        if self.context is not None:
+            return [self.context]
+        longest = min(decoder.max_positions, _CONTEXTS[0])
+        return [longest, *(c for c in _CONTEXTS if c < longest)]
+
+    def _cache_bytes(self, decoder: AnyDecoder, context: int) -> int:
+        return decoder.new_cache(self.batch_size, kv=self._kv).bytes_for(context)
+
+    def _work(self, decoder: AnyDecoder, tokens: int, context: int, tiled: bool) -> int:
+        size = self.batch_size
+        count = max(1, min(tokens, size * context) // size)
+        return working_bytes(decoder, self._kv, size, count, size, context, tiled)
+
+
+def working_bytes(
+    decoder: AnyDecoder,
+    kv: KVQuant | None,
+    sequences: int,
+    count: int,
+    rows: int,
+    longest: int,
+    tiled: bool,
+) -> int:
+    """The most bytes that a pass takes beside weights and KV cache, its logits included.
+
+    The pass reads `count` tokens of each sequence, the longest of which then has `longest`, for
+    `rows` rows of logits; tiled: layers stream in tiles. For models that run through transformers'
+    modules it is an estimate.
+    """
+    if isinstance(decoder, ModuleDecoder):
+        vocab = decoder.vocab_size
+        return decoder.working_bytes(sequences, count, longest) + 4 * _LOGITS * rows * vocab
+    spec, tokens = decoder.spec, sequences * count
+    if decoder.caches_on_device:
+        assert kv is not None
+        from qoff.plan.gpu import Gpu, memory_on_gpu
+
+        plan = Plan(batch_size=sequences, context=longest, prefill_tokens=tokens, kv=kv)
+        gpu = Gpu(decoder.device, decoder.dtype)
+        needed = memory_on_gpu(plan, spec, decoder.head_shapes, gpu, tiled).purposes["device"]
+        more = max(0, rows - sequences) * (4 * spec.vocab_size + 8 * spec.hidden_size)
+        return needed["working space"] + needed["hidden states"] + more
+    work = LayerWorkspace.nbytes(spec, tokens) + (
+        LayerWorkspace.nbytes(spec, tokens, True) if tiled else 0
+    )
+    work += 8 * tokens * spec.hidden_size + table_bytes(spec, longest)
+    work += 4 * rows * (_LOGITS * spec.vocab_size + 2 * spec.hidden_size)
+    return work + _packing_bytes(decoder, kv, sequences, count)
+
+
+def _packing_bytes(decoder: Decoder, kv: KVQuant | None, sequences: int, count: int) -> int:
+    """Bytes of a layer's unpacked tokens, and of those of them that are packed in a pass."""
+    if kv is None:
+        return 0
+    unpacked = count + kv.window + kv.sinks + 2 * 64
+    each = [RecentWorkspace.floats_for(shape, 1, unpacked) for shape in decoder.head_shapes]
+    return 4 * max(each) * (sequences + _PACKING)

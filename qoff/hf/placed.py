@@ -1,0 +1,169 @@
+"""What transformers, accelerate and PEFT ask of a model's weights, where they are not torch's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from qoff.errors import OpError, QoffError
+from qoff.memory.plan import EMBEDDING, HEAD, LM_HEAD, unit_files, unit_weights
+from qoff.models.modules.decoder import ModuleDecoder
+from qoff.models.runtime import Runtime
+from qoff.units import format_size
+
+from .budget import Budget
+
+
+class PlacedModel(PreTrainedModel):
+    """A model whose weights a `Runtime` holds: what it says of them, and what cannot be done."""
+
+    runtime: Runtime
+    budget: Budget | None = None
+    kv: str = "float32"  # how its caches are kept, and why
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids and logits are by default; weights are where `hf_device_map` says."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of logits."""
+        return torch.float32
+
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """Where weights are, as accelerate writes it: "" for the device, then what streams.
+
+        A layer that streams in part is named with where the rest comes from, "cpu" or "disk".
+        """
+        plan, checkpoint = self.runtime.residency, self.runtime.checkpoint
+        decoder = self.runtime.decoder
+        path = decoder.layers_path if isinstance(decoder, ModuleDecoder) else "model.layers"
+        on_disk = {tile.unit for tile in plan.tiles if tile not in plan.host}
+        places = {"": str(self._computes_on)}
+        for unit, file in unit_files(checkpoint).items():
+            if not plan.resident.issuperset(unit_weights(unit, file)):
+                tiled = unit in plan.tiled and unit not in on_disk
+                source = "cpu" if unit in plan.host or tiled else "disk"
+                places[LM_HEAD if unit == HEAD else f"{path}.{unit}"] = source
+        if EMBEDDING not in plan.resident:
+            tied = LM_HEAD not in checkpoint.outer.weights
+            source = "cpu" if EMBEDDING in plan.host else "disk"
+            places[EMBEDDING] = places[LM_HEAD] if tied else source
+        return places
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many weights the checkpoint has; none can be trained. Tied ones count once."""
+        if only_trainable:
+            return 0
+        files = unit_files(self.runtime.checkpoint).values()
+        entries = {name: entry for file in files for name, entry in file.weights.items()}
+        return sum(
+            math.prod(entry.shape)
+            for name, entry in entries.items()
+            if not (exclude_embeddings and name.startswith(EMBEDDING))
+        )
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of memory for weights: resident ones, and what others stream through."""
+        plan, decoder = self.runtime.residency, self.runtime.decoder
+        outer = decoder.outer_bytes if isinstance(decoder, ModuleDecoder) else 0
+        return plan.device_bytes - plan.workspace + plan.host_bytes + outer
+
+    def extra_repr(self) -> str:
+        plan, checkpoint = self.runtime.residency, self.runtime.checkpoint
+        streamed = len(self.hf_device_map) - 1
+        lines = [
+            f"{self.config.model_type}, {len(checkpoint.layers)} layers, "
+            f"{self.num_parameters():,} weights of {checkpoint.path}",
+            f"weights: {format_size(self.get_memory_footprint())} in memory, "
+            + (
+                f"{streamed} modules stream through {plan.slots} slots"
+                if streamed
+                else "all of them"
+            ),
+            f"KV cache: {self.kv}",
+            f"memory: {'as much as it takes' if self.budget is None else self.budget}",
+        ]
+        return "\n".join(lines)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Nothing where the model is there already; else OpError: weights stay where they are."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        decoder = self.runtime.decoder
+        at = self._computes_on
+        computed = torch.float32 if isinstance(decoder, ModuleDecoder) else decoder.dtype
+        if device is not None and device not in (self.device, at, torch.device(at.type)):
+            raise OpError(
+                f"the model computes on {at} and cannot be moved to {device}; load it with "
+                f"qoff.load(..., device={str(device)!r})"
+            )
+        if dtype not in (None, self.dtype, computed):
+            raise OpError(
+                f"the model computes in {computed} and cannot be cast to {dtype}; load it with "
+                f"qoff.load(..., device='cuda', dtype={str(dtype).removeprefix('torch.')!r})"
+            )
+        return self
+
+    def cpu(self) -> Self:
+        return self.to("cpu")
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        return self.to(torch.device("cuda") if device is None else torch.device("cuda", device))
+
+    def half(self, *_: Any) -> Self:
+        return self.to(torch.float16)
+
+    def float(self, *_: Any) -> Self:
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        return self.to(torch.float64)
+
+    def bfloat16(self) -> Self:
+        return self.to(torch.bfloat16)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: kernels are compiled already, and dynamo would break the graph at each."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the weights are a checkpoint on disk already."""
+        raise QoffError(
+            f"nothing to save: the model is the directory {self.runtime.checkpoint.path}; copy it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or copied: threads, open files and buffers have no copy."""
+        raise QoffError(
+            "a model of qoff.load cannot be pickled or copied; load it again from "
+            f"{self.runtime.checkpoint.path}, or use {self._in_torch}"
+        )
+
+    @property
+    def peft_config(self) -> NoReturn:
+        """What PEFT looks for first. Raises OpError: adapters need torch's modules."""
+        raise OpError(
+            f"a model of qoff.load has no modules that adapters could go to; use {self._in_torch}"
+        )
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as PEFT is refused."""
+        return self.peft_config
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as PEFT is refused."""
+        return self.peft_config
+
+    @property
+    def _computes_on(self) -> torch.device:
+        decoder = self.runtime.decoder
+        return torch.device("cpu") if isinstance(decoder, ModuleDecoder) else decoder.device
+
+    @property
+    def _in_torch(self) -> str:
+        """How the same model is loaded into transformers' modules."""
+        return f"AutoModelForCausalLM.from_pretrained({str(self.runtime.checkpoint.path)!r})"

@@ -1,0 +1,108 @@
+"""What a plan counts as working space is an upper bound of what passes allocate, and not by far."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qoff.engine import LLM, SamplingParams
+from qoff.kvcache import KVPlacement, KVQuant
+from qoff.memory.instrumentation import Instrumentation
+from qoff.models.convert.convert import convert
+from qoff.plan import Plan
+from tests.tiny_models import QUANT, save_model
+
+KV = KVQuant(8, 8, window=0)
+PLAN = Plan(batch_size=2, batches=2, context=240, prefill_tokens=210, kv=KV)
+PROMPTS = [[3 + i % 29 for i in range(length)] for length in (150, 20, 70)]
+PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
+SIZES = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that were alive at once of the memory that ops of torch have allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = {_storage(x).data_ptr() for x in tree_leaves((args, kwargs)) if _is_memory(x)}
+        result = func(*args, **(kwargs or {}))
+        for x in filter(_is_memory, tree_leaves(result)):
+            storage = _storage(x)
+            if storage.data_ptr() not in given and storage.data_ptr() not in self._known:
+                self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        place, nbytes = storage.data_ptr(), storage.nbytes()
+        self._known[place] = nbytes
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+        weakref.finalize(storage, self._remove, place)
+
+    def _remove(self, place: int) -> None:
+        self.live -= self._known.pop(place)
+
+
+def _is_memory(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.numel() > 0
+
+
+def _storage(x: torch.Tensor) -> torch.UntypedStorage:
+    return x.untyped_storage()
+
+
+def counted_and_taken(
+    folder: Path, plan: Plan, family: str, sizes: dict[str, int], ops: Any = None
+) -> tuple[int, int]:
+    """Bytes beside weights and packed blocks, which are in arenas: those of the plan, and a run."""
+    save_model(folder / "model", family, **{**SIZES, **sizes})
+    convert(folder / "model", folder / "checkpoint", quant=QUANT)
+    tested = Instrumentation(ops=ops)
+    peak = Peak()
+    with peak, LLM(folder / "checkpoint", plan, _instrumentation=tested) as llm:
+        assert len(list(llm.generate(PROMPTS, PARAMS))) == len(PROMPTS)
+        purposes = llm.memory.purposes["device"]
+    parts = ("recent KV", "hidden states", "working space")
+    return sum(purposes[part] for part in parts), peak.most
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "qwen3-moe"])
+def test_on_a_cpu_at_most_half_as_much_again_is_counted(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+    counted, taken = counted_and_taken(tmp_path, PLAN, family, sizes)
+    assert taken <= counted <= 1.5 * taken
+
+
+@pytest.mark.parametrize("cpu_attention", ["always", "never"])
+def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
+    cpu_attention: Any, tmp_path: Path
+) -> None:
+    """As if no op freed anything before its end; without what cuBLAS takes."""
+    triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
+    if torch.cuda.is_available():
+        pytest.skip("Triton interprets kernels only where there is no GPU")
+    from qoff.kernels.triton.linear.linear import CUBLAS_BYTES
+
+    placement = KVPlacement(0.3, 0.7)
+    plan = replace(PLAN, kv_placement=placement, cpu_attention=cpu_attention)
+    sizes = {"intermediate_size": 32, "vocab_size": 64}
+    counted, taken = counted_and_taken(tmp_path, plan, "llama", sizes, triton_ops)
+    assert taken <= counted - CUBLAS_BYTES <= 4 * taken

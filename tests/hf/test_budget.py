@@ -1,0 +1,58 @@
+"""`device_memory` bounds everything: weights, KV caches and what a pass allocates, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qoff
+from qoff.errors import BudgetError
+from qoff.kvcache import KVQuant
+from tests.tiny_models import load_budgets, tiny_checkpoint
+
+RUN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+def allocated(work: Callable[[], Any]) -> int:
+    """The most bytes that torch's allocator held at once of what it gave out meanwhile."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        work()
+    held = most = 0
+    events = profile.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("kv", [None, 4, KVQuant(8, 4, 16, {1: (16, 16)})], ids=str)
+@pytest.mark.parametrize("family", ["llama-head64", "gemma2", "mixtral"])
+def test_nothing_goes_beyond_the_bound(base: Path, family: str, kv: Any) -> None:
+    path = tiny_checkpoint(base, family)
+    if kv is not None and family != "llama-head64":
+        pytest.skip("its heads cannot be packed")
+    for batch, context, prompt in ((1, 700, 600), (3, 200, 150)):
+        options = {"kv": kv, "context": context, "batch_size": batch}
+        least, _ = load_budgets(path, **options)
+        with pytest.raises(BudgetError, match=f"at least {least:,}"):
+            qoff.load(path, device_memory=least - 1, **options)
+        for memory in (least, 2 * least):
+            model, _ = qoff.load(path, device_memory=memory, **options)
+            ids = torch.randint(3, 120, (batch, prompt))
+            with model:
+                weights = model.get_memory_footprint()
+                for beams in (1, 2) if batch == 1 and memory > least else (1,):
+                    run = {**RUN, "max_new_tokens": context - prompt, "num_beams": beams}
+                    peak = allocated(lambda m=model, i=ids, r=run: m.generate(i, **r))
+
+                    assert weights + peak <= memory
