@@ -108,7 +108,7 @@ def _plans(axes: Any, model: str, plans: Sequence[tuple[str, Mapping[str, Any]]]
     names = [f"{plan}: {m['device_bytes'] / 2**20:.0f} MiB" for plan, m in plans]
     axes.set_yticks(places, names, fontsize="small")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.4 * max(bounds))
+    axes.set_xlim(0, 1.4 * max(*rates, *bounds))
     axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.set_title(model, loc="left", fontweight="bold")
