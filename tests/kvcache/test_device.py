@@ -255,10 +255,10 @@ def test_other_uses_are_refused() -> None:
     opened = told.cache.begin(ragged).open(0)
     wide = SHAPE.qkv_width
     for qkv, complaint in (
-        (torch.zeros(2, wide), "float16 or bfloat16"),
+        (torch.zeros(2, wide), "qkv is float16"),
         (torch.zeros(2, wide - 1).half(), str(wide)),
         (torch.zeros(3, wide).half(), "opened for 2"),
-        (torch.zeros(2, wide).bfloat16(), "recent_k"),
+        (torch.zeros(2, wide).bfloat16(), "qkv is float16"),
     ):
         with pytest.raises(OpError, match=complaint):
             triton_ops.attention(qkv.to(DEVICE), SHAPE, opened, ragged)
