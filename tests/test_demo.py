@@ -111,7 +111,7 @@ def test_the_demo_answers_twice_the_same(
     least, _ = load_budgets(checkpoint)
     monkeypatch.setattr(demo, "FOLDER", tmp_path)
     monkeypatch.setattr(demo, "fetch_checkpoint", lambda: checkpoint)
-    monkeypatch.setattr(sys, "argv", ["demo", "--tokens", "5", "--budget", str(least)])
+    monkeypatch.setattr(sys, "argv", ["demo", "--tokens", "5", "--budget", str(2 * least)])
     demo.main()
     printed = capfd.readouterr().out
     assert printed.count(f"> {demo.PROMPT}") == 2

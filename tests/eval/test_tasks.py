@@ -145,7 +145,7 @@ def test_a_packed_cache_is_packed_between_passes(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_own_tasks_run_offline_and_score_as_the_peers(checkpoint: Path, peer: HFLM) -> None:
-    found = run_tasks(checkpoint, OWN, batch_size=16)
+    found = run_tasks(checkpoint, OWN, batch_size=16, kv=None)
     wanted = evaluate(peer, OWN, manager_of(OWN))
     assert found["samples"] == COUNTS
     knowledge = found["results"]["qoff_knowledge"]
