@@ -79,9 +79,9 @@ class Case:
 
         Bytes are the mean of these rounds: what is read ahead may arrive in the next one.
         """
-        params = SamplingParams(max_tokens=self._work.new, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=self._work.new, ignore_eos=True)
         first = len(self.llm.rounds)
-        list(self.llm.generate(self._prompts, params))
+        self.llm.generate(self._prompts, params)
         full = len(self._prompts)
         rounds = [r for r in self.llm.rounds[first:] if r.generated == full and not r.read]
         median = sorted(rounds, key=lambda r: r.seconds)[len(rounds) // 2]
