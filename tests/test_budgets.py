@@ -73,7 +73,7 @@ def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.float16, {"dtype": "bfloat16"}, GPU, torch.float16),
         (torch.float16, {}, CPU, "a CPU computes in float32"),
         ("float32", {}, GPU, "float16 or bfloat16, not 'float32'"),
-        ("float12", {}, GPU, "dtype is 'int3'"),
+        ("float12", {}, GPU, "dtype is 'float12'"),
     ],
 )
 def test_a_dtype_is_what_the_device_computes_in(
