@@ -61,7 +61,7 @@ class Case:
     """One plan, which answers the same prompts over and over."""
 
     def __init__(self, path: Path, work: Work, plan: Plan) -> None:
-        self.llm = LLM(path, plan)
+        self.llm = LLM(path, plan, device="cpu")
         self._work = work
         vocab = self.llm.runtime.spec.vocab_size
         numbers = torch.Generator().manual_seed(1)
@@ -79,9 +79,9 @@ class Case:
 
         Bytes are the mean of these rounds: what is read ahead may arrive in the next one.
         """
-        params = SamplingParams(max_tokens=self._work.new, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=self._work.new, ignore_eos=True)
         first = len(self.llm.rounds)
-        list(self.llm.generate(self._prompts, params))
+        self.llm.generate(self._prompts, params)
         full = len(self._prompts)
         rounds = [r for r in self.llm.rounds[first:] if r.generated == full and not r.read]
         median = sorted(rounds, key=lambda r: r.seconds)[len(rounds) // 2]
@@ -92,7 +92,7 @@ class Case:
 def plans(path: Path, work: Work) -> dict[str, Plan]:
     """The plans to compare; budgets are parts of what all weights take, beside the rest."""
     base = work.plan
-    with LLM(path, base) as llm:
+    with LLM(path, base, device="cpu") as llm:
         rest, weights = llm.memory.total("device"), llm.runtime.residency.device_bytes
     found = {RESIDENT: base}
     for part in (0.75, 0.5, 0.3):

@@ -30,7 +30,7 @@ from qoff.errors import (
 from qoff.hf.plugin.register import register_with_transformers
 
 if TYPE_CHECKING:
-    from qoff.engine import LLM, Result, SamplingParams
+    from qoff.engine import LLM, Completion, SamplingParams
     from qoff.hf.cache import QoffCache
     from qoff.hf.load import load
     from qoff.hf.plugin.config import QoffConfig
@@ -45,6 +45,7 @@ __all__ = [
     "ArgumentError",
     "BudgetError",
     "ChecksumError",
+    "Completion",
     "ConversionError",
     "DiskReadError",
     "DiskWriteError",
@@ -59,7 +60,6 @@ __all__ = [
     "QoffError",
     "QuantConfig",
     "QuantizationError",
-    "Result",
     "SamplingParams",
     "UnsupportedModelError",
     "__version__",
@@ -68,6 +68,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Completion": "qoff.engine",
     "Format": "qoff.quant",
     "KVPlacement": "qoff.kvcache",
     "KVQuant": "qoff.kvcache",
@@ -76,7 +77,6 @@ _MODULES = {
     "QoffCache": "qoff.hf.cache",
     "QoffConfig": "qoff.hf.plugin.config",
     "QuantConfig": "qoff.quant",
-    "Result": "qoff.engine",
     "SamplingParams": "qoff.engine",
     "convert": "qoff.models.convert.convert",
     "load": "qoff.hf.load",

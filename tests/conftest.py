@@ -36,6 +36,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def auto_is_the_cpu() -> Iterator[None]:
+    """Have tests that name no device run on the CPU, where there is a GPU, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.cuda.is_available():
+            for module in ("qoff.engine.llm", "qoff.hf.load", "qoff.cli.generate"):
+                patch.setattr(f"{module}.resolve_device", cpu_for_auto, raising=False)
+        yield
+
+
+def cpu_for_auto(device: torch.device | str) -> torch.device:
+    return torch.device("cpu" if device == "auto" else device)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Start every test from the same random numbers."""

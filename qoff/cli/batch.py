@@ -12,11 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Never
 
-import torch
-
-from qoff.engine import LLM, SamplingParams
+from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine.llm import RoundStats
-from qoff.errors import ArgumentError, QoffError
+from qoff.engine.prompts import Chat
+from qoff.errors import QoffError
 from qoff.units import format_size
 
 from .output import print_table
@@ -39,22 +38,14 @@ def read_prompts(path: Path) -> list[str]:
     return [_prompt(line, number) for number, line in enumerate(lines, 1) if line]
 
 
-def float_type(name: str) -> torch.dtype:
-    """float16 or bfloat16 by name. Raises ArgumentError."""
-    types = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-    if name not in types:
-        raise ArgumentError(f"--dtype is one of {', '.join(types)}, not {name!r}")
-    return types[name]
-
-
 def run(llm: LLM, prompts: Sequence[str], params: SamplingParams, raw: bool) -> dict[str, int]:
     """Print each answer when it is done, a line of JSON; returns how many ended for each reason."""
     ended: dict[str, int] = {}
-    wanted = [prompt if raw else _chat(llm, prompt) for prompt in prompts]
-    for result in llm.generate(wanted, params):
-        ended[result.reason] = ended.get(result.reason, 0) + 1
-        line = {key: value for key, value in asdict(result).items() if value != ""}
-        print(json.dumps(line, ensure_ascii=False), flush=True)
+    chats = not raw and llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
+    wanted = [Chat([{"role": "user", "content": p}]) if chats else p for p in prompts]
+    for answer in llm.stream(wanted, params):
+        ended[answer.finish_reason] = ended.get(answer.finish_reason, 0) + 1
+        print(json.dumps(_line(answer), ensure_ascii=False), flush=True)
     return ended
 
 
@@ -112,12 +103,8 @@ def _prompt(line: str, number: int) -> str:
     return value
 
 
-def _chat(llm: LLM, prompt: str) -> str | list[int]:
-    """The prompt as a user's turn, if the model has a chat template."""
-    tokenizer = llm.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
-        return prompt
-    encoded: Any = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-    )
-    return list(encoded["input_ids"])
+def _line(answer: Completion) -> dict[str, Any]:
+    """An answer without its prompt, of which only the number of tokens is told."""
+    line = {key: value for key, value in asdict(answer).items() if value not in ("", None)}
+    line.pop("prompt", None)
+    return {**line, "prompt_tokens": len(line.pop("prompt_token_ids"))}

@@ -242,10 +242,8 @@ def batch(
             help='File with a prompt a line, text or {"prompt": ...}; "-": standard input.'
         ),
     ],
-    device: Device = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="Type of activations on a GPU: float16 or bfloat16.")
-    ] = "float16",
+    device: Device = "auto",
+    dtype: DType = "auto",
     device_memory: Annotated[
         str | None, typer.Option(help="Bound of everything on the device, like 8GB.")
     ] = None,
@@ -284,16 +282,40 @@ def batch(
     ] = False,
     slots: Slots = 2,
     activation_bits: Annotated[int, typer.Option(help="16; or 8: faster, less accurate.")] = 16,
-    max_new_tokens: NewTokens = 128,
+    max_tokens: NewTokens = 128,
+    min_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the answer, at least.")] = 0,
     temperature: Temperature = 0.0,
-    top_k: TopK = 0,
+    top_k: Annotated[
+        int, typer.Option(min=-1, help="Sample from the k likeliest tokens; 0 or -1: from all.")
+    ] = 0,
     top_p: TopP = 1.0,
     min_p: Annotated[
         float, typer.Option(min=0, max=1, help="Drop tokens less likely than this times the best.")
     ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens of prompt and answer become less likely.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(min=-2, max=2, help="Lower the logits of tokens in the answer by this.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(min=-2, max=2, help="The same for each time that the token is there.")
+    ] = 0.0,
     n: Annotated[int, typer.Option(min=1, help="Answers for each prompt.")] = 1,
     seed: Seed = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")
+    ] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option(help="Token that ends an answer; repeatable.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not end at the model's end token.")
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="Print log-probabilities of each token and so many likeliest."),
+    ] = None,
     raw: Raw = False,
     trust_remote_code: TrustRemoteCode = False,
     trace: Trace = None,
@@ -310,13 +332,12 @@ def batch(
     from qoff.kvcache import KVQuant
     from qoff.kvcache.store.placement import KVPlacement
     from qoff.plan import Plan
-    from qoff.units import parse_size
 
     from . import batch as work
 
     plan = Plan(
-        device_memory=None if device_memory is None else parse_size(device_memory),
-        host_memory=None if host_memory is None else parse_size(host_memory),
+        device_memory=device_memory,
+        host_memory=host_memory,
         batch_size=batch_size,
         batches=batches,
         context=context,
@@ -331,14 +352,21 @@ def batch(
         activation_bits=activation_bits,
     )
     params = SamplingParams(
-        max_tokens=max_new_tokens,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         n=n,
         seed=seed,
-        stop=tuple(stop or ()),
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
     )
     texts = work.read_prompts(prompts)
     opened = partial(
@@ -346,7 +374,7 @@ def batch(
         model,
         plan,
         device=device,
-        dtype=work.float_type(dtype),
+        dtype=dtype,
         trace=trace,
         trust_remote_code=trust_remote_code,
     )

@@ -1,6 +1,6 @@
 """Throughput: many sequences through a model in large batches, everything overlapped."""
 
 from .llm import LLM
-from .request import Result, SamplingParams
+from .request import Completion, Logprob, SamplingParams
 
-__all__ = ["LLM", "Result", "SamplingParams"]
+__all__ = ["LLM", "Completion", "Logprob", "SamplingParams"]

@@ -35,7 +35,7 @@ class BatchSlots:
         """Put a sequence into an empty slot."""
         slot = self.slots.index(None)
         self.slots[slot] = sequence
-        expected = len(sequence.prompt) + sequence.params.max_tokens
+        expected = len(sequence.prompt) + sequence.max_tokens
         self.cache.reset(slot, expected)
 
     def remove(self, sequence: Sequence) -> None:

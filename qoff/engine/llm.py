@@ -1,4 +1,4 @@
-"""`qoff.LLM`: prompts in, answers out as they are done, within the memory of a plan."""
+"""`qoff.LLM`: prompts in, answers out, within the memory of a plan."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from qoff.errors import ArgumentError, QoffError
+from qoff.budgets import memory_bounds, resolve_device, resolve_dtype
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kvcache.device.blocks import DeviceBlocks
@@ -22,14 +24,17 @@ from qoff.memory.arena import Arena
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.runtime import Runtime, device_of
+from qoff.models.runtime import Runtime
 from qoff.plan import Memory, Plan
+from qoff.quant import QuantConfig
 
-from .answers import Answers, Prompt
+from .admission import Admission
+from .answers import completion, default_params, end_tokens
 from .batch import BatchSlots
 from .executor import CpuExecutor, Executor
 from .prefixes import PrefixIndex, common_blocks
-from .request import Result, SamplingParams, Sequence
+from .prompts import Prompt, PromptReader, conversations, prompt_list
+from .request import Completion, SamplingParams, Sequence
 from .resources import Resources
 from .sampling import Sampler, sampler_of
 from .schedule import Schedule
@@ -51,14 +56,16 @@ class RoundStats:
 
 
 class LLM:
-    """A checkpoint that answers many prompts at once, as a plan says.
+    """A model that answers many prompts at once, as a plan says.
 
-    path: as for `qoff.load`. device: "cpu", or a GPU like "cuda"; there hidden states and recent K
-    and V are of `dtype`, float16 or bfloat16 (on a CPU of float32). trace: a Chrome trace of every
-    move and computation is written there on close. trust_remote_code: as for `qoff.load`. Raises
-    BudgetError, with the bytes wanted by tier and purpose, before anything is loaded, ArgumentError
-    for a plan that does not go with the model or the device, and the errors of `qoff.load`. Close
-    it, or use it as a context manager.
+    path, quant, cache_dir, revision, trust_remote_code: as for `qoff.load`. device: "cpu", a GPU
+    like "cuda", or "auto": a GPU if there is one. dtype: of hidden states and recent K and V on a
+    GPU; "auto": the type in the model's config. A CPU computes in float32. device_memory,
+    host_memory: the plan's bounds, where it has none; max_memory: the same as Accelerate writes
+    them, {0: "12GiB", "cpu": "32GiB"}. trace: a Chrome trace of every move and computation is
+    written there on close. Raises BudgetError, with the bytes wanted by tier and purpose, before
+    anything is loaded, ArgumentError for two different bounds and for what the model or the device
+    cannot do, and the errors of `qoff.load`. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -66,21 +73,38 @@ class LLM:
         path: str | PathLike[str],
         plan: Plan | None = None,
         *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float16,
-        trace: str | PathLike[str] | None = None,
+        device: torch.device | str = "auto",
+        dtype: torch.dtype | str = "auto",
+        quant: QuantConfig | None = None,
+        cache_dir: str | PathLike[str] | None = None,
+        revision: str | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
         trust_remote_code: bool = False,
+        trace: str | PathLike[str] | None = None,
         _instrumentation: Instrumentation = PLAIN,
     ) -> None:
-        self.plan = plan = plan or Plan()
+        where = resolve_device(device)
+        bounds = memory_bounds(device_memory, host_memory, max_memory, where)
+        self.plan = plan = _bounded(plan or Plan(), *bounds)
         self._trace = None if trace is None else checked_path(trace)
         if trace is not None:
             _instrumentation = replace(_instrumentation, timeline=Timeline())
         self.timeline = _instrumentation.timeline
-        where = device_of(device)
         ops = _instrumentation.ops_for(where, plan.activation_bits)
         on_gpu = ops.CACHE == "device"
-        checkpoint = find_checkpoint(path, for_cpu=not on_gpu, trust_remote_code=trust_remote_code)
+        checkpoint = find_checkpoint(
+            path,
+            quant=quant,
+            cache_dir=cache_dir,
+            revision=revision,
+            for_cpu=not on_gpu,
+            trust_remote_code=trust_remote_code,
+        )
+        hidden = torch.float16  # for a GPU's ops in tests
+        if not on_gpu or where.type != "cpu":
+            hidden = resolve_dtype(dtype, Checkpoint.open(checkpoint).config, where)
         self.tokenizer = None
         if has_tokenizer(checkpoint):
             self.tokenizer = load_tokenizer(checkpoint, trust_remote_code)
@@ -93,7 +117,7 @@ class LLM:
                 plan,
                 self._resources,
                 device=where,
-                dtype=dtype if on_gpu else torch.float32,
+                dtype=hidden,
                 packing=ops.PACKING,
                 instrumentation=_instrumentation,
             )
@@ -101,7 +125,9 @@ class LLM:
             self.close()
             raise
         runtime = self._machine.runtime
-        self._answers = Answers(runtime.checkpoint, self.tokenizer)
+        self._reader = PromptReader(self.tokenizer)
+        eos = end_tokens(runtime.checkpoint)
+        self._admission = Admission(plan, runtime.spec, self._reader, eos)
         self._schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, _instrumentation)
 
     @property
@@ -126,23 +152,57 @@ class LLM:
 
     def generate(
         self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] = SamplingParams(),  # noqa: B008
-        continuations: Iterable[list[int]] | None = None,
-    ) -> Iterator[Result]:
-        """Answer prompts, texts or token ids; results come as they are done.
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answer prompts; returns the answers in the order of the prompts, n for each.
 
-        params: for all prompts, or one for each. A prompt that cannot be answered (no tokens, too
-        long for the plan's context) gives a result with an error; the others go on. At round
-        boundaries the places of sequences that are done go to prompts that wait. continuations:
-        token ids, a list for each prompt, which are decoded like an answer beside its answers; a
-        result of the reason "given" has their log-probabilities, its `sample` being n. It takes a
-        place in the batch. Raises DiskReadError, ChecksumError and DiskWriteError; what was done
-        before has been yielded.
+        The arguments, and what goes wrong, are those of `stream`.
         """
+        found = self.stream(prompts, sampling_params)
+        return sorted(found, key=lambda one: (one.index, one.sample))
+
+    def chat(
+        self,
+        messages: list[Any],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        **template: Any,
+    ) -> list[Completion]:
+        """Answer a conversation, a list like [{"role": "user", "content": text}], or many of them.
+
+        template: options of the tokenizer's `apply_chat_template`, such as `tools`. Raises
+        ArgumentError where the model has no chat template and none is given as `chat_template`, for
+        what are no messages, and what `stream` does.
+        """
+        self._reader.check_chat(template.get("chat_template"))
+        return self.generate(conversations(messages, template), sampling_params)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json says; where it says nothing, the defaults."""
+        return default_params(self.runtime.checkpoint)
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        continuations: Iterable[list[int]] | None = None,
+    ) -> Iterator[Completion]:
+        """Answer prompts; answers come as they are done.
+
+        prompts: one or many; each is a text, token ids, {"prompt": text} or {"prompt_token_ids":
+        ids}. sampling_params: for all, or one for each; None: `get_default_sampling_params`.
+        An answer ends at the latest where the plan's context does, with the reason "length". A
+        prompt that cannot be answered (no tokens, another type, no room for an answer) gives a
+        completion with an error; the others go on. At round boundaries the places of sequences that
+        are done go to prompts that wait. continuations: token ids, a list for each prompt, which
+        are decoded like an answer beside its answers; a completion of the reason "given" has their
+        log-probabilities, its `sample` being n. It takes a place in the batch. Raises
+        DiskReadError, ChecksumError and DiskWriteError; what was done before has been yielded.
+        """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         waiting: deque[Sequence] = deque()
-        for sequences in self._requests(list(prompts), params, continuations):
-            if isinstance(sequences, Result):
+        for sequences in self._admission.requests(prompt_list(prompts), params, continuations):
+            if isinstance(sequences, Completion):
                 yield sequences
             else:
                 waiting += sequences
@@ -183,65 +243,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _requests(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams | Iterable[SamplingParams],
-        continuations: Iterable[list[int]] | None,
-    ) -> Iterator[list[Sequence] | Result]:
-        """The sequences of each prompt, or what is wrong with it."""
-        given = [None] * len(prompts) if continuations is None else list(continuations)
-        if len(given) != len(prompts):
-            raise ArgumentError(f"{len(prompts)} prompts, but continuations for {len(given)}")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ArgumentError(f"{len(prompts)} prompts, but parameters for {len(each)}")
-        for index, (prompt, wanted, after) in enumerate(zip(prompts, each, given, strict=True)):
-            if after is not None:
-                wanted = replace(wanted, n=wanted.n + 1)
-            try:
-                tokens = self._answers.tokens(prompt)
-                self._check(tokens, wanted)
-                if after is not None:
-                    self._check(after, wanted, len(tokens))
-            except QoffError as error:
-                yield Result(index, 0, "", (), "error", 0, str(error))
-                continue
-            first = Sequence(index, 0, tokens, wanted)
-            others = [
-                Sequence(index, i, tokens, wanted, waits_for=first) for i in range(1, wanted.n)
-            ]
-            if after is not None:
-                last = others[-1]
-                last.given, last.params = tuple(after), replace(wanted, max_tokens=len(after))
-            yield [first, *others]
-
-    def _check(self, tokens: list[int], params: SamplingParams, before: int = 0) -> None:
-        """Refuse a prompt, or a continuation of one of `before` tokens."""
-        what = "continuation" if before else "prompt"
-        if not tokens:
-            raise ArgumentError(f"the {what} has no tokens")
-        if params.stops and self.tokenizer is None:
-            raise ArgumentError(
-                "the checkpoint has no tokenizer, so no text can end an answer; use stop_token_ids"
-            )
-        vocab = self.runtime.spec.vocab_size
-        if not 0 <= min(tokens) <= max(tokens) < vocab:
-            raise ArgumentError(f"the {what} has token {max(tokens)}; there are 0 to {vocab - 1}")
-        new = len(tokens) if before else params.max_tokens
-        read = before or len(tokens)
-        total = read + new
-        if total > self.plan.context:
-            raise ArgumentError(
-                f"a prompt of {read} tokens and {new} new ones are more than "
-                f"the plan's context of {self.plan.context}"
-            )
-        self.runtime.spec.check_positions(total)
-        if params.n > self.plan.batch_size:
-            raise ArgumentError(
-                f"{params.n} answers of a prompt are more than a batch of {self.plan.batch_size}"
-            )
-
     def _admit(
         self, waiting: deque[Sequence], batches: list[BatchSlots], samplers: dict[Sequence, Sampler]
     ) -> None:
@@ -255,7 +256,9 @@ class LLM:
                     batch.add(sequence)
                     samplers[sequence] = sampler_of(sequence)
 
-    def _round(self, batches: list[BatchSlots], samplers: dict[Sequence, Sampler]) -> list[Result]:
+    def _round(
+        self, batches: list[BatchSlots], samplers: dict[Sequence, Sampler]
+    ) -> list[Completion]:
         """One pass of every batch: a token more of each sequence, or more of its prompt."""
         start, before = time.perf_counter(), self._machine.counters()
         passes: list[tuple[BatchSlots, ForwardPass]] = []
@@ -264,7 +267,7 @@ class LLM:
                 if run is not None:
                     self._place(run, len(passes))
                     passes.append((batch, run))
-        done: list[Result] = []
+        done: list[Completion] = []
         read = generated = 0
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):
@@ -273,7 +276,7 @@ class LLM:
         for batch in batches:
             batch.index()
             for sequence in batch.sequences():
-                result = self._answers.result(sequence)
+                result = completion(sequence, self.tokenizer)
                 if result is not None:
                     batch.remove(sequence)
                     del samplers[sequence]
@@ -288,6 +291,21 @@ class LLM:
         run.name, run.workspace = f"pass {number}", self._machine.workspace
         if self._machine.activations is not None:
             run.activations = self._machine.activations.batch(number)
+
+
+def _bounded(plan: Plan, device_memory: int | None, host_memory: int | None) -> Plan:
+    """The plan with these bounds, too. Raises ArgumentError where it has others."""
+    for name, value in (("device_memory", device_memory), ("host_memory", host_memory)):
+        said = getattr(plan, name)
+        if value is not None and said not in (None, value):
+            raise ArgumentError(
+                f"{name} is {value} bytes, but {said} in the plan; give it in one place"
+            )
+    return replace(
+        plan,
+        device_memory=plan.device_memory if device_memory is None else device_memory,
+        host_memory=plan.host_memory if host_memory is None else host_memory,
+    )
 
 
 def _machine(on_gpu: bool) -> type[Executor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,39 +15,74 @@ FinishReason = Literal["stop", "length", "given", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a prompt is continued. Raises ArgumentError for values out of range.
+    """How a prompt is continued, with vLLM's names, defaults and meaning.
 
-    temperature 0 takes the most likely token; otherwise one is drawn from the `top_k` most likely
-    (0: all), of these from the smallest set with probability `top_p`, without those less likely
-    than `min_p` times the most likely one. n: answers of one prompt, drawn independently. stop:
-    texts that end an answer and are cut off; eos ends it too unless `ignore_eos`.
+    n: answers of a prompt, drawn independently. temperature 0 takes the most likely token;
+    otherwise one is drawn from the `top_k` most likely (0 or -1: all), of these from the smallest
+    set with probability `top_p`, without those less likely than `min_p` times the most likely one.
+    Before that, logits of tokens in the answer so far are lowered by `presence_penalty`, and by
+    `frequency_penalty` for each time; those of tokens in prompt or answer are divided by
+    `repetition_penalty` where positive, else multiplied. seed: the same tokens each time; None:
+    others each time.
+
+    An answer ends with the model's end token unless `ignore_eos`, with a token of `stop_token_ids`,
+    before a text of `stop`, but for `min_tokens` tokens with none of them; or after `max_tokens`
+    tokens (None: as many as the plan's context holds). logprobs: also return the log-probabilities
+    of each chosen token and of so many most likely ones. Raises ArgumentError for values out of
+    range.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
     n: int = 1
-    stop: str | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
     ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stops = self.stops
+        limit, heat, ids = self.max_tokens, self.temperature, self.stop_token_ids
         for name, good, wanted in (
-            ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "at least 1"),
+            ("n", _whole(self.n, 1), "a whole number from 1"),
+            ("presence_penalty", _within(self.presence_penalty, -2, 2), "a number from -2 to 2"),
+            ("frequency_penalty", _within(self.frequency_penalty, -2, 2), "a number from -2 to 2"),
+            (
+                "repetition_penalty",
+                _within(self.repetition_penalty, 0) and self.repetition_penalty > 0,
+                "a number above 0",
+            ),
             (
                 "temperature",
-                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
+                _within(heat, 0) and (heat == 0 or heat >= COLDEST),
                 f"0, or a number from {COLDEST} on",
             ),
-            ("top_k", self.top_k >= 0, "0 or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("min_p", 0 <= self.min_p < 1, "0 or more, below 1"),
-            ("n", _whole(self.n) and self.n >= 1, "at least 1"),
-            ("stop", self.stop == () or (bool(stops) and all(stops)), "texts that are not empty"),
+            ("top_p", _within(self.top_p, 0, 1) and self.top_p > 0, "above 0, at most 1"),
+            ("top_k", _whole(self.top_k, -1), "a whole number from 1; 0 or -1 for all tokens"),
+            ("min_p", _within(self.min_p, 0, 1) and self.min_p < 1, "0 or more, below 1"),
+            ("seed", self.seed is None or _whole(self.seed, 0), "a whole number from 0, or None"),
+            ("stop", _texts(self.stop), "None, a text, or a list of texts, none of them empty"),
+            (
+                "stop_token_ids",
+                ids is None
+                or (isinstance(ids, list | tuple) and all(_whole(one, 0) for one in ids)),
+                "None, or a list of token ids",
+            ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            ("max_tokens", limit is None or _whole(limit, 1), "a whole number from 1, or None"),
+            (
+                "min_tokens",
+                _whole(self.min_tokens, 0) and (limit is None or self.min_tokens <= limit),
+                "a whole number from 0 to max_tokens",
+            ),
+            ("logprobs", self.logprobs is None or _whole(self.logprobs, 0), "0 or more, or None"),
         ):
             if not good:
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; use {wanted}")
@@ -54,28 +90,63 @@ class SamplingParams:
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-def _whole(number: object) -> bool:
-    return isinstance(number, int)
+def _whole(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def _within(number: object, least: float, most: float = math.inf) -> bool:
+    """Whether it is a finite number from `least` to `most`."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return False
+    return math.isfinite(number) and least <= number <= most
+
+
+def _texts(stop: object) -> bool:
+    """Whether this may be `SamplingParams.stop`."""
+    if stop is None or isinstance(stop, str):
+        return stop != ""
+    return isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)
 
 
 @dataclass(frozen=True)
-class Result:
-    """One answer. `error` says what went wrong, if its reason is "error".
+class Logprob:
+    """A token's log-probability in nats, and its rank: 1 is the most likely token."""
 
-    log_probabilities: in nats, of the tokens of a continuation that was given.
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer to a prompt.
+
+    prompt: its text, with the chat template applied; None where token ids were given. text ends
+    before the stop text, token_ids before the token that ended the answer. finish_reason: "stop",
+    "length", "given" for a continuation that was given, or "error", and then `error` says what is
+    wrong. logprobs, if asked for, by token id for each of token_ids: of the token itself first,
+    then of the most likely ones; from the model's logits, before temperature and penalties.
     """
 
     index: int  # of the prompt
     sample: int  # of the prompt's n answers
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
     text: str
-    tokens: tuple[int, ...]
-    reason: FinishReason
-    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[Mapping[int, Logprob], ...] | None = None
     error: str = ""
-    log_probabilities: tuple[float, ...] = ()
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of all of token_ids, in nats; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        steps = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(step[token].logprob for token, step in steps)
 
 
 @dataclass(eq=False)
@@ -84,15 +155,18 @@ class Sequence:
 
     index: int
     sample: int
-    prompt: list[int]
+    text: str | None  # of the prompt, where it is known
+    prompt: tuple[int, ...]
     params: SamplingParams
+    max_tokens: int  # of the answer
+    ends: frozenset[int] = frozenset()  # tokens that end the answer
     read: int = 0  # tokens of the prompt that the model has read
     answer: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the answer, if asked for
     waits_for: Sequence | None = None  # reads the same prompt; forked when it has
     begins_like: Sequence | None = None  # reads blocks that this one begins with, too
     ended: bool = False
     given: tuple[int, ...] = ()  # the answer, where it is known
-    log_probabilities: list[float] = field(default_factory=list)  # of its tokens so far
 
     @property
     def decoding(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from qoff.budgets import MemorySize
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
@@ -34,14 +35,15 @@ class Plan:
     Sequences of up to `context` tokens each, prompt and answer, in `batches` batches of
     `batch_size`; all batches go through a layer while its weights are on the device
     (schedule "block"), or one batch after the other through all layers ("sequential").
-    Memory bounds are in bytes; None: as much as it takes, on the host without any weights, which
-    use what else a bound leaves there. With share_prefixes a prompt that begins with 64 tokens or
-    more of another one attends to their packed form instead of reading them, which is rounded.
+    Memory bounds are in bytes or like "4GiB"; None: as much as it takes, on the host without any
+    weights, which use what else a bound leaves there. With share_prefixes a prompt that begins with
+    64 tokens or more of another one attends to their packed form instead of reading them, which is
+    rounded.
     Raises ArgumentError for values out of range.
     """
 
-    device_memory: int | None = None
-    host_memory: int | None = None
+    device_memory: MemorySize = MemorySize()  # noqa: RUF009
+    host_memory: MemorySize = MemorySize()  # noqa: RUF009
     batch_size: int = 8
     batches: int = 1
     context: int = 2048
@@ -58,12 +60,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "batches", "context", "prefill_tokens"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; use a whole number from 1")
-        for name in ("device_memory", "host_memory"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
-                raise ArgumentError(f"{name} is {value!r}; use bytes, a whole number, or None")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ArgumentError(

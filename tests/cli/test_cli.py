@@ -160,7 +160,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-BATCH = ["--batch-size", 2, "--context", 128, "--raw", "--max-new-tokens", 5]
+BATCH = ["--batch-size", 2, "--context", 128, "--raw", "--max-tokens", 5]
 
 
 def answered(text: str) -> dict[int, dict[str, Any]]:
@@ -174,7 +174,7 @@ def test_batch_prints_a_line_for_each_answer_whatever_the_plan(
     plain = answered(succeed("batch", packable, prompts, *BATCH))
     assert sorted(plain) == [0, 1, 2]
     assert {r["prompt_tokens"] for r in plain.values()} == {len("first prompt"), 6, 5}
-    assert all(1 <= len(r["tokens"]) <= 5 and "error" not in r for r in plain.values())
+    assert all(1 <= len(r["token_ids"]) <= 5 and "error" not in r for r in plain.values())
     trace = tmp_path / "trace.json"
     result = run(
         "batch", packable, prompts, *BATCH, "--kv-device", 0, "--activations", "host", "--batches",
@@ -186,6 +186,14 @@ def test_batch_prints_a_line_for_each_answer_whatever_the_plan(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_batch_takes_sampling_parameters(packable: Path, prompts: Path) -> None:
+    options = ["--ignore-eos", "--logprobs", 2, "--repetition-penalty", 1.5, "--top-k", -1]
+    for answer in answered(succeed("batch", packable, prompts, *BATCH, *options)).values():
+        assert (len(answer["token_ids"]), answer["finish_reason"]) == (5, "length")
+        assert [len(step) >= 2 for step in answer["logprobs"]] == [True] * 5
+        assert answer["logprobs"][0][str(answer["token_ids"][0])]["logprob"] < 0
+
+
 def test_batch_goes_on_after_a_prompt_that_cannot_be_answered(
     packable: Path, tmp_path: Path
 ) -> None:
@@ -194,8 +202,8 @@ def test_batch_goes_on_after_a_prompt_that_cannot_be_answered(
     result = run("batch", packable, path, *BATCH)
     assert result.exit_code == 1
     found = answered(result.stdout)
-    assert found[1]["reason"] in ("length", "stop")
-    assert "more than the plan's context of 128" in found[0]["error"]
+    assert found[1]["finish_reason"] in ("length", "stop")
+    assert "no room for an answer in the plan's context of 128" in found[0]["error"]
 
 
 def test_batch_names_a_line_that_is_no_prompt(packable: Path, tmp_path: Path) -> None:
@@ -205,7 +213,9 @@ def test_batch_names_a_line_that_is_no_prompt(packable: Path, tmp_path: Path) ->
 
 
 def test_batch_refuses_types_and_devices_that_are_not_there(packable: Path, prompts: Path) -> None:
-    assert "float16, bfloat16" in fail("batch", packable, prompts, *BATCH, "--dtype", "float32")
+    assert "a CPU computes in float32" in fail(
+        "batch", packable, prompts, *BATCH, "--device", "cpu", "--dtype", "float16"
+    )
     assert "no device is called 'tpu:0'" in fail(
         "batch", packable, prompts, *BATCH, "--device", "tpu:0"
     )

@@ -79,7 +79,7 @@ def test_code_of_a_tokenizer(tmp_path: Path) -> None:
     names = {"AutoTokenizer": [None, "hal.HalTokenizer"]}
     file.write_text(json.dumps({**config, "tokenizer_class": "HalTokenizer", "auto_map": names}))
     (tmp_path / "prompts.txt").write_text("Hello\n")
-    batch = ["batch", tmp_path / "prompts.txt", "--context", "64", "--max-new-tokens", "4"]
+    batch = ["batch", tmp_path / "prompts.txt", "--context", "64", "--max-tokens", "4"]
     for trust in ([], [TRUST]):
         out = tmp_path / f"out{len(trust)}"
         assert run("convert", source, out, *CONVERT, *trust).exit_code == 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from qoff.engine import LLM, Result, SamplingParams
+from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine import executor as executor_module
 from qoff.engine.sampling import Sampler
 from qoff.engine.schedule import Schedule
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(60)
 
 LETTERS = random.Random(5)
 PROMPTS = [[LETTERS.randrange(4, 128) for _ in range(length)] for length in (120, 90, 30, 150, 200)]
-EACH = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (40, 40, 6, 30, 12)]
+EACH = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 40, 6, 30, 12)]
 PLAN = Plan(
     batch_size=2,
     batches=2,
@@ -69,17 +69,17 @@ def plans(checkpoint: Path) -> dict[str, Plan]:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path, plans: dict[str, Plan]) -> list[Result]:
+def expected(checkpoint: Path, plans: dict[str, Plan]) -> list[Completion]:
     with LLM(checkpoint, plans["device"]) as llm:
         return answers(llm)
 
 
-def answers(llm: LLM) -> list[Result]:
-    return sorted(llm.generate(PROMPTS, EACH), key=lambda result: result.index)
+def answers(llm: LLM) -> list[Completion]:
+    return llm.generate(PROMPTS, EACH)
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(checkpoint: Path, expected: list[Result]) -> Iterator[None]:
+def nothing_left_behind(checkpoint: Path, expected: list[Completion]) -> Iterator[None]:
     """No thread and no descriptor survives a test."""
     gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -154,7 +154,7 @@ def test_a_fault_in_the_middle_of_a_run(
     activations: str,
     checkpoint: Path,
     plans: dict[str, Plan],
-    expected: list[Result],
+    expected: list[Completion],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault, strikes, kind, message = FAULTS[name]
@@ -162,7 +162,7 @@ def test_a_fault_in_the_middle_of_a_run(
     monkeypatch.setattr(executor_module, "SpillFile", partial(SpillFile, pwritev=link.pwritev))
     plan = plans[activations]
     with LLM(checkpoint, plan, _instrumentation=replace(POISON, links=Links(link, link))) as llm:
-        results = llm.generate(PROMPTS, EACH)
+        results = llm.stream(PROMPTS, EACH)
         assert next(results) == expected[2]
         link.broken = True
         with pytest.raises(kind, match=message):
@@ -225,7 +225,7 @@ def test_an_interrupted_pass_gives_everything_back(
     nth: int,
     checkpoint: Path,
     plans: dict[str, Plan],
-    expected: list[Result],
+    expected: list[Completion],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with LLM(checkpoint, plans["host"], _instrumentation=POISON) as llm:
@@ -243,7 +243,7 @@ def test_a_generator_of_a_closed_llm_ends_with_an_error(
     checkpoint: Path, plans: dict[str, Plan]
 ) -> None:
     llm = LLM(checkpoint, plans["disk"])
-    results = llm.generate(PROMPTS, EACH)
+    results = llm.stream(PROMPTS, EACH)
     next(results)
     llm.close()
     with pytest.raises(QoffError, match=r"closed|no longer"):

@@ -32,7 +32,7 @@ LETTERS = random.Random(3)
 PROMPTS = [
     [LETTERS.randrange(4, 128) for _ in range(length)] for length in (150, 1, 64, 97, 20, 200, 33)
 ]
-PARAMS = SamplingParams(max_tokens=90, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 QUANT = KVQuant(window=16)
 CONTEXT = 300
 
@@ -50,11 +50,11 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
 
 def answers(checkpoint: Path, plan: Plan) -> list[tuple[int, ...]]:
     with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
-        found = sorted(llm.generate(PROMPTS, PARAMS), key=lambda result: result.index)
+        found = llm.generate(PROMPTS, PARAMS)
         assert [result.index for result in found] == list(range(len(PROMPTS)))
         assert all(llm.blocks.used(tier) == 0 for tier in ("device", "host", "disk"))
-    assert {result.reason for result in found} == {"length"}
-    return [result.tokens for result in found]
+    assert {result.finish_reason for result in found} == {"length"}
+    return [result.token_ids for result in found]
 
 
 @settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -106,10 +106,10 @@ def streaming(checkpoint: Path, plan: Plan, part: float = 0.7) -> Plan:
 def test_places_are_refilled_and_short_answers_come_first(checkpoint: Path) -> None:
     plan = Plan(batch_size=2, context=CONTEXT, kv=QUANT)
     lengths = [40, 3, 9, 1, 20]
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     with LLM(checkpoint, plan) as llm:
-        found = list(llm.generate(PROMPTS[:5], params))
-        assert [len(r.tokens) for r in sorted(found, key=lambda r: r.index)] == lengths
+        found = list(llm.stream(PROMPTS[:5], params))
+        assert [len(r.token_ids) for r in sorted(found, key=lambda r: r.index)] == lengths
         assert [r.index for r in found] == [1, 2, 3, 4, 0]
         assert len(llm.rounds) == 40
         assert sum(r.generated for r in llm.rounds) == sum(lengths)
@@ -121,7 +121,7 @@ def test_answers_of_one_prompt_share_its_blocks(
 ) -> None:
     plan = Plan(batch_size=4, context=CONTEXT, kv=QUANT)
     with LLM(checkpoint, plan) as llm:
-        params = SamplingParams(max_tokens=5, temperature=1.0, n=4, ignore_eos=True)
+        params = SamplingParams(max_tokens=5, seed=1, n=4, ignore_eos=True)
         taken: list[int] = []
         allocate = llm.blocks.allocate
         monkeypatch.setattr(
@@ -129,11 +129,11 @@ def test_answers_of_one_prompt_share_its_blocks(
             "allocate",
             lambda indices, expected: taken.extend(indices) or allocate(indices, expected),
         )
-        found = list(llm.generate([PROMPTS[5]], params))
+        found = llm.generate([PROMPTS[5]], params)
         assert taken == [0, 1]  # of 200 tokens, 184 of which are not recent
-        again = list(llm.generate([PROMPTS[5]], params))
+        again = llm.generate([PROMPTS[5]], params)
     assert [r.sample for r in found] == [0, 1, 2, 3]
-    assert len({r.tokens for r in found}) > 1
+    assert len({r.token_ids for r in found}) > 1
     assert found == again
 
 
@@ -142,16 +142,16 @@ def test_a_greedy_fork_continues_like_the_first(
 ) -> None:
     plan = Plan(batch_size=3, context=CONTEXT, kv=QUANT)
     with LLM(checkpoint, plan) as llm:
-        params = SamplingParams(max_tokens=90, n=3, ignore_eos=True)
-        found = list(llm.generate([PROMPTS[0]], params))
-    assert [r.tokens for r in found] == [expected[0]] * 3
+        params = SamplingParams(temperature=0, max_tokens=90, n=3, ignore_eos=True)
+        found = llm.generate([PROMPTS[0]], params)
+    assert [r.token_ids for r in found] == [expected[0]] * 3
 
 
 def test_prompts_that_begin_alike_share_blocks(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[*PROMPTS[5][:160], *tail] for tail in ([7, 8, 9], [9], [], [100] * 30)]
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     plan = Plan(batch_size=2, batches=2, context=CONTEXT, kv=QUANT, share_prefixes=True)
     with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
         taken = []
@@ -161,14 +161,14 @@ def test_prompts_that_begin_alike_share_blocks(
             "allocate",
             lambda indices, expected: taken.extend(indices) or allocate(indices, expected),
         )
-        found = sorted(llm.generate(prompts, params), key=lambda r: r.index)
+        found = llm.generate(prompts, params)
         assert taken == [0, 1, 2]  # the third is of the longest sequence alone
         assert sum(r.read for r in llm.rounds) == 163 + 33 + 32 + 62
         assert llm.blocks.used("device") == 0
         (alone,) = llm.generate(prompts[:1], params)
-        again = sorted(llm.generate(prompts[1:], params), key=lambda r: r.index)
-    assert found[0].tokens == alone.tokens
-    assert [len(r.tokens) for r in (*found, *again)] == [20] * 7
+        again = llm.generate(prompts[1:], params)
+    assert found[0].token_ids == alone.token_ids
+    assert [len(r.token_ids) for r in (*found, *again)] == [20] * 7
     with pytest.raises(ArgumentError, match="share_prefixes needs 0"):
         Plan(share_prefixes=True, kv=KVQuant(sinks=16))
 
@@ -180,7 +180,7 @@ def test_draws_depend_on_the_seed_alone(checkpoint: Path) -> None:
         )
         with LLM(checkpoint, plan) as llm:
             found = llm.generate(PROMPTS, params)
-            return [r.tokens for r in sorted(found, key=lambda r: r.index)]
+            return [r.token_ids for r in found]
 
     small = Plan(batch_size=1, context=CONTEXT, kv=QUANT)
     large = Plan(batch_size=3, batches=2, context=CONTEXT, kv=QUANT)
@@ -188,17 +188,22 @@ def test_draws_depend_on_the_seed_alone(checkpoint: Path) -> None:
 
 
 def test_one_bad_prompt_fails_alone(checkpoint: Path) -> None:
-    prompts = [PROMPTS[0], [], [5] * 299, [500], "abc", [-1]]
+    prompts = [PROMPTS[0], [], [5] * 300, [500], "abc", [-1], 7, [5, "x"], {"text": "x"}, True]
     with LLM(checkpoint, Plan(batch_size=4, context=CONTEXT, kv=QUANT)) as llm:
-        params = SamplingParams(max_tokens=2, ignore_eos=True)
-        found = {r.index: r for r in llm.generate(prompts, params)}  # type: ignore[arg-type]
-    assert sorted(found) == list(range(6))
-    errors = {i: r.error for i, r in found.items() if r.reason == "error"}
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        found = llm.generate(prompts, params)  # type: ignore[arg-type]
+    assert [r.index for r in found] == list(range(10))
+    errors = {r.index: r.error for r in found if r.finish_reason == "error"}
+    forms = "text, token ids, {'prompt': text} or {'prompt_token_ids': ids}"
     assert errors == {
         1: "the prompt has no tokens",
-        2: "a prompt of 299 tokens and 2 new ones are more than the plan's context of 300",
+        2: "a prompt of 300 tokens leaves no room for an answer in the plan's context of 300",
         3: "the prompt has token 500; there are 0 to 127",
         5: "the prompt has token -1; there are 0 to 127",
+        6: f"a prompt is {forms}, not int",
+        7: "a prompt's token ids are whole numbers, not str",
+        8: f"a prompt is {forms}, not a dict with the keys 'text'",
+        9: f"a prompt is {forms}, not bool",
     }
 
 
@@ -218,43 +223,48 @@ def test_layers_larger_than_a_slot_come_in_tiles(
     plan = Plan(batch_size=2, batches=3, context=CONTEXT, kv=QUANT, activations=activations)
     with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
         assert {0, 5} <= llm.runtime.residency.tiled
-        found = sorted(llm.generate(PROMPTS, PARAMS), key=lambda r: r.index)
-    assert [r.tokens for r in found] == expected
+        found = llm.generate(PROMPTS, PARAMS)
+    assert [r.token_ids for r in found] == expected
 
 
 def test_ends_at_eos_and_at_stop_texts(checkpoint: Path) -> None:
     with LLM(checkpoint, Plan(batch_size=2, context=CONTEXT, kv=QUANT)) as llm:
-        (free,) = llm.generate(["abc"], SamplingParams(max_tokens=40, ignore_eos=True))
-        token = free.tokens[10]
-        first = free.tokens.index(token)
-        (ended,) = llm.generate(
-            ["abc"], SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=(token,))
+        (free,) = llm.generate(
+            ["abc"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         )
-        assert (ended.tokens, ended.reason) == (free.tokens[:first], "stop")
+        token = free.token_ids[10]
+        first = free.token_ids.index(token)
+        (ended,) = llm.generate(
+            ["abc"],
+            SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=(token,)),
+        )
+        assert (ended.token_ids, ended.finish_reason) == (free.token_ids[:first], "stop")
         stop = free.text[7:10]
-        (cut,) = llm.generate(["abc"], SamplingParams(max_tokens=40, ignore_eos=True, stop=stop))
-        assert (cut.text, cut.reason) == (free.text[: free.text.index(stop)], "stop")
-        many = list(llm.generate(PROMPTS, SamplingParams(max_tokens=90, temperature=2.0)))
-    assert all(EOS not in r.tokens for r in many)
-    assert {r.reason for r in many} <= {"stop", "length"}
+        (cut,) = llm.generate(
+            ["abc"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stop)
+        )
+        assert (cut.text, cut.finish_reason) == (free.text[: free.text.index(stop)], "stop")
+        many = llm.generate(PROMPTS, SamplingParams(max_tokens=90, temperature=2.0))
+    assert all(EOS not in r.token_ids for r in many)
+    assert {r.finish_reason for r in many} <= {"stop", "length"}
 
 
 def test_an_abandoned_run_gives_everything_back(checkpoint: Path) -> None:
     with LLM(checkpoint, Plan(batch_size=2, context=CONTEXT, kv=QUANT)) as llm:
-        each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 90, 5)]
-        results = llm.generate([PROMPTS[0], PROMPTS[5], PROMPTS[1]], each)
+        each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 90, 5)]
+        results = llm.stream([PROMPTS[0], PROMPTS[5], PROMPTS[1]], each)
         next(results)
         assert llm.blocks.used("device") > 0
         results.close()
         assert llm.blocks.used("device") == 0
-        assert next(llm.generate(PROMPTS[:1], PARAMS)).reason == "length"
+        assert llm.generate(PROMPTS[:1], PARAMS)[0].finish_reason == "length"
 
 
 def test_threads_and_memory_are_given_back(checkpoint: Path) -> None:
     before = set(threading.enumerate())
     plan = Plan(context=CONTEXT, kv=QUANT, kv_placement=KVPlacement(0.2, 0.3), activations="disk")
     llm = LLM(checkpoint, plan)
-    assert len(list(llm.generate(PROMPTS[:2], PARAMS))) == 2
+    assert len(llm.generate(PROMPTS[:2], PARAMS)) == 2
     del llm
     gc.collect()
     left = [t.name for t in set(threading.enumerate()) - before]
@@ -273,7 +283,7 @@ def test_the_trace_shows_computation_and_moves(checkpoint: Path, tmp_path: Path)
     )
     path = tmp_path / "trace.json"
     with LLM(checkpoint, streaming(checkpoint, plan), trace=path) as llm:
-        list(llm.generate(PROMPTS, PARAMS))
+        llm.generate(PROMPTS, PARAMS)
     events = json.loads(path.read_text())["traceEvents"]
     lanes = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
     assert {"compute", "host to device", "device to host", "host to disk"} <= lanes.keys()
@@ -304,11 +314,12 @@ def test_a_prompt_beyond_the_positions_of_a_model_fails_alone(
 ) -> None:
     save_model(tmp_path / "model", "opt", hidden_size=128, num_attention_heads=2)
     convert(tmp_path / "model", tmp_path / "out", quant=TINY_QUANT)
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM(tmp_path / "out", Plan(batch_size=2, kv=QUANT)) as llm:
-        results = list(llm.generate([[5, 6, 7], [9] * 253, [8]], params))
-    assert {r.index: r.reason for r in results} == {0: "length", 1: "error", 2: "length"}
-    assert "up to 256 tokens" in next(r.error for r in results if r.index == 1)
+        results = llm.generate([[5, 6, 7], [9] * 256, [9] * 253], params)
+    assert [r.finish_reason for r in results] == ["length", "error", "length"]
+    assert "up to 256 tokens" in results[1].error
+    assert len(results[2].token_ids) == 3
 
 
 def test_a_trace_that_cannot_be_written_is_refused_first(checkpoint: Path) -> None:
@@ -338,7 +349,8 @@ def test_the_memory_of_a_plan_is_what_the_arenas_have(checkpoint: Path) -> None:
     [
         ({"batch_size": 0}, "batch_size is 0; use a whole number from 1"),
         ({"batch_size": 1.5}, "batch_size is 1.5"),
-        ({"device_memory": "2GiB"}, "device_memory is '2GiB'; use bytes"),
+        ({"context": True}, "context is True"),
+        ({"device_memory": "2 sacks"}, "device_memory: '2 sacks' is not a size"),
         ({"schedule": "diagonal"}, "schedule is 'diagonal'; use one of block, sequential"),
         ({"activations": "cloud"}, "activations is 'cloud'"),
     ],
@@ -353,12 +365,24 @@ def test_plans_out_of_range_are_refused(wrong: dict[str, object], message: str) 
     [
         {"max_tokens": 0},
         {"max_tokens": 2.5},
+        {"min_tokens": 17},
         {"temperature": -1},
         {"temperature": 1e-40},
+        {"temperature": "1"},
+        {"top_k": -2},
+        {"top_k": True},
         {"top_p": 0},
         {"min_p": 1},
         {"n": 0},
+        {"seed": 1.5},
         {"stop": ""},
+        {"stop": ["a", 1]},
+        {"stop_token_ids": 5},
+        {"ignore_eos": 1},
+        {"logprobs": -1},
+        {"repetition_penalty": 0},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": 2.5},
     ],
 )
 def test_parameters_out_of_range_are_refused(wrong: dict[str, object]) -> None:
@@ -370,8 +394,8 @@ def test_texts_that_end_answers_need_a_tokenizer(checkpoint: Path, tmp_path: Pat
     bare = tmp_path / "bare"
     shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     with LLM(bare, Plan(context=CONTEXT)) as llm:
-        (found,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=2, stop="x"))
-        assert found.reason == "error"
+        (found,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=2, stop="x"))
+        assert found.finish_reason == "error"
         assert "no tokenizer" in str(found.error)
-        (found,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=2))
-        assert found.reason == "length"
+        (found,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=2))
+        assert found.finish_reason == "length"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qoff.engine import LLM, Result, SamplingParams
+from qoff.engine import LLM, Completion, SamplingParams
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.reference import elementwise
@@ -29,7 +29,6 @@ from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.link import Link, Links
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
@@ -42,7 +41,8 @@ triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError
 ON_GPU = torch.cuda.is_available()
 LETTERS = random.Random(3)
 PROMPTS = [[LETTERS.randrange(3, 32) for _ in range(length)] for length in (126, 20, 200)]
-PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)  # the first completes a block meanwhile
+# The first answer completes a block.
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 KV = KVQuant(8, 8, window=0, layers={1: (4, 8)})  # records of two sizes
 PLAN = Plan(batch_size=2, batches=2, context=208, prefill_tokens=210, kv=KV)
 THIRDS = KVPlacement(0.34, 0.33)
@@ -96,11 +96,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path, where: dict[str, Any]) -> Callable[[Plan], list[Result]]:
+def expected(checkpoint: Path, where: dict[str, Any]) -> Callable[[Plan], list[Completion]]:
     """The answers with everything on the device, by how prompts are cut."""
-    found: dict[int, list[Result]] = {}
+    found: dict[int, list[Completion]] = {}
 
-    def look_up(plan: Plan) -> list[Result]:
+    def look_up(plan: Plan) -> list[Completion]:
         if plan.prefill_tokens not in found:
             with LLM(checkpoint, replace(PLAN, prefill_tokens=plan.prefill_tokens), **where) as llm:
                 found[plan.prefill_tokens] = answers(llm)
@@ -109,8 +109,8 @@ def expected(checkpoint: Path, where: dict[str, Any]) -> Callable[[Plan], list[R
     return look_up
 
 
-def answers(llm: LLM) -> list[Result]:
-    return sorted(llm.generate(PROMPTS, PARAMS), key=lambda result: result.index)
+def answers(llm: LLM) -> list[Completion]:
+    return llm.generate(PROMPTS, PARAMS)
 
 
 def blocks_of(llm: LLM) -> tuple[DeviceBlocks, TieredBlocks, BlockPrefetcher | None]:
@@ -158,14 +158,17 @@ def write_back_bytes(llm: LLM) -> int:
     ids=["moved-row", "disk", "moved-disk-streaming", "auto", "always-streaming"],
 )
 def test_the_answers_do_not_depend_on_the_plan(
-    plan: Plan, checkpoint: Path, where: dict[str, Any], expected: Callable[[Plan], list[Result]]
+    plan: Plan,
+    checkpoint: Path,
+    where: dict[str, Any],
+    expected: Callable[[Plan], list[Completion]],
 ) -> None:
     if plan.device_memory is not None:  # as little as can be beside what the plan takes
         with LLM(checkpoint, replace(plan, device_memory=None), **where) as llm:
             weights = least_budget(checkpoint, 2 if ON_GPU else 0)
             plan = replace(plan, device_memory=llm.memory.total(DEVICE) + weights)
     with LLM(checkpoint, plan, **where) as llm:
-        assert [r.tokens for r in answers(llm)] == [r.tokens for r in expected(plan)]
+        assert [r.token_ids for r in answers(llm)] == [r.token_ids for r in expected(plan)]
         assert_nothing_held(llm)
         prefetcher = blocks_of(llm)[2]
         reads_whole = plan.cpu_attention == "auto" and plan.prefill_tokens > plan.context
@@ -189,7 +192,7 @@ def test_where_attention_to_far_blocks_is(
     monkeypatch.setattr(BlockPrefetcher, "takes", watched)
     plan = replace(PIECES, kv_placement=THIRDS, batch_size=1, batches=1)
     with LLM(checkpoint, plan, **where) as llm:
-        list(llm.generate([[*PROMPTS[2], *PROMPTS[1][:4]]], PARAMS))
+        llm.generate([[*PROMPTS[2], *PROMPTS[1][:4]]], PARAMS)
     assert moved == [200, -8, *[-2] * 3]
 
 
@@ -199,22 +202,22 @@ def test_prompts_that_begin_alike_share_blocks_of_all_batches(
     prompts = [[*PROMPTS[2][:130], *tail] for tail in ([7, 8, 9], [9], [], [10] * 30)]
     plan = replace(PLAN, kv_placement=THIRDS, share_prefixes=True, batch_size=2)
     with LLM(checkpoint, plan, **where) as llm:
-        found = sorted(llm.generate(prompts, PARAMS), key=lambda r: r.index)
+        found = llm.generate(prompts, PARAMS)
         assert sum(r.read for r in llm.rounds) == 133 + 3 + 2 + 32
         assert_nothing_held(llm)
         (alone,) = llm.generate(prompts[:1], PARAMS)
-    assert found[0].tokens == alone.tokens
-    assert [len(r.tokens) for r in found] == [4] * 4
+    assert found[0].token_ids == alone.token_ids
+    assert [len(r.token_ids) for r in found] == [4] * 4
 
 
 def test_answers_of_one_prompt_are_forks_of_its_sequence(
-    checkpoint: Path, where: dict[str, Any], expected: Callable[[Plan], list[Result]]
+    checkpoint: Path, where: dict[str, Any], expected: Callable[[Plan], list[Completion]]
 ) -> None:
     plan = replace(PLAN, kv_placement=KVPlacement(0, 0.5), cpu_attention="never")
     with LLM(checkpoint, plan, **where) as llm:
-        found = list(llm.generate(PROMPTS[:1], replace(PARAMS, n=2)))
+        found = llm.generate(PROMPTS[:1], replace(PARAMS, n=2))
         assert_nothing_held(llm)
-    assert [r.tokens for r in found] == [expected(plan)[0].tokens] * 2
+    assert [r.token_ids for r in found] == [expected(plan)[0].token_ids] * 2
 
 
 @pytest.mark.parametrize("cpu_attention", ["auto", "always", "never"])
@@ -288,7 +291,7 @@ def test_an_interrupted_pass_gives_everything_back(
 
 
 def test_after_interruptions_the_answers_are_the_same(
-    moving: LLM, expected: Callable[[Plan], list[Result]]
+    moving: LLM, expected: Callable[[Plan], list[Completion]]
 ) -> None:
     assert answers(moving) == expected(moving.plan)
 
@@ -311,7 +314,7 @@ def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
     plan = replace(PIECES, kv_placement=THIRDS, cpu_attention="never")
     hooks = replace(POISON, links=Links(host=link), ops=triton_ops)
     with LLM(checkpoint, plan, _instrumentation=hooks) as llm:
-        results = llm.generate(PROMPTS, PARAMS)
+        results = llm.stream(PROMPTS, PARAMS)
         link.broken = True
         with pytest.raises(DiskReadError, match="died"):
             list(results)
@@ -349,9 +352,8 @@ def test_too_much_is_refused_before_anything_is_loaded(
 
 
 def test_types_and_devices_that_are_not_there_are_refused(checkpoint: Path) -> None:
-    hooks = Instrumentation(ops=triton_ops)
-    with pytest.raises(ArgumentError, match=r"not torch\.float32"):
-        LLM(checkpoint, PLAN, dtype=torch.float32, _instrumentation=hooks)
+    with pytest.raises(ArgumentError, match="a CPU computes in float32"):
+        LLM(checkpoint, PLAN, device="cpu", dtype="bfloat16")
     if not ON_GPU:
         with pytest.raises(OpError, match="no GPU that torch can use"):
             LLM(checkpoint, PLAN, device="cuda")

@@ -122,13 +122,15 @@ def measure(
     hooks = Instrumentation(links=links)
     with LLM(checkpoint, plan, trace=folder / "trace.json", _instrumentation=hooks) as llm:
         assert llm.timeline is not None
-        list(llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True)))
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         settle(llm)
         rounds, events = len(llm.rounds), len(llm.timeline.intervals)
         read = llm.runtime.store.stats.bytes_read
         busy = [link.seconds for link in (links.disk, links.host)]  # type: ignore[union-attr]
         start = time.perf_counter()
-        found = list(llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True)))
+        found = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        )
         seconds = time.perf_counter() - start
         settle(llm)
         spans = [x for x in llm.timeline.intervals[events:] if x.lane == "compute"]
@@ -139,7 +141,7 @@ def measure(
             sum(x.stop - x.start for x in spans) - waits,
             max(links.disk.seconds - busy[0], links.host.seconds - busy[1]),  # type: ignore[union-attr]
             llm.runtime.store.stats.bytes_read - read,
-            tuple(r.tokens for r in sorted(found, key=lambda r: r.index)),
+            tuple(r.token_ids for r in found),
         )
 
 

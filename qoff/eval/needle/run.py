@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from qoff.checkpoint import Checkpoint
-from qoff.engine import LLM, Result, SamplingParams
+from qoff.engine import LLM, Completion, SamplingParams
 from qoff.errors import ArgumentError
 from qoff.hf.cache import QoffCache
 from qoff.hf.load import find_checkpoint, load, load_tokenizer
@@ -89,19 +89,20 @@ def _packed(
         kv=cache.kv,
         kv_placement=cache.placement,
     )
-    params = SamplingParams(max_tokens=settings.answer_tokens)
-    halves: dict[int, Result] = {}
+    params = SamplingParams(temperature=0, max_tokens=settings.answer_tokens)
+    halves: dict[int, Completion] = {}
     with LLM(path, plan, device=resources.device) as llm:
         texts, keys = [p.tokens for p in asked], [p.key_tokens for p in asked]
-        for result in llm.generate(texts, params, keys):
-            if result.reason == "error":
+        for result in llm.stream(texts, params, keys):
+            if result.finish_reason == "error":
                 raise ArgumentError(result.error)
             other = halves.pop(result.index, None)
             if other is None:
                 halves[result.index] = result
                 continue
-            answer, key = sorted((result, other), key=lambda half: half.reason == "given")
-            yield asked[result.index], answer.text, sum(key.log_probabilities)
+            answer, key = sorted((result, other), key=lambda half: half.finish_reason == "given")
+            assert key.cumulative_logprob is not None
+            yield asked[result.index], answer.text, key.cumulative_logprob
 
 
 def _unpacked(

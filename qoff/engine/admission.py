@@ -1,0 +1,109 @@
+"""From prompts to sequences, each with room for its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from qoff.errors import ArgumentError, QoffError
+from qoff.models.spec import DecoderSpec
+from qoff.plan import Plan
+
+from .prompts import PromptReader
+from .request import Completion, SamplingParams, Sequence
+
+
+class Admission:
+    """Turns prompts into the sequences of a plan. eos: tokens that end the model's answers."""
+
+    def __init__(
+        self, plan: Plan, spec: DecoderSpec, reader: PromptReader, eos: frozenset[int]
+    ) -> None:
+        self._plan, self._spec, self._reader, self._eos = plan, spec, reader, eos
+
+    def requests(
+        self,
+        prompts: list[Any],
+        params: SamplingParams | Iterable[SamplingParams],
+        continuations: Iterable[list[int]] | None,
+    ) -> Iterator[list[Sequence] | Completion]:
+        """The sequences of each prompt, or what is wrong with it.
+
+        Raises ArgumentError for as many parameters or continuations as there are no prompts.
+        """
+        given = [None] * len(prompts) if continuations is None else list(continuations)
+        if len(given) != len(prompts):
+            raise ArgumentError(f"{len(prompts)} prompts, but continuations for {len(given)}")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ArgumentError(f"{len(prompts)} prompts, but parameters for {len(each)}")
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise ArgumentError(f"parameters are SamplingParams, not {type(one).__name__}")
+        for index, (prompt, wanted, after) in enumerate(zip(prompts, each, given, strict=True)):
+            text, tokens = None, ()
+            try:
+                text, tokens = self._reader.read(prompt)
+                yield self._sequences(index, text, tokens, wanted, after)
+            except QoffError as error:
+                yield Completion(index, 0, text, tokens, "", (), "error", error=str(error))
+
+    def _sequences(
+        self,
+        index: int,
+        text: str | None,
+        tokens: tuple[int, ...],
+        params: SamplingParams,
+        after: list[int] | None,
+    ) -> list[Sequence]:
+        """As many as there are answers; the last one is the continuation, if one is given."""
+        room = self._room(tokens)
+        if params.stops:
+            _ = self._reader.tokenizer  # raises where there is none
+        if after is not None:
+            params = replace(params, n=params.n + 1)
+            self._check_tokens("continuation", after)
+            if len(after) > room:
+                raise ArgumentError(
+                    f"a prompt of {len(tokens)} tokens and {len(after)} new ones are more than "
+                    f"{len(tokens) + room}: the plan's context, or what the model is run up to"
+                )
+        if params.n > self._plan.batch_size:
+            raise ArgumentError(
+                f"{params.n} answers of a prompt are more than a batch of {self._plan.batch_size}"
+            )
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        ends = frozenset(params.stop_token_ids or ()) | (
+            frozenset() if params.ignore_eos else self._eos
+        )
+        first = Sequence(index, 0, text, tokens, params, most, ends)
+        others = [
+            replace(first, sample=i, waits_for=first, answer=[], logprobs=[])
+            for i in range(1, params.n)
+        ]
+        if after is not None:
+            others[-1].given, others[-1].max_tokens = tuple(after), len(after)
+        return [first, *others]
+
+    def _room(self, tokens: tuple[int, ...]) -> int:
+        """How many tokens an answer may have."""
+        self._check_tokens("prompt", tokens)
+        room = self._plan.context - len(tokens)
+        if room < 1:
+            raise ArgumentError(
+                f"a prompt of {len(tokens)} tokens leaves no room for an answer in "
+                f"the plan's context of {self._plan.context}"
+            )
+        limit = self._spec.position_limit
+        self._spec.check_positions(len(tokens) + 1)
+        return room if limit is None else min(room, limit - len(tokens))
+
+    def _check_tokens(self, what: str, tokens: tuple[int, ...] | list[int]) -> None:
+        """Raise ArgumentError where there are none, or one that the model does not have."""
+        if not tokens:
+            raise ArgumentError(f"the {what} has no tokens")
+        vocab = self._spec.vocab_size
+        if not 0 <= min(tokens) <= max(tokens) < vocab:
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            raise ArgumentError(f"the {what} has token {wrong}; there are 0 to {vocab - 1}")

@@ -1,0 +1,112 @@
+"""What `LLM` takes as prompts, memory bounds and defaults."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError
+from qoff.plan import Plan
+from tests.tiny_models import tiny_checkpoint
+
+PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+PLAN = Plan(batch_size=4, context=96)
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, PLAN) as llm:
+        yield llm
+
+
+def test_all_forms_of_a_prompt_have_the_same_answer(llm: LLM) -> None:
+    (ids,) = [llm.tokenizer("Hello")["input_ids"]]  # type: ignore[misc]
+    forms: list[Any] = ["Hello", ids, {"prompt": "Hello"}, {"prompt_token_ids": ids}]
+    (wanted,) = llm.generate("Hello", PARAMS)  # one string is one prompt
+    assert (wanted.prompt, wanted.prompt_token_ids) == ("Hello", tuple(ids))
+    found = [*llm.generate(forms, PARAMS), *(llm.generate(form, PARAMS)[0] for form in forms)]
+    assert {one.token_ids for one in found} == {wanted.token_ids}
+    assert [one.index for one in found] == [0, 1, 2, 3, 0, 0, 0, 0]
+    assert llm.generate([], PARAMS) == []
+    with pytest.raises(ArgumentError, match="prompts are of type NoneType"):
+        llm.generate(None, PARAMS)  # type: ignore[arg-type]
+
+
+def test_answers_are_in_the_order_of_the_prompts(llm: LLM) -> None:
+    each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5)]
+    assert [one.index for one in llm.stream(["a", "b", "c"], each)] == [1, 2, 0]
+    assert [len(one.token_ids) for one in llm.generate(["a", "b", "c"], each)] == [9, 2, 5]
+
+
+def test_conversations_go_through_the_chat_template(llm: LLM, checkpoint: Path) -> None:
+    text = "<s>user: Hi</s><s>assistant: "
+    (alone,) = llm.chat(CHAT, PARAMS)
+    (plain,) = llm.generate(text, PARAMS)
+    assert alone == plain
+    system = {"role": "system", "content": "Be brief"}
+    both = llm.chat([CHAT, [system, *CHAT]], PARAMS, add_generation_prompt=False)
+    assert [one.prompt for one in both] == [
+        "<s>user: Hi</s>",
+        "<s>system: Be brief</s><s>user: Hi</s>",
+    ]
+    (refused,) = llm.chat(CHAT, PARAMS, chat_template="{{ raise_exception('no') }}")
+    assert "the chat template does not take this: no" in refused.error
+    with pytest.raises(ArgumentError, match="such lists, not str"):
+        llm.chat("Hi", PARAMS)  # type: ignore[arg-type]
+
+
+def test_the_context_clips_an_answer(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    more = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    found = llm.generate([[5] * 90, [5] * 90, [5] * 96, [5]], [params, more, more, PARAMS])
+    assert [(len(one.token_ids), one.finish_reason) for one in found] == [
+        (6, "length"),
+        (6, "length"),
+        (0, "error"),
+        (3, "length"),
+    ]
+
+
+def test_the_checkpoint_says_how_to_sample_unless_the_caller_does(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    said = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7, "top_k": None}
+    (copy / "generation_config.json").write_text(json.dumps(said))
+    with LLM(copy, PLAN) as llm:
+        params = llm.get_default_sampling_params()
+        assert params == SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7)
+        assert len(llm.generate("a")[0].token_ids) == 7  # this config names no end token
+
+
+def test_bounds_are_the_plans_or_the_callers(checkpoint: Path) -> None:
+    with LLM(checkpoint, PLAN, max_memory={"cpu": "64MiB"}, host_memory=64 << 20) as llm:
+        assert (llm.plan.device_memory, llm.plan.host_memory) == (64 << 20, 64 << 20)
+    bounded = Plan(batch_size=4, context=96, device_memory="64MiB")
+    with LLM(checkpoint, bounded, device_memory=64 << 20) as llm:
+        assert llm.plan == bounded
+    with pytest.raises(ArgumentError, match="but 67108864 in the plan"):
+        LLM(checkpoint, bounded, device_memory="32MiB")
+
+
+def test_a_cpu_is_the_device_where_there_is_no_gpu(
+    llm: LLM, checkpoint: Path, tmp_path: Path
+) -> None:
+    if not torch.cuda.is_available():
+        assert llm.runtime.decoder.device.type == "cpu"
+    with pytest.raises(ArgumentError, match="no device is called 'tpu:0'"):
+        LLM(checkpoint, PLAN, device="tpu:0")

@@ -1,0 +1,142 @@
+"""Sampling options, on logits and on a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.engine import LLM, SamplingParams
+from qoff.engine.answers import completion
+from qoff.engine.request import Sequence
+from qoff.engine.sampling import sampler_of
+from qoff.kvcache import KVQuant
+from qoff.plan import Plan
+from tests.tiny_models import EOS, reference_model, tiny_checkpoint
+
+LOGITS = torch.tensor([2.0, 1.9, -1.0, 1.0, 0.0])
+
+
+def drawn(
+    logits: Tensor = LOGITS, *answer: int, prompt: tuple[int, ...] = (), **options: Any
+) -> int:
+    """The next token of an answer, taken greedily."""
+    params = SamplingParams(**{"temperature": 0, **options})
+    sequence = Sequence(0, 0, None, prompt, params, 16, frozenset(params.stop_token_ids or ()))
+    sequence.answer.extend(answer)
+    before = logits.clone()
+    token = sampler_of(sequence).draw(logits)
+    assert torch.equal(logits, before)  # forks draw from them, too
+    return token
+
+
+def test_penalties_are_vllms() -> None:
+    assert drawn() == 0
+    assert drawn(LOGITS, 0, presence_penalty=0.2) == 1
+    assert drawn(LOGITS, prompt=(0,), presence_penalty=2, frequency_penalty=2) == 0
+    assert drawn(LOGITS, 0, frequency_penalty=0.09) == 0
+    assert drawn(LOGITS, 0, 3, 0, frequency_penalty=0.09) == 1
+    assert drawn(LOGITS, 0, presence_penalty=2, frequency_penalty=-2) == 0
+    assert drawn(LOGITS, prompt=(0,), repetition_penalty=1.1) == 1
+    assert drawn(LOGITS, 1, prompt=(0,), repetition_penalty=1.1) == 0
+    negative = torch.tensor([-1.0, -1.2, -3.0])
+    assert drawn(negative, 0, 0, repetition_penalty=1.3) == 1  # once, however often it came
+
+
+def test_an_answer_does_not_end_before_min_tokens() -> None:
+    options: dict[str, Any] = {"stop_token_ids": [0, 99], "min_tokens": 2}
+    assert [drawn(LOGITS, *[3] * n, **options) for n in range(3)] == [1, 1, 0]
+
+
+def test_top_k_and_top_p_bound_what_is_drawn() -> None:
+    for options in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.8}):
+        found = {drawn(temperature=1.0, seed=seed, **options) for seed in range(60)}
+        assert found == {0, 1}
+    for off in (0, -1):
+        assert len({drawn(temperature=3, seed=seed, top_k=off) for seed in range(60)}) == 5
+    unseeded = torch.zeros(1 << 20)
+    assert drawn(unseeded, temperature=1.0) != drawn(unseeded, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    plan = Plan(batch_size=4, context=120, kv=KVQuant(window=120))  # nothing is packed
+    with LLM(checkpoint, plan) as llm:
+        yield llm
+
+
+def test_logprobs_are_the_models(llm: LLM, checkpoint: Path) -> None:
+    prompt = [5 + 7 * i % 90 for i in range(20)]
+    options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "seed": 3}
+    plain, found = (
+        llm.generate(prompt, SamplingParams(temperature=2.0, logprobs=count, **options))[0]
+        for count in (None, 3)
+    )
+    assert (plain.token_ids, plain.logprobs) == (found.token_ids, None)
+    ids = torch.tensor([[*prompt, *found.token_ids]])
+    with torch.inference_mode():
+        rows = reference_model(checkpoint)(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    assert found.logprobs is not None
+    for token, step, row in zip(found.token_ids, found.logprobs, rows, strict=True):
+        best = row.topk(3).indices.tolist()
+        assert set(step) == {token, *best}
+        assert next(iter(step)) == token
+        order = row.argsort(descending=True).tolist()
+        for other, one in step.items():
+            assert one.logprob == pytest.approx(float(row[other]), abs=1e-3)
+            assert one.rank == order.index(other) + 1
+
+
+def test_logprobs_end_with_the_tokens(llm: LLM) -> None:
+    (free,) = llm.generate("abc", SamplingParams(temperature=0, ignore_eos=True))
+    token = free.token_ids[5]
+    params = SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=[token], logprobs=0)
+    (found,) = llm.generate("abc", params)
+    assert found.logprobs is not None
+    assert len(found.logprobs) == len(found.token_ids) == free.token_ids.index(token)
+
+
+def test_a_stop_text_is_found_across_tokens_and_cut_off() -> None:
+    class Words:
+        """One token a letter."""
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            return "".join(map(chr, tokens))
+
+    def answer(text: str, **options: Any) -> str | None:
+        sequence = Sequence(0, 0, None, (1,), SamplingParams(**options), 99)
+        for letter in text:
+            sequence.answer.append(ord(letter))
+            found = completion(sequence, Words())  # type: ignore[arg-type]
+            if found is not None:
+                assert found.finish_reason == "stop"
+                return found.text
+        return None
+
+    assert answer("one. two. three", stop=". t") == "one"
+    assert answer("one. two. three", stop=["x", "two", "one."]) == ""
+    assert answer("one. two. three", stop="o", min_tokens=4, max_tokens=None) == "one. tw"
+    assert answer("one. two. three", stop=". t", min_tokens=5, max_tokens=None) == "one"
+    assert answer("one. two. three", stop=". t", min_tokens=6, max_tokens=None) == "one. two"
+    assert answer("one. two. three", stop=["four"], max_tokens=None) is None
+
+
+def test_answers_end_at_the_models_end_token_unless_it_is_ignored(llm: LLM) -> None:
+    options: dict[str, Any] = {"temperature": 3.0, "seed": 1, "max_tokens": 90}
+    prompts = [[i + 5] for i in range(8)]
+    ends = llm.generate(prompts, SamplingParams(**options))
+    ignores = llm.generate(prompts, SamplingParams(**options, ignore_eos=True))
+    late = llm.generate(prompts, SamplingParams(**options, min_tokens=60))
+    assert any(one.finish_reason == "stop" for one in ends)
+    assert all(len(one.token_ids) == 90 for one in ignores)
+    assert all(len(one.token_ids) >= 60 for one in late)
+    assert all(EOS not in one.token_ids for one in (*ends, *late))

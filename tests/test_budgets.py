@@ -1,0 +1,94 @@
+"""Devices, dtypes and memory bounds, as all doors understand them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from qoff.budgets import memory_bounds, resolve_device, resolve_dtype
+from qoff.errors import ArgumentError
+from qoff.plan import Plan
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "bounds"),
+    [
+        ((None, None, None), GPU, (None, None)),
+        (("4GiB", 17, None), GPU, (4 << 30, 17)),
+        ((None, None, {0: "12GiB", "cpu": "32GiB"}), GPU, (12 << 30, 32 << 30)),
+        ((None, None, {1: 5}), torch.device("cuda:1"), (5, None)),
+        ((5, None, {0: 5, "cpu": 6}), GPU, (5, 6)),
+        ((None, None, {"cpu": "1KB"}), CPU, (1000, None)),
+    ],
+)
+def test_bounds_are_bytes(given: Any, device: torch.device, bounds: Any) -> None:
+    assert memory_bounds(*given, device) == bounds
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "message"),
+    [
+        ((True, None, None), GPU, "device_memory is True"),
+        ((None, "much", None), GPU, "host_memory: 'much' is not a size"),
+        ((4, None, {0: 5}), GPU, "device_memory is 4 bytes and max_memory"),
+        ((None, 4, {"cpu": 5}), CPU, "host_memory is 4 bytes and max_memory"),
+        ((None, None, {0: 5}), CPU, "max_memory names 0, but the model runs on 'cpu'"),
+        ((None, None, {1: 5}), GPU, "max_memory names 1"),
+        ((None, None, "4GiB"), GPU, "max_memory is '4GiB'"),
+    ],
+)
+def test_contradictions_are_refused(given: Any, device: torch.device, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        memory_bounds(*given, device)
+
+
+def test_a_plan_holds_bytes() -> None:
+    plan = Plan(device_memory="4GiB")
+    assert (plan.device_memory, plan.host_memory) == (4 << 30, None)
+    assert plan == Plan(device_memory=4 << 30) != Plan()
+
+
+def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, name in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert resolve_device("auto") == torch.device(name)
+    with pytest.raises(ArgumentError, match="no device is called 'tpu:0'"):
+        resolve_device("tpu:0")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "device", "found"),
+    [
+        ("auto", {"torch_dtype": "bfloat16"}, CPU, torch.float32),
+        ("float32", {}, CPU, torch.float32),
+        ("auto", {"dtype": "bfloat16"}, GPU, torch.bfloat16),
+        ("auto", {"torch_dtype": "float16"}, GPU, torch.float16),
+        ("auto", {"text_config": {"dtype": "float16"}}, GPU, torch.float16),
+        ("auto", {"dtype": "float32"}, GPU, torch.bfloat16),
+        ("auto", {}, GPU, torch.bfloat16),
+        (torch.float16, {"dtype": "bfloat16"}, GPU, torch.float16),
+        (torch.float16, {}, CPU, "a CPU computes in float32"),
+        ("float32", {}, GPU, "float16 or bfloat16, not 'float32'"),
+        ("float12", {}, GPU, "dtype is 'float12'"),
+    ],
+)
+def test_a_dtype_is_what_the_device_computes_in(
+    dtype: Any, config: Any, device: torch.device, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    if isinstance(found, torch.dtype):
+        assert resolve_dtype(dtype, config, device) == found
+    else:
+        with pytest.raises(ArgumentError, match=found):
+            resolve_dtype(dtype, config, device)
+
+
+def test_a_gpu_without_bfloat16_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    assert resolve_dtype("auto", {"dtype": "float32"}, GPU) == torch.float16
+    with pytest.raises(ArgumentError, match="cannot multiply bfloat16"):
+        resolve_dtype("auto", {"dtype": "bfloat16"}, GPU)
