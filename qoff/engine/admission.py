@@ -42,7 +42,8 @@ class Admission:
             if not isinstance(one, SamplingParams):
                 raise ArgumentError(f"parameters are SamplingParams, not {type(one).__name__}")
         for index, (prompt, wanted, after) in enumerate(zip(prompts, each, given, strict=True)):
-            text, tokens = None, ()
+            text: str | None = None
+            tokens: tuple[int, ...] = ()
             try:
                 text, tokens = self._reader.read(prompt)
                 yield self._sequences(index, text, tokens, wanted, after)
