@@ -44,7 +44,7 @@ def bench(
     batch_size: Annotated[
         str, typer.Option("-b", "--batch-size", help=f"Sequences processed together. {_SEVERAL}")
     ] = "1",
-    kv_bits: Annotated[
+    kv: Annotated[
         list[str] | None,
         typer.Option(
             help="Bits of the KV cache: none (float32), 4, 8, or 8,4 for K and V; repeatable. "
@@ -99,7 +99,7 @@ def bench(
 ) -> None:
     """Measure a model's tokens per second, run other benches, keep and compare results.
 
-    qoff bench MODEL -p 512 -n 128 -d 0,4096 --kv-bits none --kv-bits 4
+    qoff bench MODEL -p 512 -n 128 -d 0,4096 --kv none --kv 4
 
     qoff bench --suite cpu_matmul -- --quick
     """
@@ -122,7 +122,7 @@ def bench(
     if len(given) > 1:
         raise ArgumentError(f"{len(given)} models; one is measured at a time")
     asked = _Asked(
-        prompt, new, depth, batch_size, kv_bits or [], device_memory, activation_bits, repetitions
+        prompt, new, depth, batch_size, kv or [], device_memory, activation_bits, repetitions
     )
     from .results import results_folder
 
@@ -138,7 +138,7 @@ class _Asked:
     new: str
     depth: str
     batch_size: str
-    kv_bits: list[str]
+    kv: list[str]
     device_memory: str
     activation_bits: str
     repetitions: int
@@ -200,7 +200,7 @@ def _combinations(asked: _Asked, backend: str) -> tuple[list[Setup], list[Case]]
     )
     setups = grid_of_setups(
         [size.strip() for size in asked.device_memory.split(",")],
-        asked.kv_bits or [FLOAT if backend == "cpu" else "8"],
+        asked.kv or [FLOAT if backend == "cpu" else "8"],
         numbers("--activation-bits", asked.activation_bits, 1),
     )
     return setups, cases

@@ -46,7 +46,7 @@ def evaluate(
     solver: Annotated[
         str, typer.Option(help="Solver of weights to quantize: hqq, mse or rtn.")
     ] = "hqq",
-    kv_bits: Annotated[
+    kv: Annotated[
         str | None, typer.Option(help="Bits of the KV cache: 4, 8, or 8,4; default: float32.")
     ] = None,
     kv_form: Annotated[
@@ -117,7 +117,7 @@ def evaluate(
             "device": device,
             "device_memory": device_memory,
             "activation_bits": activation_bits,
-            "kv": kv_setting(kv_bits, "channel", kv_window, attention_top, False).quant,
+            "kv": kv_setting(kv, "channel", kv_window, attention_top, False).quant,
         }
         run_named_tasks(model, tasks.split(","), chosen, as_json)
         return
@@ -148,7 +148,7 @@ def evaluate(
     work.evaluate_one(
         model,
         options,
-        work.kv_setting(kv_bits, kv_form, kv_window, attention_top, every_token),
+        work.kv_setting(kv, kv_form, kv_window, attention_top, every_token),
         reference=reference,
         quant=QuantConfig(bits=bits, group_size=group_size, solver=solver),
         device=device,

@@ -78,7 +78,7 @@ def kv_setting(
         raise ArgumentError(f"--kv-form is {', '.join(FORMS)}, not {form!r}")
     if bits is None:
         if every_token or top < 1:
-            raise ArgumentError("--every-token and --attention-top need --kv-bits")
+            raise ArgumentError("--every-token and --attention-top need --kv")
         return KVSetting()
     plain = KVQuant.of(bits, window, top)
     quant = KVQuant(

@@ -112,7 +112,7 @@ class LLM:
         self._resources = Resources()
         weakref.finalize(self, self._resources.close)
         try:
-            self._machine = _machine(on_gpu)(
+            self._executor = _executor_of(on_gpu)(
                 checkpoint,
                 plan,
                 self._resources,
@@ -124,7 +124,7 @@ class LLM:
         except BaseException:
             self.close()
             raise
-        runtime = self._machine.runtime
+        runtime = self._executor.runtime
         self._reader = PromptReader(self.tokenizer)
         eos = end_tokens(runtime.checkpoint)
         self._admission = Admission(plan, runtime.spec, self._reader, eos)
@@ -133,22 +133,22 @@ class LLM:
     @property
     def runtime(self) -> Runtime:
         """The weights, and the decoder on them."""
-        return self._machine.runtime
+        return self._executor.runtime
 
     @property
     def memory(self) -> Memory:
         """What the plan takes beside the weights."""
-        return self._machine.memory
+        return self._executor.memory
 
     @property
     def arenas(self) -> Mapping[str, Arena]:
         """The memory of packed KV blocks and parked hidden states, by tier."""
-        return self._machine.arenas
+        return self._executor.arenas
 
     @property
     def blocks(self) -> TieredBlocks | DeviceBlocks:
         """The packed KV blocks of all sequences."""
-        return self._machine.blocks
+        return self._executor.blocks
 
     def generate(
         self,
@@ -208,7 +208,7 @@ class LLM:
                 waiting += sequences
         prefixes = PrefixIndex(self.blocks) if self.plan.share_prefixes else None
         batches = [
-            BatchSlots(self._machine.new_cache(), prefixes) for _ in range(self.plan.batches)
+            BatchSlots(self._executor.new_cache(), prefixes) for _ in range(self.plan.batches)
         ]
         samplers: dict[Sequence, Sampler] = {}
         try:
@@ -223,7 +223,7 @@ class LLM:
 
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""
-        return self._machine.memory_by_tier()
+        return self._executor.memory_by_tier()
 
     def close(self) -> None:
         """Write the trace, stop all threads, give memory and disk space back; idempotent."""
@@ -260,7 +260,7 @@ class LLM:
         self, batches: list[BatchSlots], samplers: dict[Sequence, Sampler]
     ) -> list[Completion]:
         """One pass of every batch: a token more of each sequence, or more of its prompt."""
-        start, before = time.perf_counter(), self._machine.counters()
+        start, before = time.perf_counter(), self._executor.counters()
         passes: list[tuple[BatchSlots, ForwardPass]] = []
         for batch in batches:
             for run in (batch.decode(), batch.read(self.plan.prefill_tokens)):
@@ -281,16 +281,16 @@ class LLM:
                     batch.remove(sequence)
                     del samplers[sequence]
                     done.append(result)
-        spent = [after - was for after, was in zip(self._machine.counters(), before, strict=True)]
+        spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
         seconds = time.perf_counter() - start
         self.rounds.append(RoundStats(read, generated, seconds, *spent))
         return done
 
     def _place(self, run: ForwardPass, number: int) -> None:
         """Say where a pass of a round has its values."""
-        run.name, run.workspace = f"pass {number}", self._machine.workspace
-        if self._machine.activations is not None:
-            run.activations = self._machine.activations.batch(number)
+        run.name, run.workspace = f"pass {number}", self._executor.workspace
+        if self._executor.activations is not None:
+            run.activations = self._executor.activations.batch(number)
 
 
 def _bounded(plan: Plan, device_memory: int | None, host_memory: int | None) -> Plan:
@@ -308,7 +308,7 @@ def _bounded(plan: Plan, device_memory: int | None, host_memory: int | None) -> 
     )
 
 
-def _machine(on_gpu: bool) -> type[Executor]:
+def _executor_of(on_gpu: bool) -> type[Executor]:
     """The kind that opens a plan; that for a GPU needs Triton."""
     if not on_gpu:
         return CpuExecutor

@@ -61,7 +61,7 @@ def edited(source: Path, target: Path, factor: float, **changes: Any) -> Path:
 def test_a_table_has_a_row_for_each_case_in_each_setup(checkpoint: Path) -> None:
     least, _ = budgets(checkpoint)
     memory = ["--device-memory", f"all,{least}"]
-    printed = succeed(checkpoint, *FAST, *memory, "--kv-bits", "none", "--kv-bits", "8,4")
+    printed = succeed(checkpoint, *FAST, *memory, "--kv", "none", "--kv", "8,4")
     header, rule, *rows = [line.strip("| ").split(" | ") for line in printed.splitlines()]
     assert [cell.strip() for cell in header] == [
         "model", "size", "backend", "plan", "test", "t/s",
@@ -179,8 +179,8 @@ def test_without_the_source_tree_there_are_no_benches(
         (["{checkpoint}", "-n", "many"], "'many' is not a whole number"),
         (["{checkpoint}", "-d", "-1"], "-d -1: "),
         (["{checkpoint}", "-p", "none", "-n", "none"], "nothing to measure"),
-        (["{checkpoint}", "--kv-bits", "5"], "4 or 8 bits, not 5"),
-        (["{checkpoint}", "--kv-bits", "none,4"], "KV bits are written like"),
+        (["{checkpoint}", "--kv", "5"], "4 or 8 bits, not 5"),
+        (["{checkpoint}", "--kv", "none,4"], "KV bits are written like"),
         (["{checkpoint}", "--activation-bits", "4"], "8 or 16 bits, not 4"),
         (["{checkpoint}", "--device-memory", "all,much"], "'much' is not a size"),
         (["{checkpoint}", "--device-memory", "1KiB"], "takes at least"),

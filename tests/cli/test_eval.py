@@ -61,7 +61,7 @@ def test_a_reference_is_computed_once(
     assert found["perplexity_ratio"] == pytest.approx(
         found["perplexity"] / found["reference_perplexity"]
     )
-    assert json.loads(succeed(*options, "--kv-bits", "4", "--every-token"))["mean_kl"] > 0
+    assert json.loads(succeed(*options, "--kv", "4", "--every-token"))["mean_kl"] > 0
     assert made.stat().st_mtime_ns == stamp
 
 
@@ -86,9 +86,9 @@ def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_p
         (["--stride", 101], "stride of 101"),
         (["--definition", "mine"], "no definition 'mine'"),
         (["--dataset", "wikitext2"], "not both"),
-        (["--every-token"], "need --kv-bits"),
-        (["--kv-bits", "4", "--kv-form", "odd"], "not 'odd'"),
-        (["--kv-bits", "5"], "4 or 8 bits"),
+        (["--every-token"], "need --kv"),
+        (["--kv", "4", "--kv-form", "odd"], "not 'odd'"),
+        (["--kv", "5"], "4 or 8 bits"),
         (["--sweep", "--grid", "bits=5"], "no cells|KV|bits 5"),
         (["--reference", "/nowhere/at/all"], "nowhere"),
     ],

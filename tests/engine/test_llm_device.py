@@ -233,7 +233,7 @@ def test_the_memory_of_a_plan_is_what_is_allocated(
             assert arena.used == arena.capacity
         purposes = llm.memory.purposes[DISK]
         assert purposes["KV blocks"] > 0
-        cache = llm._machine.new_cache()
+        cache = llm._executor.new_cache()
         assert isinstance(cache, DeviceCache)
         rings = sum(ring.nbytes for ring in (*cache.recent_k, *cache.recent_v))
         assert llm.memory.purposes[DEVICE]["recent KV"] == plan.batches * rings

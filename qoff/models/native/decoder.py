@@ -173,15 +173,14 @@ class Decoder:
         """Compute a layer as its recording, or record it; whether that could be."""
         if self._replays is None or not run.ragged.is_decode or tiled(weights):
             return False
-        cached = run.cached
-        assert cached is not None
-        opened = cached.open(layer)  # the layer opens the same again
+        assert run.cached is not None
+        opened = run.cached.open(layer)  # the layer opens the same again
         key = opened.replay_key() if isinstance(opened, DeviceLayerCache) else None
         if key is None:
             return False
 
         def work(hidden: Tensor) -> None:
-            run.cached, run.hidden = cached, hidden
+            run.hidden = hidden
             assert next(self._layer.steps(layer, weights, run), None) is None  # waits for tiles
 
         hidden = run.input
