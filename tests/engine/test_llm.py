@@ -169,7 +169,7 @@ def test_prompts_that_begin_alike_share_blocks(
         again = llm.generate(prompts[1:], params)
     assert found[0].token_ids == alone.token_ids
     assert [len(r.token_ids) for r in (*found, *again)] == [20] * 7
-    with pytest.raises(ArgumentError, match="share_prefixes needs 0"):
+    with pytest.raises(ArgumentError, match="share_prefixes needs sinks=0"):
         Plan(share_prefixes=True, kv=KVQuant(sinks=16))
 
 
