@@ -102,7 +102,7 @@ class Runtime:
                 _check_gpu(kv)
             replays = Replays() if cuda_graphs and where.type == "cuda" else None
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
-        transfers = transfers or _transfers_to(where)
+        transfers = transfers or transfers_to(where)
         try:
             residency = _planned(
                 reserves(self.decoder),
@@ -221,7 +221,7 @@ def _planned(
     raise refusal
 
 
-def _transfers_to(device: torch.device) -> Transfers | None:
+def transfers_to(device: torch.device) -> Transfers | None:
     """What moves weights to a device; None: what the store has for a CPU."""
     if device.type == "cpu":
         return None

@@ -335,18 +335,10 @@ def test_a_file_that_is_missing_or_cut_short_is_named(checkpoint: Path, tmp_path
             load(copied)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"device_map": {"model": "cpu", "lm_head": "disk"}},
-        {"device_map": {"model": "cuda:0", "lm_head": "cpu"}},
-        {"device_map": "auto", "max_memory": {"cpu": "30KB"}, "offload_folder": "anywhere"},
-    ],
-    ids=str,
-)
-def test_offloaded_weights_are_refused(checkpoint: Path, options: dict[str, Any]) -> None:
+def test_offloading_what_is_no_qoff_checkpoint_is_refused(source: Path) -> None:
+    options = {"quantization_config": qoff.QoffConfig(**CONFIG), "device_map": {"": "disk"}}
     with pytest.raises(ArgumentError, match=r"qoff\.load\(\.\.\., device_memory='8GiB'\) streams"):
-        load(checkpoint, **options)
+        load(source, **options)
 
 
 def test_a_bound_of_memory_is_compared_with_packed_weights(base: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.quantizers.base import HfQuantizer
@@ -16,7 +18,10 @@ if TYPE_CHECKING:  # transformers imports this module on the way to its PreTrain
     from transformers import PreTrainedModel
     from transformers.core_model_loading import ConversionOps, WeightConverter
 
+    from .streaming import Streaming
     from .wanted import Wanted
+
+_OFFLOADED = ("cpu", "disk")
 
 
 class QoffHfQuantizer(HfQuantizer):
@@ -29,27 +34,66 @@ class QoffHfQuantizer(HfQuantizer):
         self._wanted: Wanted | None = None  # what is quantized on the way
         self._converters: list[WeightConverter] = []
         self._errors: list[QoffError] = []
+        self._device_map: dict[str, Any] = {}  # one that offloads
+        self._open: Callable[[torch.device], Streaming] | None = None
+        self._streaming: Streaming | None = None
+        self._streams = False
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Raise ArgumentError for offloaded weights, QuantizationError for a solver of none.
+        """Raise ArgumentError for weights that cannot stream, QuantizationError for a solver.
 
         transformers calls it again with the map that "auto" and `max_memory` come to.
         """
         given = device_map.values() if isinstance(device_map, dict) else [device_map]
         places = {str(place) for place in given}
-        if "disk" in places or ("cpu" in places and len(places) > 1):
+        checkpoint = self.pre_quantized and self.quantization_config.layout == LAYERS
+        if _offloads(places) and (not checkpoint or len(places - set(_OFFLOADED)) > 1):
             raise ArgumentError(
-                "device_map: not all weights fit on the device, and packed modules are not "
-                "offloaded to 'cpu' or 'disk' here; qoff.load(..., device_memory='8GiB') streams "
-                "what does not fit, or raise max_memory"
+                "device_map: not all weights fit on the device, and only those of a qoff "
+                "checkpoint are offloaded to 'cpu' or 'disk' here, and for one device; "
+                "qoff.load(..., device_memory='8GiB') streams what does not fit, or raise "
+                "max_memory"
             )
         if not self.pre_quantized:
             self.quantization_config.quant()
 
+    def update_device_map(self, device_map: Any) -> Any:
+        """What is offloaded is taken from transformers, and has no place in its own map."""
+        if not isinstance(device_map, dict) or not _offloads({str(x) for x in device_map.values()}):
+            return device_map
+        self._device_map = device_map
+        devices = [place for place in device_map.values() if str(place) not in _OFFLOADED]
+        on_gpu = "cpu" not in map(str, device_map.values()) and torch.cuda.is_available()
+        return {"": devices[0] if devices else 0 if on_gpu else "cpu"}
+
+    def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
+        """Let layers stream that do not fit one device; all others do, then.
+
+        Raises BudgetError for memory that is too small for that.
+        """
+        devices = [key for key, n in max_memory.items() if key not in _OFFLOADED and n > 0]
+        if self._open is None or len(devices) > 1:
+            return max_memory
+        device = devices[0] if devices else "cpu"
+        streaming = self._open(torch.device(device))
+        places = streaming.within(int(max_memory[device]), int(max_memory.get("cpu", 0)))
+        self._leave_out(streaming, places)
+        return {**max_memory, device: 1 << 62}
+
+    def _leave_out(self, streaming: Streaming, places: dict[int, str]) -> None:
+        if places:
+            streaming.leave_out(places)
+            self._streaming, self._streams = streaming, True
+
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
+        self,
+        model: PreTrainedModel,
+        checkpoint_files: list[str] | None = None,
+        device_map: Any = None,
+        **_: Any,
     ) -> None:
         from . import operations
+        from .streaming import Streaming
         from .wanted import quantizable
 
         config = self.quantization_config
@@ -60,6 +104,10 @@ class QoffHfQuantizer(HfQuantizer):
         elif checkpoint_files:
             folder = checkpoint_files[0].rpartition("/")[0]
             self._converters = operations.unfusing(model, folder, self._errors)
+            self._open = partial(Streaming, model, folder, checkpoint_files)
+            if self._device_map:
+                streaming = self._open(torch.device(device_map[""]))
+                self._leave_out(streaming, streaming.mapped(self._device_map))
         else:
             raise ArgumentError("state_dict: a qoff checkpoint is loaded from its directory")
 
@@ -74,9 +122,14 @@ class QoffHfQuantizer(HfQuantizer):
 
         if self._errors:
             raise self._errors[0]
+        if self._streaming is not None:
+            self._streaming.start()
+        self._open = self._streaming = None  # they know the model
         model.__dict__["_weight_conversions"] = []  # what is saved needs none
         model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
         model.__dict__["load_adapter"] = MethodType(load_adapter, model)
+        if self._streams:
+            model.__dict__.update(save_pretrained=_refuse, load_adapter=_refuse)
         model.register_load_state_dict_pre_hook(check_shapes)
         experts = [module for module in model.modules() if isinstance(module, QoffExperts)]
         for module in (*packed_modules(model).values(), *experts):
@@ -129,6 +182,8 @@ class QoffHfQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         from .install import restore
 
+        if self._streams:
+            _refuse()
         restore(model, dtype or torch.float32)
         for name in ("save_pretrained", "load_adapter"):
             model.__dict__.pop(name, None)
@@ -142,3 +197,15 @@ class QoffHfQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Adapters are; packed weights have no gradient."""
         return True
+
+
+def _offloads(places: set[str]) -> bool:
+    """Whether weights at these places are not all on the device that computes."""
+    return "disk" in places or ("cpu" in places and len(places) > 1)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise ArgumentError(
+        "layers of this model stream from its checkpoint; to save it, dequantize it or load "
+        "adapters, load it without offloading"
+    )

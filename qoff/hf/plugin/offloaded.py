@@ -1,0 +1,186 @@
+"""A decoder layer of a transformers model that has its matrices only while it runs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qoff.checkpoint.layout import QuantEntry, WeightFile
+from qoff.errors import ArgumentError
+from qoff.hf.packed.module import CodesModule
+from qoff.kernels.layout.packing import ROW_BLOCK, packed_shapes
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.memory import Weights, WeightStore
+from qoff.memory.plan import local_names
+from qoff.quant.rows import reordered
+
+from .install import Packed, experts_module, install
+from .stored import Stored
+from .wanted import activation_of
+
+_Find = Callable[[Weights], Packed]
+
+
+class Turn(NamedTuple):
+    """What all offloaded layers of a model share; one of them runs at a time."""
+
+    store: WeightStore
+    lock: threading.Lock
+
+
+class _Place(NamedTuple):
+    """A packed module, what finds its codes among a layer's weights, and what it has without."""
+
+    module: CodesModule
+    find: _Find
+    empty: Packed
+
+    def put(self, packed: Packed) -> None:
+        module = self.module
+        module._buffers["codes"], module._buffers["scale_min"] = packed.codes, packed.scale_min
+        module.__dict__["_packed"] = packed
+        module.__dict__.pop("_dense", None)  # of a router
+
+
+class OffloadedLayer:
+    """Takes the place of a layer's `forward`. It can be neither trained nor copied.
+
+    Raises ArgumentError where a backward pass would need it, and for a second thread in any layer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        path: str,
+        turn: Turn,
+        unit: int,
+        streamed: Sequence[Stored],
+        file: WeightFile,
+    ) -> None:
+        """unit: what the store calls the layer at `path`. streamed: its matrices, all of `file`."""
+        self._layer = model.get_submodule(path)
+        self._own = self._layer.forward
+        self._turn, self._unit = turn, unit
+        self._places = list(_packed_places(model, unit, streamed, file))
+        functools.update_wrapper(self, self._own)
+
+    def install(self) -> None:
+        """Become the layer's `forward`."""
+        self._layer.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            given = [*args, *kwargs.values(), *self._layer.parameters()]
+            if any(isinstance(x, Tensor) and x.requires_grad for x in given):
+                raise ArgumentError(
+                    "a layer that streams has no backward pass; use torch.no_grad(), or load the "
+                    "model without offloading to train adapters"
+                )
+        with self._bound():
+            return self._own(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ArgumentError(
+            "a model whose layers stream can be neither copied nor pickled; load it again"
+        )
+
+    @contextmanager
+    def _bound(self) -> Iterator[None]:
+        if not self._turn.lock.acquire(blocking=False):
+            raise ArgumentError(
+                "a model whose layers stream runs one forward pass at a time, and another thread "
+                "is in one; take turns, or load it with qoff.LLM"
+            )
+        try:
+            with self._turn.store.use(self._unit) as weights:
+                try:
+                    for place in self._places:
+                        place.put(place.find(weights))
+                    yield
+                finally:
+                    for place in self._places:
+                        place.put(place.empty)
+        finally:
+            self._turn.lock.release()
+
+
+def _packed_places(
+    model: PreTrainedModel, unit: int, streamed: Sequence[Stored], file: WeightFile
+) -> Iterator[_Place]:
+    """Replace modules by packed ones without codes, and say where theirs come from."""
+    names = local_names(unit, [stored.name for stored in streamed])
+    experts: dict[str, list[Stored]] = {}
+    for stored in streamed:
+        entry, weight = file.weights[stored.name], stored.weight
+        assert isinstance(entry, QuantEntry)
+        if stored.expert is not None:
+            experts.setdefault(stored.targets[0], []).append(stored)
+            continue
+        for number, (part, target) in enumerate(zip(weight.parts, stored.targets, strict=True)):
+            path = target.removesuffix(".weight")
+            empty = _empty((part.rows, entry.shape[1]), entry)
+            install(model, path, empty)
+            order = weight.destination(number, 0, part.rows)
+            yield _place(model, path, _rows(names[stored.name], order, weight.rows), empty)
+    for target, found in experts.items():
+        path, _, parameter = target.rpartition(".")
+        entry = file.weights[found[0].name]
+        assert isinstance(entry, QuantEntry)
+        one = _empty(entry.shape, entry)
+        codes, scale_min = (x.expand(len(found), *x.shape) for x in (one.codes, one.scale_min))
+        none = QExperts(codes, scale_min, one.shape, one.bits, one.group_size, one.packing)
+        experts_module(model, path, activation_of(model)).hold(parameter, none)
+        yield _place(model, target, _all_of([names[stored.name] for stored in found]), none)
+
+
+def _place(model: PreTrainedModel, path: str, find: _Find, empty: Packed) -> _Place:
+    module = model.get_submodule(path)
+    assert isinstance(module, CodesModule)
+    return _Place(module, find, empty)
+
+
+def _rows(name: str, order: Tensor, rows: int) -> _Find:
+    """Rows `order` of a matrix of so many rows; in the same memory where they are neighbours."""
+    start, stop = int(order[0]), int(order[-1]) + 1
+    neighbours = torch.equal(order, torch.arange(start, stop))
+    whole_blocks = start % ROW_BLOCK == 0 and (stop % ROW_BLOCK == 0 or stop == rows)
+
+    def find(weights: Weights) -> QTensor:
+        matrix = weights[name]
+        assert isinstance(matrix, QTensor)
+        if (start, stop) == (0, rows) and neighbours:
+            return matrix
+        return matrix.rows(start, stop) if neighbours and whole_blocks else reordered(matrix, order)
+
+    return find
+
+
+def _all_of(names: Sequence[str]) -> _Find:
+    """The matrices of all experts, in the same memory."""
+
+    def find(weights: Weights) -> QExperts:
+        matrices = [weights[name] for name in names]
+        return QExperts.of([x for x in matrices if isinstance(x, QTensor)])
+
+    return find
+
+
+def _empty(shape: tuple[int, int], entry: QuantEntry) -> QTensor:
+    """A matrix of an entry's format, without memory."""
+    codes, scale_min = packed_shapes(shape, entry.bits, entry.group_size, "split32")
+    return QTensor(
+        torch.empty(codes, dtype=torch.uint8, device="meta"),
+        torch.empty(scale_min, dtype=entry.scale_min.dtype, device="meta"),
+        shape,
+        entry.bits,
+        entry.group_size,
+        "split32",
+    )

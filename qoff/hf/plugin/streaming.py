@@ -1,0 +1,197 @@
+"""Decoder layers of a transformers model whose weights stream from a qoff checkpoint.
+
+Before transformers loads, `Streaming.leave_out` takes from it the parameters and files of offloaded
+layers. After that, `Streaming.start` gives these layers packed modules that have codes only while
+their layer runs. Their vectors stay in memory, as do embedding and head.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qoff.checkpoint import Checkpoint, read_weight
+from qoff.checkpoint.layout import QuantEntry, WeightFile, tensors_of
+from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.packed.module import packing_for
+from qoff.memory import Residency, WeightStore, place_in_host, residency_of
+from qoff.memory.plan import is_expert, streamed_images
+from qoff.memory.plan.placement import spread_evenly
+from qoff.models.runtime import transfers_to
+from qoff.models.spec import DecoderSpec
+
+from .offloaded import OffloadedLayer, Turn
+from .operations import Unfuse
+from .stored import Stored, stored_weights
+
+
+class Streaming:
+    """Which layers of a model stream, and from where: host memory ("cpu", for a GPU) or disk."""
+
+    def __init__(
+        self, model: PreTrainedModel, folder: str, files: list[str], device: torch.device
+    ) -> None:
+        """files: transformers' own list of those that it will read. device: computes."""
+        self.device = device
+        self._model, self._files = model, files
+        self._checkpoint = Checkpoint.open(folder)
+        self._units = stored_weights(DecoderSpec.from_config(self._checkpoint.config), model)
+        self._paths = [_path_of(i, unit) for i, unit in enumerate(self._units[:-1])]
+        self._hidden: dict[str, nn.Parameter] = {}
+        self._places: Mapping[int, str] = {}
+
+    def within(self, budget: int, host: int) -> dict[int, str]:
+        """The layers that do not fit, with where they come from.
+
+        budget: bytes of the device for weights; host: of host memory. Raises BudgetError for a
+        budget that is too small.
+        """
+        files = self._checkpoint.layers
+        sizes: dict[Any, int] = {i: _nbytes(file) for i, file in enumerate(files)}
+        outer = _nbytes(self._checkpoint.outer)
+        everything = outer + sum(sizes.values())
+        if everything <= budget:
+            return {}
+        plan = self._residency(range(len(files)))
+        vectors = sum(_nbytes(file, matrices=False) for file in files)
+        least = outer + plan.device_bytes + vectors + max(map(_rearranged, files))
+        if least > budget:
+            raise BudgetError(
+                f"max_memory: {budget:,} bytes of {self.device} are too few; with its layers "
+                f"streamed the model takes {min(least, everything):,}: raise it to that, or use "
+                "qoff.load, which streams embedding and head, too"
+            )
+        kept = spread_evenly(sizes, budget - least)
+        images = streamed_images(self._part(range(len(files))), plan)
+        streamed: dict[Any, int] = {i: images[i].nbytes for i in sizes if i not in kept}
+        room = max(0, host - plan.host_staging_bytes)
+        in_host = spread_evenly(streamed, 0 if self.device.type == "cpu" else room)
+        return {i: "cpu" if i in in_host else "disk" for i in streamed}
+
+    def mapped(self, device_map: Mapping[str, Any]) -> dict[int, str]:
+        """The layers that a device map offloads, with where to.
+
+        Raises ArgumentError where it offloads something else by name.
+        """
+        places: dict[int, str] = {}
+        used = set[str]()
+        for i, path in enumerate(self._paths):
+            names = [n for n in device_map if not n or f"{path}.".startswith(f"{n}.")]
+            name = max(names, key=len, default=None)
+            if name is not None and self._offloads(device_map[name]):
+                places[i] = str(device_map[name])
+                used.add(name)
+        for name, place in device_map.items():
+            if self._offloads(place) and name not in used:
+                raise ArgumentError(
+                    f"device_map: {name} is offloaded to {place}, but only whole decoder layers "
+                    f"stream here; leave it on {self.device}, or use qoff.load(..., "
+                    "device_memory='8GiB')"
+                )
+        return places
+
+    def leave_out(self, places: Mapping[int, str]) -> None:
+        """Hide these layers' parameters and files from transformers' loading."""
+        self._places = places
+        for i in places:
+            for name in {target for stored in self._units[i] for target in stored.targets}:
+                module, own = self._owner(name)
+                self._hidden[name] = cast(nn.Parameter, module._parameters[own])
+                module._parameters[own] = None
+                module.__dict__["_is_hf_initialized"] = True  # transformers shall not fill it
+        left_out = {self._checkpoint.layers[i].path.name for i in places}
+        self._files[:] = [x for x in self._files if x.rpartition("/")[2] not in left_out]
+
+    def start(self) -> WeightStore:
+        """Open the store and let these layers take weights from it; it is closed with the model.
+
+        Raises what `WeightStore` does.
+        """
+        model, numbers = self._model, list(self._places)
+        for name, parameter in self._hidden.items():
+            module, own = self._owner(name)
+            module._parameters[own] = parameter
+        for i in numbers:
+            self._read_kept(i)
+        model.requires_grad_(False)
+        plan = self._residency(numbers)
+        store = WeightStore(
+            self._part(numbers), plan, packing=plan.packing, transfers=transfers_to(self.device)
+        )
+        weakref.finalize(model, store.close)
+        turn = Turn(store, threading.Lock())
+        for unit, i in enumerate(numbers):
+            streamed = [s for s in self._units[i] if self._streams(i, s)]
+            OffloadedLayer(model, self._paths[i], turn, unit, streamed, self._file(i)).install()
+        paths = {self._paths[i]: place for i, place in self._places.items()}
+        model.hf_device_map = {"": str(self.device), **paths}  # type: ignore[assignment]
+        return store
+
+    def _offloads(self, place: Any) -> bool:
+        return str(place) == "disk" or (str(place) == "cpu" and self.device.type != "cpu")
+
+    def _owner(self, parameter: str) -> tuple[nn.Module, str]:
+        path, _, own = parameter.rpartition(".")
+        return self._model.get_submodule(path), own
+
+    def _file(self, i: int) -> WeightFile:
+        return self._checkpoint.layers[i]
+
+    def _streams(self, i: int, stored: Stored) -> bool:
+        """Whether a weight of a layer's file is a matrix inside of the layer."""
+        inside = all(target.startswith(f"{self._paths[i]}.") for target in stored.targets)
+        return stored.weight.columns is not None and inside
+
+    def _read_kept(self, i: int) -> None:
+        """Read what does not stream, of the file of a layer that does."""
+        for stored in self._units[i]:
+            if self._streams(i, stored):
+                continue
+            value = read_weight(self._file(i), self._file(i).weights[stored.name])
+            tensors = [value] if isinstance(value, Tensor) else [value.codes, value.scale_min]
+            found = {str(n): x.to(self.device) for n, x in enumerate(tensors)}
+            for name, x in Unfuse(stored, []).load(found, self._model, "", set()).items():
+                module, own = self._owner(name)
+                module._parameters[own] = nn.Parameter(x, requires_grad=False)
+
+    def _part(self, numbers: Sequence[int]) -> Checkpoint:
+        """The checkpoint with these layers alone; files stream whole, so they are verified."""
+        outer = replace(self._checkpoint.outer, weights={})
+        return replace(self._checkpoint, layers=tuple(map(self._file, numbers)), outer=outer)
+
+    def _residency(self, numbers: Sequence[int]) -> Residency:
+        """Two slots, and host memory for the layers whose place that is."""
+        part = self._part(numbers)
+        on_gpu = self.device.type != "cpu"
+        plan = residency_of(part, (), packing=packing_for(self.device))
+        plan = place_in_host(part, plan, None, 2 if on_gpu else 0)
+        host = frozenset(u for u, i in enumerate(numbers) if self._places.get(i) == "cpu")
+        images = streamed_images(part, plan)
+        nbytes = sum(images[unit].nbytes for unit in host)
+        return replace(plan, host=host, host_weight_bytes=nbytes)
+
+
+def _path_of(i: int, unit: Sequence[Stored]) -> str:
+    """The module of layer i, from the names of its parameters."""
+    found = (re.match(rf"(.+?\.{i})\.", name) for stored in unit for name in stored.targets)
+    return next(match[1] for match in found if match is not None)
+
+
+def _nbytes(file: WeightFile, matrices: bool = True) -> int:
+    """Bytes of the weights of a file, or of its vectors alone."""
+    entries = (e for e in file.weights.values() if matrices or not isinstance(e, QuantEntry))
+    return sum(tensor.nbytes for entry in entries for tensor in tensors_of(entry))
+
+
+def _rearranged(file: WeightFile) -> int:
+    """Bytes that the parts of a layer's fused matrices take at most, where they are copied."""
+    entries = (e for n, e in file.weights.items() if isinstance(e, QuantEntry) and not is_expert(n))
+    return sum(tensor.nbytes for entry in entries for tensor in tensors_of(entry))
