@@ -76,10 +76,11 @@ def kv_setting(
     """The cache that the options describe. Raises ArgumentError for what does not fit together."""
     if form not in FORMS:
         raise ArgumentError(f"--kv-form is {', '.join(FORMS)}, not {form!r}")
-    if bits is None:
+    if bits in (None, "none"):
         if every_token or top < 1:
             raise ArgumentError("--every-token and --attention-top need --kv")
         return KVSetting()
+    assert bits is not None
     plain = KVQuant.of(bits, window, top)
     quant = KVQuant(
         plain.k_bits, plain.v_bits, window, plain.layers, attention_top=top, **FORMS[form]

@@ -35,6 +35,8 @@ class Admission:
         given = [None] * len(prompts) if continuations is None else list(continuations)
         if len(given) != len(prompts):
             raise ArgumentError(f"{len(prompts)} prompts, but continuations for {len(given)}")
+        if not isinstance(params, Iterable | SamplingParams):
+            raise ArgumentError(f"parameters are SamplingParams, not {type(params).__name__}")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ArgumentError(f"{len(prompts)} prompts, but parameters for {len(each)}")

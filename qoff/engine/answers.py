@@ -45,7 +45,7 @@ def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
     found = checkpoint.config.get("eos_token_id")
     config = _generation_config(checkpoint)
     if config is not None:
-        found = config.eos_token_id
+        found = found if config.eos_token_id is None else config.eos_token_id
     if found is None:
         return frozenset()
     return frozenset({found} if isinstance(found, int) else found)

@@ -70,7 +70,7 @@ class PromptReader:
                 return text, _tokens(tokens)
             prompt = text
         if isinstance(prompt, str):
-            return prompt, tuple(self.tokenizer(prompt)["input_ids"])
+            return prompt, self._encoded(prompt)
         if isinstance(prompt, Chat):
             return self._chat(prompt)
         return None, _tokens(prompt)
@@ -96,7 +96,13 @@ class PromptReader:
         except Exception as error:  # a template is code of the model's
             raise ArgumentError(f"the chat template does not take this: {error}") from error
         # A template has the special tokens itself.
-        return str(text), tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return str(text), self._encoded(text, add_special_tokens=False)
+
+    def _encoded(self, text: Any, **options: Any) -> tuple[int, ...]:
+        try:
+            return tuple(self.tokenizer(text, **options)["input_ids"])
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair, for example
+            raise ArgumentError(f"the tokenizer does not take this text: {error}") from error
 
 
 def _is_token(one: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 from weakref import WeakSet
@@ -57,6 +58,7 @@ class Budget:
         self._tiled = False
         self._decoder: AnyDecoder | None = None
         self._caches: WeakSet[BoundedCache] = WeakSet()
+        self._turn = threading.RLock()
 
     def choices(self, decoder: AnyDecoder) -> Iterator[tuple[int, int]]:
         """Bytes to keep free beside the weights, without and with layers in tiles; best first."""
@@ -89,8 +91,12 @@ class Budget:
         counts: new tokens of each sequence. rows: of logits. Returns how many new tokens of each
         fit into one pass. Raises BudgetError naming the bytes wanted and there.
         """
+        with self._turn:
+            return self._admit(cache, tokens, counts, rows)
+
+    def _admit(self, cache: BoundedCache, tokens: int, counts: Sequence[int], rows: int) -> int:
         held = cache.tokens
-        others = sum(one.nbytes for one in self._caches if one is not cache)
+        others = self._others(cache)
         wanted = held.bytes_for(tokens)
         at_once = max(counts)
         whole = isinstance(held, ModuleCache) and (held.recurrent or len(set(counts)) > 1)
@@ -115,12 +121,22 @@ class Budget:
             held.reserve(cache.room)
         return at_once
 
+    def count(self, cache: BoundedCache) -> None:
+        """Count the memory of a cache from now on, as long as it is there."""
+        with self._turn:
+            self._caches.add(cache)
+
+    def _others(self, cache: BoundedCache) -> int:
+        with self._turn:
+            return sum(one.nbytes for one in self._caches if one is not cache)
+
     def check_rows(self, cache: BoundedCache, sequences: int) -> None:
         """Raise BudgetError where a cache of that many sequences does not fit."""
         held = cache.tokens
         wanted = held.nbytes * sequences // max(1, held.sequences)
-        others = sum(one.nbytes for one in self._caches if one is not cache)
-        if sequences > held.sequences and wanted + others > self.free:
+        others = self._others(cache)
+        more = sequences > held.sequences or cache not in self._caches
+        if more and wanted + others > self.free:
             raise BudgetError(
                 f"device memory: a KV cache of {sequences} sequences wants {wanted:,} bytes, and "
                 f"others have {others:,}, but {self.free:,} of {self.memory:,} are there beside "

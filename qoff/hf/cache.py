@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from types import EllipsisType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -58,6 +60,23 @@ class QoffCache(Cache):
         self.room = 0  # tokens of each sequence that room was made for
         self.columns = 0
         self._padded: list[tuple[int, Tensor]] = []  # first column, bool [B, T]: is it a token
+        if budget is not None:
+            budget.count(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the bound of memory, which a copy in another process has no part of."""
+        return {**self.__dict__, "_bounded_by": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        found = type(self).__new__(type(self))
+        found.__dict__.update(
+            {name: copy.deepcopy(x, memo) for name, x in self.__getstate__().items()}
+        )
+        found._bounded_by = self._bounded_by
+        if (budget := self._budget) is not None:
+            budget.check_rows(found, found.batch_size)
+            budget.count(found)
+        return found
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -113,7 +132,10 @@ class QoffCache(Cache):
                 f"has {_described(shapes)}: make a cache for it with qoff.QoffCache(model)"
             )
         if self.columns == 0 and self.batch_size != batch_size:
+            if (budget := self._budget) is not None:
+                budget.check_rows(self, batch_size)
             self.tokens.select([0] * batch_size)
+            self.room = 0
         if self.batch_size != batch_size:
             raise OpError(f"the cache holds {self.batch_size} sequences, the batch {batch_size}")
 

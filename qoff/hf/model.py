@@ -84,12 +84,13 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple:
         """One forward pass over int64 ids [B, T], padded on one side as attention_mask says.
 
-        attention_mask: [B, columns in the cache + T], or None where nothing is padded.
-        Returns logits float32 [B, T or logits_to_keep, vocab_size], zero at padding, but with
+        attention_mask: [B, columns in the cache + T], or None where nothing is padded. Returns
+        logits float32 [B, T or logits_to_keep, vocab_size], zero at padding, but with
         logits_to_keep=1 those of each row's last token; and the cache as `past_key_values`. A model
-        with a bound of memory reads long prompts in pieces. Raises OpError for what cannot be done
-        (embeddings as input, hidden states or attention weights as output, another kind of cache)
-        and BudgetError for what the bound has no room for, before anything is computed.
+        with a bound of memory reads a prompt that has no room in one pass in pieces; with a packed
+        cache, later pieces attend to packed tokens, which rounds. Raises OpError for what cannot be
+        done (embeddings as input, hidden states or attention weights as output, another kind of
+        cache) and BudgetError for what the bound has no room for, before anything is computed.
         """
         for name in _IN_TORCH:
             unsupported.setdefault(name, getattr(self.config, name, None))
@@ -105,13 +106,14 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         columns = PaddedBatch.of(
             (batch, width), attention_mask, cache.tokens.lengths, cache.columns
         )
-        columns.check_positions(position_ids)
+        columns.check_positions(None if position_ids is None else position_ids.cpu())
         if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise OpError("logits_to_keep must be how many of the last columns, not which ones")
         rows, places = columns.logit_rows(logits_to_keep)
-        found = self._read(columns.tokens(input_ids), columns, cache, rows).to(device)
-        cache.add(columns)
         kept = min(logits_to_keep, width) if logits_to_keep else width
+        tokens = columns.tokens(input_ids)
+        found = self._read(tokens, columns, cache, rows, batch * kept).to(device)
+        cache.add(columns)
         if len(rows) == batch * kept:
             logits = found.view(batch, kept, -1)
         else:
@@ -126,13 +128,29 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         )
         return output if return_dict is not False else output.to_tuple()
 
-    def _read(self, tokens: Tensor, columns: PaddedBatch, cache: QoffCache, rows: Tensor) -> Tensor:
-        """Read a batch, in pieces where memory is bounded; float32 logits [R, vocab] of `rows`."""
+    def _read(
+        self, tokens: Tensor, columns: PaddedBatch, cache: QoffCache, rows: Tensor, returned: int
+    ) -> Tensor:
+        """Read a batch, in pieces where memory is bounded; float32 logits [R, vocab] of `rows`.
+
+        returned: rows of logits that become of these, padding included.
+        """
         ragged = columns.ragged
         counts = [span.count for span in ragged.spans]
-        at_once = cache.make_room(ragged.longest + 1, counts, len(rows))
+        at_once = cache.make_room(ragged.longest + 1, counts, returned)
         if at_once == max(counts):
             return self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, rows))
+        before = list(cache.tokens.lengths)
+        try:
+            return self._read_pieces(tokens, columns, cache, rows, at_once)
+        except BaseException:  # a retry reads the prompt from its beginning
+            done = [now - was for now, was in zip(cache.tokens.lengths, before, strict=True)]
+            cache.tokens.forget_each(done)
+            raise
+
+    def _read_pieces(
+        self, tokens: Tensor, columns: PaddedBatch, cache: QoffCache, rows: Tensor, at_once: int
+    ) -> Tensor:
         found: Tensor | None = None
         for part, piece in columns.pieces(at_once):
             wanted = (part[:, None] == rows).nonzero()  # [m, 2]: row of the piece, of the logits
@@ -171,6 +189,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         if cache is None:
             model_kwargs["past_key_values"] = cache = QoffCache(self, batch_size * copies)
         if isinstance(cache, QoffCache):
+            cache.prepare(self.runtime.decoder.head_shapes, batch_size * copies)
             cache.make_room(max_cache_length, [1] * batch_size * copies, batch_size * copies)
         return prepared
 

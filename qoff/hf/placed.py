@@ -97,7 +97,7 @@ class PlacedModel(PreTrainedModel):
         decoder = self.runtime.decoder
         at = self._computes_on
         computed = torch.float32 if isinstance(decoder, ModuleDecoder) else decoder.dtype
-        if device is not None and device not in (self.device, at, torch.device(at.type)):
+        if device is not None and (device.type, device.index or 0) != (at.type, at.index or 0):
             raise OpError(
                 f"the model computes on {at} and cannot be moved to {device}; load it with "
                 f"qoff.load(..., device={str(device)!r})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -29,6 +30,7 @@ CALIBRATED = ("gptq",)  # solvers that need the inputs of a matrix
 _CHUNK = 1 << 17  # weights solved at a time: temporaries of half a MiB stay in cache
 _MAX_CHUNK = 1 << 19  # a dozen float32 temporaries of this many weights are below 32 MiB
 _GPU_CHUNK = 1 << 21  # below 128 MiB
+logger = logging.getLogger(__name__)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Rtn = Callable[[Tensor, int, int, torch.dtype], QTensor]
@@ -142,12 +144,25 @@ def quantize(
             f"{name}: only a matrix of floats can be quantized, not {w.dtype} {tuple(w.shape)}"
         )
     if device is None:
-        device = torch.device("cuda") if torch.cuda.is_available() else w.device
+        device = _fastest(w.device)
     kernel = _rtn_kernel() if solver == "rtn" and device.type == "cuda" else None
     try:
-        return _quantize(w, config, row_chunk, device, kernel)
+        try:
+            return _quantize(w, config, row_chunk, device, kernel)
+        except torch.OutOfMemoryError as error:
+            if w.is_cuda:
+                raise
+            logger.warning("%s: quantized on the CPU, as the GPU has no room: %s", name, error)
+            return _quantize(w, config, row_chunk, w.device, None)
     except (OpError, QuantizationError) as error:
         raise QuantizationError(f"{name}: {error}") from error
+
+
+def _fastest(device: torch.device) -> torch.device:
+    """A GPU that Triton compiles for, if there is one; else the device of the matrix."""
+    if device.type == "cuda" or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda") if torch.cuda.get_device_capability() >= (7, 5) else device
 
 
 def _rtn_kernel() -> Rtn | None:
@@ -159,7 +174,7 @@ def _rtn_kernel() -> Rtn | None:
     return rtn
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: the codes become buffers of trainable models
 def _quantize(
     w: Tensor,
     config: QuantConfig,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,3 +58,40 @@ def test_nothing_goes_beyond_the_bound(base: Path, family: str, kv: Any) -> None
                     peak = allocated(lambda m=model, i=ids, r=run: m.generate(i, **r))
 
                     assert weights + peak <= memory
+
+
+@pytest.mark.parametrize("kv", [None, 4], ids=str)
+def test_a_prompt_that_failed_half_way_is_read_again_from_its_beginning(
+    base: Path, kv: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ids = tiny_checkpoint(base, "llama-head64"), torch.randint(3, 120, (1, 600))
+    options = {"kv": kv, "context": 700}
+    least, _ = load_budgets(path, **options)
+    model, _ = qoff.load(path, device_memory=least, **options)
+    with model:
+        wanted = model(ids, logits_to_keep=1).logits
+        cache, forward, calls = qoff.QoffCache(model), model.runtime.forward, []
+
+        def failing(run: Any) -> Any:
+            calls.append(run)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return forward(run)
+
+        monkeypatch.setattr(model.runtime, "forward", failing)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        assert len(calls) == 2  # the prompt is read in pieces
+        found = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        assert torch.equal(found, wanted)
+
+
+def test_caches_count_from_when_they_are_made(base: Path) -> None:
+    path = tiny_checkpoint(base, "llama-head64")
+    least, _ = load_budgets(path, context=256)
+    model, _ = qoff.load(path, device_memory=least, context=256)
+    with model:
+        cache = model(torch.randint(3, 120, (1, 200)), logits_to_keep=1).past_key_values
+        with pytest.raises(BudgetError, match="KV cache"):
+            _ = [copy.deepcopy(cache) for _ in range(100)]
+        assert pickle.loads(pickle.dumps(cache)).columns == cache.columns

@@ -41,3 +41,9 @@ def test_what_the_kernel_marks_is_refused_with_the_reason(bad, reason):
     w[17, 3] = bad
     with pytest.raises(QuantizationError, match=reason):
         matrix._quantize(w, QuantConfig(4, 32, "rtn"), None, CPU, rtn)
+
+
+def test_codes_can_be_buffers_of_a_module_that_is_trained() -> None:
+    weight = quantize(torch.randn(32, 64), 4, 32, "rtn")
+    assert not weight.codes.is_inference()
+    assert not weight.scale_min.is_inference()

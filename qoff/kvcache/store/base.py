@@ -117,9 +117,10 @@ class GrowingBlocks(BlockStore):
         if blocks <= self._allocator.capacity:
             return
         for layer, pool in enumerate(self.pools):
-            grown = torch.empty(blocks, *pool.shape[1:], dtype=torch.uint8)
-            grown[: len(pool)] = pool
-            self.pools[layer] = grown
+            if len(pool) < blocks:  # not yet, in a growth that ran out of memory
+                grown = torch.empty(blocks, *pool.shape[1:], dtype=torch.uint8)
+                grown[: len(pool)] = pool
+                self.pools[layer] = grown
         self._allocator.grow(blocks)
 
     def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
