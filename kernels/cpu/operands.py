@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NoReturn
 
 import torch
@@ -40,3 +41,13 @@ def check_rows(op: str, name: str, value: Tensor, rows: int, columns: int) -> No
 def address(tensor: Tensor | None) -> int:
     """The address of a tensor's first element, 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def int64s(*names: str) -> tuple[tuple[str, type], ...]:
+    """Fields of the arguments of a compiled job."""
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+def offsets(arguments: type[ctypes.Structure]) -> tuple[int, ...]:
+    """Where each field of a job's arguments lies, in bytes."""
+    return tuple(getattr(arguments, name).offset for name, *_ in arguments._fields_)

@@ -8,26 +8,7 @@ from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 
-from .fields import (
-    CAPACITY,
-    COS,
-    DIM,
-    HEADS,
-    K_NORM,
-    KEYS,
-    KV_HEADS,
-    NORM_EPS,
-    PAIRS,
-    PLACES,
-    POSITIONS,
-    Q_NORM,
-    QKV,
-    QKV_STRIDE,
-    SIN,
-    SLOTS,
-    VALUES,
-    M,
-)
+from . import fields as f
 
 
 @inner
@@ -62,29 +43,29 @@ def _rotate_head(x, pairs, cos, sin):
 @inner
 def _append_token(args, token):
     """Normalize and rotate one token's queries and keys in place; copy its keys and values."""
-    dim, heads = simd.peek_i64(args + DIM), simd.peek_i64(args + HEADS)
-    kv_heads, capacity = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + CAPACITY)
-    row = simd.peek_i64(args + QKV) + token * simd.peek_i64(args + QKV_STRIDE)
-    position = simd.peek_i64(simd.peek_i64(args + POSITIONS) + 8 * token)
-    place = simd.peek_i64(simd.peek_i64(args + PLACES) + 8 * token)
-    slot = simd.peek_i64(simd.peek_i64(args + SLOTS) + 8 * token)
-    eps = simd.peek_f32(args + NORM_EPS)
-    cos = simd.peek_i64(args + COS)
-    pairs = simd.peek_i64(args + PAIRS)
+    dim, heads = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.HEADS)
+    kv_heads, capacity = simd.peek_i64(args + f.KV_HEADS), simd.peek_i64(args + f.CAPACITY)
+    row = simd.peek_i64(args + f.QKV) + token * simd.peek_i64(args + f.QKV_STRIDE)
+    position = simd.peek_i64(simd.peek_i64(args + f.POSITIONS) + 8 * token)
+    place = simd.peek_i64(simd.peek_i64(args + f.PLACES) + 8 * token)
+    slot = simd.peek_i64(simd.peek_i64(args + f.SLOTS) + 8 * token)
+    eps = simd.peek_f32(args + f.NORM_EPS)
+    cos = simd.peek_i64(args + f.COS)
+    pairs = simd.peek_i64(args + f.PAIRS)
     angles = position * pairs * 4
     for head in range(heads + kv_heads):
         x = row + 4 * dim * head
-        norm = simd.peek_i64(args + Q_NORM) if head < heads else simd.peek_i64(args + K_NORM)
+        norm = simd.peek_i64(args + f.Q_NORM) if head < heads else simd.peek_i64(args + f.K_NORM)
         if norm != 0:
             _normalize_head(x, dim, norm, eps)
         if cos != 0:
-            _rotate_head(x, pairs, cos + angles, simd.peek_i64(args + SIN) + angles)
+            _rotate_head(x, pairs, cos + angles, simd.peek_i64(args + f.SIN) + angles)
     for head in range(kv_heads):
         to = 4 * ((slot * kv_heads + head) * capacity * dim)
         key = row + 4 * dim * (heads + head)
         value = row + 4 * dim * (heads + kv_heads + head)
-        keys = simd.peek_i64(args + KEYS) + to + 4 * (place // 16 * 16 * dim + place % 16)
-        values = simd.peek_i64(args + VALUES) + to + 4 * place * dim
+        keys = simd.peek_i64(args + f.KEYS) + to + 4 * (place // 16 * 16 * dim + place % 16)
+        values = simd.peek_i64(args + f.VALUES) + to + 4 * place * dim
         for i in range(dim):
             simd.poke_f32(keys + 64 * i, simd.peek_f32(key + 4 * i))
             simd.poke_f32(values + 4 * i, simd.peek_f32(value + 4 * i))
@@ -93,7 +74,7 @@ def _append_token(args, token):
 @inner
 def append_all(pool, args):
     """Phase 0 of the attention jobs: all tokens."""
-    tokens = simd.peek_i64(args + M)
+    tokens = simd.peek_i64(args + f.M)
     token = take(pool, 0)
     while token < tokens:
         _append_token(args, token)

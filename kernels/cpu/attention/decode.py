@@ -12,34 +12,15 @@ from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 
+from . import fields as f
 from .append import append_all
-from .fields import (
-    CAPACITY,
-    DIM,
-    HEADS,
-    KEYS,
-    KV_HEADS,
-    LSE,
-    OUT,
-    OUT_STRIDE,
-    PARTIALS,
-    PLACES,
-    QKV,
-    QKV_STRIDE,
-    RUNS,
-    SCALE,
-    SLOTS,
-    SOFT_CAP,
-    VALUES,
-    WINDOW,
-    M,
-)
 from .soft_cap import capped
 
 RUN = 512  # keys per partial result
 
 
-def partial_bytes(head_dim: int) -> int:
+@inner
+def partial_bytes(head_dim):
     """Bytes of one partial result: maximum, sum, scores of a run, output."""
     return 64 + 4 * (RUN + 32) + 4 * head_dim
 
@@ -118,51 +99,49 @@ def _attend_run(query, keys, values, first, last, dim, scale, soft_cap, partial)
 
 
 @inner
-def _partial_bytes(dim):
-    return 64 + 4 * (RUN + 32) + 4 * dim
-
-
-@inner
 def first_key(args, position):
     """The oldest key that a query sees."""
-    window = simd.peek_i64(args + WINDOW)
+    window = simd.peek_i64(args + f.WINDOW)
     return max(0, position + 1 - window) if window > 0 else 0
 
 
 @inner
 def _attend_item(args, token, kv_head, run):
     """One run of keys for all query heads of one KV head."""
-    dim, heads = simd.peek_i64(args + DIM), simd.peek_i64(args + HEADS)
-    kv_heads, capacity = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + CAPACITY)
-    position = simd.peek_i64(simd.peek_i64(args + PLACES) + 8 * token)
+    dim, heads = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.HEADS)
+    kv_heads, capacity = simd.peek_i64(args + f.KV_HEADS), simd.peek_i64(args + f.CAPACITY)
+    position = simd.peek_i64(simd.peek_i64(args + f.PLACES) + 8 * token)
     first = max(first_key(args, position), run * RUN)
     last = min(position + 1, (run + 1) * RUN)
     if first >= last:
         return
-    slot = simd.peek_i64(simd.peek_i64(args + SLOTS) + 8 * token)
+    slot = simd.peek_i64(simd.peek_i64(args + f.SLOTS) + 8 * token)
     cache = 4 * ((slot * kv_heads + kv_head) * capacity * dim)
-    keys, values = simd.peek_i64(args + KEYS) + cache, simd.peek_i64(args + VALUES) + cache
-    queries = simd.peek_i64(args + QKV) + token * simd.peek_i64(args + QKV_STRIDE)
-    group, runs = heads // kv_heads, simd.peek_i64(args + RUNS)
+    keys, values = (
+        simd.peek_i64(args + f.KEYS) + cache,
+        simd.peek_i64(args + f.VALUES) + cache,
+    )
+    queries = simd.peek_i64(args + f.QKV) + token * simd.peek_i64(args + f.QKV_STRIDE)
+    group, runs = heads // kv_heads, simd.peek_i64(args + f.RUNS)
     for head in range(kv_head * group, (kv_head + 1) * group):
         index = (token * heads + head) * runs + run
-        partial = simd.peek_i64(args + PARTIALS) + index * _partial_bytes(dim)
+        partial = simd.peek_i64(args + f.PARTIALS) + index * partial_bytes(dim)
         _attend_run(
             queries + 4 * dim * head, keys, values, first, last, dim,
-            simd.peek_f32(args + SCALE), simd.peek_f32(args + SOFT_CAP), partial,
+            simd.peek_f32(args + f.SCALE), simd.peek_f32(args + f.SOFT_CAP), partial,
         )  # fmt: skip
 
 
 @inner
 def _merge(args, token, head):
     """Join the partial results of one query head."""
-    dim, runs = simd.peek_i64(args + DIM), simd.peek_i64(args + RUNS)
-    size = _partial_bytes(dim)
-    index = (token * simd.peek_i64(args + HEADS) + head) * runs
-    partials = simd.peek_i64(args + PARTIALS) + index * size
-    position = simd.peek_i64(simd.peek_i64(args + PLACES) + 8 * token)
+    dim, runs = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.RUNS)
+    size = partial_bytes(dim)
+    index = (token * simd.peek_i64(args + f.HEADS) + head) * runs
+    partials = simd.peek_i64(args + f.PARTIALS) + index * size
+    position = simd.peek_i64(simd.peek_i64(args + f.PLACES) + 8 * token)
     low, high = first_key(args, position) // RUN, position // RUN + 1
-    lse = simd.peek_i64(args + LSE)
+    lse = simd.peek_i64(args + f.LSE)
     peak = np.float32(-np.inf)
     for run in range(low, high):
         peak = max(peak, simd.peek_f32(partials + run * size))
@@ -171,9 +150,9 @@ def _merge(args, token, head):
         at = partials + run * size
         total += np.exp(simd.peek_f32(at) - peak) * simd.peek_f32(at + 4)
     if lse != 0:
-        at = lse + 4 * (token * simd.peek_i64(args + HEADS) + head)
+        at = lse + 4 * (token * simd.peek_i64(args + f.HEADS) + head)
         simd.poke_f32(at, peak + np.log(total))
-    out = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE) + 4 * dim * head
+    out = simd.peek_i64(args + f.OUT) + token * simd.peek_i64(args + f.OUT_STRIDE) + 4 * dim * head
     for i in range(0, 4 * dim, 64):
         value = simd.splat_f32(np.float32(0.0))
         for run in range(low, high):
@@ -186,8 +165,8 @@ def _merge(args, token, head):
 
 @inner
 def _attend_all(pool, args):
-    tokens, heads = simd.peek_i64(args + M), simd.peek_i64(args + HEADS)
-    kv_heads, runs = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + RUNS)
+    tokens, heads = simd.peek_i64(args + f.M), simd.peek_i64(args + f.HEADS)
+    kv_heads, runs = simd.peek_i64(args + f.KV_HEADS), simd.peek_i64(args + f.RUNS)
     items = tokens * kv_heads * runs
     item = take(pool, 1)
     while item < items:

@@ -2,18 +2,17 @@
 
 import ctypes
 
+from qoff.kernels.cpu.operands import int64s, offsets
+
 
 class AttentionArguments(ctypes.Structure):
     """Addresses and strides in bytes, sizes, flags."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "qkv", "qkv_stride", "tokens", "heads", "kv_heads", "head_dim", "q_norm", "k_norm",
-                "cos", "sin", "pairs", "positions", "places", "slots", "keys", "values", "capacity",
-                "window", "out", "out_stride", "lse", "runs", "scratch",
-            )
+        *int64s(
+            "qkv", "qkv_stride", "tokens", "heads", "kv_heads", "head_dim", "q_norm", "k_norm",
+            "cos", "sin", "pairs", "positions", "places", "slots", "keys", "values", "capacity",
+            "window", "out", "out_stride", "lse", "runs", "scratch",
         ),
         ("norm_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
@@ -23,6 +22,4 @@ class AttentionArguments(ctypes.Structure):
 
 (QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, COS, SIN, PAIRS, POSITIONS, PLACES,
  SLOTS, KEYS, VALUES, CAPACITY, WINDOW, OUT, OUT_STRIDE, LSE, RUNS, PARTIALS, NORM_EPS, SCALE,
- SOFT_CAP) = (
-    getattr(AttentionArguments, field[0]).offset for field in AttentionArguments._fields_
-)  # fmt: skip
+ SOFT_CAP) = offsets(AttentionArguments)  # fmt: skip

@@ -12,27 +12,9 @@ from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import take
 
+from . import fields as f
 from .append import append_all
 from .decode import first_key
-from .fields import (
-    CAPACITY,
-    DIM,
-    HEADS,
-    KEYS,
-    KV_HEADS,
-    LSE,
-    OUT,
-    OUT_STRIDE,
-    PARTIALS,
-    PLACES,
-    QKV,
-    QKV_STRIDE,
-    SCALE,
-    SLOTS,
-    SOFT_CAP,
-    VALUES,
-    M,
-)
 from .soft_cap import cap_scores
 
 ROWS = 4  # tokens whose scores are computed together
@@ -40,7 +22,8 @@ _RUN = 512  # keys between two corrections of the running softmax
 _SCORES = 4 * (_RUN + 16)  # bytes of one row of scores
 
 
-def tile_bytes(head_dim: int) -> int:
+@inner
+def tile_bytes(head_dim):
     """Bytes of scratch that a thread needs: scores, maximum and sum, output of each row."""
     return ROWS * (_SCORES + 64 + 4 * head_dim)
 
@@ -126,32 +109,32 @@ def _weigh(scores, values, count, dim, states, sums):
 
 @inner
 def _position(args, token):
-    return simd.peek_i64(simd.peek_i64(args + PLACES) + 8 * token)
+    return simd.peek_i64(simd.peek_i64(args + f.PLACES) + 8 * token)
 
 
 @inner
 def _slot(args, token):
-    return simd.peek_i64(simd.peek_i64(args + SLOTS) + 8 * token)
+    return simd.peek_i64(simd.peek_i64(args + f.SLOTS) + 8 * token)
 
 
 @inner
 def _run_of_keys(args, token, rows, head, start, last, scratch):
     """Add keys [start, last) of the cache to the running attention of `rows` tokens."""
-    dim = simd.peek_i64(args + DIM)
-    group = simd.peek_i64(args + HEADS) // simd.peek_i64(args + KV_HEADS)
-    cache = _slot(args, token) * simd.peek_i64(args + KV_HEADS) + head // group
-    cache = 4 * cache * simd.peek_i64(args + CAPACITY) * dim
-    stride = simd.peek_i64(args + QKV_STRIDE)
-    q0 = simd.peek_i64(args + QKV) + token * stride + 4 * dim * head
+    dim = simd.peek_i64(args + f.DIM)
+    group = simd.peek_i64(args + f.HEADS) // simd.peek_i64(args + f.KV_HEADS)
+    cache = _slot(args, token) * simd.peek_i64(args + f.KV_HEADS) + head // group
+    cache = 4 * cache * simd.peek_i64(args + f.CAPACITY) * dim
+    stride = simd.peek_i64(args + f.QKV_STRIDE)
+    q0 = simd.peek_i64(args + f.QKV) + token * stride + 4 * dim * head
     q1, q2 = q0 + min(1, rows - 1) * stride, q0 + min(2, rows - 1) * stride
     q3 = q0 + min(3, rows - 1) * stride
-    keys = simd.peek_i64(args + KEYS) + cache
+    keys = simd.peek_i64(args + f.KEYS) + cache
     for key in range(start, last, 16):
         _scores(
-            q0, q1, q2, q3, keys + 4 * key * dim, dim, simd.peek_f32(args + SCALE),
+            q0, q1, q2, q3, keys + 4 * key * dim, dim, simd.peek_f32(args + f.SCALE),
             scratch + 4 * (key - start),
         )  # fmt: skip
-    soft_cap = simd.peek_f32(args + SOFT_CAP)
+    soft_cap = simd.peek_f32(args + f.SOFT_CAP)
     states = scratch + ROWS * _SCORES
     whole = (last - start + 15) // 16 * 16 + start
     for row in range(ROWS):
@@ -160,14 +143,14 @@ def _run_of_keys(args, token, rows, head, start, last, scratch):
         if soft_cap != np.float32(0.0):
             cap_scores(scratch + row * _SCORES, whole - start, soft_cap)
         _softmax_row(scratch + row * _SCORES, start, whole, low, high, states + 64 * row)
-    values = simd.peek_i64(args + VALUES) + cache + 4 * start * dim
+    values = simd.peek_i64(args + f.VALUES) + cache + 4 * start * dim
     _weigh(scratch, values, last - start, dim, states, states + 64 * ROWS)
 
 
 @inner
 def _attend_rows(args, token, rows, head, scratch):
     """Attend up to four consecutive tokens of one sequence and write their output."""
-    dim = simd.peek_i64(args + DIM)
+    dim = simd.peek_i64(args + f.DIM)
     states = scratch + ROWS * _SCORES
     sums = states + 64 * ROWS
     for row in range(ROWS):
@@ -181,11 +164,11 @@ def _attend_rows(args, token, rows, head, scratch):
         _run_of_keys(args, token, rows, head, start, min(start + _RUN, end), scratch)
         start += _RUN
     for row in range(rows):
-        out = simd.peek_i64(args + OUT) + (token + row) * simd.peek_i64(args + OUT_STRIDE)
+        out = simd.peek_i64(args + f.OUT) + (token + row) * simd.peek_i64(args + f.OUT_STRIDE)
         total = simd.splat_f32(np.float32(1.0) / simd.peek_f32(states + 64 * row + 4))
-        lse = simd.peek_i64(args + LSE)
+        lse = simd.peek_i64(args + f.LSE)
         if lse != 0:
-            at = lse + 4 * ((token + row) * simd.peek_i64(args + HEADS) + head)
+            at = lse + 4 * ((token + row) * simd.peek_i64(args + f.HEADS) + head)
             peak = simd.peek_f32(states + 64 * row)
             simd.poke_f32(at, peak + np.log(simd.peek_f32(states + 64 * row + 4)))
         for i in range(0, 4 * dim, 64):
@@ -209,9 +192,9 @@ def _attend_item(args, first, last, head, scratch):
 def append_prefill_job(pool, thread, threads, args):
     """Append every token's keys and values, then attend."""
     append_all(pool, args)
-    tokens, heads = simd.peek_i64(args + M), simd.peek_i64(args + HEADS)
-    dim = simd.peek_i64(args + DIM)
-    scratch = simd.peek_i64(args + PARTIALS) + thread * ROWS * (_SCORES + 64 + 4 * dim)
+    tokens, heads = simd.peek_i64(args + f.M), simd.peek_i64(args + f.HEADS)
+    dim = simd.peek_i64(args + f.DIM)
+    scratch = simd.peek_i64(args + f.PARTIALS) + thread * tile_bytes(dim)
     items = (tokens + ROWS - 1) // ROWS * heads
     item = take(pool, 1)
     while item < items:

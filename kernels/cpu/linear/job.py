@@ -9,6 +9,7 @@ import numpy as np
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.operands import int64s, offsets
 
 from .tile import tile
 
@@ -17,13 +18,10 @@ class LinearArguments(ctypes.Structure):
     """The job's arguments: addresses and strides in bytes, sizes, flags."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "x", "x_stride", "tokens", "k", "n", "norm", "codes", "scale_min", "wide", "group",
-                "bits", "bias", "residual", "residual_stride", "silu_mul", "out", "out_stride",
-                "high", "low", "scales", "scratch", "planes",
-            )
+        *int64s(
+            "x", "x_stride", "tokens", "k", "n", "norm", "codes", "scale_min", "wide", "group",
+            "bits", "bias", "residual", "residual_stride", "silu_mul", "out", "out_stride",
+            "high", "low", "scales", "scratch", "planes",
         ),
         ("eps", ctypes.c_float),
     )  # fmt: skip
@@ -31,7 +29,7 @@ class LinearArguments(ctypes.Structure):
 
 (X, X_STRIDE, M, K, N, NORM, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, RESIDUAL, RESIDUAL_STRIDE,
  SILU_MUL, OUT, OUT_STRIDE, HIGH, LOW, SCALES, SCRATCH, PLANES, EPS) = (
-    getattr(LinearArguments, field[0]).offset for field in LinearArguments._fields_
+    offsets(LinearArguments)
 )  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 _LARGEST = (127, 32512)  # of one int8 plane, and of two: 127 * 256, so that both stay in range
@@ -145,7 +143,7 @@ def _write(value, valid, residual, out, scratch):
 
 
 @inner
-def _with_bias(address, bias, row, n):
+def with_bias(address, bias, row, n):
     value = simd.load_f32(address)
     if bias != 0:
         if row + 16 <= n:
@@ -169,8 +167,8 @@ def _epilogue(args, scratch, block, row_blocks, token, tokens):
         to = out + (token + t) * out_stride
         plus = residual + (token + t) * residual_stride if residual != 0 else 0
         if simd.peek_i64(args + SILU_MUL) != 0:
-            gate = _with_bias(scratch + 64 * t, bias, 16 * block, n)
-            up = _with_bias(scratch + 64 * (tokens + t), bias, 16 * block + 16, n)
+            gate = with_bias(scratch + 64 * t, bias, 16 * block, n)
+            up = with_bias(scratch + 64 * (tokens + t), bias, 16 * block + 16, n)
             column = 4 * 8 * block
             if plus != 0:
                 plus += column
@@ -179,7 +177,7 @@ def _epilogue(args, scratch, block, row_blocks, token, tokens):
             for r in range(row_blocks):
                 row = 16 * (block + r)
                 address = scratch + 64 * (r * tokens + t)
-                value = _with_bias(address, bias, row, n)
+                value = with_bias(address, bias, row, n)
                 here = plus + 4 * row if plus != 0 else 0
                 _write(value, n - row, here, to + 4 * row, address)
 

@@ -15,20 +15,17 @@ import numpy as np
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
-from qoff.kernels.cpu.linear.job import CACHED_BYTES, LONG, quantize_group
+from qoff.kernels.cpu.linear.job import CACHED_BYTES, LONG, quantize_group, with_bias
 from qoff.kernels.cpu.linear.tile import tile
+from qoff.kernels.cpu.operands import int64s, offsets
 
 from .gates import activate
-
-
-def _int64s(*names: str) -> tuple[tuple[str, type], ...]:
-    return tuple((name, ctypes.c_int64) for name in names)
 
 
 class MatrixArguments(ctypes.Structure):
     """One matrix of each expert and the quantized inputs of its pairs; distances are in bytes."""
 
-    _fields_ = _int64s(
+    _fields_ = int64s(
         "n", "k", "codes", "codes_stride", "scale_min", "scale_min_stride", "wide", "group", "bits",
         "bias", "high", "low", "scales",
     )  # fmt: skip
@@ -40,7 +37,7 @@ class ExpertsArguments(ctypes.Structure):
     _fields_ = (
         ("gate_up", MatrixArguments),
         ("down", MatrixArguments),
-        *_int64s(
+        *int64s(
             "x", "x_stride", "tokens", "per_token", "experts", "topk_ids", "topk_weights",
             "activation", "residual", "residual_stride", "out", "out_stride", "planes",
             "pairs", "count", "order", "segments", "counts", "inner", "weighted", "scratch",
@@ -48,26 +45,11 @@ class ExpertsArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-(
-    N,
-    K,
-    CODES,
-    CODES_STRIDE,
-    SCALE_MIN,
-    SCALE_MIN_STRIDE,
-    WIDE,
-    GROUP,
-    BITS,
-    BIAS,
-    HIGH,
-    LOW,
-    SCALES,
-) = (getattr(MatrixArguments, field[0]).offset for field in MatrixArguments._fields_)
+(N, K, CODES, CODES_STRIDE, SCALE_MIN, SCALE_MIN_STRIDE, WIDE, GROUP, BITS, BIAS, HIGH, LOW,
+ SCALES) = offsets(MatrixArguments)  # fmt: skip
 (GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, RESIDUAL,
  RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, PAIRS, COUNT, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
- SCRATCH) = (
-    getattr(ExpertsArguments, field[0]).offset for field in ExpertsArguments._fields_
-)  # fmt: skip
+ SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 SEGMENT_BYTES = 24  # of a segment: expert, first pair, pair after the last
 _COLUMNS = 512  # of a token's sum, in one item
@@ -141,20 +123,12 @@ def _quantize(pool, phase, threads, args, matrix, row_bytes):
 
 
 @inner
-def _with_bias(address, bias, row):
-    value = simd.load_f32(address)
-    if bias != 0:
-        value = simd.add(value, simd.load_f32(bias + 4 * row))
-    return value
-
-
-@inner
 def _write_gated(args, matrix, bias, scratch, block, place, tokens):
     """Activations of 16 columns of `inner`, from blocks of gate and of up."""
     n, kind = simd.peek_i64(matrix + N), simd.peek_i64(args + ACTIVATION)
     for t in range(tokens):
-        gate = _with_bias(scratch + 64 * t, bias, 16 * block)
-        up = _with_bias(scratch + 64 * (tokens + t), bias, 16 * block + 16)
+        gate = with_bias(scratch + 64 * t, bias, 16 * block, n)
+        up = with_bias(scratch + 64 * (tokens + t), bias, 16 * block + 16, n)
         to = simd.peek_i64(args + INNER) + (place + t) * 2 * n + 32 * block
         simd.store_f32(to, activate(kind, gate, up))
 
@@ -169,7 +143,7 @@ def _write_weighted(args, matrix, bias, scratch, block, place, tokens):
         to = simd.peek_i64(args + WEIGHTED) + pair * 4 * n
         for r in range(2):
             row = 16 * (block + r)
-            value = _with_bias(scratch + 64 * (r * tokens + t), bias, row)
+            value = with_bias(scratch + 64 * (r * tokens + t), bias, row, n)
             simd.store_f32(to + 4 * row, simd.mul(value, topk_weights))
 
 

@@ -8,6 +8,8 @@ vector then holds four tokens of 16 channels. Nothing unpacked is ever written t
 
 from __future__ import annotations
 
+from functools import partial
+
 from llvmlite import ir
 from numba import types
 
@@ -215,9 +217,9 @@ def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, ou
             b.store(value, at(b, to, 64 * v, V_F32), align=1)
 
 
-def each_row_count(emit):
-    """Cases for `switch`: `emit` with each number of rows."""
-    return {rows: lambda rows=rows: emit(rows) for rows in range(1, ROWS + 1)}
+def by_rows(b, rows, emit):
+    """Emit `emit` for each number of rows, and a choice among them."""
+    switch(b, rows, {n: partial(emit, n) for n in range(1, ROWS + 1)})
 
 
 @vector_intrinsic(types.void, *[_i64] * 10)
@@ -229,22 +231,16 @@ def block_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out,
     query: int8 [rows, 2, plane], the high and the low plane, channels in the
     order of the codes, zero where a chunk has none.
     """
-    narrow = lambda n: _emit_narrow_scores(b, n, codes, ahead, query, plane, out, out_stride)  # noqa: E731
+    where = (query, plane, out, out_stride)
 
-    def wide(case):
-        return lambda n: _emit_scores(
-            b, case, n, codes, stride, ahead, chunks, query, plane, out, out_stride
-        )
+    def wide(case, n):
+        _emit_scores(b, case, n, codes, stride, ahead, chunks, *where)
 
-    emitters = {NIBBLES: wide(NIBBLES), NARROW: narrow, WHOLE: wide(WHOLE)}
-    switch(
-        b,
-        kind,
-        {
-            case: lambda emit=emit: switch(b, rows, each_row_count(emit))
-            for case, emit in emitters.items()
-        },
-    )
+    def narrow(n):
+        _emit_narrow_scores(b, n, codes, ahead, *where)
+
+    emitters = {NIBBLES: partial(wide, NIBBLES), NARROW: narrow, WHOLE: partial(wide, WHOLE)}
+    switch(b, kind, {case: partial(by_rows, b, rows, emit) for case, emit in emitters.items()})
 
 
 @vector_intrinsic(types.void, *[_i64] * 12)
@@ -260,24 +256,14 @@ def block_weigh(
     `out_stride` bytes apart.
     """
     args = (codes, stride, ahead, weights, (correction, step, shift), out, out_stride)
+
+    def weigh(case, which):
+        by_rows(b, rows, lambda n: _emit_weigh(b, case, which, n, *args))
+
+    planes = {which: partial(weigh, NIBBLES, which) for which in (0, 1)}
     cases = {
-        NIBBLES: lambda: switch(
-            b,
-            upper,
-            {
-                which: lambda which=which: switch(
-                    b,
-                    rows,
-                    each_row_count(lambda n: _emit_weigh(b, NIBBLES, which, n, *args)),
-                )
-                for which in (0, 1)
-            },
-        ),
-        NARROW: lambda: switch(
-            b, rows, each_row_count(lambda n: _emit_weigh(b, NARROW, 0, n, *args))
-        ),
-        WHOLE: lambda: switch(
-            b, rows, each_row_count(lambda n: _emit_weigh(b, WHOLE, 0, n, *args))
-        ),
+        NIBBLES: partial(switch, b, upper, planes),
+        NARROW: partial(weigh, NARROW, 0),
+        WHOLE: partial(weigh, WHOLE, 0),
     }
     switch(b, kind, cases)

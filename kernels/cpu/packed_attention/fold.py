@@ -24,12 +24,11 @@ from qoff.kernels.cpu.jit.emit import (
     maximum,
     splat,
     store,
-    switch,
 )
 from qoff.kernels.cpu.jit.quads import of_row, quads, shuffled
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 
-from .block_emit import BYTES, each_row_count
+from .block_emit import BYTES, by_rows
 
 SCALE, OFFSET = 0, 64  # quads of a group of rows, bytes from the start of its factors
 
@@ -51,7 +50,7 @@ def fold_queries(b, rows, queries, k, vectors, planes, plane, factors, scale):
     of codes and planes into a score, times `scale`.
     """
     args = (queries, k, vectors, planes, plane, factors, scale)
-    switch(b, rows, each_row_count(lambda n: _emit_fold(b, n, *args)))
+    by_rows(b, rows, lambda n: _emit_fold(b, n, *args))
 
 
 def _planes(b, first, second):

@@ -10,6 +10,7 @@ from qoff.kernels.cpu.attention.hadamard import rotate, rotate_back
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.operands import int64s, offsets
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS
 
 from .block import (
@@ -38,14 +39,11 @@ class PackedArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes in elements."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
-                "pool", "record", "block_bytes", "table", "table_width", "items", "item_count",
-                "window", "runs", "run_blocks", "partials", "scratch", "out", "out_stride", "lse",
-                "merge", "chosen", "counts", "width", "rotated",
-            )
+        *int64s(
+            "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
+            "pool", "record", "block_bytes", "table", "table_width", "items", "item_count",
+            "window", "runs", "run_blocks", "partials", "scratch", "out", "out_stride", "lse",
+            "merge", "chosen", "counts", "width", "rotated",
         ),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -55,7 +53,7 @@ class PackedArguments(ctypes.Structure):
 (QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,
  TABLE_WIDTH, ITEMS, ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE,
  LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATED, SCALE, SOFT_CAP) = (
-    getattr(PackedArguments, field[0]).offset for field in PackedArguments._fields_
+    offsets(PackedArguments)
 )  # fmt: skip
 
 

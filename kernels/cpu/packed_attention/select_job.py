@@ -17,6 +17,7 @@ from qoff.kernels.cpu.jit import emit, simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.jit.simd import i32x16, vector_intrinsic
+from qoff.kernels.cpu.operands import int64s, offsets
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS
 
 from .block import TOKENS
@@ -32,43 +33,26 @@ _ALMOST = 1e-9  # as `layer_cache.kept_blocks` has it
 class SelectPart(ctypes.Structure):
     """One part of the packed tokens: addresses, sizes in elements, offsets in bytes."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            "pool",
-            "record",
-            "block_bytes",
-            "table",
-            "table_width",
-            "items",
-            "k_scale",
-            "levels",
-        )
-    )
+    _fields_ = int64s(
+        "pool", "record", "block_bytes", "table", "table_width", "items", "k_scale", "levels"
+    )  # fmt: skip
 
 
 class SelectArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes in elements."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "queries", "stride", "tokens", "heads", "kv_heads", "dim", "parts", "part_count",
-                "positions", "window", "longest", "scratch", "keys", "blocks", "width", "counts",
-            )
+        *int64s(
+            "queries", "stride", "tokens", "heads", "kv_heads", "dim", "parts", "part_count",
+            "positions", "window", "longest", "scratch", "keys", "blocks", "width", "counts",
         ),
         ("top", ctypes.c_double),
     )  # fmt: skip
 
 
-POOL, RECORD, BLOCK_BYTES, TABLE, TABLE_WIDTH, ITEMS, K_SCALE, LEVELS = (
-    getattr(SelectPart, field[0]).offset for field in SelectPart._fields_
-)
+POOL, RECORD, BLOCK_BYTES, TABLE, TABLE_WIDTH, ITEMS, K_SCALE, LEVELS = offsets(SelectPart)
 (QUERIES, STRIDE, M, HEADS, KV_HEADS, DIM, PARTS, PART_COUNT, POSITIONS, WINDOW, LONGEST,
- SCRATCH_AT, KEYS, BLOCKS, WIDTH, COUNTS, TOP) = (
-    getattr(SelectArguments, field[0]).offset for field in SelectArguments._fields_
-)  # fmt: skip
+ SCRATCH_AT, KEYS, BLOCKS, WIDTH, COUNTS, TOP) = offsets(SelectArguments)  # fmt: skip
 _PART_BYTES = ctypes.sizeof(SelectPart)
 
 

@@ -29,7 +29,7 @@ from qoff.kernels.cpu.jit.powers import exp2
 from qoff.kernels.cpu.jit.quads import of_row, quads, shuffled
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 
-from .block_emit import BYTES, ROWS, TOKENS, each_row_count
+from .block_emit import BYTES, ROWS, TOKENS, by_rows
 from .fold import OFFSET, SCALE
 
 # Quads of a group of rows, after those of `packed_fold`: the factor of what was summed before, and
@@ -65,7 +65,7 @@ def find_weights(b, rows, parts, scores, factors, maxima, sums, values, back, we
     args = (scores, factors, maxima, sums, values, back, weights)
 
     def emit(count):
-        switch(b, rows, each_row_count(lambda n: _emit_softmax(b, n, count, *args)))
+        by_rows(b, rows, lambda n: _emit_softmax(b, n, count, *args))
 
     switch(b, parts, {count: partial(emit, count) for count in (1, 2)})
 
