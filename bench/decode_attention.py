@@ -27,14 +27,11 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
     forms = [KVFormat(64)]
     if not tiny:
         forms += [KVFormat(128), KVFormat(80), KVFormat(128, k_bits=8, v_bits=8), KVFormat(256)]
-        forms += [KVFormat(128, k_form="token", rotated=True)]
     lengths = [1, 70, 0] if tiny else [1, 0, 64, 65, 5000, 300]
     for form in forms:
         for dtype in dtypes(device)[:1] if tiny else dtypes(device):
             for group in (2,) if tiny else (1, 8, 16):
-                kind = (
-                    f"{form.k_bits}/{form.v_bits} bit per {form.k_form}, {form.head_dim} channels"
-                )
+                kind = f"{form.k_bits}/{form.v_bits} bit, {form.head_dim} channels"
                 error = partial(_error, form, dtype, group, lengths, device)
                 # Queries and probabilities are rounded once more than in the reference.
                 yield Check(OP, f"{short(dtype)} {kind}, group {group}", error, 2 * BOUNDS[dtype])

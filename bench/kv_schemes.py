@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qoff.eval.kv.every_token import RoundTrip, ggml, packed
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
-from qoff.kernels.reference.kv_blocks import hadamard
+from qoff.kernels.layout.rotation import hadamard
 from qoff.kvcache import KVQuant
 
 DEFAULT = "4 and 4"
@@ -38,6 +38,7 @@ class Scheme:
 def schemes() -> list[Scheme]:
     """All that are compared."""
     plain, token = per_channel(min_max), per_token(min_max)
+    turned = per_token(min_max, rotated=True)
     own = packed(KVQuant())
 
     def ours(name: str, bits: float, quant: KVQuant) -> Scheme:
@@ -63,17 +64,13 @@ def schemes() -> list[Scheme]:
             6.5,
             both(per_channel(min_max, 8), token),
         ),
-        ours(
-            "4 and 4, both per token, as they are",
-            4.5,
-            KVQuant(k_form="token", values_rotated=False),
-        ),
-        ours("4 and 4, both per token, rotated", 4.5, KVQuant(k_form="token", rotated=True)),
+        Scheme("4 and 4, both per token, as they are", 4.5, both(token, token)),
+        Scheme("4 and 4, both per token, rotated", 4.5, both(turned, turned)),
         Scheme("llama.cpp's q4_0", 4.5, ggml("q4_0")),
         values("", token),
         values(", least squares", per_token(least_squares)),
         values(", clipped", per_token(clipped)),
-        values(", rotated", per_token(min_max, rotated=True)),
+        values(", rotated", turned),
         values(", rotated, least squares", per_token(least_squares, rotated=True)),
         values(", per channel", plain),
         Scheme("K alone", (_STORED + _FULL) / 2, own_keys),
@@ -84,7 +81,7 @@ def schemes() -> list[Scheme]:
         keys(", least squares", per_channel(least_squares)),
         keys(", clipped", per_channel(clipped)),
         keys(", groups of 32", per_channel(min_max, tokens=32), 5.0),
-        keys(", per token, rotated", per_token(min_max, rotated=True)),
+        keys(", per token, rotated", turned),
     ]
 
 

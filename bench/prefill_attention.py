@@ -29,14 +29,11 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
     forms = [KVFormat(64)]
     if not tiny:
         forms += [KVFormat(128), KVFormat(80), KVFormat(128, k_bits=8, v_bits=8), KVFormat(256)]
-        forms += [KVFormat(128, k_form="token", rotated=True)]
     starts, rows = ([0, 70], [3, 17]) if tiny else ([0, 1000, 64, 3], [300, 17, 1, 64])
     for form in forms:
         for dtype in dtypes(device)[:1] if tiny else dtypes(device):
             for group in (2,) if tiny else (1, 8):
-                kind = (
-                    f"{form.k_bits}/{form.v_bits} bit per {form.k_form}, {form.head_dim} channels"
-                )
+                kind = f"{form.k_bits}/{form.v_bits} bit, {form.head_dim} channels"
                 error = partial(_error, form, dtype, group, starts, rows, device)
                 yield Check(OP, f"{short(dtype)} {kind}, group {group}", error, 2 * BOUNDS[dtype])
 

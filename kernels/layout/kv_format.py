@@ -9,18 +9,13 @@ Codes of 4 bits are uint8 [64, D/2]: byte (t, c) holds channel c of token t in i
 channel c + D/2 in its high nibble, so that the two nibble planes are two matrices with the same
 tokens, and neither has to be interleaved with the other. Codes of 8 bits are uint8 [64, D].
 
-K has a scale and a minimum per channel over the 64 tokens ("channel": [D]) or per token ("token":
-[parts, 64], a part being D / parts neighbouring channels). V always has them per token. With
-`rotated`, K is multiplied by an orthonormal Hadamard matrix along head_dim before it is quantized,
-and so must be the queries.
-
-The order of K's parameters follows KIVI (arXiv 2402.02750): K per channel, V per token.
+K has a scale and a minimum per channel over the 64 tokens, [D]; V per token and part, [parts, 64],
+a part being D / parts neighbouring channels: see KIVI (arXiv 2402.02750).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,8 +34,6 @@ class KVFormat:
     head_dim: int
     k_bits: int = 4
     v_bits: int = 4
-    k_form: Literal["channel", "token"] = "channel"
-    rotated: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -50,14 +43,6 @@ class KVFormat:
             )
         if self.k_bits not in (4, 8) or self.v_bits not in (4, 8):
             raise OpError(f"K and V have 4 or 8 bits, not {self.k_bits} and {self.v_bits}")
-        if self.k_form not in ("channel", "token"):
-            raise OpError(f"K is quantized per 'channel' or per 'token', not {self.k_form!r}")
-        if self.rotated and self.k_form == "channel":
-            raise OpError("rotation spreads outlier channels; it is for K quantized per 'token'")
-        if self.rotated and self.head_dim & (self.head_dim - 1):
-            raise OpError(
-                f"a Hadamard rotation needs a power of two, not head size {self.head_dim}"
-            )
 
     @property
     def half(self) -> int:
@@ -68,11 +53,6 @@ class KVFormat:
     def parts(self) -> int:
         """Groups of channels per token that have a scale and a minimum of their own."""
         return 1 if self.head_dim <= 64 else 2
-
-    @property
-    def k_params(self) -> int:
-        """Scales of K in a block, and as many minima."""
-        return self.head_dim if self.k_form == "channel" else self.parts * BLOCK_TOKENS
 
     @property
     def v_params(self) -> int:
@@ -87,7 +67,7 @@ class KVFormat:
     @property
     def v_codes(self) -> int:
         """Offset of V's codes in bytes."""
-        return self.k_scale + 2 * self.k_params * _HALF_BYTES
+        return self.k_scale + 2 * self.head_dim * _HALF_BYTES
 
     @property
     def v_scale(self) -> int:
@@ -99,15 +79,10 @@ class KVFormat:
         """Bytes of a record, a multiple of 64."""
         return self.v_scale + 2 * self.v_params * _HALF_BYTES
 
-    @property
-    def bits_per_value(self) -> float:
-        """Scales and minima included."""
-        return self.nbytes * 8 / (2 * BLOCK_TOKENS * self.head_dim)
-
     def views(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Views of records uint8 [..., nbytes], in the order they lie in.
 
-        k_codes uint8 [..., 64, D * k_bits / 8], k_scale and k_minimum float16 [..., k_params],
+        k_codes uint8 [..., 64, D * k_bits / 8], k_scale and k_minimum float16 [..., D],
         v_codes, v_scale, v_minimum alike. Raises OpError for records of another size.
         """
         if records.dtype != torch.uint8 or records.shape[-1] != self.nbytes:
@@ -116,7 +91,7 @@ class KVFormat:
                 f"not {records.dtype} {tuple(records.shape)}"
             )
         k_width, v_width = (self.head_dim * bits // 8 for bits in (self.k_bits, self.v_bits))
-        k_minimum = self.k_scale + self.k_params * _HALF_BYTES
+        k_minimum = self.k_scale + self.head_dim * _HALF_BYTES
         v_minimum = self.v_scale + self.v_params * _HALF_BYTES
         return (
             records[..., : self.k_scale].unflatten(-1, (BLOCK_TOKENS, k_width)),

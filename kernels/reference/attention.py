@@ -11,7 +11,7 @@ from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 
-from .kv_blocks import dequantize_blocks, hadamard
+from .kv_blocks import dequantize_blocks
 
 
 def decode_attention(
@@ -68,18 +68,17 @@ def prefill_attention(
     ):
         old = _cached(s, first, cache)
         rows = slice(row, stop)
-        new = _Cached(
-            old.first, [*old.keys, (k[rows], False)], torch.cat((old.v, v[rows].to(old.v.dtype)))
-        )
+        pairs = ((old.k, k[rows]), (old.v, v[rows]))
+        new = _Cached(old.first, *(torch.cat((x, y.to(x.dtype))) for x, y in pairs))
         outs[rows], lses[rows] = _attend(q[rows], new, first, shape, sinks, compute_dtype)
     return outs, lses
 
 
 class _Cached(NamedTuple):
-    """Keys and values of positions `first` on, the keys in pieces."""
+    """Keys and values [n, kv_heads, D] of positions `first` on."""
 
     first: int
-    keys: list[tuple[Tensor, bool]]  # [n, kv_heads, D], and whether these are rotated
+    k: Tensor
     v: Tensor
 
 
@@ -93,8 +92,7 @@ def _cached(s: int, end: int, cache: DeviceLayerCache) -> _Cached:
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in dequantize_blocks(records, form))
     slots = torch.arange(compressed, end, device=cache.pool.device) % cache.recent_k.shape[1]
     ring_k, ring_v = cache.recent_k[s, slots], cache.recent_v[s, slots]
-    keys = [(k, form.rotated), (ring_k, False)]
-    return _Cached(first, keys, torch.cat((v, ring_v.to(v.dtype))))
+    return _Cached(first, torch.cat((k, ring_k.to(k.dtype))), torch.cat((v, ring_v.to(v.dtype))))
 
 
 def _attend(
@@ -106,14 +104,10 @@ def _attend(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Queries [n, Hq, D] at positions first.. over keys and values."""
-    (n, heads, dim), v = q.shape, cached.v
+    (n, heads), v = q.shape[:2], cached.v
     group = heads // v.shape[1]
     plain = q.to(dtype).unflatten(1, (-1, group))  # [n, kv_heads, group, D]
-    parts = []
-    for k, rotated in cached.keys:
-        turned = plain @ hadamard(dim, dtype).to(q.device) if rotated else plain
-        parts.append(torch.einsum("nhgd,thd->nhgt", turned, k.to(dtype)))
-    scores = torch.cat(parts, dim=-1) * shape.scale
+    scores = torch.einsum("nhgd,thd->nhgt", plain, cached.k.to(dtype)) * shape.scale
     if shape.soft_cap:
         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
     position = torch.arange(first, first + n, device=q.device)[:, None]

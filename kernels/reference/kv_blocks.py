@@ -11,49 +11,32 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from .elementwise import rope
 
 
-def hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The orthonormal Hadamard matrix [n, n] of Sylvester's construction, n a power of two."""
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while h.shape[0] < n:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)), 0)
-    return (h / n**0.5).to(dtype)
-
-
 def quantize_blocks(k: Tensor, v: Tensor, form: KVFormat, opening: Tensor | None = None) -> Tensor:
     """Pack K and V, [..., 64, D] of any float dtype, to records uint8 [..., form.nbytes].
 
     Scale = (max - min) / (2**bits - 1) and minimum are rounded to float16; the codes are the
     nearest for the rounded ones. A group of equal values has scale 0 and codes 0. Where `opening`
-    (bool, of a shape that broadcasts to [...]) is true, the block begins a sequence, and K per
-    channel gets scales and minima that keep the first token to float16: `_anchored`.
+    (bool, of a shape that broadcasts to [...]) is true, the block begins a sequence, and K gets
+    scales and minima that keep the first token to float16: `_anchored`.
     """
     records = torch.zeros(*k.shape[:-2], form.nbytes, dtype=torch.uint8, device=k.device)
     k_codes, k_scale, k_min, v_codes, v_scale, v_min = form.views(records)
-    keys = k.float() @ hadamard(form.head_dim).to(k.device) if form.rotated else k.float()
-    if form.k_form == "channel":
-        channels = keys.mT[..., None, :, :]  # [..., 1, D, 64]
-        _quantize(channels, form.k_bits, k_codes, k_scale, k_min, opening, transposed=True)
-    else:
-        _quantize(_parts(keys, form), form.k_bits, k_codes, k_scale, k_min)
+    channels = k.float().mT[..., None, :, :]  # [..., 1, D, 64]
+    _quantize(channels, form.k_bits, k_codes, k_scale, k_min, opening, transposed=True)
     _quantize(_parts(v.float(), form), form.v_bits, v_codes, v_scale, v_min)
     return records
 
 
 def dequantize_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """Undo `quantize_blocks`: float32 K and V, [..., 64, D]. K of a rotated form stays rotated."""
+    """Undo `quantize_blocks`: float32 K and V, [..., 64, D]."""
     k_codes, k_scale, k_min, v_codes, v_scale, v_min = form.views(records)
     k = _unpack(k_codes, form.k_bits)
-    if form.k_form == "channel":
-        k = k * k_scale.float()[..., None, :] + k_min.float()[..., None, :]
-    else:
-        k = _dequantize(k, k_scale, k_min, form)
-    return k, _dequantize(_unpack(v_codes, form.v_bits), v_scale, v_min, form)
-
-
-def unpack_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """`dequantize_blocks` with K turned back where the form is rotated."""
-    k, v = dequantize_blocks(records, form)
-    return (k @ hadamard(form.head_dim).to(k.device) if form.rotated else k), v
+    k = k * k_scale.float()[..., None, :] + k_min.float()[..., None, :]
+    scale, minimum = (
+        x.float().unflatten(-1, (form.parts, BLOCK_TOKENS))[..., None] for x in (v_scale, v_min)
+    )
+    v = _parts(_unpack(v_codes, form.v_bits), form) * scale + minimum
+    return k, v.movedim(-3, -2).flatten(-2)
 
 
 def _parts(x: Tensor, form: KVFormat) -> Tensor:
@@ -114,13 +97,6 @@ def _unpack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.float()
     return torch.cat((codes & 15, codes >> 4), dim=-1).float()
-
-
-def _dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, form: KVFormat) -> Tensor:
-    shape = (form.parts, BLOCK_TOKENS)
-    s, m = (x.float().unflatten(-1, shape)[..., None] for x in (scale, minimum))
-    values = _parts(codes, form) * s + m  # [..., parts, 64, D / parts]
-    return values.movedim(-3, -2).flatten(-2)
 
 
 def append(

@@ -11,10 +11,10 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged, Span
-from qoff.kernels.triton.attention.rotation import rotate_values
+from qoff.kernels.layout.rotation import rotate_values
 
 from .experts import experts
-from .kv_blocks import unpack_blocks
+from .kv_blocks import dequantize_blocks
 from .select_blocks import select_blocks
 
 PACKING = "split32"
@@ -137,7 +137,7 @@ def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
         first = table.first[span.slot] if table.first else 0
         # [blocks, kv_heads, 64, D] -> [kv_heads, tokens, D], between the older and the newer ones
         old_key, old_value = (
-            x.transpose(0, 1).flatten(1, 2) for x in unpack_blocks(part.pool[blocks], part.form)
+            x.transpose(0, 1).flatten(1, 2) for x in dequantize_blocks(part.pool[blocks], part.form)
         )
         if cache.values_rotated:
             old_value = rotate_values(old_value, back=True)

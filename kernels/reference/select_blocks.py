@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qoff.errors import OpError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import PackedTokens, kept_blocks
 from qoff.kernels.layout.ragged import Span
@@ -20,10 +19,8 @@ def block_bounds(query: Tensor, records: Tensor, form: KVFormat) -> Tensor:
     """Largest possible scores, before scaling, of blocks, summed over each KV head's queries.
 
     query: [heads, D]; records: uint8 [n, kv_heads, form.nbytes]. Returns [kv_heads, n] in the dtype
-    of the query. Raises OpError for K that is not quantized per channel.
+    of the query.
     """
-    if form.k_form != "channel":
-        raise OpError("blocks are chosen by K's bounds per channel; this K is quantized per token")
     _, scale, minimum, *_ = form.views(records)
     low = minimum.to(query.dtype)[:, :, None]  # [n, kv_heads, 1, D]
     high = low + (2**form.k_bits - 1) * scale.to(query.dtype)[:, :, None]

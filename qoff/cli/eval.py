@@ -9,7 +9,7 @@ import typer
 
 from .output import errors_in_one_line
 
-_GRID = "bits=4,8 group=64,128 solver=hqq kv=float,4:4,8:4 form=channel,rotated window=every,64"
+_GRID = "bits=4,8 group=64,128 solver=hqq kv=float,4:4,8:4 window=every,64"
 
 
 @errors_in_one_line
@@ -49,9 +49,6 @@ def evaluate(
     kv: Annotated[
         str | None, typer.Option(help="Bits of the KV cache: 4, 8, or 8,4; default: float32.")
     ] = None,
-    kv_form: Annotated[
-        str, typer.Option(help="What shares a scale of K: channel, token, or rotated (token).")
-    ] = "channel",
     kv_window: Annotated[int, typer.Option(min=0, help="Newest tokens that stay unpacked.")] = 64,
     every_token: Annotated[
         bool, typer.Option("--every-token", help="Pack all tokens, down to the newest.")
@@ -117,7 +114,7 @@ def evaluate(
             "device": device,
             "device_memory": device_memory,
             "activation_bits": activation_bits,
-            "kv": kv_setting(kv, "channel", kv_window, attention_top, False).quant,
+            "kv": kv_setting(kv, kv_window, attention_top, False).quant,
         }
         run_named_tasks(model, tasks.split(","), chosen, as_json)
         return
@@ -148,7 +145,7 @@ def evaluate(
     work.evaluate_one(
         model,
         options,
-        work.kv_setting(kv, kv_form, kv_window, attention_top, every_token),
+        work.kv_setting(kv, kv_window, attention_top, every_token),
         reference=reference,
         quant=QuantConfig(bits=bits, group_size=group_size, solver=solver),
         device=device,

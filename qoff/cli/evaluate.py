@@ -28,7 +28,7 @@ from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate
 from qoff.eval.perplexity.windows import cut
 from qoff.eval.sweep import cells as tables
-from qoff.eval.sweep.grid import FORMS, Cell, Grid
+from qoff.eval.sweep.grid import Cell, Grid
 from qoff.eval.sweep.plots import draw
 from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.eval.texts import CALIBRATION_TEXT, dataset_text, encode, read_text
@@ -70,22 +70,15 @@ class TextOptions:
         return Sample(ids, windows, tokenizer.eos_token_id)
 
 
-def kv_setting(
-    bits: str | None, form: str, window: int, top: float, every_token: bool
-) -> KVSetting:
+def kv_setting(bits: str | None, window: int, top: float, every_token: bool) -> KVSetting:
     """The cache that the options describe. Raises ArgumentError for what does not fit together."""
-    if form not in FORMS:
-        raise ArgumentError(f"--kv-form is {', '.join(FORMS)}, not {form!r}")
     if bits in (None, "none"):
         if every_token or top < 1:
             raise ArgumentError("--every-token and --attention-top need --kv")
         return KVSetting()
     assert bits is not None
     plain = KVQuant.of(bits, window, top)
-    quant = KVQuant(
-        plain.k_bits, plain.v_bits, window, plain.layers, attention_top=top, **FORMS[form]
-    )
-    return KVSetting(quant, every_token)
+    return KVSetting(plain, every_token)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Self
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import KVFormat
@@ -20,7 +20,7 @@ _GRAMMAR = "4, or 8,4 for K and V, or 4/0-3:8,4/9:8 with other bits for some lay
 
 @dataclass(frozen=True)
 class KVQuant:
-    """Bits of K (by default per channel over 64 tokens) and V (per token); what is never packed.
+    """Bits of K (per channel over 64 tokens) and V (per token); what is never packed.
 
     layers: K's and V's bits of the layers that have others. Raises ArgumentError for other bits
     than 4 and 8 (or 16 for both: a layer that is not packed), and for a negative window or layer.
@@ -31,8 +31,6 @@ class KVQuant:
     window: int = 64  # the newest tokens stay in float32
     layers: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)
     sinks: int = 0  # nor are the oldest so many, a multiple of 16
-    k_form: Literal["channel", "token"] = "channel"  # what shares a scale of K
-    rotated: bool = False  # K per token, turned by a Hadamard matrix first
     values_rotated: bool = True  # V turned by a Hadamard matrix before it is packed
     attention_top: float = 1.0  # part of its packed blocks that a single new token attends to
 
@@ -94,7 +92,7 @@ class KVQuant:
         bits = self.bits(layer)
         if bits == (UNPACKED, UNPACKED):
             return None
-        return KVFormat(head_dim, *bits, k_form=self.k_form, rotated=self.rotated)
+        return KVFormat(head_dim, *bits)
 
     def forms(self, head_dims: Sequence[int]) -> list[KVFormat | None]:
         """The forms of a model's layers, whose head sizes these are; None: not packed.

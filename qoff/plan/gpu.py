@@ -31,17 +31,11 @@ from .manual import Memory, Plan
 def check_gpu_plan(plan: Plan) -> None:
     """Raise ArgumentError, naming all of them, for options that a GPU does not support."""
     kv = plan.kv
-    offloaded = plan.kv_placement.device_fraction < 1
     wrong = [
         text
         for text, there in (
             ("sink tokens (use sinks=0)", kv.sinks > 0),
             ("attention to a part of the blocks (use attention_top=1)", kv.attention_top < 1),
-            (
-                "tokens' scales of K in blocks that the CPU attends to (use k_form='channel', "
-                "cpu_attention='never' or all blocks on the device)",
-                kv.k_form == "token" and offloaded and plan.attends_on_cpu,
-            ),
         )
         if there
     ]

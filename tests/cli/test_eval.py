@@ -68,7 +68,7 @@ def test_a_reference_is_computed_once(
 def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "sweep"
-    grid = "bits=4,8 group=32 solver=rtn kv=float,8:8 form=channel"
+    grid = "bits=4,8 group=32 solver=rtn kv=float,8:8"
     printed = succeed("eval", source, *text, "--sweep", "--grid", grid, "--out", out)
     assert printed.count("\n| ") == 4 + 1
     assert {p.name for p in out.iterdir() if p.is_file()} >= {
@@ -87,7 +87,6 @@ def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_p
         (["--definition", "mine"], "no definition 'mine'"),
         (["--dataset", "wikitext2"], "not both"),
         (["--every-token"], "need --kv"),
-        (["--kv", "4", "--kv-form", "odd"], "not 'odd'"),
         (["--kv", "5"], "4 or 8 bits"),
         (["--sweep", "--grid", "bits=5"], "no cells|KV|bits 5"),
         (["--reference", "/nowhere/at/all"], "nowhere"),

@@ -322,10 +322,6 @@ def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
     [
         ({"kv": KVQuant(sinks=16)}, "on a GPU: sink tokens"),
         ({"kv": KVQuant(attention_top=0.5)}, "attention_top=1"),
-        (
-            {"kv": KVQuant(k_form="token"), "kv_placement": KVPlacement(0.5, 0.5)},
-            r"tokens' scales of K.*cpu_attention='never'",
-        ),
         ({"activation_bits": 8}, "no 8-bit activations"),
         ({"kv": KVQuant(sinks=16, attention_top=0.5)}, "sink tokens.*; attention to a part"),
     ],

@@ -196,19 +196,6 @@ def test_packing_every_token_costs_more_than_a_window_and_fewer_bits_more(
     assert 0 < real < every[4, 4]
 
 
-def test_every_form_of_k_can_be_evaluated(
-    checkpoint: Path, runtime: Runtime, tmp_path: Path
-) -> None:
-    text = sample(128, 128)
-    reference = make_reference(QoffSubject(runtime, "x"), text, tmp_path / "r")
-    found = [
-        kl(checkpoint, KVSetting(KVQuant(8, 8, **form), True), text, reference)
-        for form in ({}, {"k_form": "token"}, {"k_form": "token", "rotated": True})
-    ]
-    assert len(set(found)) == len(found)
-    assert all(0 < x < 1e-3 for x in found)
-
-
 def test_types_of_llama_cpp_can_be_evaluated(
     checkpoint: Path, runtime: Runtime, tmp_path: Path
 ) -> None:

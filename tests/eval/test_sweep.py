@@ -23,7 +23,7 @@ from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.hf.load import load_tokenizer
 from tests.tiny_models import VOCAB, tiny_checkpoint, tiny_model
 
-GRID = "bits=4,8 group=32 solver=rtn kv=float,4:4 form=channel window=every"
+GRID = "bits=4,8 group=32 solver=rtn kv=float,4:4 window=every"
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +53,18 @@ def result(kv: str = "float32", kv_bytes: float = 1024.0, **found: float) -> Cel
 
 
 def test_a_grid_is_the_product_of_its_axes_without_repetitions() -> None:
-    cells = Grid.parse("bits=4,8 group=32,64 kv=float,4:4,8:4 form=channel,rotated window=0,64")
+    cells = Grid.parse("bits=4,8 group=32,64 kv=float,4:4,8:4 window=0,64")
     found = cells.cells(convertible=True)
-    assert len(found) == len(set(map(repr, found))) == 4 * (1 + 2 * 2 * 2)
-    assert len(cells.cells(convertible=False)) == 9
+    assert len(found) == len(set(map(repr, found))) == 4 * (1 + 2 * 2)
+    assert len(cells.cells(convertible=False)) == 5
     assert {cell.weights for cell in cells.cells(convertible=False)} == {None}
     names = {cell.kv.name for cell in found}
-    assert {"float32", "8,4 rotated, window 0", "4,4 channel, window 64"} < names
+    assert {"float32", "8,4, window 0", "4,4, window 64"} < names
 
 
 @pytest.mark.parametrize(
     "text",
-    ["bits", "bits=", "bits=4 bits=8", "bits=x", "size=4", "kv=5", "form=odd", "solver=best",
+    ["bits", "bits=", "bits=4 bits=8", "bits=x", "size=4", "kv=5", "solver=best",
      "group=48", "window=few"],
 )  # fmt: skip
 def test_what_is_no_grid_is_refused(text: str) -> None:
@@ -110,7 +110,7 @@ def test_a_sweep_computes_each_cell_once_and_a_damaged_one_again(
 
 
 def test_a_checkpoint_is_swept_as_it_is(base: Path, sample: Sample, tmp_path: Path) -> None:
-    cells = Grid.parse("kv=float,8:8 form=channel").cells(convertible=False)
+    cells = Grid.parse("kv=float,8:8").cells(convertible=False)
 
     def rate(checkpoint: Path, kv: object, prompt: torch.Tensor) -> float:
         assert checkpoint == tiny_checkpoint(base, "llama-head64")

@@ -223,13 +223,7 @@ def cache(form: KVFormat, dtype: torch.dtype, rows: int, new: int, older: bool) 
 
 def appended(variant: Variant) -> None:
     c, dtype = variant.constants, dtype_of(variant, "k")
-    form = KVFormat(
-        2 * c["HALF"],
-        c.get("K_BITS", 4),
-        c.get("V_BITS", 4),
-        "channel" if c.get("CHANNEL", True) else "token",
-        c.get("ROTATED", False),
-    )
+    form = KVFormat(2 * c["HALF"], c.get("K_BITS", 4), c.get("V_BITS", 4))
     k = empty(dtype, 7, KV_HEADS, form.head_dim)
     table = empty(torch.float32, 9, c["PAIRS"])
     tables = (table, table) if c["PAIRS"] else None
@@ -240,7 +234,7 @@ def attended(variant: Variant) -> None:
     c = variant.constants
     writes = "scratch_k" in variant.types and "q" not in variant.types
     dtype = torch.float16 if writes else dtype_of(variant, "q")
-    form = KVFormat(c["HEAD_DIM"], c["K_BITS"], c["V_BITS"], "token" if c["K_TOKEN"] else "channel")
+    form = KVFormat(c["HEAD_DIM"], c["K_BITS"], c["V_BITS"])
     shape = HeadShape(
         heads=KV_HEADS * c.get("GROUP", 4),
         kv_heads=KV_HEADS,

@@ -7,16 +7,15 @@ from hypothesis import strategies as st
 
 from qoff.errors import OpError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
-from qoff.kernels.reference.kv_blocks import dequantize_blocks, hadamard, quantize_blocks
+from qoff.kernels.layout.rotation import hadamard
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from tests.tolerances import assert_close
 
 
 @st.composite
 def forms(draw):
     head_dim, bits = draw(st.sampled_from(HEAD_DIMS)), st.sampled_from([4, 8])
-    k_form = draw(st.sampled_from(["channel", "token"]))
-    may_rotate = k_form == "token" and head_dim & (head_dim - 1) == 0
-    return KVFormat(head_dim, draw(bits), draw(bits), k_form, may_rotate and draw(st.booleans()))
+    return KVFormat(head_dim, draw(bits), draw(bits))
 
 
 @st.composite
@@ -44,16 +43,13 @@ def steps(record, form):
     def per_channel(params):
         return params.float()[:, None].expand(-1, BLOCK_TOKENS, -1)
 
-    k_spread = per_channel if form.k_form == "channel" else per_token
-    return (k_spread(k_scale), k_spread(k_min)), (per_token(v_scale), per_token(v_min))
+    return (per_channel(k_scale), per_channel(k_min)), (per_token(v_scale), per_token(v_min))
 
 
 @given(blocks())
 def test_rounding_error_is_half_a_step_plus_that_of_float16(block):
     form, k, v = block
     record = quantize_blocks(k, v, form)
-    if form.rotated:
-        k = k @ hadamard(form.head_dim)
     unpacked = dequantize_blocks(record, form)
     bits = form.k_bits, form.v_bits
     for x, y, (scale, low), width in zip((k, v), unpacked, steps(record, form), bits, strict=True):
@@ -66,8 +62,6 @@ def test_rounding_error_is_half_a_step_plus_that_of_float16(block):
 @given(blocks())
 def test_the_first_token_of_a_sequence_is_kept_to_float16(block):
     form, k, v = block
-    if form.k_form != "channel":
-        return
     opening = torch.arange(len(k)) == 0
     record, plain = quantize_blocks(k, v, form, opening), quantize_blocks(k, v, form)
     assert torch.equal(record[~opening], plain[~opening])
@@ -86,8 +80,6 @@ def test_the_first_token_of_a_sequence_is_kept_to_float16(block):
 @given(blocks())
 def test_packing_again_what_was_unpacked_changes_little(block):
     form, k, v = block
-    if form.rotated:
-        return
     first = dequantize_blocks(quantize_blocks(k, v, form), form)
     second = dequantize_blocks(quantize_blocks(*first, form), form)
     for x, y, (scale, low) in zip(
@@ -118,7 +110,6 @@ def test_parts_lie_one_after_another_and_fill_the_record(form):
     assert offsets == (sizes[0], sum(sizes[:3]), sum(sizes[:4]), sum(sizes))
     assert all(offset % 16 == 0 for offset in offsets)
     assert form.nbytes % 64 == 0
-    assert form.bits_per_value == form.nbytes * 8 / (128 * form.head_dim)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +118,7 @@ def test_parts_lie_one_after_another_and_fill_the_record(form):
         (KVFormat(64), 64 * 64 + 4 * (64 + 64)),
         (KVFormat(128), 64 * 128 + 4 * (128 + 2 * 64)),
         (KVFormat(80, k_bits=8), 64 * (80 + 40) + 4 * (80 + 2 * 64)),
-        (KVFormat(96, v_bits=8, k_form="token"), 64 * (48 + 96) + 4 * (2 * 64 + 2 * 64)),
+        (KVFormat(96, v_bits=8), 64 * (48 + 96) + 4 * (96 + 2 * 64)),
         (KVFormat(256), 64 * 256 + 4 * (256 + 2 * 64)),
     ],
 )
@@ -152,22 +143,12 @@ def test_hadamard_is_orthonormal_and_symmetric():
     assert torch.equal(h, h.T)
 
 
-def test_rotation_keeps_scores():
-    form = KVFormat(128, k_bits=8, k_form="token", rotated=True)
-    k, q = torch.randn(2, BLOCK_TOKENS, 128)
-    rotated, _ = dequantize_blocks(quantize_blocks(k, k, form), form)
-    assert_close((q @ hadamard(128)) @ rotated.T, q @ k.T, tolerance=1e-2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((72,), "heads of 72 channels"),
         ((64, 3), "4 or 8 bits, not 3 and 4"),
         ((64, 4, 16), "4 or 8 bits, not 4 and 16"),
-        ((64, 4, 4, "head"), "not 'head'"),
-        ((64, 4, 4, "channel", True), "for K quantized per 'token'"),
-        ((80, 4, 4, "token", True), "power of two, not head size 80"),
     ],
 )
 def test_formats_that_do_not_exist_are_refused(arguments, message):

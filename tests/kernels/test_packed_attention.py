@@ -210,7 +210,6 @@ def test_a_sharp_peak_is_found() -> None:
         (lambda c: {"table": c.table.long()}, "a block table is contiguous int32"),
         (lambda c: {"table": torch.full_like(c.table, 100)}, "names block 100 of a pool of 8"),
         (lambda c: {"table": torch.full_like(c.table, -1)}, "block -1 is no block"),
-        (lambda c: {"form": KVFormat(64, k_form="token")}, "K must be quantized per channel"),
     ],
 )
 def test_other_operands_are_refused(change: Any, message: str) -> None:

@@ -11,20 +11,19 @@ from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.reference.attention import decode_attention, prefill_attention
-from qoff.kernels.reference.kv_blocks import dequantize_blocks, hadamard
+from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from tests.kernels.attention_operands import random_cache
 from tests.tolerances import assert_close
 
 FORMS = [
     KVFormat(64),
     KVFormat(80, k_bits=8),
-    KVFormat(128, k_form="token", rotated=True),
-    KVFormat(96, v_bits=8, k_form="token"),
+    KVFormat(96, v_bits=8),
 ]
 
 
 def _plain_cache(cache: DeviceLayerCache, s: int, new: bool = False) -> tuple[Tensor, Tensor]:
-    """K (not rotated) and V of a sequence, float64 [kv_heads, tokens, D], token by token.
+    """K and V of a sequence, float64 [kv_heads, tokens, D], token by token.
 
     new: without the tokens of the pass.
     """
@@ -33,8 +32,6 @@ def _plain_cache(cache: DeviceLayerCache, s: int, new: bool = False) -> tuple[Te
         if position < int(cache.step.packed[s]):
             record = cache.pool[cache.step.table[s, position // 64]]
             k, v = (x[:, position % 64].double() for x in dequantize_blocks(record, form))
-            if form.rotated:
-                k = k @ hadamard(form.head_dim, torch.float64)
         else:
             slot = position % cache.recent_k.shape[1]
             k, v = cache.recent_k[s, slot].double(), cache.recent_v[s, slot].double()

@@ -9,8 +9,8 @@ from qoff.kernels.cpu.packed_attention.attention import packed_attention
 from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.reference.kv_blocks import merge, quantize_blocks, unpack_blocks
-from qoff.kernels.triton.attention.rotation import rotate_values, value_run
+from qoff.kernels.layout.rotation import rotate_values, value_run
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, merge, quantize_blocks
 from tests.tolerances import assert_close
 
 
@@ -38,9 +38,11 @@ def test_an_outlier_channel_costs_the_others_less_than_without_rotation(head_dim
     form = KVFormat(head_dim)
     v = torch.randn(8, 64, head_dim)
     v[..., 3] *= 20
-    _, plain = unpack_blocks(quantize_blocks(v, v, form), form)
+    _, plain = dequantize_blocks(quantize_blocks(v, v, form), form)
     turned = rotate_values(v)
-    kept = rotate_values(unpack_blocks(quantize_blocks(turned, turned, form), form)[1], back=True)
+    kept = rotate_values(
+        dequantize_blocks(quantize_blocks(turned, turned, form), form)[1], back=True
+    )
     assert float((kept - v).square().sum()) < 0.5 * float((plain - v).square().sum())
 
 

@@ -30,9 +30,7 @@ FORMS = [
     KVFormat(256),
     KVFormat(64, k_bits=8, v_bits=8),
     KVFormat(96, k_bits=8),
-    KVFormat(64, k_form="token"),
-    KVFormat(80, k_form="token", k_bits=8),
-    KVFormat(128, k_form="token", rotated=True),
+    KVFormat(80, k_bits=8),
 ]
 
 
@@ -118,7 +116,7 @@ def test_blocks_that_are_elsewhere_are_not_read(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("soft_cap", [3.0, 50.0])
-@pytest.mark.parametrize("form", [KVFormat(64), KVFormat(64, k_form="token")], ids=str)
+@pytest.mark.parametrize("form", [KVFormat(64), KVFormat(64, v_bits=8)], ids=str)
 def test_soft_cap_and_sinks(form: KVFormat, soft_cap: float) -> None:
     cache = random_cache(form, 2, [(2, 20), (0, 7), (0, 0)])
     sinks = torch.tensor([-1.0, 0.5, 8.0, 3.0])

@@ -101,11 +101,8 @@ FORMS = [
     KVFormat(80),
     KVFormat(96, k_bits=8),
     KVFormat(128, v_bits=8),
-    KVFormat(64, k_form="token"),
-    KVFormat(80, 8, 8, k_form="token"),
-    KVFormat(64, k_form="token", rotated=True),
-    KVFormat(128, k_bits=8, k_form="token", rotated=True),
-    KVFormat(256, k_form="token"),
+    KVFormat(80, 8, 8),
+    KVFormat(256),
 ]
 
 RAGGED = [

@@ -24,8 +24,7 @@ FORMS = [
     KVFormat(128),
     KVFormat(256),
     KVFormat(64, k_bits=8, v_bits=8),
-    KVFormat(80, k_form="token", k_bits=8),
-    KVFormat(128, k_form="token", rotated=True),
+    KVFormat(80, k_bits=8),
 ]
 
 

@@ -16,9 +16,9 @@ from qoff.errors import ArgumentError, OpError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.reference import ops as reference_ops
-from qoff.kernels.reference.kv_blocks import dequantize_blocks, hadamard, quantize_blocks
-from qoff.kernels.triton.attention.rotation import rotate_values
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import DeviceCache, PlainCache
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
@@ -27,7 +27,7 @@ triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = HeadShape(2, 1, 64, 0.125)
 GROUPED = HeadShape(4, 2, 64, 0.125)
-FORMS = (KVFormat(64), KVFormat(64, 8, 8, k_form="token", rotated=True))
+FORMS = (KVFormat(64), KVFormat(64, 8, 8))
 KeyValue = tuple[Tensor, Tensor]  # [tokens, kv_heads, D]
 
 
@@ -104,8 +104,6 @@ class Told:
         k, v = self.tokens[slot][layer]
         packed, form = self.packed[slot], FORMS[layer]
         old_k, old_v = dequantize_blocks(self._records(layer, slot)[: packed // 64], form)
-        if form.rotated:
-            old_k = old_k @ hadamard(64)
         if self.rotated:
             old_v = rotate_values(old_v, back=True)
         known_k, known_v = (

@@ -16,9 +16,9 @@ from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.reference import ops as reference_ops
-from qoff.kernels.reference.kv_blocks import quantize_blocks, unpack_blocks
-from qoff.kernels.triton.attention.rotation import rotate_values
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.store.base import GrowingBlocks
 from tests.tolerances import PACKED_ATTENTION, assert_close
@@ -106,7 +106,7 @@ class Told:
         rows = k, rotate_values(v) if self.rotated else v
         blocks = (x[kept:packed].unflatten(0, (-1, 64)).transpose(1, 2) for x in rows)
         form, opening = self.forms[layer], (torch.arange(kept, packed, 64) == 0)[:, None]
-        keys, values = unpack_blocks(quantize_blocks(*blocks, form, opening), form)
+        keys, values = dequantize_blocks(quantize_blocks(*blocks, form, opening), form)
         known = keys, rotate_values(values, back=True) if self.rotated else values
         return tuple(  # type: ignore[return-value]
             torch.cat((x[:kept], old.transpose(1, 2).flatten(0, 1), x[packed:]))
@@ -136,23 +136,11 @@ def test_long_and_short_passes(window: int, attention: Callable[..., Tensor]) ->
 
 @pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
 def test_rotated_values(attention: Callable[..., Tensor]) -> None:
-    forms = (*FORMS, KVFormat(64, k_form="token"))
-    told = Told(2, 16, attention, forms, rotated=True)
+    told = Told(2, 16, attention, rotated=True)
     for counts in ([300, 1], [1, 1], [1, 130], [70, 1]):
         told.forward(counts)
     told.forget(60)
     told.forward([20, 20])
-
-
-@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
-@pytest.mark.parametrize("rotated", [False, True])
-def test_keys_quantized_per_token(rotated: bool, attention: Callable[..., Tensor]) -> None:
-    forms = (KVFormat(64, k_form="token", rotated=rotated), KVFormat(64, 8, 4, "token", rotated))
-    told = Told(2, 16, attention, forms)
-    for counts in ([300, 1], [1, 1], [1, 130], [70, 1]):
-        told.forward(counts)
-    told.forget(60)
-    told.forward([1, 1])
 
 
 @settings(max_examples=15)

@@ -13,7 +13,6 @@ from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
 from qoff.kernels.cpu.packed_attention.attention import packed_attention
 from qoff.kernels.cpu.packed_attention.operands import SelectedBlocks
 from qoff.kernels.cpu.packed_attention.select import select_blocks
-from qoff.kernels.cpu.packed_attention.token_attention import token_attention
 from qoff.kernels.layout.heads import HeadShape, cache_shapes
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
@@ -116,13 +115,6 @@ def attention(
             qkv, shape.heads, cache.packed, cache.top, window=shape.window, threads=pool
         )
     for packed, blocks in zip(cache.packed, chosen, strict=True):
-        if packed.form.k_form == "token":
-            assert lse is not None
-            token_attention(
-                qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
-                window=shape.window, rotated=cache.values_rotated, out=out, lse=lse,
-            )  # fmt: skip
-            continue
         packed_attention(
             qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
             window=shape.window, chosen=blocks, out=out, lse=lse, rotated=cache.values_rotated,

@@ -10,7 +10,7 @@ from torch import Tensor
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, check_dense, check_rows
 from qoff.kernels.layout.layer_cache import PackedTokens
-from qoff.kernels.triton.attention.rotation import value_run
+from qoff.kernels.layout.rotation import value_run
 
 from .block import ROWS
 from .job import THREAD_BYTES, PackedArguments, packed_job, partial_floats

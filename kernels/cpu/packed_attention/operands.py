@@ -25,8 +25,6 @@ def check_packed(op: str, queries: Tensor, heads: int, packed: PackedTokens) -> 
     check_rows(op, "queries", queries, table.ragged.tokens, queries.shape[-1])
     if queries.shape[-1] < heads * form.head_dim:
         fail(op, f"{queries.shape[-1]} columns are less than {heads} heads of {form.head_dim}")
-    if form.k_form != "channel":
-        fail(op, "K must be quantized per channel")
     dense = pool.dim() == 3 and pool.stride()[1:] == (form.nbytes, 1)
     if pool.dtype != torch.uint8 or pool.shape[2:] != (form.nbytes,) or not dense:
         fail(

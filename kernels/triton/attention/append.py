@@ -14,15 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
 from qoff.kernels.triton.elementwise.rope import check_tables
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.variant import LAUNCH, Variant
 
-from .pack import hadamard, load_half, load_turned, pack_channels, pack_tokens
+from .pack import load_half, load_turned, pack_channels, pack_tokens
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,6 @@ def pack_kernel(
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
     PARTS: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    ROTATED: tl.constexpr,
     V_CODES: tl.constexpr,
     NBYTES: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -92,13 +88,7 @@ def pack_kernel(
         k_high = tl.where(keep, k_high, load_half(recent_k + at, old, HALF, HALF, PADDED))
     physical = tl.load(block_table + sequence * table_stride + block).to(tl.int64)
     record = pool + (physical * kv_heads + head) * NBYTES
-    if CHANNEL:
-        pack_channels(record, k_low, k_high, block == 0, HALF, PADDED, K_BITS)
-    elif ROTATED:
-        low, high = hadamard(k_low, k_high, HALF)
-        pack_tokens(record, low, high, HALF, PADDED, K_BITS, PARTS)
-    else:
-        pack_tokens(record, k_low, k_high, HALF, PADDED, K_BITS, PARTS)
+    pack_channels(record, k_low, k_high, block == 0, HALF, PADDED, K_BITS)
     pack_tokens(record + V_CODES, v_low, v_high, HALF, PADDED, V_BITS, PARTS)
 
 
@@ -171,7 +161,7 @@ def kv_append(
 
     Values are those of `reference.kv_blocks.append`: K is turned in float32 and rounded to its
     dtype before it is packed. A code may be the neighbour where the quotient is within float32
-    rounding of a half; a Hadamard rotation is exact but for float32 sums.
+    rounding of a half.
     """
     step = cache.step
     blocks = NewBlocks(cache.pool, step.packed, step.after, step.max_new_blocks)
@@ -200,11 +190,6 @@ def pack_blocks(
     """The part of `kv_append` that packs. Raises OpError."""
     cache.check_fresh(k, v)
     kv_heads, window, form = k.shape[1], cache.recent_k.shape[1], cache.form
-    if form.rotated and Gpu.of(k.device).capability < 80:
-        raise OpError(
-            "rotating K takes tensor cores of compute capability 8.0 or newer, not "
-            f"{Gpu.of(k.device).capability / 10}; use k_form 'channel'"
-        )
     step, sequences = cache.step, len(blocks.before)
     if not blocks.most or not sequences:
         return
@@ -318,8 +303,6 @@ def _pack_constants(form: KVFormat) -> dict[str, Any]:
         "K_BITS": form.k_bits,
         "V_BITS": form.v_bits,
         "PARTS": form.parts,
-        "CHANNEL": form.k_form == "channel",
-        "ROTATED": form.rotated,
         "V_CODES": form.v_codes,
         "NBYTES": form.nbytes,
     }
@@ -336,8 +319,6 @@ def variants(capability: int) -> Iterator[Variant]:
     blocks = [
         _pack_variant(dtypes[i % len(dtypes)], form, pairs, interleaved)
         for i, (form, pairs, interleaved) in enumerate(_blocks())
-        # Before 8.0, Triton has no tensor cores to rotate with.
-        if capability >= 80 or not form.rotated
     ]
     yield from {variant.name: variant for variant in blocks}.values()  # with one dtype, two alike
     for i, head_dim in enumerate(HEAD_DIMS):
@@ -351,29 +332,24 @@ def variants(capability: int) -> Iterator[Variant]:
 def _blocks() -> Iterator[tuple[KVFormat, int, bool]]:
     """Forms, pairs of channels that are turned, and whether pairs are neighbours."""
     yield KVFormat(64), 0, False
-    yield KVFormat(64, k_bits=8, v_bits=8, k_form="token"), 32, False
-    yield KVFormat(64, k_form="token", rotated=True), 16, False
+    yield KVFormat(64, k_bits=8, v_bits=8), 16, False
     yield KVFormat(80, k_bits=8), 40, False
-    yield KVFormat(80, v_bits=8, k_form="token"), 40, True
+    yield KVFormat(80, v_bits=8), 40, True
     yield KVFormat(96, v_bits=8), 24, False
-    yield KVFormat(96, k_form="token"), 0, False
     yield KVFormat(128), 64, False
     yield KVFormat(128), 64, False  # with the other dtype
-    yield KVFormat(128, k_form="token"), 0, False
-    yield KVFormat(128, k_bits=8, k_form="token", rotated=True), 64, False
     yield KVFormat(128, k_bits=8, v_bits=8), 64, True
     yield KVFormat(256), 128, False
-    yield KVFormat(256, k_form="token", rotated=True), 0, False
-    yield KVFormat(256, k_bits=8, k_form="token"), 32, False
+    yield KVFormat(256, k_bits=8), 32, False
 
 
 def _pack_variant(dtype: str, form: KVFormat, pairs: int, interleaved: bool) -> Variant:
     shared = _row_constants(form, pairs, interleaved)
-    name = f"{dtype}-{form.head_dim}-k{form.k_bits}v{form.v_bits}-{form.k_form}"
+    name = f"{dtype}-{form.head_dim}-k{form.k_bits}v{form.v_bits}"
     ints = ("k_stride", "v_stride", "kv_heads", "window", "table_stride")
     return Variant(
         op="kv_append",
-        name=f"pack-{name}{'-rotated' if form.rotated else ''}-rope-{shared['ROPE']}",
+        name=f"pack-{name}-rope-{shared['ROPE']}",
         kernel=pack_kernel,
         types=_types(dtype, pairs)
         | {"pool": "*u8", "block_table": "*i32", "before": "*i32", "after": "*i32"}

@@ -36,7 +36,6 @@ from qoff.kernels.triton.linear.nibbles import use_asm
 from .decode_tiles import attend_blocks, attend_ring, load_queries
 from .kv_tiles import LN2, LOG2E, TOKENS, form_constants
 from .merge import merge, merge_bytes
-from .rotation import rotate
 
 _EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "RESIDENT_FROM")
 
@@ -55,7 +54,6 @@ class DecodeConfig:
 @triton.jit
 def decode_attention_kernel(
     q,  # [S, Hq, D]
-    q_packed,  # the same, rotated as the packed K are
     pool,
     block_table,
     compressed,
@@ -67,7 +65,6 @@ def decode_attention_kernel(
     outs,  # [runs + 1, S, Hq, D]
     lses,
     scale,  # softmax scale * log2(e)
-    scale_packed,  # the same for q_packed
     soft_cap,  # * log2(e)
     window,
     run,  # blocks in a run
@@ -75,14 +72,12 @@ def decode_attention_kernel(
     ring,  # W
     kv_heads,
     q_stride,
-    packed_stride,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
-    K_TOKEN: tl.constexpr,
     PARTS: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr,
@@ -110,9 +105,8 @@ def decode_attention_kernel(
     end = tl.load(length + s)
     in_blocks = tl.load(compressed + s)
     first_key = tl.maximum(end - window, 0) if WINDOW else 0
+    q0, q1, q2, q3 = load_queries(q + s.to(tl.int64) * q_stride + at, mask, HALF)
     if part == 0:
-        source = q + s.to(tl.int64) * q_stride + at
-        q0, q1, q2, q3 = load_queries(source, mask, HALF)
         row = kv_heads * HEAD_DIM
         ring_base = s.to(tl.int64) * ring * row + kv_head * HEAD_DIM
         o0, o1, o2, o3, top, total = attend_ring(
@@ -131,8 +125,6 @@ def decode_attention_kernel(
             o2 = o2 * fade[None, :]
             o3 = o3 * fade[None, :]
     else:
-        source = q_packed + s.to(tl.int64) * packed_stride + at
-        q0, q1, q2, q3 = load_queries(source, mask, HALF)
         first_block = first_key // TOKENS
         if RESIDENT_FROM:
             first_block = tl.maximum(first_block, tl.load(resident_from + s) // TOKENS)
@@ -141,8 +133,8 @@ def decode_attention_kernel(
         o0, o1, o2, o3, top, total = attend_blocks(
             q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16),
             pool + kv_head * NBYTES, kv_heads * NBYTES, block_table + s.to(tl.int64) * max_blocks,
-            begin, stop, first_key, scale_packed, soft_cap,
-            COLUMNS, HEAD_DIM, PAIRS, K_BITS, V_BITS, K_TOKEN, PARTS, K_SCALE, V_CODES, V_SCALE,
+            begin, stop, first_key, scale, soft_cap,
+            COLUMNS, HEAD_DIM, PAIRS, K_BITS, V_BITS, PARTS, K_SCALE, V_CODES, V_SCALE,
             SOFT_CAP, WINDOW, PREFETCH, STAGES, ASM,
         )  # fmt: skip
     safe = tl.where(total == 0, 1.0, total)
@@ -189,11 +181,9 @@ def decode_attention(
     parts = 1 + triton.cdiv(blocks, run)
     outs = torch.empty(parts, sequences, heads, form.head_dim, dtype=q.dtype, device=q.device)
     lses = torch.empty(parts, sequences, heads, dtype=torch.float32, device=q.device)
-    packed, factor = rotate(q) if form.rotated else (q, 1.0)
     if sequences:
         decode_attention_kernel[(tiles, parts, sequences)](
             q,
-            packed,
             cache.pool,
             step.table,
             step.packed,
@@ -205,7 +195,6 @@ def decode_attention(
             outs,
             lses,
             shape.scale * LOG2E.value,
-            shape.scale * factor * LOG2E.value,
             shape.soft_cap * LOG2E.value,
             window,
             run,
@@ -213,7 +202,6 @@ def decode_attention(
             cache.recent_k.shape[1],
             kv_heads,
             q.stride(0),
-            packed.stride(0),
             **_constants(form, group, config),
             SOFT_CAP=shape.soft_cap != 0,
             WINDOW=window != 0,
@@ -232,7 +220,7 @@ def decode_attention(
 
 @cache
 def _configured(device: torch.device, form: KVFormat, columns: int) -> DecodeConfig:
-    key = f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}-{columns}"
+    key = f"{form.head_dim}-k{form.k_bits}-v{form.v_bits}-{columns}"
     entry = tuned.lookup("decode_attention", device, key)
     return DecodeConfig(**entry) if entry else _heuristic(Gpu.of(device).capability, form, columns)
 
@@ -257,7 +245,7 @@ def decode_bytes(
 ) -> int:
     """The most bytes `decode_attention` allocates for up to `blocks` blocks of each sequence.
 
-    Partial results of each run of blocks and of the ring, their merge, queries rotated as K is.
+    Partial results of each run of blocks and of the ring, and their merge.
     """
     group = heads // kv_heads
     columns = _columns(group)
@@ -265,9 +253,7 @@ def decode_bytes(
     tiles = sequences * kv_heads * triton.cdiv(group, columns)
     runs = _most_runs(tiles, Gpu.of(device).processors, config)
     parts = 1 + min(triton.cdiv(blocks, config.min_blocks), runs)
-    one = merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
-    rotated = sequences * heads * form.head_dim * dtype.itemsize if form.rotated else 0
-    return (parts + 1) * one + rotated
+    return (parts + 1) * merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
 
 
 def _most_runs(tiles: int, processors: int, config: DecodeConfig) -> int:
@@ -327,24 +313,22 @@ def _forms() -> Iterator[KVFormat]:
         yield KVFormat(head_dim)
     yield KVFormat(128, k_bits=8)
     yield KVFormat(128, k_bits=8, v_bits=8)
-    yield KVFormat(128, k_form="token", rotated=True)
-    yield KVFormat(64, k_form="token")
 
 
 def _variant(capability: int, dtype: str, form: KVFormat, group: int, **extras: bool) -> Variant:
     config = _heuristic(capability, form, _columns(group))
-    kind = f"k{form.k_bits}{form.k_form}-v{form.v_bits}"
+    kind = f"k{form.k_bits}-v{form.v_bits}"
     constants: dict[str, Any] = {
         **_constants(form, group, config),
         **{name: extras.get(name, False) for name in _EXTRAS},
         "PREFETCH": bool(config.prefetch),
         "ASM": True,
     }
-    types = dict.fromkeys(("q", "q_packed", "recent_k", "recent_v", "outs"), f"*{dtype}")
+    types = dict.fromkeys(("q", "recent_k", "recent_v", "outs"), f"*{dtype}")
     types |= {"pool": "*u8", "lses": "*fp32"}
     types |= dict.fromkeys(("block_table", "compressed", "length"), "*i32")
-    types |= dict.fromkeys(("scale", "scale_packed", "soft_cap"), "fp32")
-    sizes = ("window", "run", "max_blocks", "ring", "kv_heads", "q_stride", "packed_stride")
+    types |= dict.fromkeys(("scale", "soft_cap"), "fp32")
+    sizes = ("window", "run", "max_blocks", "ring", "kv_heads", "q_stride")
     types |= dict.fromkeys(sizes, "i32")
     for name, pointer in (("sinks", "*fp32"), ("resident_from", "*i32")):
         if constants[name.upper()]:

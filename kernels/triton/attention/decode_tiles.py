@@ -84,7 +84,7 @@ def attend_ring(
 def attend_blocks(
     q0, q1, q2, q3, pool, block_stride, table, begin, stop, first_key, scale, soft_cap,
     COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, K_TOKEN: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
+    V_BITS: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr, V_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
     PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -106,11 +106,6 @@ def attend_blocks(
     sums = tl.zeros([16, COLUMNS], tl.float32)
     minima_low = tl.zeros([16, COLUMNS], tl.float32)
     minima_high = tl.zeros([16, COLUMNS], tl.float32)
-    if K_TOKEN:
-        sum_low = tl.sum(q0.to(tl.float32) + q1.to(tl.float32), 0)
-        sum_high = tl.sum(q2.to(tl.float32) + q3.to(tl.float32), 0)
-        off_low = sum_low * OFFSET
-        off_high = tl.sum(r2.to(tl.float32) + r3.to(tl.float32), 0) * OFFSET
     block = tl.load(table + begin, mask=begin < stop, other=0)
     next_block = tl.load(table + begin + 1, mask=begin + 1 < stop, other=0)
     for b in tl.range(begin, stop, num_stages=STAGES):
@@ -120,38 +115,25 @@ def attend_blocks(
         if PREFETCH:
             prefetch(pool + block.to(tl.int64) * block_stride, V_SCALE + 4 * PARTS * TOKENS)
         k_first, k_second = load_code_pairs(record, HEAD_DIM, PAIRS, K_BITS)
-        if K_TOKEN:
-            ks_low, ks_high, km_low, km_high = load_token_params(record + K_SCALE, PARTS)
-        else:
-            ks0, ks1, ks2, ks3 = load_channel_pairs(record + K_SCALE, HEAD_DIM, PAIRS)
-            km0, km1, km2, km3 = load_channel_pairs(
-                record + K_SCALE + 2 * HEAD_DIM, HEAD_DIM, PAIRS
-            )
+        ks0, ks1, ks2, ks3 = load_channel_pairs(record + K_SCALE, HEAD_DIM, PAIRS)
+        km0, km1, km2, km3 = load_channel_pairs(record + K_SCALE + 2 * HEAD_DIM, HEAD_DIM, PAIRS)
         v_first, v_second = load_code_pairs(record + V_CODES, HEAD_DIM, PAIRS, V_BITS)
         vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS)
 
         k0, k1, k2, k3 = raised_pairs(k_first, k_second, K_BITS, ASM)
-        if K_TOKEN:
-            s_low = tl.dot(k1, q1, acc=tl.dot(k0, q0)) - off_low[None, :]
-            s_high = tl.dot(k3, r3, acc=tl.dot(k2, r2)) - off_high[None, :]
-            s = s_low * ks_low.to(tl.float32)[:, None] + s_high * ks_high.to(tl.float32)[:, None]
-            s += km_low.to(tl.float32)[:, None] * sum_low[None, :]
-            s += km_high.to(tl.float32)[:, None] * sum_high[None, :]
-            shift = tl.zeros([COLUMNS], tl.float32)
-        else:
-            bias = tl.dot(tl.broadcast_to(km0[None, :], (16, PAIRS)), q0)
-            bias = tl.dot(tl.broadcast_to(km1[None, :], (16, PAIRS)), q1, acc=bias)
-            bias = tl.dot(tl.broadcast_to(km2[None, :], (16, PAIRS)), q2, acc=bias)
-            bias = tl.dot(tl.broadcast_to(km3[None, :], (16, PAIRS)), q3, acc=bias)
-            f0 = q0 * ks0[:, None]
-            f1 = q1 * ks1[:, None]
-            f2 = r2 * ks2[:, None]
-            f3 = r3 * ks3[:, None]
-            bias = tl.dot(offset, f1, acc=tl.dot(offset, f0, acc=bias))
-            bias = tl.dot(offset, f3, acc=tl.dot(offset, f2, acc=bias))
-            s = tl.dot(k1, f1, acc=tl.dot(k0, f0))
-            s = tl.dot(k3, f3, acc=tl.dot(k2, f2, acc=s))
-            shift = tl.max(bias, 0) * scale
+        bias = tl.dot(tl.broadcast_to(km0[None, :], (16, PAIRS)), q0)
+        bias = tl.dot(tl.broadcast_to(km1[None, :], (16, PAIRS)), q1, acc=bias)
+        bias = tl.dot(tl.broadcast_to(km2[None, :], (16, PAIRS)), q2, acc=bias)
+        bias = tl.dot(tl.broadcast_to(km3[None, :], (16, PAIRS)), q3, acc=bias)
+        f0 = q0 * ks0[:, None]
+        f1 = q1 * ks1[:, None]
+        f2 = r2 * ks2[:, None]
+        f3 = r3 * ks3[:, None]
+        bias = tl.dot(offset, f1, acc=tl.dot(offset, f0, acc=bias))
+        bias = tl.dot(offset, f3, acc=tl.dot(offset, f2, acc=bias))
+        s = tl.dot(k1, f1, acc=tl.dot(k0, f0))
+        s = tl.dot(k3, f3, acc=tl.dot(k2, f2, acc=s))
+        shift = tl.max(bias, 0) * scale
         # Scores are s * factor + shift.
         factor = scale
         if SOFT_CAP:

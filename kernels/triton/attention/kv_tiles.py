@@ -33,7 +33,6 @@ def form_constants(form: KVFormat) -> dict[str, int | bool]:
         "HEAD_DIM": form.head_dim,
         "K_BITS": form.k_bits,
         "V_BITS": form.v_bits,
-        "K_TOKEN": form.k_form == "token",
         "PARTS": form.parts,
         "K_SCALE": form.k_scale,
         "V_CODES": form.v_codes,

@@ -96,24 +96,6 @@ def _turned_half(
 
 
 @triton.jit
-def hadamard(low, high, HALF: tl.constexpr):
-    """Both halves times the orthonormal Hadamard matrix of 2 * HALF channels, in float32.
-
-    The matrix is [[H, H], [H, -H]] over sqrt(2 HALF) with H of +-1, exact in any dtype: products
-    are exact, and only the sums are rounded, in float32.
-    """
-    index = tl.arange(0, HALF)
-    bits = index[:, None] & index[None, :]
-    bits ^= bits >> 4
-    bits ^= bits >> 2
-    bits ^= bits >> 1
-    signs = tl.where((bits & 1) == 0, 1.0, -1.0).to(low.dtype)
-    a, b = tl.dot(low, signs), tl.dot(high, signs)
-    scale: tl.constexpr = (2 * HALF) ** -0.5
-    return (a + b) * scale, (a - b) * scale
-
-
-@triton.jit
 def pack_channels(
     record,
     low,

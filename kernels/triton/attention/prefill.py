@@ -38,7 +38,6 @@ from qoff.kernels.triton.linear.nibbles import use_asm
 from .kv_tiles import LN2, LOG2E, TOKENS
 from .prefill_scratch import dequantize_blocks, scratch_constants, scratch_heads
 from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
-from .rotation import rotate
 
 _EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "RESIDENT_FROM")
 
@@ -59,7 +58,6 @@ class PrefillConfig:
 @triton.jit
 def prefill_attention_kernel(
     q,  # [T, Hq, D]
-    q_packed,  # the same, rotated as the packed K are
     k,  # [T, kv_heads, D]
     v,
     row_start,
@@ -76,7 +74,6 @@ def prefill_attention_kernel(
     out,
     lse,
     scale,  # softmax scale * log2(e)
-    scale_packed,  # the same for q_packed
     soft_cap,  # * log2(e)
     window,
     max_blocks,
@@ -85,7 +82,6 @@ def prefill_attention_kernel(
     first_head,
     scratch_tokens,
     q_stride,
-    packed_stride,
     k_stride,
     v_stride,
     GROUP: tl.constexpr,
@@ -94,7 +90,6 @@ def prefill_attention_kernel(
     PAD: tl.constexpr,
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
-    K_TOKEN: tl.constexpr,
     PARTS: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr,
@@ -136,8 +131,8 @@ def prefill_attention_kernel(
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     place = (first_row + row).to(tl.int64)
-    q_row = place * packed_stride + head * HEAD_DIM
-    q_low, q_high = load_halves(q_packed, q_row, inside, HALF, PAD, True)
+    q_row = place * q_stride + head * HEAD_DIM
+    q_low, q_high = load_halves(q, q_row, inside, HALF, PAD, True)
     q_low = q_low.to(tl.float16)
     q_high = q_high.to(tl.float16)
     if SCRATCH:
@@ -147,7 +142,7 @@ def prefill_attention_kernel(
         low, high, top, total = attend_rows(
             q_low, q_high, scratch_k + base, scratch_v + base, HEAD_DIM, HEAD_DIM,
             first_block * TOKENS, in_blocks, in_blocks, 1, 0,
-            position, window, scale_packed, soft_cap, low, high, top, total,
+            position, window, scale, soft_cap, low, high, top, total,
             HALF, PAD, SOFT_CAP, WINDOW, False, False, STAGES, ASM,
         )  # fmt: skip
     else:
@@ -158,17 +153,15 @@ def prefill_attention_kernel(
             record = pool + (block.to(tl.int64) * kv_heads + kv_head) * NBYTES
             block = tl.load(table + b + 1, mask=b + 1 < stop, other=0)
             k_low, k_high, v_low, v_high = load_packed_tile(
-                record, HEAD_DIM, PAD, K_BITS, V_BITS, K_TOKEN, PARTS, K_SCALE, V_CODES, V_SCALE,
-                ASM,
-            )  # fmt: skip
+                record, HEAD_DIM, PAD, K_BITS, V_BITS, PARTS, K_SCALE, V_CODES, V_SCALE, ASM
+            )
             key = b * TOKENS + tl.arange(0, TOKENS)
             seen = key[None, :] > position[:, None] - window
             low, high, top, total = attend(
-                q_low, q_high, k_low, k_high, v_low, v_high, seen, scale_packed, soft_cap,
+                q_low, q_high, k_low, k_high, v_low, v_high, seen, scale, soft_cap,
                 low, high, top, total, SOFT_CAP, WINDOW, ASM,
             )  # fmt: skip
 
-    q_row = place * q_stride + head * HEAD_DIM
     q_low, q_high = load_halves(q, q_row, inside, HALF, PAD, True)
     row_size = kv_heads * HEAD_DIM
     ring_base = s.to(tl.int64) * ring * row_size + kv_head * HEAD_DIM
@@ -248,7 +241,6 @@ def prefill_attention(
         piece = scratch_heads(values, kv_heads, config.scratch_mib)
     room = (2, sequences, piece, blocks * BLOCK_TOKENS, dim)
     scratch = torch.empty(room, dtype=torch.float16, device=q.device)
-    packed, factor = rotate(q) if form.rotated else (q, 1.0)
     constants = scratch_constants(form)
     for first in range(0, kv_heads, piece or kv_heads):
         count = min(piece or kv_heads, kv_heads - first)
@@ -256,7 +248,6 @@ def prefill_attention(
             dequantize_blocks(cache, window, scratch, first, count)
         prefill_attention_kernel[(tiles, count, sequences)](
             q,
-            packed,
             k,
             v,
             step.row_start,
@@ -273,7 +264,6 @@ def prefill_attention(
             out,
             lse,
             shape.scale * LOG2E.value,
-            shape.scale * factor * LOG2E.value,
             shape.soft_cap * LOG2E.value,
             window,
             step.table.stride(0),
@@ -282,7 +272,6 @@ def prefill_attention(
             first,
             room[3],
             q.stride(0),
-            packed.stride(0),
             k.stride(0),
             v.stride(0),
             **constants,
@@ -314,12 +303,11 @@ def prefill_bytes(
 ) -> int:
     """The most bytes `prefill_attention` allocates for up to `blocks` blocks of each sequence.
 
-    Its results, rotated queries, and a scratch in which blocks are dequantized.
+    Its results, and a scratch in which blocks are dequantized.
     """
     values = sequences * blocks * BLOCK_TOKENS * form.head_dim
     scratch = min(4 * values * kv_heads, _configured(device, form).scratch_mib << 20)
-    results = 2 if form.rotated else 1
-    return tokens * heads * (results * form.head_dim * dtype.itemsize + 4) + scratch
+    return tokens * heads * (form.head_dim * dtype.itemsize + 4) + scratch
 
 
 @cache
@@ -362,7 +350,6 @@ def variants(capability: int) -> Iterator[Variant]:
     extras = {**dict.fromkeys(_EXTRAS, True), "SCRATCH": capability == 75}
     yield _variant(capability, "fp16", KVFormat(128), **extras)
     if capability > 75:
-        yield _variant(capability, "fp16", KVFormat(128, k_form="token", rotated=True))
         yield _variant(capability, "fp16", KVFormat(128, k_bits=8, v_bits=8))
         for through in (False, True):
             yield _variant(capability, "bf16", KVFormat(128), SCRATCH=through)
@@ -379,21 +366,21 @@ def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Vari
         "STAGES": config.num_stages,
         "ASM": True,
     }
-    types = dict.fromkeys(("q", "q_packed", "k", "v", "recent_k", "recent_v", "out"), f"*{dtype}")
+    types = dict.fromkeys(("q", "k", "v", "recent_k", "recent_v", "out"), f"*{dtype}")
     types |= {"pool": "*u8", "lse": "*fp32", "scratch_k": "*fp16", "scratch_v": "*fp16"}
     types |= dict.fromkeys(("row_start", "start", "block_table", "compressed"), "*i32")
-    types |= dict.fromkeys(("scale", "scale_packed", "soft_cap"), "fp32")
+    types |= dict.fromkeys(("scale", "soft_cap"), "fp32")
     sizes = ["window", "max_blocks", "ring", "kv_heads", "first_head", "scratch_tokens"]
-    sizes += ["q_stride", "packed_stride", "k_stride", "v_stride"]
+    sizes += ["q_stride", "k_stride", "v_stride"]
     types |= dict.fromkeys(sizes, "i32")
     for name, pointer in (("sinks", "*fp32"), ("resident_from", "*i32")):
         if constants[name.upper()]:
             types[name] = pointer
         else:
             constants[name] = None
-    kind = f"{dtype}-{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"
+    kind = f"{dtype}-{form.head_dim}-k{form.k_bits}-v{form.v_bits}"
     label = "".join(f"-{name.lower()}" for name in names if constants[name])
-    traits = set() if constants["SCRATCH"] or form.k_form == "token" else {WIDE_CODES}
+    traits = set() if constants["SCRATCH"] else {WIDE_CODES}
     if capability > 75:
         traits.add(TENSOR_CORES)
     return Variant(

@@ -41,7 +41,6 @@ def scratch_kernel(
     PAD: tl.constexpr,
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
-    K_TOKEN: tl.constexpr,
     PARTS: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr,
@@ -65,7 +64,7 @@ def scratch_kernel(
     block = tl.load(block_table + s.to(tl.int64) * max_blocks + b).to(tl.int64)
     record = pool + (block * kv_heads + first_head + tl.program_id(1)) * NBYTES
     k_low, k_high, v_low, v_high = load_packed_tile(
-        record, HEAD_DIM, PAD, K_BITS, V_BITS, K_TOKEN, PARTS, K_SCALE, V_CODES, V_SCALE, ASM
+        record, HEAD_DIM, PAD, K_BITS, V_BITS, PARTS, K_SCALE, V_CODES, V_SCALE, ASM
     )
     channel = tl.arange(0, PAD)
     base = (s.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * scratch_tokens * HEAD_DIM
@@ -129,12 +128,11 @@ def variants(capability: int) -> Iterator[Variant]:
     """Every shipped configuration for a compute capability.
 
     Each head size with the default form, one of them with a window and a first block; 8-bit codes
-    and tokens' parameters of K with head size 128.
+    with head size 128.
     """
     for head_dim in HEAD_DIMS:
         yield _variant(KVFormat(head_dim), window=head_dim == 64)
     yield _variant(KVFormat(128, k_bits=8, v_bits=8))
-    yield _variant(KVFormat(128, k_form="token"))
 
 
 def _variant(form: KVFormat, window: bool = False) -> Variant:
@@ -152,7 +150,7 @@ def _variant(form: KVFormat, window: bool = False) -> Variant:
         constants["resident_from"] = None
     sizes = ("window", "max_blocks", "kv_heads", "first_head", "scratch_tokens")
     types |= dict.fromkeys(sizes, "i32")
-    kind = f"{form.head_dim}-k{form.k_bits}{form.k_form}-v{form.v_bits}"
+    kind = f"{form.head_dim}-k{form.k_bits}-v{form.v_bits}"
     return Variant(
         op="prefill_attention",
         name=f"prefill_scratch-{kind}" + ("-window" if window else ""),

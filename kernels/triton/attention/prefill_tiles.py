@@ -56,18 +56,6 @@ def load_channel_params(params, HEAD_DIM: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def load_k_params(
-    params, HEAD_DIM: tl.constexpr, PAD: tl.constexpr, K_TOKEN: tl.constexpr, PARTS: tl.constexpr
-):
-    """K's scales and minima: float16 [PAD] each, or [64] each when they are per token."""
-    if K_TOKEN:
-        a, b, c, d = load_token_params(params, PARTS)
-    else:
-        a, b, c, d = load_channel_params(params, HEAD_DIM, PAD)
-    return a, b, c, d
-
-
-@triton.jit
 def exact_planes(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
     """The codes of both halves as float16."""
     if BITS == 4:
@@ -81,21 +69,17 @@ def exact_planes(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def load_packed_tile(
     record, HEAD_DIM: tl.constexpr, PAD: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, K_TOKEN: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
+    V_BITS: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr, V_SCALE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """K and V of a packed block as float16, two halves [64, PAD] each."""
     k_first, k_second = load_codes(record, HEAD_DIM, PAD, K_BITS)
-    a, b, c, d = load_k_params(record + K_SCALE, HEAD_DIM, PAD, K_TOKEN, PARTS)
+    a, b, c, d = load_channel_params(record + K_SCALE, HEAD_DIM, PAD)
     v_first, v_second = load_codes(record + V_CODES, HEAD_DIM, PAD, V_BITS)
     vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS)
     k_low, k_high = exact_planes(k_first, k_second, K_BITS, ASM)
-    if K_TOKEN:
-        k_low = k_low * a[:, None] + c[:, None]
-        k_high = k_high * b[:, None] + d[:, None]
-    else:
-        k_low = k_low * a[None, :] + c[None, :]
-        k_high = k_high * b[None, :] + d[None, :]
+    k_low = k_low * a[None, :] + c[None, :]
+    k_high = k_high * b[None, :] + d[None, :]
     v_low, v_high = exact_planes(v_first, v_second, V_BITS, ASM)
     v_low = v_low * vs_low[:, None] + vm_low[:, None]
     v_high = v_high * vs_high[:, None] + vm_high[:, None]

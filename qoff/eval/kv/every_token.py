@@ -19,10 +19,10 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.ops import Ops
 from qoff.kernels.reference.elementwise import rms_norm, rope
-from qoff.kernels.reference.kv_blocks import quantize_blocks, unpack_blocks
-from qoff.kernels.triton.attention.rotation import rotate_values
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import KVQuant
 
 GGML_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
@@ -111,7 +111,7 @@ def _in_blocks(k: Tensor, v: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
     ]
     opening = (torch.arange(len(blocks[0])) == 0)[:, None]  # [blocks, 1], of all KV heads
     records = quantize_blocks(blocks[0].transpose(1, 2), blocks[1].transpose(1, 2), form, opening)
-    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in unpack_blocks(records, form))
+    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in dequantize_blocks(records, form))
     return keys[: len(k)], values[: len(v)]
 
 

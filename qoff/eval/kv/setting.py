@@ -39,14 +39,13 @@ class KVSetting:
 
     @property
     def name(self) -> str:
-        """Like "4,4 channel, every token"."""
+        """Like "4,4, every token"."""
         if self.ggml is not None:
             return f"llama.cpp {self.ggml}, every token"
         if self.quant is None:
             return "float32"
         quant = self.quant
-        form = "rotated" if quant.rotated else quant.k_form
-        parts = [f"{quant.k_bits},{quant.v_bits} {form}"]
+        parts = [f"{quant.k_bits},{quant.v_bits}"]
         parts += [f"{len(quant.layers)} layers otherwise"] if quant.layers else []
         parts += ["every token"] if self.every_token else [f"window {quant.window}"]
         parts += [f"{quant.sinks} sinks"] if quant.sinks and not self.every_token else []

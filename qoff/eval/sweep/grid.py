@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, Self
@@ -13,11 +13,6 @@ from qoff.eval.kv.setting import KVSetting
 from qoff.kvcache import KVQuant
 from qoff.quant import QuantConfig
 
-FORMS: Mapping[str, dict[str, Any]] = {
-    "channel": {"k_form": "channel"},
-    "token": {"k_form": "token"},
-    "rotated": {"k_form": "token", "rotated": True},
-}
 EVERY = "every"
 FLOAT = "float"
 
@@ -53,7 +48,6 @@ class Grid:
     group: tuple[int, ...] = (64,)
     solver: tuple[str, ...] = ("hqq",)
     kv: tuple[str, ...] = (FLOAT, "4:4", "8:4", "8:8", "q4_0")  # bits of K and V
-    form: tuple[str, ...] = ("channel", "token", "rotated")  # what shares a scale of K
     window: tuple[str, ...] = (EVERY,)  # newest tokens unpacked; "every": none, not even its own
     head_bits: int = 8
 
@@ -94,9 +88,7 @@ class Grid:
         return [Cell(w, kv) for w in weights for kv in caches]
 
     def _caches(self) -> Iterable[KVSetting]:
-        for bits, form, window in product(self.kv, self.form, self.window):
-            if form not in FORMS:
-                raise ArgumentError(f"K has no form {form!r}; use {', '.join(FORMS)}")
+        for bits, window in product(self.kv, self.window):
             if bits == FLOAT:
                 yield KVSetting()
             elif bits in GGML_TYPES:
@@ -104,7 +96,7 @@ class Grid:
             else:
                 k, _, v = bits.partition(":")
                 size = 64 if window == EVERY else _number(window)
-                quant = KVQuant(_number(k), _number(v or k), size, **FORMS[form])
+                quant = KVQuant(_number(k), _number(v or k), size)
                 yield KVSetting(quant, window == EVERY)
 
 

@@ -10,7 +10,7 @@ from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.reference.kv_blocks import unpack_blocks
+from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.base import BlockStore, GrowingBlocks
 from qoff.kvcache.store.placement import DEVICE, KVPlacement
@@ -67,7 +67,6 @@ class DeviceCache(SlotCache):
             kv_heads = [shape.kv_heads for shape in shapes]
             if placement.device_fraction < 1:
                 offloaded = offloaded or _host_blocks(forms, kv_heads, placement)
-                _check_offloaded(offloaded)
             elif offloaded is not None:
                 raise ArgumentError(
                     "all blocks stay on the device; nothing would be in another store"
@@ -149,7 +148,7 @@ class DeviceCache(SlotCache):
         first = BLOCK_TOKENS * self.blocks[slot].index(block)
         places = torch.arange(first, first + tokens, device=self.store.device) % self.ring
         for layer, form in enumerate(self.store.forms):
-            k, v = unpack_blocks(self.store.read(layer, block), form)
+            k, v = dequantize_blocks(self.store.read(layer, block), form)
             for ring, x in ((self.recent_k[layer], k), (self.recent_v[layer], v)):
                 ring[slot, places] = x[:, :tokens].transpose(0, 1).to(ring.dtype)
 
@@ -163,12 +162,3 @@ def _host_blocks(
     if placement.device_fraction + placement.host_fraction < 1 - 1e-9:
         raise ArgumentError("blocks on disk need a store that keeps them there")
     return GrowingBlocks(forms, kv_heads)
-
-
-def _check_offloaded(offloaded: BlockStore) -> None:
-    for form in offloaded.forms:
-        if form.k_form != "channel":
-            raise ArgumentError(
-                "the CPU attends to blocks with K quantized per channel, not per "
-                f"{form.k_form}: keep all of them on the device"
-            )

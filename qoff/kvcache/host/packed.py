@@ -8,8 +8,8 @@ from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.reference.kv_blocks import unpack_blocks
-from qoff.kernels.triton.attention.rotation import rotate_values
+from qoff.kernels.layout.rotation import rotate_values
+from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.base import BlockStore, GrowingBlocks
 
@@ -88,7 +88,7 @@ class PackedCache(SlotCache):
 
     def unpack(self, slot: int, block: int, tokens: int) -> None:
         for layer, form in enumerate(self.store.forms):
-            k, v = unpack_blocks(self.store.read(layer, block), form)
+            k, v = dequantize_blocks(self.store.read(layer, block), form)
             if self.values_rotated:
                 v = rotate_values(v, back=True)
             self.recent.write(layer, slot, self.sinks, k, v)

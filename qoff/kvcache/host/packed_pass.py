@@ -12,8 +12,8 @@ from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.reference.kv_blocks import quantize_blocks
-from qoff.kernels.triton.attention.rotation import rotate_values
 from qoff.kvcache.slots import SlotPass
 from qoff.kvcache.store.base import BlockStore
 

@@ -1,4 +1,4 @@
-"""Hadamard rotations: queries for K that was rotated before it was quantized, and V."""
+"""Hadamard rotations of V, which spread an outlier channel over all before V is quantized."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qoff.kernels.reference.kv_blocks import hadamard
 
-
-def rotate(q: Tensor) -> tuple[Tensor, float]:
-    """Return (r, factor): q [..., D] times the orthonormal Hadamard matrix is r * factor.
-
-    r has q's type; signs and a power of two are exact in it, so r is rounded once.
-    """
-    dim = q.shape[-1]
-    power = 2.0 ** -((dim.bit_length() - 1) // 2)
-    return q @ _signs(dim, power, q.dtype, q.device), dim**-0.5 / power
+def hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The orthonormal Hadamard matrix [n, n] of Sylvester's construction, n a power of two."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while h.shape[0] < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)), 0)
+    return (h / n**0.5).to(dtype)
 
 
 def value_run(head_dim: int) -> int:
