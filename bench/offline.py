@@ -21,14 +21,17 @@ from typing import Any
 
 from bench import ptx, ttgir
 from bench.gpu_limits import LIMITS, WARP, blocks_per_sm
-from qoff.errors import OpError
-from qoff.kernels.triton.launch.variant import (
+from bench.variants.shipped import shipped
+from bench.variants.variant import (
     NO_SHARED_IN_LOOP,
     TENSOR_CORES,
     WIDE_CODES,
+    Launch,
     Variant,
-    shipped,
+    recorded,
+    stand_in,
 )
+from qoff.errors import OpError
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
@@ -95,28 +98,19 @@ class Artefact:
 def compile_variant(variant: Variant, capability: int, keep: Path | None = None) -> Artefact:
     """Compile for sm_`capability` and read the artefacts, which are left in folder `keep`.
 
-    A variant that does not compile gives an Artefact with its `error`.
+    Goes with `stand_in` for the same capability. A variant that does not launch or compile gives an
+    Artefact with its `error`.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = variant.kernel.arg_names
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if variant.types.get(name, "fp")[0] in "*iu" and name not in variant.unaligned
-    }
-    signature = {n: "constexpr" if n in variant.constants else variant.types[n] for n in names}
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    source = ASTSource(variant.kernel, signature, dict(variant.constants), aligned)
     try:
-        compiled = triton.compile(
-            source,
-            target=GPUTarget("cuda", capability, WARP),
-            options={**options, **variant.options},
-        )
-    except Exception as error:  # any error of the compiler is a result
+        launch = recorded(variant)
+        source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+        target = GPUTarget("cuda", capability, WARP)
+        compiled = triton.compile(source, target=target, options=dict(launch.options))
+    except Exception as error:  # any error of the launcher or compiler is a result
         text = " ".join(str(error).split())[-400:]  # the reason stands last
         name = f"{type(error).__name__}: {text}"
         return Artefact(variant.op, variant.name, capability, tuple(variant.traits), name)
@@ -126,16 +120,16 @@ def compile_variant(variant: Variant, capability: int, keep: Path | None = None)
             content = compiled.asm[kind]
             data = content if isinstance(content, bytes) else content.encode()
             (keep / f"{stem}.{kind}").write_bytes(data)
-    return _read(variant, capability, compiled)
+    return _read(variant, capability, launch, compiled)
 
 
-def _read(variant: Variant, capability: int, compiled: Any) -> Artefact:
+def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> Artefact:
     code, tiles = ptx.read(compiled.asm["ptx"]), ttgir.read(compiled.asm["ttgir"])
-    passed = [name for name in variant.kernel.arg_names if name not in variant.constants]
-    bytes_arguments = {i for i, name in enumerate(passed) if variant.types[name] == "*u8"}
+    passed = [kind for kind in launch.signature.values() if kind != "constexpr"]
+    bytes_arguments = {i for i, kind in enumerate(passed) if kind == "*u8"}
     # Warp specialization adds warps; the PTX says how many threads a block has.
     declared = re.search(r"\.reqntid (\d+)", compiled.asm["ptx"])
-    threads = int(declared[1]) if declared else WARP * variant.num_warps
+    threads = int(declared[1]) if declared else WARP * launch.options["num_warps"]
     wide = [x for x in code.loads if x.arguments & bytes_arguments and x.nbytes >= ptx.WIDE]
     registers, spilled = resource_usage(compiled.asm["cubin"])
     return Artefact(
@@ -184,9 +178,11 @@ def collect(
     An op is one of those that `shipped` lists, or the full name of any module that has `variants`.
     One that is not there gives an Artefact with its error per capability.
     """
-    work, found = [], []
-    for op in ops:
-        for capability in capabilities:
+    found = []
+    context = multiprocessing.get_context("fork")  # the ops are imported already
+    for capability in capabilities:
+        work = []
+        for op in ops:
             try:
                 count = len(list(variants_of(op, capability)))
             except Exception as error:  # a missing module, and whatever importing it raises
@@ -194,9 +190,8 @@ def collect(
                 found.append(Artefact(op, "variants", capability, (), text))
                 continue
             work += [(op, capability, i, keep) for i in range(count)]
-    if work:
-        context = multiprocessing.get_context("fork")  # the ops are imported already
-        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        # Processes of its own: launchers keep what they chose for a device.
+        with ProcessPoolExecutor(jobs, context, stand_in, (capability,)) as pool:
             found += pool.map(_job, work, chunksize=4)
     return sorted(found, key=lambda a: (ops.index(a.op) if a.op in ops else -1, a.capability))
 

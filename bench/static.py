@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.gpu_limits import CAPABILITIES, LIMITS
 from bench.offline import Artefact, as_json, collect, interpreted
-from qoff.kernels.triton.launch.variant import shipped
+from bench.variants.shipped import shipped
 from qoff.measure.tables import markdown
 
 OPS = tuple(dict.fromkeys(variant.op for variant in shipped(90)))

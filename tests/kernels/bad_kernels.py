@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from qoff.kernels.triton.launch.variant import NO_SHARED_IN_LOOP, TENSOR_CORES, WIDE_CODES, Variant
+from bench.variants.variant import (
+    NO_SHARED_IN_LOOP,
+    TENSOR_CORES,
+    WIDE_CODES,
+    Variant,
+    empty,
+)
 
 
 @triton.jit
@@ -74,15 +83,14 @@ def variants(capability: int) -> Iterator[Variant]:
 
 def _variant(
     name: str,
-    kernel: object,
+    kernel: Any,
     constants: dict[str, object],
     traits: set[str],
     warps: int = 4,
     stages: int = 3,
 ) -> Variant:
-    types = {"codes": "*u8", "out": "*fp32"}
-    if kernel in (product, turned):
-        types["steps"] = "i32"
-    return Variant(
-        __name__, name, kernel, types, constants, warps, stages, traits=frozenset(traits)
-    )
+    sizes = {"steps": 16} if kernel in (product, turned) else {}
+    codes, out = empty(torch.uint8, 1 << 20), empty(torch.float32, 1 << 20)
+    options = {"num_warps": warps, "num_stages": stages}
+    launch = partial(kernel[(1,)], codes, out, **sizes, **constants, **options)
+    return Variant(__name__, name, kernel.__name__, launch, frozenset(traits))

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ import pytest
 from bench.gpu_limits import CAPABILITIES, LIMITS, blocks_per_sm
 from bench.offline import Artefact
 from bench.static import OPS
+from bench.variants.shipped import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDER = Path(os.environ.get("QOFF_TRITON_36") or ROOT / ".triton-3.6")
@@ -97,6 +99,7 @@ def sources() -> Iterator[Path]:
             yield path
     for name in ("static", "offline", "ptx", "ttgir", "gpu_limits"):
         yield ROOT / "bench" / f"{name}.py"
+    yield from (ROOT / "bench" / "variants").glob("*.py")
     yield ROOT / Path(*BAD.split(".")).with_suffix(".py")
 
 
@@ -131,6 +134,12 @@ def test_variants_compile_well(compiled: list[Artefact], op: str, capability: in
     assert len(names) == len(set(names)), f"{op} has variants of the same name"
     violations = [line for artefact in mine for line in artefact.violations()]
     assert not violations, "\n".join(violations)
+
+
+def test_every_kernel_has_a_variant() -> None:
+    modules = (ROOT / "kernels" / "triton").rglob("*.py")
+    kernels = {k for p in modules for k in re.findall(r"^def (\w+_kernel)\(", p.read_text(), re.M)}
+    assert kernels == {variant.kernel for arch in (75, 90) for variant in shipped(arch)}
 
 
 def bad(shared: Path, capability: int) -> dict[str, Artefact]:

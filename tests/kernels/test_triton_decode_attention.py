@@ -15,7 +15,6 @@ from qoff.kernels.triton.attention.decode import (
     DecodeConfig,
     blocks_per_run,
     decode_attention,
-    variants,
 )
 from tests.kernels.attention_operands import random_cache, without_oldest
 from tests.tolerances import assert_close
@@ -159,12 +158,3 @@ def test_runs_fill_the_processors_and_are_not_too_short() -> None:
     assert blocks_per_run(64, 2048, 132, config) == 63
     assert blocks_per_run(10**6, 100, 132, config) == 100
     assert blocks_per_run(0, 0, 132, config) == 4
-
-
-def test_variants_have_what_the_kernel_needs() -> None:
-    for capability in (75, 90):
-        listed = list(variants(capability))
-        assert len({v.name for v in listed}) == len(listed)
-        for v in listed:
-            assert set(v.kernel.arg_names) == set(v.types) | set(v.constants), v.name
-            assert capability > 75 or "bf16" not in v.types["q"]

@@ -1,6 +1,5 @@
 """The Triton append against the reference: rings, records, and nothing else written."""
 
-import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import kv_blocks as reference
-from qoff.kernels.triton.attention.append import KvAppendConfig, kv_append, variants
+from qoff.kernels.triton.attention.append import KvAppendConfig, kv_append
 from tests.kernels.test_triton_rope import tables
 from tests.tolerances import MOVED_CODES, assert_close
 
@@ -168,13 +167,3 @@ def test_equal_values_have_scale_zero():
     _, _, pool = case.run(kv_append)
     k, v = reference.dequantize_blocks(pool[case.packed()], case.form)
     assert bool((k == case.k[0, 0, 0].float()).all() and (v == -2).all())
-
-
-def test_variants_have_unique_names_all_head_sizes_and_all_ways_to_turn():
-    names = [v.name for v in variants(90)]
-    assert len(names) == len(set(names))
-    for kind in ("pack", "write"):
-        fields = [name.split("-") for name in names if name.startswith(kind)]
-        assert {field[2] for field in fields} == {"64", "80", "96", "128", "256"}
-        turns = set(itertools.product(("fp16", "bf16"), ("none", "halves", "split", "interleaved")))
-        assert {(field[1], field[-1]) for field in fields} == turns

@@ -8,7 +8,7 @@ import torch
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.reference import attention as reference_attention
-from qoff.kernels.triton.attention.prefill import PrefillConfig, prefill_attention, variants
+from qoff.kernels.triton.attention.prefill import PrefillConfig, prefill_attention
 from qoff.kernels.triton.attention.prefill_scratch import scratch_heads
 from tests.kernels.attention_operands import random_cache, without_oldest
 from tests.tolerances import assert_close
@@ -120,12 +120,3 @@ def test_the_scratch_takes_as_many_heads_as_fit() -> None:
 
 def test_no_new_tokens() -> None:
     assert _check(KVFormat(64), [(1, 0, 0)]).shape == (0, 2, 64)
-
-
-def test_variants_have_what_the_kernel_needs() -> None:
-    for capability in (75, 90):
-        listed = list(variants(capability))
-        assert len({v.name for v in listed}) == len(listed)
-        for v in listed:
-            assert set(v.kernel.arg_names) == set(v.types) | set(v.constants), v.name
-            assert capability > 75 or "*bf16" not in v.types.values()

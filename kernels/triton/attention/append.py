@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
+from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.triton.elementwise.rope import check_tables
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 from .pack import load_half, load_turned, pack_channels, pack_tokens
 
@@ -306,81 +305,3 @@ def _pack_constants(form: KVFormat) -> dict[str, Any]:
         "V_CODES": form.v_codes,
         "NBYTES": form.nbytes,
     }
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability.
-
-    Blocks: each head size with each form, while widths, ways to turn keys and dtypes take turns;
-    the default form of head size 128 with both dtypes. Tokens: each head size with two of the four
-    ways to turn keys, each way with both dtypes.
-    """
-    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
-    blocks = [
-        _pack_variant(dtypes[i % len(dtypes)], form, pairs, interleaved)
-        for i, (form, pairs, interleaved) in enumerate(_blocks())
-    ]
-    yield from {variant.name: variant for variant in blocks}.values()  # with one dtype, two alike
-    for i, head_dim in enumerate(HEAD_DIMS):
-        half, quarter = head_dim // 2, head_dim // 4
-        ways = ((0, False), (quarter, False)) if i % 2 else ((half, False), (half, True))
-        for j, (pairs, interleaved) in enumerate(ways):
-            dtype = dtypes[(i // 2 + j) % len(dtypes)]
-            yield _write_variant(dtype, KVFormat(head_dim), pairs, interleaved)
-
-
-def _blocks() -> Iterator[tuple[KVFormat, int, bool]]:
-    """Forms, pairs of channels that are turned, and whether pairs are neighbours."""
-    yield KVFormat(64), 0, False
-    yield KVFormat(64, k_bits=8, v_bits=8), 16, False
-    yield KVFormat(80, k_bits=8), 40, False
-    yield KVFormat(80, v_bits=8), 40, True
-    yield KVFormat(96, v_bits=8), 24, False
-    yield KVFormat(128), 64, False
-    yield KVFormat(128), 64, False  # with the other dtype
-    yield KVFormat(128, k_bits=8, v_bits=8), 64, True
-    yield KVFormat(256), 128, False
-    yield KVFormat(256, k_bits=8), 32, False
-
-
-def _pack_variant(dtype: str, form: KVFormat, pairs: int, interleaved: bool) -> Variant:
-    shared = _row_constants(form, pairs, interleaved)
-    name = f"{dtype}-{form.head_dim}-k{form.k_bits}v{form.v_bits}"
-    ints = ("k_stride", "v_stride", "kv_heads", "window", "table_stride")
-    return Variant(
-        op="kv_append",
-        name=f"pack-{name}-rope-{shared['ROPE']}",
-        kernel=pack_kernel,
-        types=_types(dtype, pairs)
-        | {"pool": "*u8", "block_table": "*i32", "before": "*i32", "after": "*i32"}
-        | dict.fromkeys(ints, "i32"),
-        constants=shared | _pack_constants(form),
-        num_warps=_heuristic(8, form.head_dim).pack_warps,
-        num_stages=1,
-        unaligned=frozenset({"kv_heads", "table_stride"}),
-    )
-
-
-def _write_variant(dtype: str, form: KVFormat, pairs: int, interleaved: bool) -> Variant:
-    shared = _row_constants(form, pairs, interleaved)
-    config = _heuristic(8, form.head_dim)
-    return Variant(
-        op="kv_append",
-        name=f"write-{dtype}-{form.head_dim}-rope-{shared['ROPE']}",
-        kernel=write_kernel,
-        types=_types(dtype, pairs)
-        | {"after": "*i32"}
-        | dict.fromkeys(("k_stride", "v_stride", "kv_heads", "window"), "i32"),
-        constants=shared | {"HEADS": config.heads},
-        num_warps=config.write_warps,
-        num_stages=1,
-        unaligned=frozenset({"kv_heads"}),
-    )
-
-
-def _types(dtype: str, pairs: int) -> dict[str, str]:
-    return (
-        dict.fromkeys(("k", "v", "recent_k", "recent_v"), f"*{dtype}")
-        | dict.fromkeys(("cos", "sin"), "*fp32" if pairs else f"*{dtype}")  # k and v stand in
-        | dict.fromkeys(("start", "row_start"), "*i32")
-    )

@@ -14,10 +14,8 @@ joins them (flash-decoding).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -27,17 +25,15 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.variant import LAUNCH, TENSOR_CORES, WIDE_CODES, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .decode_tiles import attend_blocks, attend_ring, load_queries
 from .kv_tiles import LN2, LOG2E, TOKENS, form_constants
 from .merge import merge, merge_bytes
-
-_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "RESIDENT_FROM")
 
 
 @dataclass(frozen=True)
@@ -288,65 +284,3 @@ def _constants(form: KVFormat, group: int, config: DecodeConfig) -> dict[str, in
         "COLUMNS": _columns(group),
         "STAGES": config.num_stages,
     }
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability (but Turing's of head size 256 and of
-    groups over 8, which run there, with registers spilled).
-
-    Each form with groups of 4 queries; groups of other sizes, the extras together (soft cap,
-    window, sinks and a first block) and bfloat16 queries with the default form.
-    """
-    for form in _forms():
-        if capability > 75 or form.head_dim <= 128:
-            yield _variant(capability, "fp16", form, 4)
-    for group in (1, 8, 16) if capability > 75 else (1, 8):
-        yield _variant(capability, "fp16", KVFormat(128), group)
-    yield _variant(capability, "fp16", KVFormat(128), 4, **dict.fromkeys(_EXTRAS, True))
-    if capability > 75:
-        for head_dim in (64, 128):
-            yield _variant(capability, "bf16", KVFormat(head_dim), 4)
-
-
-def _forms() -> Iterator[KVFormat]:
-    for head_dim in HEAD_DIMS:
-        yield KVFormat(head_dim)
-    yield KVFormat(128, k_bits=8)
-    yield KVFormat(128, k_bits=8, v_bits=8)
-
-
-def _variant(capability: int, dtype: str, form: KVFormat, group: int, **extras: bool) -> Variant:
-    config = _heuristic(capability, form, _columns(group))
-    kind = f"k{form.k_bits}-v{form.v_bits}"
-    constants: dict[str, Any] = {
-        **_constants(form, group, config),
-        **{name: extras.get(name, False) for name in _EXTRAS},
-        "PREFETCH": bool(config.prefetch),
-        "ASM": True,
-    }
-    types = dict.fromkeys(("q", "recent_k", "recent_v", "outs"), f"*{dtype}")
-    types |= {"pool": "*u8", "lses": "*fp32"}
-    types |= dict.fromkeys(("block_table", "compressed", "length"), "*i32")
-    types |= dict.fromkeys(("scale", "soft_cap"), "fp32")
-    sizes = ("window", "run", "max_blocks", "ring", "kv_heads", "q_stride")
-    types |= dict.fromkeys(sizes, "i32")
-    for name, pointer in (("sinks", "*fp32"), ("resident_from", "*i32")):
-        if constants[name.upper()]:
-            types[name] = pointer
-        else:
-            constants[name] = None
-    traits = {TENSOR_CORES} if capability > 75 else set()
-    # Rows of 40 bytes are 8 bytes apart; for Turing's products 32 bytes are cut into pieces of 8.
-    if form.head_dim != 80 and (capability > 75 or form.head_dim > 64):
-        traits.add(WIDE_CODES)
-    return Variant(
-        op="decode_attention",
-        name=f"{dtype}-{form.head_dim}-{kind}-group{group}" + ("-extras" if extras else ""),
-        kernel=decode_attention_kernel,
-        types=types,
-        constants=constants,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        unaligned=frozenset({"window", "run", "max_blocks", "kv_heads"}),
-        traits=frozenset(traits),
-    )

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -136,36 +135,3 @@ def _constants(head_dim: int, config: MergeConfig) -> dict[str, int]:
         "PARTS": config.parts,
         "ROWS": config.rows,
     }
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability: each size of a tile of up to 32 parts.
-
-    Types and head sizes take turns: each pair of types is there several times, each head size too.
-    """
-    pairs = [("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "fp16")]
-    if capability > 75:
-        pairs += [("bf16", "bf16"), ("fp32", "bf16")]
-    sizes = [(64, 1), (64, 2), (80, 4), (64, 8), (64, 16), (64, 32)]
-    sizes += [(128, 1), (96, 2), (128, 4), (80, 8), (96, 16), (128, 32)]
-    sizes += [(256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (256, 32)]
-    for i, (head_dim, parts) in enumerate(sizes):
-        source, target = pairs[i % len(pairs)]
-        config = _heuristic(parts, head_dim)
-        yield Variant(
-            op="merge",
-            name=f"{source}-{target}-{head_dim}-{parts}parts",
-            kernel=merge_kernel,
-            types={
-                "outs": f"*{source}",
-                "lses": "*fp32",
-                "out": f"*{target}",
-                "lse": "*fp32",
-                "parts": "i32",
-                "rows": "i32",
-            },
-            constants=_constants(head_dim, config),
-            num_warps=config.num_warps,
-            num_stages=1,
-            unaligned=frozenset({"parts"}),
-        )

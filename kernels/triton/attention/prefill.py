@@ -10,10 +10,8 @@ once into a scratch of bounded size and read from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -23,23 +21,15 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.variant import (
-    LAUNCH,
-    TENSOR_CORES,
-    WARPS_OVER_ROWS,
-    WIDE_CODES,
-    Variant,
-)
+from qoff.kernels.triton.launch.options import LAUNCH, WARPS_OVER_ROWS
 from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .kv_tiles import LN2, LOG2E, TOKENS
 from .prefill_scratch import dequantize_blocks, scratch_constants, scratch_heads
 from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
-
-_EXTRAS = ("SOFT_CAP", "WINDOW", "SINKS", "RESIDENT_FROM")
 
 
 @dataclass(frozen=True)
@@ -334,63 +324,3 @@ def _heuristic(capability: int, head_dim: int) -> PrefillConfig:
     tiles = 8 if capability == 90 else 3
     rows = 64 if capability == 89 or head_dim == 96 else 128
     return PrefillConfig(rows, num_warps=8, num_stages=2, scratch_tiles=tiles)
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability (but Turing's of head size 256, which
-    runs there, with registers spilled).
-
-    Each head size with the default form, from packed blocks and from the scratch; other forms, the
-    extras together (soft cap, window, sinks and a first block) and bfloat16 with head size 128.
-    """
-    for head_dim in HEAD_DIMS if capability > 75 else HEAD_DIMS[:-1]:
-        direct = _heuristic(capability, head_dim).scratch_tiles > 0
-        for through in (False, True) if direct else (True,):
-            yield _variant(capability, "fp16", KVFormat(head_dim), SCRATCH=through)
-    extras = {**dict.fromkeys(_EXTRAS, True), "SCRATCH": capability == 75}
-    yield _variant(capability, "fp16", KVFormat(128), **extras)
-    if capability > 75:
-        yield _variant(capability, "fp16", KVFormat(128, k_bits=8, v_bits=8))
-        for through in (False, True):
-            yield _variant(capability, "bf16", KVFormat(128), SCRATCH=through)
-
-
-def _variant(capability: int, dtype: str, form: KVFormat, **flags: bool) -> Variant:
-    config = _heuristic(capability, form.head_dim)
-    names = (*_EXTRAS, "SCRATCH")
-    constants: dict[str, Any] = {
-        **scratch_constants(form),
-        **{name: flags.get(name, False) for name in names},
-        "GROUP": 4,
-        "ROWS": config.rows,
-        "STAGES": config.num_stages,
-        "ASM": True,
-    }
-    types = dict.fromkeys(("q", "k", "v", "recent_k", "recent_v", "out"), f"*{dtype}")
-    types |= {"pool": "*u8", "lse": "*fp32", "scratch_k": "*fp16", "scratch_v": "*fp16"}
-    types |= dict.fromkeys(("row_start", "start", "block_table", "compressed"), "*i32")
-    types |= dict.fromkeys(("scale", "soft_cap"), "fp32")
-    sizes = ["window", "max_blocks", "ring", "kv_heads", "first_head", "scratch_tokens"]
-    sizes += ["q_stride", "k_stride", "v_stride"]
-    types |= dict.fromkeys(sizes, "i32")
-    for name, pointer in (("sinks", "*fp32"), ("resident_from", "*i32")):
-        if constants[name.upper()]:
-            types[name] = pointer
-        else:
-            constants[name] = None
-    kind = f"{dtype}-{form.head_dim}-k{form.k_bits}-v{form.v_bits}"
-    label = "".join(f"-{name.lower()}" for name in names if constants[name])
-    traits = set() if constants["SCRATCH"] else {WIDE_CODES}
-    if capability > 75:
-        traits.add(TENSOR_CORES)
-    return Variant(
-        op="prefill_attention",
-        name=kind + label,
-        kernel=prefill_attention_kernel,
-        types=types,
-        constants=constants,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        unaligned=frozenset({"window", "max_blocks", "kv_heads", "first_head"}),
-        traits=frozenset(traits),
-    )

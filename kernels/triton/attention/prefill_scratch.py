@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
-from qoff.kernels.triton.launch.variant import LAUNCH, WIDE_CODES, Variant
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.triton.launch.options import LAUNCH
 from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .kv_tiles import TOKENS, form_constants
@@ -122,43 +120,3 @@ def scratch_heads(values: int, kv_heads: int, scratch_mib: int) -> int:
     values: of K of one head of all sequences.
     """
     return min(kv_heads, (scratch_mib << 20) // (2 * 2 * max(1, values)))
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability.
-
-    Each head size with the default form, one of them with a window and a first block; 8-bit codes
-    with head size 128.
-    """
-    for head_dim in HEAD_DIMS:
-        yield _variant(KVFormat(head_dim), window=head_dim == 64)
-    yield _variant(KVFormat(128, k_bits=8, v_bits=8))
-
-
-def _variant(form: KVFormat, window: bool = False) -> Variant:
-    constants: dict[str, Any] = {
-        **scratch_constants(form),
-        "WINDOW": window,
-        "RESIDENT_FROM": window,
-        "ASM": True,
-    }
-    types = {"pool": "*u8", "scratch_k": "*fp16", "scratch_v": "*fp16"}
-    types |= dict.fromkeys(("block_table", "compressed", "start"), "*i32")
-    if window:
-        types["resident_from"] = "*i32"
-    else:
-        constants["resident_from"] = None
-    sizes = ("window", "max_blocks", "kv_heads", "first_head", "scratch_tokens")
-    types |= dict.fromkeys(sizes, "i32")
-    kind = f"{form.head_dim}-k{form.k_bits}-v{form.v_bits}"
-    return Variant(
-        op="prefill_attention",
-        name=f"prefill_scratch-{kind}" + ("-window" if window else ""),
-        kernel=scratch_kernel,
-        types=types,
-        constants=constants,
-        num_warps=WARPS,
-        num_stages=1,
-        unaligned=frozenset({"window", "max_blocks", "kv_heads", "first_head"}),
-        traits=frozenset() if form.head_dim == 80 else frozenset({WIDE_CODES}),
-    )

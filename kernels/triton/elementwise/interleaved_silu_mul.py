@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, require
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 TURN = tl.constexpr(16)  # columns of gate, then as many of up
 _BLOCK = 1024  # columns of a row in a program
@@ -49,17 +47,3 @@ def gated_silu(z: Tensor, out: Tensor | None = None) -> Tensor:
             z, out, columns, BLOCK=_BLOCK, num_warps=_WARPS, num_stages=1, **LAUNCH
         )
     return out
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability: both dtypes."""
-    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
-        yield Variant(
-            op="gated_silu",
-            name=dtype,
-            kernel=gated_silu_kernel,
-            types={"z": f"*{dtype}", "out": f"*{dtype}", "columns": "i32"},
-            constants={"BLOCK": _BLOCK},
-            num_warps=_WARPS,
-            num_stages=1,
-        )

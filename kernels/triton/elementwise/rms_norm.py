@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 
 @dataclass(frozen=True)
@@ -107,30 +106,3 @@ def _heuristic(columns: int) -> RmsNormConfig:
     width = triton.next_power_of_2(columns)
     rows = max(1, 1024 // width)
     return RmsNormConfig(rows, min(32, max(1, rows * width // 512)))
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability: rows of 64 up to 16384 columns.
-
-    With and without a residual by turns, so that both are there with each dtype.
-    """
-    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
-    for i, columns in enumerate((64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)):
-        dtype, add = dtypes[i // 2 % len(dtypes)], i % 2 == 0
-        config = _heuristic(columns)
-        names = ("x", "residual", "weight", "out", "new_residual")
-        yield Variant(
-            op="rms_norm",
-            name=f"{dtype}-{columns}{'-add' if add else ''}",
-            kernel=rms_norm_kernel,
-            types={
-                **dict.fromkeys(names, f"*{dtype}"),
-                "tokens": "i32",
-                "columns": "i32",
-                "eps": "fp32",
-            },
-            constants={"ROWS": config.rows, "COLUMNS": columns, "ADD": add},
-            num_warps=config.num_warps,
-            num_stages=1,
-            unaligned=frozenset({"tokens"}),
-        )

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, INTS, require
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 
 @dataclass(frozen=True)
@@ -159,35 +158,3 @@ def _constants(
         "HEADS": config.heads,
         "INTERLEAVED": interleaved,
     }
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration of 32 heads for a compute capability, and some rotary widths.
-
-    Each head size is there with neighbouring channels as pairs and with channels half a rotary
-    width apart, whole and partial rotation too; dtypes take turns.
-    """
-    widths = ((64, 64), (80, 32), (80, 80), (96, 96), (128, 128), (256, 64), (256, 256))
-    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
-    for i, (head_dim, rotary) in enumerate(widths):
-        for interleaved in (False, True):
-            dtype = dtypes[(i + interleaved) % len(dtypes)]
-            config = _heuristic(32, head_dim)
-            yield Variant(
-                op="rope",
-                name=f"{dtype}-{head_dim}-{rotary}{'-interleaved' if interleaved else ''}",
-                kernel=rope_kernel,
-                types={
-                    "x": f"*{dtype}",
-                    "positions": "*i64",
-                    "cos": "*fp32",
-                    "sin": "*fp32",
-                    "out": f"*{dtype}",
-                    "heads": "i32",
-                    "token_stride": "i32",
-                },
-                constants=_constants(head_dim, rotary // 2, interleaved, config),
-                num_warps=config.num_warps,
-                num_stages=1,
-                unaligned=frozenset({"heads"}),
-            )

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 
 @dataclass(frozen=True)
@@ -66,18 +65,3 @@ def silu_mul(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
 @cache
 def _configured(device: torch.device, columns: int) -> SiluMulConfig:
     return SiluMulConfig(**(tuned.lookup("silu_mul", device, f"{columns}") or {}))
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability: both dtypes."""
-    config = SiluMulConfig()
-    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
-        yield Variant(
-            op="silu_mul",
-            name=dtype,
-            kernel=silu_mul_kernel,
-            types={"gate_up": f"*{dtype}", "out": f"*{dtype}", "columns": "i32"},
-            constants={"BLOCK": config.block},
-            num_warps=config.num_warps,
-            num_stages=1,
-        )

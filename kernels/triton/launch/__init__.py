@@ -1,1 +1,1 @@
-"""What launchers share: the GPU at hand, tuned configurations, kernels as data to compile."""
+"""What launchers share: the GPU at hand, options for Triton, tuned configurations."""

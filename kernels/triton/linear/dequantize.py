@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
 import torch
 import triton
@@ -18,7 +16,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.variant import LAUNCH, WIDE_CODES, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 from .nibbles import byte_values, load_scale_min, low_high, use_asm
 
@@ -122,33 +120,3 @@ def dequantize_into(
 @cache
 def _configured(device: torch.device, bits: int, group: int) -> DequantizeConfig:
     return DequantizeConfig(**(tuned.lookup("dequantize", device, f"{bits}-{group}") or {}))
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability: widths and groups with all dtypes.
-
-    The dtype of scales alternates, so that both are there with each width and dtype.
-    """
-    config = DequantizeConfig()
-    dtypes = ("fp16",) if capability == 75 else ("fp16", "bf16")
-    for i, (bits, group) in enumerate(product((4, 8), (32, 64, 128))):
-        for j, dtype in enumerate(dtypes):
-            scale = ("fp16", "fp32")[(i + j) % 2]
-            run = group * bits // 8
-            yield Variant(
-                op="dequantize",
-                name=f"{dtype}-{bits}bit-group{group}-scale{scale}",
-                kernel=dequantize_kernel,
-                types={
-                    "codes": "*u8",
-                    "scale_min": f"*{scale}",
-                    "out": f"*{dtype}",
-                    "runs": "i32",
-                    "groups": "i32",
-                    "scale_stride": "i32",
-                },
-                constants={"RUN": run, "RUNS": config.block // run, "BITS": bits, "ASM": True},
-                num_warps=config.num_warps,
-                num_stages=1,
-                traits=frozenset({WIDE_CODES}),
-            )

@@ -8,7 +8,6 @@ weight, which such GPUs have. Every token reads the codes anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.variant import LAUNCH, WIDE_CODES, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 from .nibbles import byte_values, load_scale_min, low_high, use_asm
 
@@ -149,38 +148,3 @@ def fma(
 @cache
 def _configured(device: torch.device, bits: int, group: int, n: int, k: int) -> FmaConfig:
     return FmaConfig(**(tuned.lookup("w4_fma", device, f"{bits}-{group}-{n}x{k}") or {}))
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability: none where tensor cores can be used."""
-    if capability >= 80:
-        return
-    config = FmaConfig()
-    for bits, group in ((4, 32), (4, 64), (4, 128), (8, 64)):
-        group_bytes = group * bits // 8
-        yield Variant(
-            op="w4_linear",
-            name=f"fma-fp16-{bits}bit-group{group}",
-            kernel=fma_kernel,
-            types={
-                "x": "*fp16",
-                "codes": "*u8",
-                "scale_min": "*fp16",
-                "bias": "*fp16",
-                "out": "*fp16",
-                "N": "i32",
-                "row_bytes": "i32",
-                "x_stride": "i32",
-            },
-            constants={
-                "GROUP_BYTES": group_bytes,
-                "BITS": bits,
-                "BLOCK_N": config.block_n,
-                "GROUPS": config.block_bytes // group_bytes,
-                "BIAS": True,
-                "ASM": True,
-            },
-            num_warps=config.warps,
-            num_stages=1,
-            traits=frozenset({WIDE_CODES}),
-        )

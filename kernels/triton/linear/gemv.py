@@ -21,7 +21,6 @@ partial sums, which a second kernel adds in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -33,15 +32,9 @@ from torch import Tensor
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.variant import (
-    NO_SHARED_IN_LOOP,
-    TENSOR_CORES,
-    WIDE_CODES,
-    Variant,
-)
 
 from .nibbles import byte_values, dot16, load_scale_min, low_high
-from .product import SPLITS_MAX, ends, multiply, variant
+from .product import SPLITS_MAX, ends, multiply
 
 COLUMNS = 8  # of the right operand: the narrowest that tensor cores take
 STEP_BYTES_MIN = 32  # of a row that tensor cores take at once
@@ -313,54 +306,3 @@ def constants(
         "COLS": max(COLUMNS, tokens),
         **ends(config, even, bias),
     }
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """The configurations `choose` gives a compute capability, for each dtype, group and width.
-
-    Both dtypes with each number of tokens; widths, other groups, uneven K, programs along K,
-    float32 scales and no bias with dtypes in turn.
-    """
-    if capability < 80:
-        return  # Triton has no tensor cores there
-    many, few = 1 << 16, 1 << 10  # rows
-    work = [
-        (dtype, 4, 64, tokens, many, True, "fp16", True)
-        for dtype in ("fp16", "bf16")
-        for tokens in (1, 2, 4, 8, 16)
-    ]
-    work += [
-        ("fp16", 4, 32, 1, many, True, "fp16", True),
-        ("bf16", 4, 32, 4, many, True, "fp16", True),
-        ("fp16", 4, 128, 16, many, True, "fp16", True),
-        ("bf16", 4, 128, 1, many, True, "fp32", False),
-        ("fp16", 4, 64, 1, few, True, "fp16", True),
-        ("bf16", 4, 64, 1, many, False, "fp16", True),
-        ("fp16", 8, 64, 16, many, True, "fp16", True),
-        ("bf16", 4, 64, 16, few, False, "fp16", True),
-        ("fp16", 8, 64, 1, many, True, "fp16", True),
-        ("bf16", 8, 128, 1, many, False, "fp16", True),
-    ]
-    for case in work:
-        yield _variant(capability, *case)
-
-
-def _variant(
-    capability: int,
-    dtype: str,
-    bits: int,
-    group: int,
-    tokens: int,
-    rows: int,
-    even: bool,
-    scale: str,
-    bias: bool,
-) -> Variant:
-    group_bytes = group * bits // 8
-    config = choose(tokens, rows, 1 << 16, group_bytes, Gpu(capability, 128))
-    name = f"gemv-{dtype}-{bits}bit-group{group}-m{tokens}-rows{config.block_n}"
-    name += "-splits" if config.splits > 1 else ""
-    name += ("" if even else "-uneven") + ("" if bias else f"-scale{scale}-nobias")
-    fixed = constants(config, tokens, group_bytes, bits, even, bias)
-    traits = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
-    return variant(gemv_kernel, name, dtype, scale, bias, fixed, config, traits)

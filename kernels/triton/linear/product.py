@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 from .nibbles import use_asm
 from .split_k import add_splits, partial_bytes, partial_sums
@@ -93,33 +93,3 @@ def ends(config: Config, even: bool, bias: bool) -> dict[str, int | bool]:
         "EVEN": even,
         "STAGES": config.stages,
     }
-
-
-def variant(
-    kernel: Any,
-    name: str,
-    dtype: str,
-    scale: str,
-    bias: bool,
-    constants: Mapping[str, Any],
-    config: Config,
-    traits: frozenset[str],
-) -> Variant:
-    """The compiled form of `kernel` that `multiply` launches for x and bias of a dtype."""
-    types = {"x": f"*{dtype}", "codes": "*u8", "scale_min": f"*{scale}"}
-    types["out"] = "*fp32" if config.splits > 1 else f"*{dtype}"
-    types |= dict.fromkeys(("M", "N", "row_bytes", "x_stride", "steps"), "i32")
-    if bias:
-        types["bias"] = f"*{dtype}"
-    return Variant(
-        op="w4_linear",
-        name=name,
-        kernel=kernel,
-        types=types,
-        constants={**constants, "ASM": True, **({} if bias else {"bias": None})},
-        num_warps=config.warps,
-        num_stages=config.stages,
-        unaligned=frozenset({"M", "steps"}),
-        traits=traits,
-        options=options(config),
-    )

@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
 import torch
 import triton
@@ -19,7 +17,7 @@ from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 
 @dataclass(frozen=True)
@@ -127,31 +125,3 @@ def quantize(
 @cache
 def _configured(device: torch.device, bits: int, group: int) -> QuantizeConfig:
     return QuantizeConfig(**(tuned.lookup("quantize", device, f"{bits}-{group}") or {}))
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Every shipped configuration for a compute capability: widths with all dtypes and scales.
-
-    Group sizes take turns, so that each is there with both widths.
-    """
-    config = QuantizeConfig()
-    dtypes = ("fp16", "fp32") if capability == 75 else ("fp16", "fp32", "bf16")
-    for i, (dtype, scale) in enumerate(product(dtypes, ("fp16", "fp32"))):
-        for bits in (4, 8):
-            group = (32, 64, 128)[(i + bits // 4) % 3]
-            yield Variant(
-                op="quantize",
-                name=f"{dtype}-{bits}bit-group{group}-scale{scale}",
-                kernel=quantize_kernel,
-                types={
-                    "w": f"*{dtype}",
-                    "codes": "*u8",
-                    "scale_min": f"*{scale}",
-                    "runs": "i32",
-                    "groups": "i32",
-                    "rows": "i32",
-                },
-                constants={"GROUP": group, "RUNS": config.block // group, "BITS": bits},
-                num_warps=config.num_warps,
-                num_stages=1,
-            )

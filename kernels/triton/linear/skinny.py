@@ -11,7 +11,6 @@ the left operand that can only be read two bytes at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -23,10 +22,10 @@ from torch import Tensor
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.variant import TENSOR_CORES, WARPS_OVER_ROWS, WIDE_CODES, Variant
+from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 
 from .nibbles import byte_values, dot16, load_scale_min, low_high
-from .product import SPLITS_MAX, ends, multiply, variant
+from .product import SPLITS_MAX, ends, multiply
 
 
 @dataclass(frozen=True)
@@ -264,50 +263,3 @@ def constants(
         "PARTS": config.parts,
         **ends(config, even, bias),
     }
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """The configurations `choose` gives a compute capability, for each dtype, group and width.
-
-    Both dtypes with both sizes of tiles of many tokens; widths, other groups, uneven K, programs
-    along K, float32 scales and no bias once.
-    """
-    if capability < 80:
-        return  # Triton has no tensor cores there
-    listed = [
-        _variant(capability, dtype, 4, group, tokens)
-        for dtype in ("fp16", "bf16")
-        for group, tokens in ((64, 17), (64, 33), (32, 33))
-    ]
-    listed += [
-        _variant(capability, "fp16", 4, 64, 33, even=False),
-        _variant(capability, "bf16", 4, 64, 33, rows=1 << 10),
-        _variant(capability, "bf16", 4, 64, 33, scale="fp32", bias=False),
-        _variant(capability, "bf16", 4, 32, 8),
-        _variant(capability, "fp16", 4, 32, 16),
-        _variant(capability, "bf16", 4, 128, 33),
-        _variant(capability, "fp16", 8, 64, 33),
-    ]
-    # Where tiles have 32 tokens at most, 17 and 33 tokens give the same variant.
-    yield from {variant.name: variant for variant in listed}.values()
-
-
-def _variant(
-    capability: int,
-    dtype: str,
-    bits: int,
-    group: int,
-    tokens: int,
-    even: bool = True,
-    rows: int = 1 << 16,
-    scale: str = "fp16",
-    bias: bool = True,
-) -> Variant:
-    group_bytes = group * bits // 8
-    config = choose(tokens, rows, 1 << 16, group_bytes, Gpu(capability, 128))
-    name = f"skinny-{dtype}-{bits}bit-group{group}-m{config.block_m}"
-    name += "-splits" if config.splits > 1 else ""
-    name += ("" if even else "-uneven") + ("" if bias else f"-scale{scale}-nobias")
-    fixed = constants(config, group_bytes, bits, even, bias)
-    traits = frozenset({TENSOR_CORES, WIDE_CODES})
-    return variant(skinny_kernel, name, dtype, scale, bias, fixed, config, traits)

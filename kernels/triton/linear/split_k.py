@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 _BLOCK = 256
 
@@ -56,23 +54,3 @@ def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
         num_stages=3,
         **LAUNCH,
     )
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Each dtype for a compute capability, with a few of the numbers of programs along K."""
-    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
-        yield Variant(
-            op="w4_linear",
-            name=f"add-splits-{dtype}",
-            kernel=add_splits_kernel,
-            types={
-                "partial": "*fp32",
-                "bias": f"*{dtype}",
-                "out": f"*{dtype}",
-                "size": "i32",
-                "N": "i32",
-            },
-            constants={"SPLITS": 4, "BIAS": True, "BLOCK": _BLOCK},
-            num_warps=2,
-            num_stages=3,
-        )

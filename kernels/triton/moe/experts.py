@@ -9,8 +9,6 @@ summed for each token in the order of its experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +18,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.qexperts import QExperts, check_mlp
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.variant import LAUNCH, Variant
+from qoff.kernels.triton.launch.options import LAUNCH
 
 from .pairs import fma_pairs, gemv_pairs
 from .product import UNIT, Product
@@ -186,28 +184,3 @@ def add_up(weighted: Tensor, residual: Tensor | None, out: Tensor) -> None:
         num_stages=1,
         **LAUNCH,
     )
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """The sum for a compute capability, with and without a residual."""
-    for dtype in ("fp16",) if capability == 75 else ("fp16", "bf16"):
-        for per_token, residual in ((8, True), (4, False)):
-            yield Variant(
-                op="w4_experts",
-                name=f"sum-{dtype}-of{per_token}" + ("-residual" if residual else ""),
-                kernel=experts_sum_kernel,
-                types={
-                    "weighted": "*fp32",
-                    "out": f"*{dtype}",
-                    "H": "i32",
-                    **({"residual": f"*{dtype}"} if residual else {}),
-                },
-                constants={
-                    "PER_TOKEN": per_token,
-                    "RESIDUAL": residual,
-                    "BLOCK": _BLOCK,
-                    **({} if residual else {"residual": None}),
-                },
-                num_warps=_WARPS,
-                num_stages=1,
-            )

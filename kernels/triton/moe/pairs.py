@@ -8,19 +8,12 @@ as `linear.fma` does. Pairs of one expert each read its codes, from the second-l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from qoff.kernels.triton.launch.variant import (
-    LAUNCH,
-    NO_SHARED_IN_LOOP,
-    TENSOR_CORES,
-    WIDE_CODES,
-    Variant,
-)
+from qoff.kernels.triton.launch.options import LAUNCH
 from qoff.kernels.triton.linear.fma import FmaConfig, fma_sums
 from qoff.kernels.triton.linear.gemv import COLUMNS, GemvConfig, gemv_sums, groups_per_step
 from qoff.kernels.triton.linear.nibbles import use_asm
@@ -212,86 +205,3 @@ def _fma_constants(
         "BIAS": bias,
         "ACTIVATION": activation,
     }
-
-
-_Form = tuple[str, int, int, str, bool, str, bool]
-_FORMS: tuple[_Form, ...] = (  # dtype, bits, group, activation, even, scale, bias
-    ("fp16", 4, 64, "silu", True, "fp16", False),
-    ("bf16", 4, 64, "", False, "fp16", False),
-    ("bf16", 4, 32, "clamped_swiglu", True, "fp16", True),
-    ("fp16", 4, 128, "gelu_tanh", True, "fp16", False),
-    ("fp16", 4, 32, "", True, "fp32", True),
-    ("fp16", 8, 64, "gelu", True, "fp16", True),
-    ("bf16", 8, 128, "", True, "fp16", False),
-)
-TYPES = {
-    "codes": "*u8",
-    "topk_weights": "*fp32",
-    **dict.fromkeys(("per_token", "code_distance", "scale_distance"), "i32"),
-    **dict.fromkeys(("N", "row_bytes", "x_stride"), "i32"),
-}
-UNALIGNED = frozenset({"per_token", "code_distance", "scale_distance", "steps"})
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Both products for a compute capability, with dtypes, widths, groups and activations."""
-    for form in _FORMS:
-        yield _fma_variant(*form[1:]) if capability < 80 else _gemv_variant(*form)
-
-
-def form_name(dtype: str, bits: int, group: int, activation: str, scale: str, bias: bool) -> str:
-    """What a variant's name says of its operands."""
-    name = f"{dtype}-{bits}bit-group{group}-{activation or 'down'}"
-    return name + ("" if scale == "fp16" else f"-scale{scale}") + ("-bias" if bias else "")
-
-
-def types_and_bias(
-    dtype: str, activation: str, scale: str, bias: bool
-) -> tuple[dict[str, str], dict[str, None]]:
-    """Types of the operands of a variant, and a bias that is not there as a constant."""
-    types = {**TYPES, "x": f"*{dtype}", "scale_min": f"*{scale}"}
-    types["out"] = f"*{dtype}" if activation else "*fp32"
-    if bias:
-        return {**types, "bias": f"*{dtype}"}, {}
-    return types, {"bias": None}
-
-
-def _gemv_variant(
-    dtype: str, bits: int, group: int, activation: str, even: bool, scale: str, bias: bool
-) -> Variant:
-    types, fixed = types_and_bias(dtype, activation, scale, bias)
-    constants = _gemv_constants(GEMV, group * bits // 8, bits, even, bias, activation)
-    name = form_name(dtype, bits, group, activation, scale, bias)
-    return Variant(
-        op="w4_experts",
-        name=f"gemv-{name}" + ("" if even else "-uneven"),
-        kernel=experts_gemv_kernel,
-        types={**types, "topk_ids": "*i64", "steps": "i32"},
-        constants={**fixed, **constants, "ASM": True},
-        num_warps=GEMV.warps,
-        num_stages=GEMV.stages,
-        unaligned=UNALIGNED,
-        traits=frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP}),
-        options=options(GEMV),
-    )
-
-
-def _fma_variant(
-    bits: int, group: int, activation: str, even: bool, scale: str, bias: bool
-) -> Variant:
-    types, fixed = types_and_bias("fp16", activation, scale, bias)
-    return Variant(
-        op="w4_experts",
-        name=f"fma-{form_name('fp16', bits, group, activation, scale, bias)}",
-        kernel=experts_fma_kernel,
-        types={**types, "topk_ids": "*i64"},
-        constants={
-            **fixed,
-            **_fma_constants(FMA, group * bits // 8, bits, bias, activation),
-            "ASM": True,
-        },
-        num_warps=FMA.warps,
-        num_stages=1,
-        unaligned=UNALIGNED - {"steps"},
-        traits=frozenset({WIDE_CODES}),
-    )

@@ -9,7 +9,6 @@ rows of x gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qoff.kernels.triton.launch.variant import TENSOR_CORES, WIDE_CODES, Variant
 from qoff.kernels.triton.linear.nibbles import use_asm
 from qoff.kernels.triton.linear.product import options
 from qoff.kernels.triton.linear.skinny import SkinnyConfig, skinny_sums
 
-from .pairs import UNALIGNED, form_name, types_and_bias
 from .product import Product, expert_of, finish
 
 BLOCKS = (16, 32, 64)  # pairs of a tile
@@ -188,54 +185,3 @@ def _constants(
         "EVEN": even,
         "STAGES": config.stages,
     }
-
-
-_FORMS = (  # dtype, bits, group, block, activation, even, scale, bias
-    ("fp16", 4, 64, 16, "silu", True, "fp16", False),
-    ("bf16", 4, 64, 32, "silu", True, "fp16", False),
-    ("fp16", 4, 64, 32, "", True, "fp16", False),
-    ("fp16", 4, 64, 64, "silu", True, "fp16", False),
-    ("bf16", 4, 64, 64, "", True, "fp16", False),
-    ("bf16", 4, 32, 32, "clamped_swiglu", True, "fp16", True),
-    ("bf16", 4, 32, 16, "", True, "fp16", True),
-    ("fp16", 4, 128, 64, "gelu_tanh", True, "fp16", False),
-    ("bf16", 4, 64, 64, "", False, "fp32", False),
-    ("fp16", 8, 64, 64, "gelu", True, "fp16", True),
-)
-
-
-def variants(capability: int) -> Iterator[Variant]:
-    """Both products for a compute capability, with sizes of tiles, dtypes and forms in turn."""
-    if capability < 80:
-        return  # Triton has no tensor cores there
-    for form in _FORMS:
-        yield _variant(*form)
-
-
-def _variant(
-    dtype: str,
-    bits: int,
-    group: int,
-    block: int,
-    activation: str,
-    even: bool,
-    scale: str,
-    bias: bool,
-) -> Variant:
-    group_bytes = group * bits // 8
-    config = config_for(block, group_bytes)
-    types, fixed = types_and_bias(dtype, activation, scale, bias)
-    name = form_name(dtype, bits, group, activation, scale, bias)
-    constants = _constants(config, group_bytes, bits, even, bias, activation)
-    return Variant(
-        op="w4_experts",
-        name=f"tiles-{name}-m{config.block_m}" + ("" if even else "-uneven"),
-        kernel=experts_tile_kernel,
-        types={**types, "order": "*i32", "table": "*i32", "tile_count": "i32", "steps": "i32"},
-        constants={**fixed, **constants, "ASM": True},
-        num_warps=config.warps,
-        num_stages=config.stages,
-        unaligned=UNALIGNED | {"tile_count"},
-        traits=frozenset({TENSOR_CORES, WIDE_CODES}),
-        options=options(config),
-    )

@@ -1,0 +1,210 @@
+"""Attention and what goes with it, as their kernels are compiled for each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from bench.variants.variant import (
+    DTYPES,
+    TENSOR_CORES,
+    WIDE_CODES,
+    Variant,
+    empty,
+    float_types,
+)
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
+from qoff.kernels.triton.attention.append import kv_append
+from qoff.kernels.triton.attention.decode import decode_attention
+from qoff.kernels.triton.attention.merge import merge
+from qoff.kernels.triton.attention.prefill import prefill_attention
+from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
+
+_SEQUENCES, _KV_HEADS, _BLOCKS = 3, 8, 100  # numbers of blocks are no multiples of 16
+_FEW, _MANY = 16, 4096  # queries of a prefill: from packed blocks, and from a scratch
+_APPENDED = (  # forms, pairs of channels that are turned, whether pairs are neighbours
+    (KVFormat(64), 0, False),
+    (KVFormat(64, k_bits=8, v_bits=8), 16, False),
+    (KVFormat(80, k_bits=8), 40, False),
+    (KVFormat(80, v_bits=8), 40, True),
+    (KVFormat(96, v_bits=8), 24, False),
+    (KVFormat(128), 64, False),
+    (KVFormat(128), 64, False),  # with the other type
+    (KVFormat(128, k_bits=8, v_bits=8), 64, True),
+    (KVFormat(256), 128, False),
+    (KVFormat(256, k_bits=8), 32, False),
+)
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Appending, merging, decode and prefill."""
+    yield from _appended(capability)
+    yield from _merged(capability)
+    yield from _decode(capability)
+    yield from _scratch()
+    yield from _prefill(capability)
+
+
+def _appended(capability: int) -> Iterator[Variant]:
+    """Blocks: each head size with each form, while widths, ways to turn keys and types take turns.
+    Tokens: each head size with two of the four ways to turn keys, each way with both types."""
+    types = float_types(capability)
+    blocks = {}
+    for i, (form, pairs, interleaved) in enumerate(_APPENDED):
+        packed = _append("pack", types[i % len(types)], form, pairs, interleaved)
+        blocks[packed.name] = packed  # with one type, two are alike
+    yield from blocks.values()
+    for i, head_dim in enumerate(HEAD_DIMS):
+        half, quarter = head_dim // 2, head_dim // 4
+        ways = ((0, False), (quarter, False)) if i % 2 else ((half, False), (half, True))
+        for j, (pairs, interleaved) in enumerate(ways):
+            dtype = types[(i // 2 + j) % len(types)]
+            yield _append("write", dtype, KVFormat(head_dim), pairs, interleaved)
+
+
+def _append(kind: str, dtype: str, form: KVFormat, pairs: int, interleaved: bool) -> Variant:
+    k = empty(DTYPES[dtype], 7, _KV_HEADS, form.head_dim)
+    table = empty(torch.float32, 9, pairs)
+    tables = (table, table) if pairs else None
+    launch = partial(kv_append, k, k, _cache(form, dtype, 5, new=2), tables, interleaved)
+    name = f"{kind}-{dtype}-{_kind(form)}-turned{2 * pairs}{'-interleaved' * interleaved}"
+    return Variant("kv_append", name, f"{kind}_kernel", launch)
+
+
+def _merged(capability: int) -> Iterator[Variant]:
+    """Each size of a tile of up to 32 parts, with types and head sizes in turn."""
+    pairs = [("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "fp16")]
+    if capability >= 80:
+        pairs += [("bf16", "bf16"), ("fp32", "bf16")]
+    sizes = [(64, 1), (64, 2), (80, 4), (64, 8), (64, 16), (64, 32)]
+    sizes += [(128, 1), (96, 2), (128, 4), (80, 8), (96, 16), (128, 32)]
+    sizes += [(256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (256, 32)]
+    for i, (head_dim, tile) in enumerate(sizes):
+        source, target = pairs[i % len(pairs)]
+        parts = tile - (tile > 2)  # no multiple of 16
+        outs = empty(DTYPES[source], parts, 16, 32, head_dim)
+        launch = partial(merge, outs, empty(torch.float32, parts, 16, 32), DTYPES[target])
+        name = f"{source}-{target}-{head_dim}-{parts}parts"
+        yield Variant("merge", name, "merge_kernel", launch)
+
+
+def _decode(capability: int) -> Iterator[Variant]:
+    """Each form with groups of 4 queries; groups of other sizes, the extras together and bfloat16
+    with the default form. But Turing's head size 256 and groups over 8, which spill registers."""
+    for form in (
+        *map(KVFormat, HEAD_DIMS),
+        KVFormat(128, k_bits=8),
+        KVFormat(128, k_bits=8, v_bits=8),
+    ):
+        if capability >= 80 or form.head_dim <= 128:
+            yield _attention("decode", capability, "fp16", form)
+    for group in (1, 8, 16) if capability >= 80 else (1, 8):
+        yield _attention("decode", capability, "fp16", KVFormat(128), group=group)
+    yield _attention("decode", capability, "fp16", KVFormat(128), extras=True)
+    if capability >= 80:
+        for head_dim in (64, 128):
+            yield _attention("decode", capability, "bf16", KVFormat(head_dim))
+
+
+def _prefill(capability: int) -> Iterator[Variant]:
+    """Each head size with the default form, from packed blocks and from the scratch; other forms,
+    the extras together and bfloat16 with head size 128. But Turing's head size 256, which spills.
+    """
+    for head_dim in HEAD_DIMS if capability >= 80 else HEAD_DIMS[:-1]:
+        yield _attention("prefill", capability, "fp16", KVFormat(head_dim), rows=_MANY)
+        older = capability == 80 and head_dim > 128 and not WARPS_OVER_ROWS
+        if capability >= 80 and not older:  # others take the scratch for any number of queries
+            yield _attention("prefill", capability, "fp16", KVFormat(head_dim))
+    rows = _FEW if capability >= 80 else _MANY
+    yield _attention("prefill", capability, "fp16", KVFormat(128), rows=rows, extras=True)
+    if capability >= 80:
+        yield _attention("prefill", capability, "fp16", KVFormat(128, k_bits=8, v_bits=8))
+        for rows in (_FEW, _MANY):
+            yield _attention("prefill", capability, "bf16", KVFormat(128), rows=rows)
+
+
+def _scratch() -> Iterator[Variant]:
+    """Each head size with the default form, one of them with the extras; 8-bit codes with head size
+    128."""
+    for form in (*map(KVFormat, HEAD_DIMS), KVFormat(128, k_bits=8, v_bits=8)):
+        yield _attention("scratch", 0, "fp16", form, rows=_MANY, extras=form.head_dim == 64)
+
+
+def _attention(
+    kind: str,
+    capability: int,
+    dtype: str,
+    form: KVFormat,
+    group: int = 4,
+    rows: int = _FEW,
+    extras: bool = False,
+) -> Variant:
+    """extras: soft cap, window, sinks and a first block."""
+    shape = HeadShape(
+        heads=_KV_HEADS * group,
+        kv_heads=_KV_HEADS,
+        head_dim=form.head_dim,
+        scale=0.125,
+        window=100 if extras else None,
+        soft_cap=30.0 if extras else 0.0,
+    )
+    decode = kind == "decode"
+    tokens = _SEQUENCES if decode else rows
+    cache = _cache(form, dtype, tokens, older=extras)
+    q = empty(DTYPES[dtype], tokens, shape.heads, form.head_dim)
+    k = empty(DTYPES[dtype], tokens, _KV_HEADS, form.head_dim)
+    sinks = empty(torch.float32, shape.heads) if extras else None
+    if decode:
+        launch = partial(decode_attention, q, cache, shape, sinks)
+    else:
+        launch = partial(prefill_attention, q, k, k, cache, shape, sinks)
+    name = f"{kind}-{dtype}-{_kind(form)}-group{group}{'-extras' * extras}"
+    name += "-from-scratch" if kind == "prefill" and rows == _MANY else ""
+    kernel = "scratch_kernel" if kind == "scratch" else f"{kind}_attention_kernel"
+    op = "decode_attention" if decode else "prefill_attention"
+    return Variant(op, name, kernel, launch, _traits(kind, capability, form, rows))
+
+
+def _traits(kind: str, capability: int, form: KVFormat, rows: int) -> frozenset[str]:
+    if kind == "scratch":
+        wide = form.head_dim != 80
+    elif kind == "prefill":
+        wide = rows == _FEW
+    else:  # rows of 40 bytes are 8 apart; for Turing's products 32 are cut into pieces of 8
+        wide = form.head_dim != 80 and (capability >= 80 or form.head_dim > 64)
+    traits = {WIDE_CODES} if wide else set()
+    return frozenset(traits | ({TENSOR_CORES} if capability >= 80 else set()))
+
+
+def _cache(
+    form: KVFormat, dtype: str, rows: int, new: int = 0, older: bool = False
+) -> DeviceLayerCache:
+    """A pass of `rows` tokens of each sequence that completes `new` blocks."""
+
+    def ints(*shape: int) -> torch.Tensor:
+        return empty(torch.int32, *shape)
+
+    step = PassTables(
+        start=ints(_SEQUENCES),
+        row_start=ints(_SEQUENCES + 1),
+        length=ints(_SEQUENCES),
+        packed=ints(_SEQUENCES),
+        after=ints(_SEQUENCES),
+        table=ints(_SEQUENCES, _BLOCKS),
+        positions=ints(rows),
+        max_rows=rows,
+        max_packed=BLOCK_TOKENS * _BLOCKS,
+        max_new_blocks=new,
+        resident_from=ints(_SEQUENCES) if older else None,
+    )
+    recent = empty(DTYPES[dtype], _SEQUENCES, BLOCK_TOKENS, _KV_HEADS, form.head_dim)
+    pool = empty(torch.uint8, 9, _KV_HEADS, form.nbytes)
+    return DeviceLayerCache(form, pool, recent, recent, step)
+
+
+def _kind(form: KVFormat) -> str:
+    return f"{form.head_dim}-k{form.k_bits}-v{form.v_bits}"

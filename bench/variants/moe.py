@@ -1,0 +1,127 @@
+"""The experts of a layer, as their kernels are compiled for each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.variants.variant import (
+    DTYPES,
+    NO_SHARED_IN_LOOP,
+    TENSOR_CORES,
+    WIDE_CODES,
+    Variant,
+    empty,
+    float_types,
+)
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.triton.moe.experts import experts
+
+OP = "w4_experts"
+_EXPERTS = 8
+_ROW_BYTES = 1 << 12
+# Type, bits, group, activation of the first product ("": the second one is meant), options.
+_Form = tuple[str, int, int, str, dict[str, Any]]
+_PAIRS: tuple[_Form, ...] = (
+    ("fp16", 4, 64, "silu", {}),
+    ("bf16", 4, 64, "", {"even": False}),
+    ("bf16", 4, 32, "clamped_swiglu", {"bias": True}),
+    ("fp16", 4, 128, "gelu_tanh", {}),
+    ("fp16", 4, 32, "", {"scale": "fp32", "bias": True}),
+    ("fp16", 8, 64, "gelu", {"bias": True}),
+    ("bf16", 8, 128, "", {}),
+)
+_TILES: tuple[_Form, ...] = (
+    ("fp16", 4, 64, "silu", {"block": 16}),
+    ("bf16", 4, 64, "silu", {"block": 32}),
+    ("fp16", 4, 64, "", {"block": 32}),
+    ("fp16", 4, 64, "silu", {"block": 64}),
+    ("bf16", 4, 64, "", {"block": 64}),
+    ("bf16", 4, 32, "clamped_swiglu", {"block": 32, "bias": True}),
+    ("bf16", 4, 32, "", {"block": 16, "bias": True}),
+    ("fp16", 4, 128, "gelu_tanh", {"block": 64}),
+    ("bf16", 4, 64, "", {"block": 64, "even": False, "scale": "fp32"}),
+    ("fp16", 8, 64, "gelu", {"block": 64, "bias": True}),
+)
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Both products, with sizes of tiles, types, widths, groups and activations in turn; the sum
+    with and without a residual."""
+    for dtype, bits, group, activation, options in _PAIRS:
+        if capability < 80:
+            traits = frozenset({WIDE_CODES})
+            yield _product("fma", traits, "fp16", bits, group, activation, **options)
+        else:
+            traits = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
+            yield _product("gemv", traits, dtype, bits, group, activation, **options)
+    if capability >= 80:
+        traits = frozenset({TENSOR_CORES, WIDE_CODES})
+        for dtype, bits, group, activation, options in _TILES:
+            yield _product("tile", traits, dtype, bits, group, activation, **options)
+    for dtype in float_types(capability):
+        for top_k, residual in ((8, True), (4, False)):
+            launch = _call(dtype, top_k=top_k, residual=residual)
+            name = f"sum-{dtype}-of{top_k}" + "-residual" * residual
+            yield Variant(OP, name, "experts_sum_kernel", launch)
+
+
+def _product(
+    kind: str,
+    traits: frozenset[str],
+    dtype: str,
+    bits: int,
+    group: int,
+    activation: str,
+    block: int = 0,
+    even: bool = True,
+    scale: str = "fp16",
+    bias: bool = False,
+) -> Variant:
+    launch = _call(dtype, bits, group, activation or "silu", block, even, scale, bias)
+    name = f"{kind}-{dtype}-{bits}bit-group{group}-{activation or 'down'}"
+    name += ("" if scale == "fp16" else f"-scale{scale}") + "-bias" * bias
+    name += (f"-m{block}" if block else "") + ("" if even else "-uneven")
+    kernel = f"experts_{kind}_kernel"
+    return Variant(OP, name, kernel, launch, traits, which=0 if activation else 1)
+
+
+def _call(
+    dtype: str,
+    bits: int = 4,
+    group: int = 64,
+    activation: str = "silu",
+    block: int = 0,
+    even: bool = True,
+    scale: str = "fp16",
+    bias: bool = False,
+    top_k: int = 2,
+    residual: bool = False,
+) -> partial[Tensor]:
+    """A call of the op on 3 tokens."""
+    row_bytes = _ROW_BYTES + (0 if even else max(16, group * bits // 8))
+    width = row_bytes * 8 // bits  # of a token, and of the values between the products
+
+    def weight(rows: int) -> QExperts:
+        codes = empty(torch.uint8, _EXPERTS, rows, row_bytes)
+        scale_min = empty(DTYPES[scale], _EXPERTS, width // group, rows, 2)
+        return QExperts(codes, scale_min, (rows, width), bits, group, "split32")
+
+    x = empty(DTYPES[dtype], 3, width)
+    return partial(
+        experts,
+        x,
+        empty(torch.int64, 3, top_k),
+        empty(torch.float32, 3, top_k),
+        weight(2 * width),
+        weight(width),
+        activation=activation,
+        gate_up_bias=empty(DTYPES[dtype], _EXPERTS, 2 * width) if bias else None,
+        down_bias=empty(DTYPES[dtype], _EXPERTS, width) if bias else None,
+        residual=x if residual else None,
+        block=block,
+    )
