@@ -19,13 +19,13 @@ from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.operands import require
 
 from .attention.append import NewBlocks, pack_blocks, write_recent
 from .attention.decode import decode_attention, decode_bytes
 from .attention.offloaded import OffloadedAttention, joined_bytes
 from .attention.prefill import prefill_attention, prefill_bytes
-from .attention.rotation import rotate_values
 from .elementwise.interleaved_silu_mul import gated_silu
 from .elementwise.rms_norm import rms_norm
 from .elementwise.rope import rope

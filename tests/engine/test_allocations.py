@@ -19,6 +19,7 @@ from qoff.memory.instrumentation import Instrumentation
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from tests.tiny_models import QUANT, save_model
+from tests.triton_module import triton_module
 
 KV = KVQuant(8, 8, window=0)
 PLAN = Plan(batch_size=2, batches=2, context=240, prefill_tokens=210, kv=KV)
@@ -96,7 +97,7 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
     cpu_attention: Any, tmp_path: Path
 ) -> None:
     """As if no op freed anything before its end; without what cuBLAS takes."""
-    triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
+    triton_ops = triton_module("ops")
     if torch.cuda.is_available():
         pytest.skip("Triton interprets kernels only where there is no GPU")
     from qoff.kernels.triton.linear.linear import CUBLAS_BYTES

@@ -35,8 +35,9 @@ from qoff.plan import Plan
 from tests.instruments import POISON
 from tests.models.test_triton_decoder import CHANGES, least_budget
 from tests.tiny_models import QUANT, save_model
+from tests.triton_module import triton_module
 
-triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
+triton_ops = triton_module("ops")
 
 ON_GPU = torch.cuda.is_available()
 LETTERS = random.Random(3)

@@ -15,8 +15,9 @@ from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_experts
 from tests.kernels.test_experts import routed
 from tests.tolerances import RELATIVE_RMS, assert_close
+from tests.triton_module import triton_module
 
-triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
+triton_ops = triton_module("ops")
 from qoff.kernels.triton.moe import experts as w4_experts  # noqa: E402
 from qoff.kernels.triton.moe.pairs import fma_pairs  # noqa: E402
 from qoff.kernels.triton.moe.product import Product  # noqa: E402

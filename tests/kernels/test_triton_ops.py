@@ -9,8 +9,9 @@ from qoff.errors import OpError
 from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.packed import quantized
 from tests.tolerances import RELATIVE_RMS, assert_close
+from tests.triton_module import triton_module
 
-triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
+triton_ops = triton_module("ops")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"

@@ -21,8 +21,9 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import DeviceCache, PlainCache
 from tests.tolerances import PACKED_ATTENTION, assert_close
+from tests.triton_module import triton_module
 
-triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
+triton_ops = triton_module("ops")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = HeadShape(2, 1, 64, 0.125)

@@ -30,8 +30,9 @@ from qoff.memory.io.disk import DiskReader
 from qoff.memory.io.spill import SpillFile
 from tests.instruments import POISON
 from tests.tolerances import PACKED_ATTENTION, assert_close
+from tests.triton_module import triton_module
 
-triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
+triton_ops = triton_module("ops")
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE, WINDOWED = HeadShape(2, 1, 64, 0.125), HeadShape(2, 1, 64, 0.125, window=150)

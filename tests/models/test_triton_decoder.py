@@ -25,8 +25,9 @@ from qoff.models.native.graphs import Replays
 from qoff.models.runtime import Runtime
 from tests.tiny_models import QUANT, PlainRun, save_model
 from tests.tolerances import FLOAT16_LOGITS, assert_close
+from tests.triton_module import triton_module
 
-triton_ops = pytest.importorskip("qoff.kernels.triton.ops", exc_type=ImportError)
+triton_ops = triton_module("ops")
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from qoff.errors import QuantizationError
 from qoff.quant import QuantConfig, matrix, quantize
 from tests.quant.test_solvers import weights
+from tests.triton_module import triton_module
 
-rtn = pytest.importorskip("qoff.kernels.triton.linear.quantize", exc_type=ImportError).quantize
+rtn = triton_module("linear.quantize").quantize
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
