@@ -11,8 +11,9 @@ from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.triton.attention.offloaded import host_bytes
-from qoff.kernels.triton.linear.linear import CUBLAS_BYTES
-from qoff.kernels.triton.ops import attention_bytes, experts_bytes, linear_bytes
+from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes
+from qoff.kernels.triton.moe.experts import experts_bytes
+from qoff.kernels.triton.ops import attention_bytes
 from qoff.kvcache import DeviceCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
 from qoff.kvcache.device.tables import tables_bytes

@@ -33,7 +33,8 @@ def gated_silu(z: Tensor, out: Tensor | None = None) -> Tensor:
     """Return silu(gate) * up [T, C] for contiguous z [T, 2C], 16 columns of gate, 16 of up in turn.
 
     z: float16, bfloat16 or float32; C is a multiple of 16. out: contiguous, in the dtype of z.
-    Values are those of `reference.ops.gated_silu` in float32, rounded once. Raises OpError.
+    Values are those of `reference.experts.activate` ("silu") in float32, rounded once. Raises
+    OpError.
     """
     require("z", z, FLOATS_AND_32, ("T", "2C"), z.device)
     if z.shape[1] % (2 * TURN.value):

@@ -10,7 +10,7 @@ from torch import Tensor
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
-from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
@@ -53,7 +53,7 @@ class DenseOps:
         if bias is not None:
             y = y + bias
         if silu_mul:
-            y = reference_ops.gated_silu(y)
+            y = reference_ops.activate(y, "silu")
         if residual is not None:
             y = y + residual
         return y if out is None else out.copy_(y)
@@ -90,20 +90,7 @@ class DenseOps:
             out=out,
         )
 
-    def experts(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        gate_up: QExperts,
-        down: QExperts,
-        *,
-        activation: str,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:
         """Experts come quantized only. Raises UnsupportedModelError."""
         raise UnsupportedModelError(
             "a mixture of experts cannot be calibrated; convert it with hqq, mse or rtn"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 from torch import Tensor
 
-from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
 from qoff.memory import Weights
@@ -15,15 +15,6 @@ from qoff.models.spec_parts import ExpertsSpec
 from .linear import vector
 
 _MATRICES = ("gate_up_proj", "down_proj")
-
-
-class ExpertWeights(NamedTuple):
-    """The matrices of a layer's experts, and their biases [experts, rows]."""
-
-    gate_up: QExperts
-    down: QExperts
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
 
 
 class Experts:
@@ -39,17 +30,8 @@ class Experts:
         scores: the router's, [M, experts].
         """
         topk_ids, topk_weights = self.route(scores)
-        own = self.needed(weights, topk_ids)
-        return self._ops.experts(
-            x,
-            topk_ids,
-            topk_weights,
-            own.gate_up,
-            own.down,
-            activation=self.spec.activation,
-            gate_up_bias=own.gate_up_bias,
-            down_bias=own.down_bias,
-        )
+        mlp = self.needed(weights, topk_ids)
+        return self._ops.experts(x, topk_ids, topk_weights, mlp)
 
     def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token, int64 [M, top_k], and their weights, float32 [M, top_k]."""
@@ -63,7 +45,7 @@ class Experts:
             topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
         return topk_ids, topk_weights
 
-    def needed(self, weights: Weights, topk_ids: Tensor) -> ExpertWeights:
+    def needed(self, weights: Weights, topk_ids: Tensor) -> ExpertsMlp:
         """The weights of a layer's chosen experts, of those that it was handed: all of them."""
         del topk_ids
         first = cast(QTensor, weights["mlp.experts.0.gate_up_proj"])
@@ -74,7 +56,7 @@ class Experts:
             self._views[key] = self._view(weights)
         biases = (vector(weights, f"mlp.experts.{name}.bias") for name in _MATRICES)
         rows = (None if bias is None else bias.view(self.spec.count, -1) for bias in biases)
-        return ExpertWeights(*self._views[key], *rows)
+        return ExpertsMlp(*self._views[key], self.spec.activation, *rows)
 
     def _view(self, weights: Weights) -> tuple[QExperts, QExperts]:
         gate_up, down = (
