@@ -46,9 +46,7 @@ def _check(
     **options,
 ) -> torch.Tensor:
     shape = _shape(cache, q.shape[1], **options)
-    expected = reference_attention.decode_attention(
-        q.double(), cache, shape, sinks, compute_dtype=torch.float64
-    )
+    expected = reference_attention.decode_attention(q.double(), cache, shape, sinks)
     actual = decode_attention(q, cache, shape, sinks, run=run)
     assert actual[0].dtype == q.dtype
     assert_close(actual[0], expected[0], dtype=q.dtype)
