@@ -66,7 +66,8 @@ def experts(
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         for first in range(0, len(x), together):
             part = slice(first, first + together)
-            chosen, found = (topk_ids[part], topk_weights[part]), {}
+            chosen = topk_ids[part], topk_weights[part]
+            found: dict[int, Tiles] = {}
             product = Product(x[part], *chosen, mlp.gate_up, gate_up_bias, mlp.activation)
             inner = _compute(product, block, found)
             product = Product(inner, *chosen, mlp.down, down_bias)
