@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qoff.kernels.reference import kv_blocks as reference
-from qoff.kernels.triton.attention.merge import MergeConfig, merge
+from qoff.kernels.triton.attention.merge import merge
 from tests.tolerances import assert_close
 
 
@@ -63,17 +63,6 @@ def test_no_keys_at_all(implementation):
     assert torch.equal(out, expected.half())
     assert_close(lse, expected_lse)
     assert bool((lse.isneginf() == expected_lse.isneginf()).all())
-
-
-@pytest.mark.parametrize(
-    "config", [MergeConfig(1, 1, 1), MergeConfig(2, 8, 2), MergeConfig(8, 2, 4)]
-)
-def test_any_configuration_gives_the_same(config):
-    outs, lses = parts_of(5, 3, 3, 80, torch.float32)
-    out, lse = merge(outs, lses, config=config)
-    expected, expected_lse = reference.merge(outs, lses)
-    assert_close(out, expected)
-    assert_close(lse, expected_lse)
 
 
 def test_log_sum_exps_far_apart():

@@ -19,10 +19,6 @@ import os
 import triton
 import triton.language as tl
 
-# What `low_high` with OFFSET adds to each code.
-FLOAT16_OFFSET = tl.constexpr(1024.0)
-BFLOAT16_OFFSET = tl.constexpr(128.0)
-
 # Four packed bytes $4 to low nibbles ($0, $1) and high nibbles ($2, $3), offsets left in. `prmt`
 # puts a byte of the second source (the exponent, four times) above each nibble.
 _SPLIT = """{{
