@@ -26,8 +26,8 @@ from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import LAUNCH, WARPS_OVER_ROWS
 from qoff.kernels.triton.linear.nibbles import use_asm
 
-from .kv_tiles import LN2, LOG2E, TOKENS, add_sink
-from .prefill_scratch import dequantize_blocks, scratch_constants, scratch_heads
+from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, form_constants
+from .prefill_scratch import dequantize_blocks, scratch_heads
 from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
 
 
@@ -258,7 +258,8 @@ def prefill_attention(
             q.stride(0),
             k.stride(0),
             v.stride(0),
-            **scratch_constants(form),
+            **form_constants(form),
+            PAD=triton.next_power_of_2(form.half),
             GROUP=group,
             ROWS=config.rows,
             SOFT_CAP=shape.soft_cap != 0,
