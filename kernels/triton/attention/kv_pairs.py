@@ -117,6 +117,8 @@ def load_channel_pairs(params, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
     QUARTER: tl.constexpr = HEAD_DIM // 4
     pair = tl.arange(0, PAIRS)
     at = params.to(tl.pointer_type(tl.uint32)) + pair
-    a, b = halves(load_where(at, pair < QUARTER, PAIRS == QUARTER), tl.float16)
-    c, d = halves(load_where(at + QUARTER, pair < QUARTER, PAIRS == QUARTER), tl.float16)
+    first = load_where(at, pair < QUARTER, PAIRS == QUARTER)
+    second = load_where(at + QUARTER, pair < QUARTER, PAIRS == QUARTER)
+    a, b = halves(first, tl.float16)
+    c, d = halves(second, tl.float16)
     return a, b, c, d
