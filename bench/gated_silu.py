@@ -10,7 +10,7 @@ import torch
 from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
 from bench.model_shapes import models
 from qoff.kernels.reference import ops as reference
-from qoff.kernels.triton.elementwise.interleaved_silu_mul import gated_silu
+from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 
 OP = "gated_silu"
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from bench.variants.variant import DTYPES, Variant, empty, float_types
-from qoff.kernels.triton.elementwise.interleaved_silu_mul import gated_silu
+from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 from qoff.kernels.triton.elementwise.rope import rope
 

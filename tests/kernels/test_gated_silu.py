@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qoff.kernels.reference import ops as reference_ops
-from qoff.kernels.triton.elementwise.interleaved_silu_mul import gated_silu
+from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from tests.tolerances import assert_close
 
 

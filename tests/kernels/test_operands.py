@@ -17,7 +17,7 @@ from qoff.kernels.triton.attention.append import kv_append
 from qoff.kernels.triton.attention.decode import decode_attention
 from qoff.kernels.triton.attention.merge import merge
 from qoff.kernels.triton.attention.prefill import prefill_attention
-from qoff.kernels.triton.elementwise.interleaved_silu_mul import gated_silu
+from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 from qoff.kernels.triton.elementwise.rope import rope
 from qoff.kernels.triton.launch.gpu import Gpu
