@@ -75,19 +75,16 @@ def _append(kind: str, dtype: str, form: KVFormat, pairs: int) -> Variant:
 
 def _merged(capability: int) -> Iterator[Variant]:
     """Each size of a tile of up to 32 parts, with types and head sizes in turn."""
-    pairs = [("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "fp16")]
-    if capability >= 80:
-        pairs += [("bf16", "bf16"), ("fp32", "bf16")]
+    types = ("fp32", *float_types(capability))
     sizes = [(64, 1), (64, 2), (80, 4), (64, 8), (64, 16), (64, 32)]
     sizes += [(128, 1), (96, 2), (128, 4), (80, 8), (96, 16), (128, 32)]
     sizes += [(256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (256, 32)]
     for i, (head_dim, tile) in enumerate(sizes):
-        source, target = pairs[i % len(pairs)]
+        dtype = types[i // 2 % len(types)]
         parts = tile - (tile > 2)  # no multiple of 16
-        outs = empty(DTYPES[source], parts, 16, 32, head_dim)
-        launch = partial(merge, outs, empty(torch.float32, parts, 16, 32), DTYPES[target])
-        name = f"{source}-{target}-{head_dim}-{parts}parts"
-        yield Variant("merge", name, "merge_kernel", launch)
+        outs = empty(DTYPES[dtype], parts, 16, 32, head_dim)
+        launch = partial(merge, outs, empty(torch.float32, parts, 16, 32))
+        yield Variant("merge", f"{dtype}-{head_dim}-{parts}parts", "merge_kernel", launch)
 
 
 def _decode(capability: int) -> Iterator[Variant]:

@@ -63,21 +63,20 @@ def merge_bytes(tokens: int, heads: int, head_dim: int, itemsize: int) -> int:
     return tokens * heads * (head_dim * itemsize + 4)
 
 
-def merge(outs: Tensor, lses: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Join partial attention results outs [P, T, H, D] by their log-sum-exps, float32 [P, T, H].
 
-    outs: float16, bfloat16 or float32. Returns the output [T, H, D] in `dtype` (default: that of
-    outs) and its natural log-sum-exp [T, H]. A part with -inf counts nothing, whatever it holds;
-    where all have -inf, the output is 0 and the log-sum-exp -inf. Values are those of
-    `reference.kv_blocks.merge`. Raises OpError.
+    outs: float16, bfloat16 or float32. Returns the output [T, H, D] in their dtype and its natural
+    log-sum-exp [T, H]. A part with -inf counts nothing, whatever it holds; where all have -inf, the
+    output is 0 and the log-sum-exp -inf. Values are those of `reference.kv_blocks.merge`. Raises
+    OpError.
     """
     require("outs", outs, FLOATS_AND_32, ("P", "T", "H", "D"), outs.device)
     require("lses", lses, (torch.float32,), outs.shape[:3], outs.device)
     if not outs.shape[0]:
         raise OpError("there is nothing to merge: outs [P, T, H, D] has no parts")
     parts, tokens, heads, head_dim = outs.shape
-    out = torch.empty((tokens, heads, head_dim), dtype=dtype or outs.dtype, device=outs.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=outs.device)
+    out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
     padded = triton.next_power_of_2(head_dim)
     together = min(32, triton.next_power_of_2(parts))  # parts whose loads are under way
     rows = max(1, 1024 // (together * padded))  # a head of a token each, in a program
