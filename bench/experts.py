@@ -57,7 +57,7 @@ class Operands:
     def __init__(self, shape: Shape) -> None:
         self.shape, self.name = shape, f"{shape.name}, {shape.per_token} of {shape.experts}"
         self.gate_up, self.down = random_experts(shape)
-        self.nbytes = self.gate_up.nbytes + self.down.nbytes
+        self.nbytes = self.gate_up.expert(0).nbytes + self.down.expert(0).nbytes
         self.ready = [
             (self.gate_up.expert(e).dequantize().T, self.down.expert(e).dequantize().T)
             for e in range(shape.experts)

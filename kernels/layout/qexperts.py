@@ -71,11 +71,6 @@ class QExperts:
         return len(self.codes)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and minima of one expert."""
-        return self.codes[0].nbytes + self.scale_min[0].nbytes
-
-    @property
     def device(self) -> torch.device:
         return self.codes.device
 

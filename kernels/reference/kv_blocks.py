@@ -98,11 +98,7 @@ def _unpack(codes: Tensor, bits: int) -> Tensor:
 
 
 def append(
-    k: Tensor,
-    v: Tensor,
-    cache: DeviceLayerCache,
-    tables: tuple[Tensor, Tensor] | None = None,
-    interleaved: bool = False,
+    k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
 
@@ -122,7 +118,7 @@ def append(
         positions = torch.arange(first, first + stop - row, device=k.device)
         key, value = k[row:stop], v[row:stop]
         if tables is not None:
-            key = rope(key, positions, *tables, interleaved)
+            key = rope(key, positions, *tables)
         if new > old:
             slots = torch.arange(old, min(first, new), device=k.device) % window
             done = max(new - first, 0)

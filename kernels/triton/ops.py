@@ -23,7 +23,7 @@ from .attention.append import NewBlocks, pack_blocks, write_recent
 from .attention.decode import decode_attention, decode_bytes
 from .attention.offloaded import OffloadedAttention, joined_bytes
 from .attention.prefill import prefill_attention, prefill_bytes
-from .elementwise.interleaved_silu_mul import gated_silu
+from .elementwise.gated_silu import gated_silu
 from .elementwise.rms_norm import rms_norm
 from .elementwise.rope import rope
 from .linear import linear

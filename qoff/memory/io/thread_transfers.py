@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import DiskReadError
-from qoff.kernels.layout.packing import repack_into
-from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor, repack_into
 from qoff.memory.arena import Arena
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import Image, Residency, view
