@@ -11,7 +11,15 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint, CheckpointWriter, read_weight
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import Tile, TiledMatrix, WeightStore
-from qoff.memory.plan import EMBEDDING, LM_HEAD, Unit, local_names, unit_files, unit_weights
+from qoff.memory.plan import (
+    EMBEDDING,
+    LM_HEAD,
+    Image,
+    Unit,
+    local_names,
+    unit_files,
+    unit_weights,
+)
 from tests.kernels.operands import random_weight
 
 HIDDEN, MLP, VOCAB = 64, 128, 100
@@ -139,3 +147,8 @@ def check_pass(store: WeightStore, truth: Truth) -> None:
                         assert same_bits(served[name], expected.rows(row, tile.stop))
                     row = tile.stop
                 assert row == expected.shape[0]
+
+
+def file_bytes(image: Image) -> int:
+    """Bytes that are read from the file."""
+    return sum(r.nbytes for r in image.ranges)

@@ -92,7 +92,7 @@ def finish(steps: Steps, store: WeightStore, asked: list[Unit] | None = None) ->
 def opened(
     checkpoint: Checkpoint, plan: Residency, ops: Ops | type[ContiguousOps] = cpu
 ) -> tuple[WeightStore, Decoder]:
-    store = WeightStore(checkpoint, plan, packing=plan.packing, instrumentation=POISON)
+    store = WeightStore(checkpoint, plan, instrumentation=POISON)
     spec = DecoderSpec.from_config(checkpoint.config)
     decoder = Decoder(spec, ops, lambda ids: store.gather_rows(EMBEDDING, ids))
     return store, decoder
