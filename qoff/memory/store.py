@@ -60,10 +60,10 @@ class WeightStore:
     """Serves the weights of each unit (a layer's number, "head", or a `Tile`) from the device.
 
     Resident weights, and those whose source is in host memory, are loaded here; what is not
-    resident streams through the residency's slots, read ahead in the cyclic order of `units`.
-    `transfers` is closed with the store. With `verify` every file is compared with its checksum
-    once: here, or when its unit first streams from disk. Raises BudgetError, DiskReadError and
-    ChecksumError. Close it, or use it as a context manager.
+    resident streams through the residency's slots, read ahead in the order of a pass. `transfers`
+    is closed with the store. With `verify` every file is compared with its checksum once: here, or
+    when its unit first streams from disk. Raises BudgetError, DiskReadError and ChecksumError.
+    Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -164,12 +164,6 @@ class WeightStore:
             self.host_arena.used,
         )
 
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """All units in order: 0 .. L-1, "head", tiled ones followed by their tiles."""
-        files = unit_files(self.checkpoint)
-        return tuple(part for unit in files for part in (unit, *self._tiles(unit)))
-
     def close(self) -> None:
         """Stop reading, join all threads, close all files, let go of all memory. May be repeated.
 
@@ -238,12 +232,6 @@ class WeightStore:
         if unit == HEAD and LM_HEAD not in named and EMBEDDING in named:
             named[LM_HEAD] = named[EMBEDDING]
         return named
-
-    def _tiles(self, unit: Unit) -> tuple[Tile, ...]:
-        """The tiles of a whole unit, if it is tiled."""
-        if isinstance(unit, Tile):
-            return ()
-        return tuple(tile for matrix in self._tiled.get(unit, {}).values() for tile in matrix.tiles)
 
     def _embedding_in_host(self, images: Mapping[Unit, Image]) -> list[tuple[int, Weight]]:
         """Parts of the embedding that are in host memory: first row, and rows."""

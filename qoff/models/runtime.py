@@ -185,7 +185,7 @@ class Runtime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _embed(self, ids: Tensor) -> Tensor:

@@ -123,9 +123,17 @@ class Truth:
         return [n for n in expected if n not in served or not same_bits(served[n], expected[n])]
 
 
+def units_of(store: WeightStore) -> tuple[Unit, ...]:
+    """All units in the order of a pass, tiled ones followed by their tiles."""
+    units: list[Unit] = []
+    for unit in unit_files(store.checkpoint):
+        units += [unit, *(tile for tile in store.residency.tiles if tile.unit == unit)]
+    return tuple(units)
+
+
 def check_pass(store: WeightStore, truth: Truth) -> None:
     """One pass in the default order; every unit and every tile is what the files say."""
-    units = iter(store.units)
+    units = iter(units_of(store))
     for unit in units:
         assert not isinstance(unit, Tile)
         with store.use(unit) as weights:
