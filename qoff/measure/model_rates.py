@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.torch_threads import one_torch_thread
@@ -22,7 +23,7 @@ from qoff.kernels.ops import ops_for
 from qoff.memory import plan_residency
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
-from qoff.models.runtime import Runtime, device_of
+from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 
 from .cases import Case, Setup
@@ -50,7 +51,7 @@ def backend_of(device: str) -> str:
 
     Raises ArgumentError for what is no device, OpError for one that is not there.
     """
-    where = device_of(device)
+    where = resolve_device(device)
     ops_for(where)
     return "cpu" if where.type == "cpu" else torch.cuda.get_device_name(where)
 
@@ -72,8 +73,9 @@ def check(path: Path, setups: Sequence[Setup], cases: Sequence[Case], device: st
             f"{longest} has sequences of {longest.positions} tokens; this {spec.model_type} model "
             f"is run up to {limit}: give less depth or fewer tokens"
         )
+    packing = ops_for(resolve_device(device)).PACKING
     for setup in setups:
-        plan_residency(checkpoint, setup.budget, packing=ops_for(device_of(device)).PACKING)
+        plan_residency(checkpoint, setup.budget, packing=packing)
         if setup.kv is not None:
             setup.kv.forms([spec.head_dim] * spec.num_layers)
 
@@ -95,7 +97,7 @@ def rates(
     after each repetition, warm-ups too. Raises what `Runtime` does, and BudgetError where there is
     no memory for the cache.
     """
-    found = []
+    found: list[ModelRate] = []
     with (
         Runtime(path, device_memory=setup.budget, activation_bits=setup.activation_bits,
                 kv=setup.kv, device=device) as runtime,
@@ -105,8 +107,7 @@ def rates(
         for _, group in groupby(cases, key=lambda case: (case.batch, case.depth)):
             together = list(group)
             start = _Start(runtime, max(together, key=lambda case: case.tokens))
-            for case in together:
-                found.append(_measure(runtime, setup, case, start, repetitions, done))
+            found += [_measure(runtime, setup, case, start, repetitions, done) for case in together]
     return found
 
 
@@ -149,23 +150,19 @@ class _Start:
             self._sequences.forget(self._sequences.length - depth)
             return self._sequences
         self._sequences = None  # before there is another one
-        self._sequences = self._empty()
-        if depth:
-            ids = tokens(self._runtime, self._longest.batch, depth)
-            piece = depth if self._anew else max(1, _PIECE // self._longest.batch)
-            for part in ids.split(piece, dim=1):
-                self._sequences.read(part)
-        return self._sequences
-
-    def _empty(self) -> Sequences:
-        case = self._longest
+        case, runtime = self._longest, self._runtime
         try:
-            return Sequences(self._runtime, case.batch, case.positions)
+            self._sequences = Sequences(runtime, case.batch, case.positions)
         except (MemoryError, RuntimeError) as error:  # RuntimeError: of torch, on a CPU
             raise BudgetError(
                 f"{case}: no memory for a KV cache of {case.batch} sequences of {case.positions} "
                 "tokens; give less depth, fewer sequences or fewer --kv-bits"
             ) from error
+        if depth:
+            piece = depth if self._anew else max(1, _PIECE // case.batch)
+            for part in tokens(runtime, case.batch, depth).split(piece, dim=1):
+                self._sequences.read(part)
+        return self._sequences
 
 
 def tokens(runtime: Runtime, batch: int, count: int) -> Tensor:
@@ -192,7 +189,9 @@ def _measure(
     for repetition in range(1 + repetitions):
         sequences = start.sequences()
         before, began = runtime.stats().disk_bytes, perf_counter()
-        _work(sequences, case, ids)
+        following = ids
+        for _ in range(case.tokens if case.kind == "tg" else 1):
+            following = sequences.read(following)[:, None]
         seconds = perf_counter() - began
         if repetition:
             found.append(all_tokens / seconds)
@@ -201,12 +200,3 @@ def _measure(
         done()
     per_token = disk_bytes / (repetitions * all_tokens)
     return ModelRate(setup, case, Samples(tuple(found)), per_token, kv_bytes)
-
-
-def _work(sequences: Sequences, case: Case, ids: Tensor) -> None:
-    """What is timed. ids: the prompts, or the first token of each sequence."""
-    if case.kind == "pp":
-        sequences.read(ids)
-        return
-    for _ in range(case.tokens):
-        ids = sequences.read(ids)[:, None]

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from qoff.budgets import resolve_dtype
+from qoff.budgets import resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
 from qoff.kvcache import KVCache, KVQuant
@@ -81,7 +80,7 @@ class Runtime:
         reserves: Callable[[AnyDecoder], Iterable[tuple[int, int]]] = lambda _: ((0, 0),),
     ) -> None:
         self.checkpoint = Checkpoint.open(path)
-        where = device_of(device)
+        where = resolve_device(device)
         ops = instrumentation.ops_for(where, activation_bits)
         if where.type == "cpu" and ops.CACHE == "device":  # a GPU's ops in tests
             hidden = torch.float16 if isinstance(dtype, str) else dtype
@@ -125,7 +124,6 @@ class Runtime:
         self.store = WeightStore(
             self.checkpoint,
             residency,
-            packing=ops.PACKING,
             transfers=transfers,
             instrumentation=instrumentation,
         )
@@ -187,24 +185,11 @@ class Runtime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.store.gather_rows(EMBEDDING, ids)
-
-
-def device_of(name: torch.device | str) -> torch.device:
-    """The device of a name like "cuda:1". Raises ArgumentError where torch knows no such name."""
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ArgumentError(f"no device is called {name!r}; use 'cpu' or 'cuda'") from error
 
 
 def _planned(

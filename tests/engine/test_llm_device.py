@@ -29,10 +29,10 @@ from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory.io.link import Link, Links
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from tests.instruments import POISON
+from tests.links import Link, behind
 from tests.models.test_triton_decoder import CHANGES, least_budget
 from tests.tiny_models import QUANT, save_model
 from tests.triton_module import triton_module
@@ -309,7 +309,7 @@ class Broken(Link):
 def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
     link = Broken()
     plan = replace(PIECES, kv_placement=THIRDS, cpu_attention="never")
-    hooks = replace(POISON, links=Links(host=link), ops=triton_ops)
+    hooks = behind(host=link, hooks=replace(POISON, ops=triton_ops))
     with LLM(checkpoint, plan, _instrumentation=hooks) as llm:
         results = llm.stream(PROMPTS, PARAMS)
         link.broken = True

@@ -123,9 +123,7 @@ class Streaming:
             self._read_kept(i)
         model.requires_grad_(False)
         plan = self._residency(numbers)
-        store = WeightStore(
-            self._part(numbers), plan, packing=plan.packing, transfers=transfers_to(self.device)
-        )
+        store = WeightStore(self._part(numbers), plan, transfers=transfers_to(self.device))
         weakref.finalize(model, store.close)
         turn = Turn(store, threading.Lock())
         for unit, i in enumerate(numbers):
