@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import Self, TypeAlias
 
 import torch
@@ -25,7 +24,7 @@ from qoff.memory.plan import EMBEDDING, Residency, unit_label
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
-from .native.decoder import UNPACKED_ON_GPU, Decoder
+from .native.decoder import Decoder
 from .native.graphs import Replays
 from .spec import DecoderSpec
 
@@ -90,18 +89,13 @@ class Runtime:
         self.decoder: AnyDecoder
         workspace = 0
         if is_modules(self.checkpoint):
-            self.decoder = ModuleDecoder(self.checkpoint, ops, trust_remote_code, kv)
-            self.decoder.embed_with(self._embed)
+            self.decoder = ModuleDecoder(self.checkpoint, ops, self._embed, trust_remote_code, kv)
             workspace = self.decoder.outer_bytes
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
-            if kv is not None:
-                # Refuses what could not be packed later.
-                kv.forms([spec.head_dim] * spec.num_layers)
-            if ops.CACHE == "device":
-                _check_gpu(kv)
             replays = Replays() if cuda_graphs and where.type == "cuda" else None
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
+            self.decoder.check_kv(kv)
         transfers = transfers or transfers_to(where)
         try:
             residency = _planned(
@@ -187,12 +181,7 @@ class Runtime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -228,11 +217,3 @@ def transfers_to(device: torch.device) -> Transfers | None:
     from qoff.memory.io.cuda_transfers import CudaTransfers
 
     return CudaTransfers(device)
-
-
-def _check_gpu(kv: KVQuant | None) -> None:
-    """Raise ArgumentError for a KV cache that a GPU does not have."""
-    if kv is None:
-        raise ArgumentError(UNPACKED_ON_GPU)
-    if kv.attention_top < 1 or kv.sinks:
-        raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from qoff.memory.plan import EMBEDDING
-from qoff.models.names import Weight
 from qoff.quant import QTensor
 from qoff.quant.compensated import compensated
 
@@ -39,30 +38,26 @@ class Calibration:
         """Return a layer's weights by their full names, as they are written. Layers go in order."""
         prefix, weights = self._units[index]
         builder = self._builder
-        floats: dict[str, QTensor | Tensor] = {}
-        solved: list[Weight] = []
-        for weight in weights:
-            if builder.calibrates(prefix, weight):
-                solved.append(weight)
-                floats[weight.name] = builder.floats(weight)
-            else:
-                floats[weight.name] = builder.build(prefix, weight)
-        moments = self._moments(index, floats, [w.name for w in solved])
-        built = dict(floats)
+        solved = [w for w in weights if builder.calibrates(prefix, w)]
+        built: dict[str, QTensor | Tensor] = {
+            w.name: builder.floats(w) if w in solved else builder.build(prefix, w) for w in weights
+        }
+        moments = self._moments(index, built, [w.name for w in solved])
         for weight in solved:
-            values = floats[weight.name]
+            values = built[weight.name]
             assert isinstance(values, Tensor)
-            form, name = builder.note(prefix, weight), f"{prefix}{weight.name}"
-            dtype = builder.quant.scale_dtype
             built[weight.name] = compensated(
-                values, moments.pop(weight.name), form, scale_dtype=dtype, name=name
+                values,
+                moments.pop(weight.name),
+                builder.note(prefix, weight),
+                scale_dtype=builder.quant.scale_dtype,
+                name=f"{prefix}{weight.name}",
             )
         self._hidden = self._run.run(index, built, self._hidden)
         packing = builder.quant.packing
         return {
-            f"{prefix}{w.name}": x.to_packing(packing) if isinstance(x, QTensor) else x
-            for w in weights
-            for x in [built[w.name]]
+            f"{prefix}{name}": x.to_packing(packing) if isinstance(x, QTensor) else x
+            for name, x in built.items()
         }
 
     def _moments(

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qoff.errors import QuantizationError
 from qoff.models.families import converted
@@ -37,6 +36,7 @@ class Unconverted:
     def of(cls, source: Source) -> Unconverted:
         """Read configuration and headers. Raises UnsupportedModelError or FormatError."""
         config, names = converted(source.config(), lambda name: source.info(name) is not None)
+        names = source.tensor_names or names
         spec = DecoderSpec.from_config(config)
         if spec.tie_word_embeddings and _has_other_head(source, spec, names):
             spec = replace(spec, tie_word_embeddings=False)
@@ -71,10 +71,8 @@ def _has_other_head(source: Source, spec: DecoderSpec, names: TensorNames) -> bo
     if source.info(head) != source.info(embedding):
         return True
     rows = max(ROW_BLOCK, PIECE // spec.hidden_size // ROW_BLOCK * ROW_BLOCK)
-    pairs = zip(source.chunks(embedding, rows), source.chunks(head, rows), strict=True)
-    return not all(_equal(a, b) for a, b in pairs)
-
-
-def _equal(a: Tensor | QTensor, b: Tensor | QTensor) -> bool:
-    first, second = (x.dequantize() if isinstance(x, QTensor) else x for x in (a, b))
-    return torch.equal(first, second)
+    values = (
+        (x.dequantize() if isinstance(x, QTensor) else x for x in source.chunks(name, rows))
+        for name in (embedding, head)
+    )
+    return not all(torch.equal(a, b) for a, b in zip(*values, strict=True))

@@ -66,6 +66,7 @@ def common_fields(config: Any) -> Fields:
     layers = config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None)
+    by_type = not rope or set(rope) <= {"full_attention", "sliding_attention"}  # of layers
     return {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -79,7 +80,7 @@ def common_fields(config: Any) -> Fields:
         "norm_eps": getattr(config, "rms_norm_eps", 0.0),
         "activation": activation(getattr(config, "hidden_act", "silu")),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "rope": None if not rope or not _of_all(rope) else rope_of(config, rope, head_dim),
+        "rope": None if by_type else rope_of(config, rope, head_dim),
         "rope_layers": (bool(rope),) * layers,
         "sliding_window": (None,) * layers,
     }
@@ -87,7 +88,11 @@ def common_fields(config: Any) -> Fields:
 
 def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
     """The RoPE of transformers' `rope_parameters`. Raises UnsupportedModelError."""
-    rope = {key: _frozen(value) for key, value in parameters.items() if value is not None}
+    rope = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in parameters.items()
+        if value is not None
+    }
     kind = rope.pop("rope_type", None)
     if kind is None:
         raise unsupported("rope_parameters", sorted(parameters), "one rope_type for all layers")
@@ -105,6 +110,11 @@ def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSp
 def activation(name: str) -> str:
     """transformers' name of an activation as a spec has it."""
     return _ACTIVATIONS.get(name, name)
+
+
+def biases(attention: bool, mlp: bool = False) -> Fields:
+    """Which matrices have biases: all of attention, all of the MLP."""
+    return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": mlp}
 
 
 def positive(config: Any, key: str) -> float:
@@ -131,12 +141,3 @@ def windows(config: Any) -> tuple[int | None, ...]:
 def one_window(config: Any) -> tuple[int | None, ...]:
     """The same sliding window for all layers."""
     return (config.sliding_window,) * config.num_hidden_layers
-
-
-def _of_all(rope: Mapping[str, Any]) -> bool:
-    """Whether parameters are for all layers; otherwise they are by layer type."""
-    return not set(rope) <= {"full_attention", "sliding_attention"}
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -24,6 +24,18 @@ class UnitWeight:
     module: nn.Module
     attribute: str
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        found: torch.Tensor = getattr(self.module, self.attribute)
+        return found
+
+    def put(self, value: torch.Tensor) -> None:
+        """Replace the tensor."""
+        if self.attribute in self.module._buffers:
+            self.module._buffers[self.attribute] = value
+        else:
+            self.module._parameters[self.attribute] = nn.Parameter(value, requires_grad=False)
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -89,7 +101,7 @@ class Structure:
         inside = {id(x) for layer in self.layers for x in _tensors(layer)}
         inside |= {id(self.embedding.module.weight), id(self.outputs.weight)}
         found = _places(self.model, "")
-        return [p for p in found if id(getattr(p.module, p.attribute)) not in inside]
+        return [p for p in found if id(p.tensor) not in inside]
 
     def unit_of(self, name: str) -> int | None:
         """The layer that a name of the state dict belongs to; None: outside of them."""

@@ -17,10 +17,9 @@ from qoff.models import names
 from qoff.models.forward_pass import MLP_TOKENS, ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
-from .activations import activate, gate
 from .experts import Experts
 from .linear import ALL, Linear, Steps, fetch, tiled, vector
-from .norms import normalized, rms_normalized
+from .unfused import activate, gate, normalized, rms_normalized
 
 _BEFORE_ATTENTION, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
 

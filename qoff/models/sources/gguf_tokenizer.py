@@ -8,7 +8,7 @@ kind is built as the model's own `tokenizer.json` has it, and others are refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -36,41 +36,32 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _split(numbers: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    """Return what splits by the regex that Llama 3 and Qwen2 share but for numbers."""
+def _split(numbers: str) -> pre_tokenizers.PreTokenizer:
+    """What splits by the regex that Llama 3 and Qwen2 share but for numbers."""
     pattern = "|".join((_CONTRACTIONS, _WORDS, numbers, _REST))
-    return lambda: pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([words, as_bytes])
 
 
 @dataclass(frozen=True)
 class _Kind:
     """What a value of `tokenizer.ggml.pre` stands for."""
 
-    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
+    pre_tokenizer: pre_tokenizers.PreTokenizer
     nfc: bool = False
     ignore_merges: bool = False  # a word that is a token needs no merges
     add_bos: bool = False  # unless tokenizer.ggml.add_bos_token says otherwise
 
 
+_DIGITS = pre_tokenizers.Digits(individual_digits=True)
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _LLAMA3 = _Kind(_split(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
 KINDS: Mapping[str, _Kind] = MappingProxyType(
     {
-        "default": _Kind(_gpt2),
-        "gpt-2": _Kind(_gpt2),
-        "smollm": _Kind(_smollm),
+        "default": _Kind(_GPT2),
+        "gpt-2": _Kind(_GPT2),
+        "smollm": _Kind(pre_tokenizers.Sequence([_DIGITS, _GPT2])),
         "llama-bpe": _LLAMA3,
         "llama3": _LLAMA3,
         "llama-v3": _LLAMA3,
@@ -130,29 +121,31 @@ def _backend(metadata: Mapping[str, Any], tokens: list[str], bos: int | None) ->
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kind: _Kind) -> Tokenizer:
-    backend = Tokenizer(_bpe(metadata, tokens, kind))
-    backend.normalizer = normalizers.NFC() if kind.nfc else None
-    backend.pre_tokenizer = kind.pre_tokenizer()
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _bpe(metadata: Mapping[str, Any], tokens: list[str], kind: _Kind) -> models.BPE:
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = [_merge(pair) for pair in _required(metadata, "merges")]
-    for left, right in merges:
+    merges = []
+    for pair in _required(metadata, "merges"):
+        left, separator, right = pair.partition(" ")
+        if not (left and separator and right):
+            raise FormatError(f"GGUF key tokenizer.ggml.merges holds {pair!r}; expected two tokens")
         if not (left in vocab and right in vocab and left + right in vocab):
             raise FormatError(
                 f"GGUF key tokenizer.ggml.merges joins {left!r} and {right!r}, "
                 "but these or what they make are not in tokenizer.ggml.tokens"
             )
-    return models.BPE(
-        vocab=vocab,
-        merges=merges,
-        continuing_subword_prefix="",
-        end_of_word_suffix="",
-        ignore_merges=kind.ignore_merges,
+        merges.append((left, right))
+    backend = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=merges,
+            continuing_subword_prefix="",
+            end_of_word_suffix="",
+            ignore_merges=kind.ignore_merges,
+        )
     )
+    backend.normalizer = normalizers.NFC() if kind.nfc else None
+    backend.pre_tokenizer = kind.pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
 def _token_id(metadata: Mapping[str, Any], key: str, tokens: int) -> int | None:
@@ -187,10 +180,3 @@ def _required(metadata: Mapping[str, Any], key: str) -> list[str]:
     if not isinstance(value, list) or not value:
         raise FormatError(f"GGUF key tokenizer.ggml.{key} is missing; expected a list of strings")
     return value
-
-
-def _merge(pair: str) -> tuple[str, str]:
-    left, separator, right = pair.partition(" ")
-    if not (left and separator and right):
-        raise FormatError(f"GGUF key tokenizer.ggml.merges holds {pair!r}; expected two tokens")
-    return left, right
