@@ -18,7 +18,7 @@ from qoff.quant import QTensor, QuantConfig
 from qoff.quant.matrix import CALIBRATED
 
 from .builder import Builder, with_uniform_experts
-from .calibrate import Calibration
+from .layerwise import Calibration
 from .modules import ModulesJob
 from .unconverted import Unconverted
 
@@ -48,7 +48,7 @@ def convert(
     checkpoint.
 
     Memory holds one layer, or the outer weights, as written; for calibration see
-    `calibrate.Calibration`. An architecture without a spec is converted for transformers' own
+    `layerwise.Calibration`. An architecture without a spec is converted for transformers' own
     modules, with one layer, or the outer weights, in float32 in memory.
 
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and

@@ -14,7 +14,6 @@ from torch import Tensor
 from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
-from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
 from qoff.kernels.reference import ops as reference_ops
@@ -26,6 +25,11 @@ from qoff.models.native.layer import Layer
 from qoff.models.native.rope import RotaryTable
 from qoff.models.native.unfused import normalized
 from qoff.models.spec import DecoderSpec
+from qoff.quant import QTensor
+from qoff.quant.compensated import compensated
+
+from .builder import Builder
+from .unconverted import Unconverted
 
 Seen = Callable[[object, Tensor, Tensor], None]  # a matrix, its input [M, K], its output [M, N]
 _LOGITS = 1 << 24  # computed at a time
@@ -109,6 +113,67 @@ class Layerwise:
     def logit_rows(self) -> int:
         """Rows whose logits take 64 MiB."""
         return max(1, _LOGITS // self.spec.vocab_size)
+
+
+class Calibration:
+    """Solves the matrices of a model on what goes into them, layer after layer.
+
+    The inputs of a layer are those behind layers that are quantized already, so that each layer
+    makes up for what those before it lost. ids: int64 [texts, tokens]. Besides one layer in float32
+    and as it is written, memory holds the hidden states of all tokens twice, and the second moments
+    of the inputs of each matrix of a layer, [K, K] float32; of one of them a few times over. Raises
+    as `Layerwise` does.
+    """
+
+    def __init__(self, model: Unconverted, builder: Builder, ids: Tensor) -> None:
+        self._builder, self._units = builder, model.units
+        self._run = Layerwise(model.spec, ids)
+        _, outer = model.units[-1]
+        table = next(w for w in outer if w.name == EMBEDDING)
+        self._hidden = self._run.embedded(builder.floats(table))
+
+    @torch.no_grad()
+    def layer(self, index: int) -> dict[str, QTensor | Tensor]:
+        """Return a layer's weights by their full names, as they are written. Layers go in order."""
+        prefix, weights = self._units[index]
+        builder = self._builder
+        solved = [w for w in weights if builder.calibrates(prefix, w)]
+        built: dict[str, QTensor | Tensor] = {
+            w.name: builder.floats(w) if w in solved else builder.build(prefix, w) for w in weights
+        }
+        moments = self._moments(index, built, [w.name for w in solved])
+        for weight in solved:
+            values = built[weight.name]
+            assert isinstance(values, Tensor)
+            built[weight.name] = compensated(
+                values,
+                moments.pop(weight.name),
+                builder.note(prefix, weight),
+                scale_dtype=builder.quant.scale_dtype,
+                name=f"{prefix}{weight.name}",
+            )
+        self._hidden = self._run.run(index, built, self._hidden)
+        packing = builder.quant.packing
+        return {
+            f"{prefix}{name}": x.to_packing(packing) if isinstance(x, QTensor) else x
+            for name, x in built.items()
+        }
+
+    def _moments(
+        self, index: int, weights: dict[str, QTensor | Tensor], matrices: list[str]
+    ) -> dict[str, Tensor]:
+        """The mean of x x^T over the inputs of each of some matrices, float32 [K, K]."""
+        called = {id(weights[name]): name for name in matrices}
+        total: dict[str, Tensor] = {}
+
+        def seen(found: object, x: Tensor, _: Tensor) -> None:
+            name = called.get(id(found))
+            if name is not None:
+                into = total.setdefault(name, x.new_zeros(x.shape[1], x.shape[1]))
+                into.addmm_(x.T, x)
+
+        self._run.run(index, weights, self._hidden, seen)
+        return {name: sums.div_(len(self._hidden)) for name, sums in total.items()}
 
 
 class _DenseOps:

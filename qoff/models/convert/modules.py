@@ -17,8 +17,7 @@ from torch import Tensor
 
 from qoff.errors import ConversionError, FormatError, QuantizationError
 from qoff.models.modules.configs import DTYPE, LAYOUT, build, read_config
-from qoff.models.modules.quantizable import Matrix, matrices_of
-from qoff.models.modules.structure import Structure, UnitWeight
+from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
 from qoff.models.sources import SafetensorsSource
 from qoff.quant import QTensor, QuantConfig, quantize
 

@@ -11,10 +11,10 @@ import torch
 
 from qoff.errors import QuantizationError
 from qoff.models.families import converted
+from qoff.models.families.family import TensorNames
 from qoff.models.names import ROW_BLOCK, Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.sources import Source
 from qoff.models.spec import DecoderSpec
-from qoff.models.tensor_names import TensorNames
 from qoff.quant import QTensor
 
 from .builder import PIECE

@@ -7,10 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from qoff.models.spec_parts import unsupported
-from qoff.models.tensor_names import TensorNames
 
 from . import experts, gemma, layer_norm, llama
-from .family import Family, Fields, Has, common_fields, full_config
+from .family import Family, Fields, Has, TensorNames, common_fields, full_config
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {**llama.FAMILIES, **gemma.FAMILIES, **layer_norm.FAMILIES, **experts.FAMILIES}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from qoff.models.spec_parts import ExpertsSpec, unsupported
-from qoff.models.tensor_names import TensorNames
 
-from .family import Family, Fields, activation, biases, one_window, positive, windows
+from .family import Family, Fields, TensorNames, activation, biases, one_window, positive, windows
 
 
 def _mixtral(config: Any) -> Fields:

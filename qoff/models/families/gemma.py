@@ -6,9 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from qoff.models.spec_parts import unsupported
-from qoff.models.tensor_names import TensorNames
 
-from .family import Config, Family, Fields, Has, activation, biases, positive, rope_of, windows
+from .family import (
+    Config,
+    Family,
+    Fields,
+    Has,
+    TensorNames,
+    activation,
+    biases,
+    positive,
+    rope_of,
+    windows,
+)
 
 
 def _gemma(config: Any) -> Fields:

@@ -7,9 +7,8 @@ from typing import Any
 
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.spec_parts import unsupported
-from qoff.models.tensor_names import TensorNames
 
-from .family import Config, Family, Fields, Has, activation, biases, one_window
+from .family import Config, Family, Fields, Has, TensorNames, activation, biases, one_window
 
 _OPT_EPS = 1e-5  # torch's default
 

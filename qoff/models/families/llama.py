@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qoff.models.tensor_names import TensorNames
-
-from .family import Family, Fields, biases, one_window, positive, windows
+from .family import Family, Fields, TensorNames, biases, one_window, positive, windows
 
 
 def _llama(config: Any) -> Fields:

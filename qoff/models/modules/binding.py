@@ -12,10 +12,8 @@ from qoff.memory import Weights
 from qoff.memory.plan import local_names
 
 from .configs import DTYPE
-from .experts import QuantizedExperts
-from .linear import Multiply, QuantizedLinear
-from .quantizable import is_conv1d, matrices_of
-from .structure import Structure
+from .linear import Multiply, QuantizedExperts, QuantizedLinear
+from .structure import Structure, is_conv1d, matrices_of
 
 
 class WeightBinder:

@@ -28,8 +28,7 @@ from .cache import ModuleCache, new_columns
 from .configs import DTYPE, LAYOUT, build, read_config
 from .linear import Head, Multiply
 from .passes import ModulePass, current
-from .quantizable import matrices_of
-from .structure import CACHE_ARGUMENTS, Structure, buffers_from_config
+from .structure import CACHE_ARGUMENTS, Structure, buffers_from_config, matrices_of
 
 
 def is_modules(checkpoint: Checkpoint) -> bool:

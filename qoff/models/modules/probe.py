@@ -18,7 +18,7 @@ from qoff.kernels.layout.heads import HeadShape
 
 from .attention import MASK, masked
 from .passes import ModulePass
-from .quantizable import is_experts
+from .structure import is_experts
 
 _TOKENS = 3
 # What the interface may be handed beside shapes: without a meaning for what is computed here, or

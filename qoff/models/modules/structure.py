@@ -1,4 +1,4 @@
-"""What is where in a model of transformers, without weights: layers, embedding, head, the rest."""
+"""What is where in a model of transformers, without weights, and which of it is quantized."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
+_LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts: as the head
+_MATRICES = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' experts modules
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,35 @@ class UnitWeight:
     attribute: str
 
     @property
-    def tensor(self) -> torch.Tensor:
-        found: torch.Tensor = getattr(self.module, self.attribute)
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.module, self.attribute)
         return found
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         """Replace the tensor."""
         if self.attribute in self.module._buffers:
             self.module._buffers[self.attribute] = value
         else:
             self.module._parameters[self.attribute] = nn.Parameter(value, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix [N, K] of a weight: all of it, or that of one expert.
+
+    expert: its number in a weight [experts, ...]. transposed: the weight has it as [K, N].
+    """
+
+    name: str  # in the checkpoint
+    shape: tuple[int, int]
+    expert: int | None = None
+    transposed: bool = False
+    sensitive: bool = False  # as many bits as embedding and head
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The matrix, contiguous [N, K], in a weight."""
+        part = weight if self.expert is None else weight[self.expert]
+        return (part.T if self.transposed else part).contiguous()
 
 
 @dataclass(frozen=True)
@@ -117,6 +139,43 @@ class Structure:
         return LM_HEAD if place is self.head else place.name
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is the transposed linear layer of GPT-2 and its kin."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts as transformers' interface for their forward pass has them."""
+    known = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
+    return all(hasattr(module, name) for name in known)
+
+
+def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
+    """The matrices that a weight of a layer is stored as; none: it stays a float tensor.
+
+    group: of the quantization, which must divide the columns of all of them.
+    """
+    module: Any = place.module
+    weight, turned = place.tensor, is_conv1d(module)
+    # A router may look like a linear layer.
+    linear = isinstance(module, nn.Linear) and type(module).__name__ in _LINEAR
+    whole = place.attribute == "weight" and (linear or turned)
+    if not whole:
+        if place.attribute not in _MATRICES or weight.dim() != 3 or not is_experts(module):
+            return []
+        turned = bool(module.is_transposed)
+    rows, columns = weight.shape[:-3:-1] if turned else weight.shape[-2:]
+    if columns % group:
+        return []
+    if whole:
+        sensitive = place.name.split(".")[-2] in _ROUTERS
+        return [Matrix(place.name, (rows, columns), None, turned, sensitive)]
+    experts = range(len(weight))
+    return [Matrix(f"{place.name}.{e}", (rows, columns), e, turned) for e in experts]
+
+
 def buffers_from_config(model: Any) -> None:
     """Give the buffers that no checkpoint has (of rotary embeddings, say) their values, in place.
 
@@ -151,7 +210,7 @@ def _layers(model: Any) -> tuple[str, nn.ModuleList]:
     return path, outermost[path]
 
 
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qoff.errors import FormatError
-from qoff.models.tensor_names import TensorNames
+from qoff.models.families.family import TensorNames
 from qoff.quant import QTensor, TensorInfo
 
 from .quantized import open_quantized

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from qoff.errors import FormatError, UnsupportedModelError
+from qoff.models.families.family import TensorNames
 from qoff.models.native.rope import inverse_frequencies
 from qoff.models.spec import DecoderSpec
-from qoff.models.tensor_names import TensorNames
 from qoff.quant import GGUFFile, QTensor, TensorInfo
 from qoff.quant.gguf import DENSE, QUANTIZED, TO_FLOATS
 from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
