@@ -153,7 +153,7 @@ class _Layer:
     def weights(self) -> tuple[Weight, ...]:
         spec, experts = self._spec, self._spec.experts
         attention = [*self._norms(), *self._attention()]
-        if experts is not None and experts.layers[self._layer]:
+        if experts is not None and spec.has_experts(self._layer):
             rest = list(self._mixture(experts))
             # What lies at the end stays in memory first: experts come before the other matrices.
             matrices = rest + attention

@@ -61,39 +61,26 @@ class ModulesJob:
         self.expected = sum(x.numel() * quant.bits // 8 for x in weights)
 
     def build(self, unit: int) -> dict[str, QTensor | Tensor]:
-        """The weights of a layer or of what is outside of them, floats first."""
-        outer = unit + 1 == self.units
-        return self._outer() if outer else self._layer(unit)
-
-    def _layer(self, index: int) -> dict[str, QTensor | Tensor]:
-        places = self._structure.layer(index)
-        loaded = self._load(index, places)
+        """Return the weights of a unit by their names, floats first."""
+        structure, group, outer = self._structure, self._quant.group_size, unit + 1 == self.units
+        tables = [place for place in (structure.embedding, structure.head) if place is not None]
+        places = [*structure.outer(), *tables] if outer else structure.layer(unit)
+        loaded = self._load(None if outer else unit, places)
         floats: dict[str, QTensor | Tensor] = {}
         packed: dict[str, QTensor | Tensor] = {}
         for place in places:
-            matrices = matrices_of(place, self._quant.group_size)
-            for matrix in matrices:
-                packed[matrix.name] = self._quantized(matrix, loaded[place.name])
-            if not matrices:
-                floats[place.name] = _as_narrow_as_exact(loaded[place.name])
-        return {**floats, **packed}
-
-    def _outer(self) -> dict[str, QTensor | Tensor]:
-        structure = self._structure
-        tables = [structure.embedding, *([structure.head] if structure.head else [])]
-        rest = structure.outer()
-        loaded = self._load(None, [*rest, *tables])
-        found: dict[str, QTensor | Tensor] = {
-            place.name: _as_narrow_as_exact(loaded[place.name]) for place in rest
-        }
-        for place in tables:
-            table, name = loaded[place.name], structure.stored_as(place)
-            rows, columns = table.shape
-            if columns % self._quant.group_size:
-                found[name] = _as_narrow_as_exact(table)
+            name, weight = structure.stored_as(place), loaded[place.name]
+            if place in tables:
+                rows, columns = weight.shape
+                fits = columns % group == 0
+                matrices = [Matrix(name, (rows, columns), sensitive=True)] if fits else []
             else:
-                found[name] = self._quantized(Matrix(name, (rows, columns), sensitive=True), table)
-        return found
+                matrices = matrices_of(place, group)
+            for matrix in matrices:
+                packed[matrix.name] = self._quantized(matrix, weight)
+            if not matrices:
+                floats[name] = _as_narrow_as_exact(weight)
+        return {**floats, **packed}
 
     def config(self) -> dict[str, Any]:
         """The `config.json` of the checkpoint."""

@@ -59,10 +59,9 @@ class TensorNames:
         rest, _, leaf = module.rpartition(".")
         if leaf in self.leaves:
             module = f"{rest}.{self.leaves[leaf]}"
-        for at in range(len(module), 0, -1):
-            begin = module[:at]
-            if begin in self.modules and (at == len(module) or module[at] == "."):
-                return self.modules[begin] + module[at:]
+        for begin in sorted(self.modules, key=len, reverse=True):
+            if f"{module}.".startswith(f"{begin}."):
+                return self.modules[begin] + module[len(begin) :]
         return module
 
 

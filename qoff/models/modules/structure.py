@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
@@ -120,17 +121,15 @@ class Structure:
 
     def outer(self) -> list[UnitWeight]:
         """What is outside of layers, embedding and head: norms, positions, the head's bias."""
-        inside = {id(x) for layer in self.layers for x in _tensors(layer)}
+        inside = {id(x) for x in (*self.layers.parameters(), *self.layers.buffers())}
         inside |= {id(self.embedding.module.weight), id(self.outputs.weight)}
         found = _places(self.model, "")
         return [p for p in found if id(p.tensor) not in inside]
 
     def unit_of(self, name: str) -> int | None:
         """The layer that a name of the state dict belongs to; None: outside of them."""
-        if not name.startswith(f"{self.path}."):
-            return None
-        index = name.removeprefix(f"{self.path}.").partition(".")[0]
-        return int(index) if index.isdigit() else None
+        found = re.match(rf"{re.escape(self.path)}\.(\d+)(\.|$)", name)
+        return int(found[1]) if found else None
 
     def stored_as(self, place: UnitWeight) -> str:
         """The name in the checkpoint."""
@@ -193,26 +192,17 @@ def buffers_from_config(model: Any) -> None:
 def _layers(model: Any) -> tuple[str, nn.ModuleList]:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     within = decoder if isinstance(decoder, nn.Module) else model
-    inner = {id(m) for m in within.modules()}
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and id(module) in inner
-    }
+    inner = {id(m) for m in within.modules() if isinstance(m, nn.ModuleList)}
+    lists = {name: module for name, module in model.named_modules() if id(module) in inner}
     outermost = {
         name: module
         for name, module in lists.items()
-        if not any(name.startswith(f"{other}.") for other in lists if other != name)
+        if not any(name.startswith(f"{other}.") for other in lists)
     }
     if not outermost:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers")
     path = max(outermost, key=lambda name: len(outermost[name]))
     return path, outermost[path]
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _places(module: nn.Module, prefix: str) -> Iterator[UnitWeight]:

@@ -87,18 +87,18 @@ class GGUFSource:
             )
         config = {name: self._need(key) for name, key in _KEYS.items()}
         heads = config["num_attention_heads"]
-        ids = {k: self._tokenizer(f"{k}_token_id") for k in ("bos", "eos", "padding")}
+        kv = "" if self._get("attention.head_count_kv") is None else "_kv"
         config |= {
             "model_type": arch,
             "architectures": [ARCHITECTURES[arch]],
-            "num_key_value_heads": self._kv_heads(),
+            "num_key_value_heads": self._need(f"attention.head_count{kv}"),
             "head_dim": self._get("attention.key_length", config["hidden_size"] // max(heads, 1)),
             "vocab_size": self._file.shape(_NAMES.embedding)[0],
             "rope_parameters": self._rope(),
             "tie_word_embeddings": _NAMES.head not in self._there,
-            "bos_token_id": ids["bos"],
-            "eos_token_id": ids["eos"],
-            "pad_token_id": ids["padding"],
+            "bos_token_id": self._token("bos"),
+            "eos_token_id": self._token("eos"),
+            "pad_token_id": self._token("padding"),
         }
         if arch in ("llama", "qwen3", "smollm3"):
             config["attention_bias"] = "blk.0.attn_q.bias" in self._there
@@ -133,12 +133,11 @@ class GGUFSource:
     def files(self) -> Mapping[str, bytes | Path]:
         from transformers import GenerationConfig
 
-        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-        ends = {i for key in keys if (i := self._tokenizer(key)) is not None}
+        ends = {i for key in ("eos", "eot", "eom") if (i := self._token(key)) is not None}
         generation = GenerationConfig(
-            bos_token_id=self._tokenizer("bos_token_id"),
+            bos_token_id=self._token("bos"),
             eos_token_id=sorted(ends) if len(ends) > 1 else next(iter(ends), None),
-            pad_token_id=self._tokenizer("padding_token_id"),
+            pad_token_id=self._token("padding"),
         )
         tokenizer = build_tokenizer(self._file.metadata, self._need("context_length"))
         with TemporaryDirectory() as directory:
@@ -158,12 +157,8 @@ class GGUFSource:
             )
         return value
 
-    def _kv_heads(self) -> Any:
-        optional = self._get("attention.head_count_kv") is None
-        return self._need("attention.head_count" if optional else "attention.head_count_kv")
-
-    def _tokenizer(self, key: str) -> int | None:
-        value = self._file.metadata.get(f"tokenizer.ggml.{key}")
+    def _token(self, kind: str) -> int | None:
+        value = self._file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
         return value if isinstance(value, int) else None
 
     def _check_value(self, key: str, supported: int) -> None:

@@ -106,8 +106,8 @@ class SafetensorsSource:
         return read_json(self.path / "config.json")
 
     def info(self, name: str) -> TensorInfo | None:
-        kind = self.kind(name)
-        return None if kind is None else TensorInfo(kind[1], None)
+        stored = self._tensors.get(name)
+        return None if stored is None else TensorInfo(stored.shape, None)
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor]:
         for start in range(0, self._tensors[name].shape[0], rows):
