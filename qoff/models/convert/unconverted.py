@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -44,14 +44,10 @@ class Unconverted:
         layers = ((layer_prefix(i), layer_weights(spec, i, names)) for i in range(spec.num_layers))
         return cls(source, config, spec, (*layers, ("", outer_weights(spec, names))))
 
-    def matrices(self) -> Iterator[tuple[str, Weight]]:
-        """All matrices with their full names, in file order."""
-        for prefix, weights in self.units:
-            yield from ((prefix + w.name, w) for w in weights if w.columns is not None)
-
     def check_patterns(self, patterns: Mapping[str, object]) -> None:
         """Raise QuantizationError for a pattern that is that of no matrix's name."""
-        names = [name for name, _ in self.matrices()]
+        units = self.units
+        names = [prefix + w.name for prefix, unit in units for w in unit if w.columns is not None]
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise QuantizationError(

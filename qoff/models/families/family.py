@@ -106,8 +106,8 @@ def common_fields(config: Any) -> Fields:
     """The fields of a spec as most families call them."""
     layers = config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None)
-    by_type = not rope or set(rope) <= {"full_attention", "sliding_attention"}  # of layers
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    by_type = set(rope) <= {"full_attention", "sliding_attention"}  # of layers, or there is none
     return {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -129,7 +129,7 @@ def common_fields(config: Any) -> Fields:
 
 def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
     """The RoPE of transformers' `rope_parameters`. Raises UnsupportedModelError."""
-    rope = {
+    rope: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in parameters.items()
         if value is not None

@@ -60,8 +60,9 @@ class WeightBinder:
                 into[attribute] = [weights[one] for one in key]
                 continue
             value = weights[key]
-            floats = isinstance(value, Tensor) and value.is_floating_point()
-            into[attribute] = value.to(DTYPE) if floats else value
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value = value.to(DTYPE)
+            into[attribute] = value
 
     def unbind(self) -> None:
         """Let go of them."""

@@ -142,7 +142,7 @@ class ModuleCache(KVCache):
             from .packed_layer import PackedLayer
 
             for index in self._attention:
-                states.layers[index] = PackedLayer(bool(states.layers[index].is_sliding))
+                states.layers[index] = PackedLayer(states.is_sliding[index])
         return states
 
 

@@ -18,8 +18,8 @@ def normalized(spec: DecoderSpec, x: Tensor, weights: Weights, module: str) -> T
     assert weight is not None
     if spec.norm == "rms":
         return rms_normalized(x, weight, spec.norm_eps)
-    like = (None if w is None else w.to(x.dtype) for w in (weight, bias))
-    return F.layer_norm(x, x.shape[-1:], *like, spec.norm_eps)
+    bias = None if bias is None else bias.to(x.dtype)
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias, spec.norm_eps)
 
 
 def rms_normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:

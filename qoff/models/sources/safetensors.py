@@ -69,7 +69,7 @@ class _Stored:
         data = torch.empty(count, dtype=torch.uint8)
         with self.path.open("rb") as file:  # buffered: one plain read ends at 2 GiB
             file.seek(self.offset + first)
-            found = file.readinto(data.numpy())
+            found = file.readinto(data.numpy().data)
         if found != count:
             end = self.offset + first + found
             raise FormatError(f"{self.path}: ends at byte {end}, {count - found} bytes early")
