@@ -222,22 +222,20 @@ def _check_layers(checkpoint: Checkpoint, structure: Structure) -> None:
             f"{checkpoint.path}: has files of {len(checkpoint.layers)} layers, but its config.json "
             f"asks for {len(structure.layers)}; convert the model again"
         )
-    for i, file in enumerate(checkpoint.layers):
-        for place in structure.layer(i):
-            stored = {place.name, *(m.name for m in matrices_of(place, 1))}
-            if not stored & set(file.weights):
-                raise FormatError(
-                    f"{file.path}: has no {place.name}, which config.json asks for; convert the "
-                    "model again"
-                )
-    missing = {EMBEDDING} if structure.head is None else {EMBEDDING, LM_HEAD}
-    missing |= {place.name for place in structure.outer()}
-    missing -= set(checkpoint.outer.weights)
-    if missing:
-        raise FormatError(
-            f"{checkpoint.outer.path}: has no {min(missing)}, which config.json asks for; convert "
-            "the model again"
-        )
+    wanted = [
+        (file, {place.name, *(matrix.name for matrix in matrices_of(place, 1))})  # one of them
+        for i, file in enumerate(checkpoint.layers)
+        for place in structure.layer(i)
+    ]
+    outer = {EMBEDDING, *(place.name for place in structure.outer())}
+    outer |= set() if structure.head is None else {LM_HEAD}
+    wanted += [(checkpoint.outer, {name}) for name in sorted(outer)]
+    for file, names in wanted:
+        if not names & file.weights.keys():
+            raise FormatError(
+                f"{file.path}: has no {min(names)}, which config.json asks for; convert the model "
+                "again"
+            )
 
 
 def _read_outer(checkpoint: Checkpoint, structure: Structure) -> int:
