@@ -16,7 +16,7 @@ from qoff.kvcache.host.build import host_cache
 from qoff.memory import HEAD, Weights
 from qoff.memory.plan import LM_HEAD
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass, LayerWorkspace
+from qoff.models.forward_pass import ForwardPass, LayerWorkspace, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
 from .graphs import Replays
@@ -122,10 +122,16 @@ class Decoder:
             raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
 
     def new_workspace(self, tokens: int, tiled: bool = False) -> LayerWorkspace:
-        """Working space for passes of up to this many tokens."""
+        """Working space for passes of up to this many tokens: float32, on the CPU."""
         if not self._ops.USES_OUT:
             return LayerWorkspace(tiled=tiled)
-        return LayerWorkspace.of(self.spec, tokens, tiled)
+        spec = self.spec
+        return LayerWorkspace(
+            torch.empty(tokens, spec.q_rows + 2 * spec.kv_rows),
+            torch.empty(tokens, spec.q_rows),
+            torch.empty(mlp_tokens(tokens, tiled), spec.intermediate_size),
+            tiled,
+        )
 
     def steps(self, run: ForwardPass) -> Steps:
         """One forward pass, as a generator over its units.
