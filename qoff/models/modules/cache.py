@@ -19,7 +19,7 @@ class ModuleCache(KVCache):
     config: of the model, which says what the layers hold. The first pass adds as many columns as
     its longest sequence has tokens; the others have padding before theirs. There is none later:
     masks of sliding windows, say, count columns. tokens: a cache of qoff's that holds K and V of
-    the attention layers of these numbers instead; None: there is none.
+    the layers `attention`, by transformers' numbers, instead.
     """
 
     def __init__(
