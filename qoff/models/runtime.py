@@ -24,7 +24,7 @@ from qoff.memory.plan import EMBEDDING, Residency, unit_label
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
-from .native.decoder import Decoder
+from .native.decoder import Decoder, check_kv, head_shapes
 from .native.graphs import Replays
 from .spec import DecoderSpec
 
@@ -93,9 +93,9 @@ class Runtime:
             workspace = self.decoder.outer_bytes
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
+            check_kv(head_shapes(spec), kv, ops.CACHE == "device")
             replays = Replays() if cuda_graphs and where.type == "cuda" else None
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
-            self.decoder.check_kv(kv)
         transfers = transfers or transfers_to(where)
         try:
             residency = _planned(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,26 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
         )
         for window in spec.sliding_window
     )
+
+
+def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -> None:
+    """Refuse caches that cannot be made.
+
+    on_device: in the memory of a GPU. Raises OpError for a head size that cannot be packed,
+    ArgumentError for bits of a layer there is not, and on a GPU without `kv` or for attention to
+    some of the tokens.
+    """
+    if kv is not None:
+        kv.forms([shape.head_dim for shape in shapes])
+    if not on_device:
+        return
+    if kv is None:
+        raise ArgumentError(
+            "on a GPU the KV cache is packed: say how, with kv=KVQuant(8, 8), the closest to none, "
+            "or kv=KVQuant(4, 4), the smallest"
+        )
+    if kv.attention_top < 1 or kv.sinks:
+        raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
 
 
 class Decoder:
@@ -88,7 +108,7 @@ class Decoder:
         A cache in float32, or on a GPU, has room for `capacity` tokens each at once. Raises what
         `check_kv` does.
         """
-        self.check_kv(kv)
+        check_kv(self.head_shapes, kv, self.caches_on_device)
         if kv is None or not self.caches_on_device:
             return host_cache(self.head_shapes, sequences, kv, capacity)
         return DeviceCache(
@@ -102,24 +122,6 @@ class Decoder:
             device=self.device,
             dtype=self.dtype,
         )
-
-    def check_kv(self, kv: KVQuant | None) -> None:
-        """Refuse caches that cannot be made.
-
-        Raises OpError for a head size that cannot be packed, ArgumentError for bits of a layer
-        there is not, and on a GPU without `kv` or for attention to some of the tokens.
-        """
-        if kv is not None:
-            kv.forms([shape.head_dim for shape in self.head_shapes])
-        if not self.caches_on_device:
-            return
-        if kv is None:
-            raise ArgumentError(
-                "on a GPU the KV cache is packed: say how, with kv=KVQuant(8, 8), the closest to "
-                "none, or kv=KVQuant(4, 4), the smallest"
-            )
-        if kv.attention_top < 1 or kv.sinks:
-            raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
 
     def new_workspace(self, tokens: int, tiled: bool = False) -> LayerWorkspace:
         """Working space for passes of up to this many tokens: float32, on the CPU."""
