@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qoff.budgets import resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
+from qoff.errors import BudgetError, UnsupportedModelError
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
@@ -24,7 +24,7 @@ from qoff.memory.plan import EMBEDDING, Residency, unit_label
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
-from .native.decoder import UNPACKED_ON_GPU, Decoder
+from .native.decoder import Decoder, check_kv, head_shapes
 from .native.graphs import Replays
 from .spec import DecoderSpec
 
@@ -89,16 +89,11 @@ class Runtime:
         self.decoder: AnyDecoder
         workspace = 0
         if is_modules(self.checkpoint):
-            self.decoder = ModuleDecoder(self.checkpoint, ops, trust_remote_code, kv)
-            self.decoder.embed_with(self._embed)
+            self.decoder = ModuleDecoder(self.checkpoint, ops, self._embed, trust_remote_code, kv)
             workspace = self.decoder.outer_bytes
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
-            if kv is not None:
-                # Refuses what could not be packed later.
-                kv.forms([spec.head_dim] * spec.num_layers)
-            if ops.CACHE == "device":
-                _check_gpu(kv)
+            check_kv(head_shapes(spec), kv, ops.CACHE == "device")
             replays = Replays() if cuda_graphs and where.type == "cuda" else None
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
         transfers = transfers or transfers_to(where)
@@ -213,11 +208,3 @@ def transfers_to(device: torch.device) -> Transfers | None:
     from qoff.memory.io.cuda_transfers import CudaTransfers
 
     return CudaTransfers(device)
-
-
-def _check_gpu(kv: KVQuant | None) -> None:
-    """Raise ArgumentError for a KV cache that a GPU does not have."""
-    if kv is None:
-        raise ArgumentError(UNPACKED_ON_GPU)
-    if kv.attention_top < 1 or kv.sinks:
-        raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")

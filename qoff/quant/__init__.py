@@ -13,7 +13,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from .gguf import GGUFFile
 from .grouped import widened
 from .matrix import Format, QuantConfig, quantize
-from .rows import concat_rows, unpermute_rows
+from .rows import concat_rows
 from .schemes import CONFIG_FILES, SCHEMES, read_scheme
 from .stored import Scheme, StoredTensors, TensorInfo
 
@@ -30,6 +30,5 @@ __all__ = [
     "concat_rows",
     "quantize",
     "read_scheme",
-    "unpermute_rows",
     "widened",
 ]
