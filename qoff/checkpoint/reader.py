@@ -106,8 +106,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FormatError(f"{folder}: no such directory; convert a model first: qoff convert")
     path = folder / CONFIG_FILE
     config = _json_object(path)
-    found = config.get("quantization_config")
-    quantization = found if isinstance(found, dict) else {}
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        quantization = {}
     method, version = quantization.get("quant_method"), quantization.get("version")
     if method != QUANT_METHOD:
         raise FormatError(

@@ -50,11 +50,6 @@ class Format:
     def __str__(self) -> str:
         return f"{self.bits} bits in groups of {self.group_size}"
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of a weight with its part of scale and minimum, of 16 bits each."""
-        return self.bits + 32 / self.group_size
-
     def holds(self, other: Format) -> bool:
         """Whether a matrix of another format can be had in this one without changing a value."""
         return self.bits >= other.bits and other.group_size % self.group_size == 0

@@ -155,7 +155,7 @@ class Builder:
         """Yield pieces of a matrix in the wanted packing, each with the rows it goes to."""
         for to, data, name in self._source_pieces(weight):
             order = to.argsort()
-            piece = self._quantized(data, form, name)
+            piece = self.quantized(data, form, name)
             yield to[order], piece if _ascending(order) else reordered(piece, order)
 
     def _source_pieces(self, weight: Weight) -> Iterator[tuple[Tensor, Tensor | QTensor, str]]:
@@ -184,7 +184,8 @@ class Builder:
         for data in self.source.chunks(part.source, rows):
             yield data if factor is None else _floats(data, part.source) @ factor
 
-    def _quantized(self, data: Tensor | QTensor, form: Format, name: str) -> QTensor:
+    def quantized(self, data: Tensor | QTensor, form: Format, name: str) -> QTensor:
+        """Return rows of a matrix in a format, without calibration; name: what errors call it."""
         quant, bits, group = self.quant, form.bits, form.group_size
         if isinstance(data, QTensor):
             return widened(data, bits, group).to_packing(quant.packing)
