@@ -29,7 +29,6 @@ from qoff.eval.perplexity.scoring import Sample, evaluate
 from qoff.eval.perplexity.windows import cut
 from qoff.eval.sweep import cells as tables
 from qoff.eval.sweep.grid import Cell, Grid
-from qoff.eval.sweep.plots import draw
 from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.eval.texts import CALIBRATION_TEXT, dataset_text, encode, read_text
 from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, local_source
@@ -199,7 +198,7 @@ def run_sweep(
         ("results.json", tables.as_json(results)),
     ):
         (out / name).write_text(text)
-    pictures = draw(results, out)
+    pictures = tables.draw(results, out)
     if as_json:
         print(tables.as_json(results), end="")
     else:

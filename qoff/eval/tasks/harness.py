@@ -27,9 +27,7 @@ class QoffLM(HFLM):
     pretrained: as for `qoff.load`, which takes `options`, or its model and tokenizer. batch_size:
     sequences together. max_length: tokens that a sequence is cut to; None: the model's positions.
     pass_tokens: of a sequence that is scored, in one pass; a packed cache is packed between passes.
-    add_bos_token: whether special tokens are added to texts; None: as the tokenizer does.
-    prefix_token_id: what comes before a text without context; None: bos, else eos.
-    max_batch_size is accepted, as the harness passes it, and not used.
+    add_bos_token, prefix_token_id: as for HFLM. max_batch_size is ignored.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Builder:
         out = _empty((weight.rows, weight.columns), form, self.quant)
         for rows, data, name in self._pieces(weight):
             order = rows.argsort()
-            piece = self._quantized(data, form, name)
+            piece = self.quantized(data, form, name)
             if not bool((rows.diff() > 0).all()):
                 piece = reordered(piece, order)
             if piece.scale_min.dtype.itemsize > out.scale_min.dtype.itemsize:
@@ -180,7 +180,8 @@ class Builder:
         for data in self.source.chunks(part.source, rows):
             yield data if factor is None else _floats(data, part.source) @ factor
 
-    def _quantized(self, data: Tensor | QTensor, form: Format, name: str) -> QTensor:
+    def quantized(self, data: Tensor | QTensor, form: Format, name: str) -> QTensor:
+        """Return rows of a matrix in a format, without calibration; name: what errors call it."""
         quant, bits, group = self.quant, form.bits, form.group_size
         if isinstance(data, QTensor):
             return widened(data, bits, group).to_packing(quant.packing)

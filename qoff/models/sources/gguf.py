@@ -117,7 +117,7 @@ class GGUFSource:
         if kind in TO_FLOATS:
             return TensorInfo(shape, (_BITS_FROM_FLOATS, GROUP_SIZE), anew=True)
         if kind in BLOCK_TYPES:
-            return TensorInfo(shape, (BLOCK_TYPES[kind].bits, GROUP_SIZE))
+            return TensorInfo(shape, (BLOCK_TYPES[kind][0], GROUP_SIZE))
         raise FormatError(
             f"{self.path}: tensor {name} has type {kind}; supported are "
             f"{', '.join((*QUANTIZED, *DENSE))}. Use a file of one of these types"
