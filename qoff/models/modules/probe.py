@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
+from qoff.kvcache.quant import UnpackableError
 
 from .attention import masked, window_of
 from .passes import ModulePass
@@ -35,7 +35,7 @@ def head_shapes(model: Any, forward: Callable[[Any], object], states: Any) -> di
 
     model: on the meta device, with attention `attention.NAME`. forward: reads `_TOKENS` tokens of
     one sequence into a cache; states: transformers' cache for the model. Raises
-    UnsupportedModelError with the reason why there can be no packed cache.
+    UnpackableError with the reason why there can be no packed cache.
     """
     trial = _Trial(states)
     try:
@@ -47,7 +47,7 @@ def head_shapes(model: Any, forward: Callable[[Any], object], states: Any) -> di
     except Exception as error:  # the code of any model
         known = isinstance(error, _RefusedError)
         reason = str(error) if known else f"a trial fails ({type(error).__name__}: {error})"
-        raise UnsupportedModelError(
+        raise UnpackableError(
             f"the KV cache of {type(model).__name__} cannot be packed: {' '.join(reason.split())}; "
             "use kv=None"
         ) from error
