@@ -50,14 +50,10 @@ class DeviceBlocks(Blocks):
 
     @property
     def nbytes(self) -> int:
-        return self.pool.nbytes + self._offloaded_bytes
-
-    @property
-    def _offloaded_bytes(self) -> int:
-        return 0 if self.offloaded is None else self.offloaded.nbytes
+        return self.pool.nbytes + (0 if self.offloaded is None else self.offloaded.nbytes)
 
     def bytes_for(self, blocks: int) -> int:
-        return self.pool.bytes_for(blocks) + self._offloaded_bytes
+        return self.nbytes - self.pool.nbytes + self.pool.bytes_for(blocks)
 
     def reserve(self, blocks: int) -> None:
         self.pool.reserve(blocks)

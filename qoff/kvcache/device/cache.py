@@ -165,9 +165,11 @@ class DeviceCachePass(SlotPass):
             self._view = self._find_offloaded(rows)
             elsewhere = not isinstance(self._view, PrefetchedBlocks)
             resident_from = [BLOCK_TOKENS * len(row) * elsewhere for row in rows]
+            tables = cache.tables
+            if slots is not None:  # may be under way together with another pass
+                tables = tables.select(range(cache.sequences))
             self._step = pass_tables(
-                # A subset's pass may be under way together with another one, and has its own.
-                cache.tables if slots is None else cache.tables.copy(),
+                tables,
                 spans,
                 ragged,
                 packed=self._packed,

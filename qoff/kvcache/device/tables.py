@@ -42,11 +42,8 @@ class DeviceTables:
         end = first + len(blocks)
         have = self._blocks.shape[1]
         if end > have:
-            grown = torch.zeros(
-                self._sequences, _columns(max(end, have + have // 2)), dtype=torch.int32
-            )
-            grown[:, :have] = self._blocks
-            self._blocks = grown
+            columns = _columns(max(end, have + have // 2))
+            self._blocks = torch.nn.functional.pad(self._blocks, (0, columns - have))
         self._blocks[slot, first:end] = torch.tensor(blocks, dtype=torch.int32)
         self._stale = True
 
@@ -54,10 +51,6 @@ class DeviceTables:
         kept = DeviceTables(len(sequences), self._device)
         kept._blocks = self._blocks[list(sequences)]
         return kept
-
-    def copy(self) -> DeviceTables:
-        """The same tables in memory of their own, for a pass beside another one."""
-        return self.select(range(self._sequences))
 
     def upload(self, counts: Sequence[Sequence[int]]) -> tuple[list[Tensor], Tensor]:
         """Bring counts, of up to S + 1 numbers each, and what is new of the block table.
