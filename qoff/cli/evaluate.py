@@ -109,7 +109,8 @@ def evaluate_one(
 ) -> None:
     """Evaluate one model and print a table."""
     with progress_bar("converting", quiet=as_json) as progress:
-        checkpoint = find_checkpoint(model, quant=quant, for_cpu=device == "cpu", progress=progress)
+        given = None if quant == QuantConfig() else quant
+        checkpoint = find_checkpoint(model, quant=given, for_cpu=device == "cpu", progress=progress)
     tokenizer = load_tokenizer(checkpoint)
     sample = options.sample(tokenizer)
     with (

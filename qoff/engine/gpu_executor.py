@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from qoff.kvcache import DeviceCache
-from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.device.tiers import open_device_blocks
+from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import DiskReader, ThreadTransfers, Transfers

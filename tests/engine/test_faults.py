@@ -21,7 +21,7 @@ from qoff.engine.sampling import Sampler
 from qoff.engine.schedule import Schedule
 from qoff.errors import DiskReadError, DiskWriteError, QoffError
 from qoff.kvcache import KVQuant, PackedCache
-from qoff.kvcache.host.packed_pass import PackedPass
+from qoff.kvcache.host.packed import PackedPass
 from qoff.kvcache.store.placement import TIERS, KVPlacement
 from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.tiered import TieredBlocks

@@ -23,7 +23,7 @@ from qoff.kernels.reference import elementwise
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache, KVPlacement, KVQuant
 from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.device.cache_pass import DeviceCachePass
+from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.device.prefetch import BlockPrefetcher, PrefetchedBlocks
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
@@ -121,7 +121,7 @@ def blocks_of(llm: LLM) -> tuple[DeviceBlocks, TieredBlocks, BlockPrefetcher | N
 def assert_nothing_held(llm: LLM) -> None:
     """No block is used, no slot taken, no write-back on its way."""
     resident, offloaded, prefetcher = blocks_of(llm)
-    assert (resident.used, offloaded.used(HOST), offloaded.used(DISK)) == (0, 0, 0)
+    assert (resident.pool.used, offloaded.used(HOST), offloaded.used(DISK)) == (0, 0, 0)
     assert resident.write_back is not None
     assert not resident.write_back._taken
     assert not resident.write_back._sent

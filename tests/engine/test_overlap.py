@@ -14,7 +14,7 @@ import pytest
 
 from qoff.engine import LLM, SamplingParams
 from qoff.kvcache import KVQuant
-from qoff.kvcache.host.packed_pass import PackedPass
+from qoff.kvcache.host.packed import PackedPass
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.plan import Plan
 from tests.links import Link, behind

@@ -88,26 +88,20 @@ def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp)
 
 
 class PackedExperts(CodesModule):
-    """The matrices of all experts, [experts, N, K]; in the packing of the device they are on."""
+    """The matrices of all experts, [experts, N, K]."""
 
     def __init__(self, packed: QExperts, dtype: torch.dtype) -> None:
         """dtype: of the dense weight."""
         super().__init__()
-        self.packed_shape = packed.shape
-        self.hold_codes(packed, dtype)
+        self.hold(packed, dtype)
 
     @property
     def qexperts(self) -> QExperts:
-        """All of them; repacked once on a device whose kernels read another packing."""
-        codes, scale_min = self.codes, self.scale_min
-        packed: QExperts | None = self.__dict__.get("_packed")
-        if packed is None or packed.codes is not codes or packed.scale_min is not scale_min:
-            packed = qexperts_of(codes, scale_min, self.packed_shape)
-        if packed.packing != packing_for(packed.device):
-            packed = stacked([packed.expert(e) for e in range(packed.count)])
-            self.codes, self.scale_min = packed.codes, packed.scale_min
-        self.__dict__["_packed"] = packed
-        return packed
+        """All of them, in the packing of the device that they are on."""
+        found: QExperts = self._held(
+            qexperts_of, lambda packed: stacked([packed.expert(e) for e in range(packed.count)])
+        )
+        return found
 
 
 class QoffExperts(nn.Module):

@@ -134,6 +134,16 @@ class ModuleCache(KVCache):
             self.real = self.real[:, :-tokens]
         self.lengths = left
 
+    def forget_each(self, tokens: Sequence[int]) -> None:
+        """As `forget` of the most; ArgumentError too for others, unless a sequence has fewer."""
+        most = max(tokens)
+        if any(n != min(most, length) for n, length in zip(tokens, self.lengths, strict=True)):
+            raise ArgumentError(
+                f"a {type(self).__name__} forgets as many tokens of every sequence, "
+                f"not {list(tokens)}"
+            )
+        self.forget(most)
+
     def _empty(self) -> Any:
         from transformers import DynamicCache
 

@@ -16,7 +16,7 @@ from qoff.errors import ArgumentError, FormatError, OpError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import KVQuant
-from qoff.kvcache.host.build import host_cache
+from qoff.kvcache.host.mixed import host_cache
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
+from qoff.kvcache.quant import UnpackableError
 
 from .attention import MASK, masked
 from .passes import ModulePass
@@ -34,7 +34,7 @@ def head_shapes(model: Any, call: Callable[..., object], states: Any) -> dict[in
     """The attention of each layer that a packed cache can serve, by transformers' numbers.
 
     model: on the meta device, with attention `attention.NAME`. call: its forward pass, of ids, a
-    cache, mask and positions; states: an empty cache. Raises UnsupportedModelError with the reason
+    cache, mask and positions; states: an empty cache. Raises UnpackableError with the reason
     why there can be no packed cache.
     """
     trial = _Trial(states)
@@ -52,7 +52,7 @@ def head_shapes(model: Any, call: Callable[..., object], states: Any) -> dict[in
     except Exception as error:  # the code of any model
         known = isinstance(error, _RefusedError)
         reason = str(error) if known else f"a trial fails ({type(error).__name__}: {error})"
-        raise UnsupportedModelError(
+        raise UnpackableError(
             f"the KV cache of {type(model).__name__} cannot be packed: {' '.join(reason.split())}; "
             "use kv=None"
         ) from error

@@ -12,7 +12,7 @@ from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
-from qoff.kvcache.host.build import host_cache
+from qoff.kvcache.host.mixed import host_cache
 from qoff.memory import HEAD, Weights
 from qoff.memory.plan import LM_HEAD
 from qoff.models import names
