@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
 from bench.model_shapes import models
-from qoff.kernels.reference import ops as reference
+from qoff.kernels.reference.experts import activate
 from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 
 OP = "gated_silu"
@@ -24,7 +24,7 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 def _error(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> float:
     z = torch.randn(tokens, 2 * columns, device=device).to(dtype)
-    return relative_rms(gated_silu(z), reference.gated_silu(z.double()))
+    return relative_rms(gated_silu(z), activate(z.double(, "silu")))
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -40,6 +40,6 @@ def _build(tokens: int, columns: int, device: torch.device) -> Work:
     z = torch.randn(tokens, 2 * columns, device=device).half()
 
     def torch_way() -> Call:
-        return lambda: reference.gated_silu(z)
+        return lambda: activate(z, "silu")
 
     return Work(lambda: gated_silu(z), {"torch silu, mul": torch_way})
