@@ -24,7 +24,7 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 def _error(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> float:
     z = torch.randn(tokens, 2 * columns, device=device).to(dtype)
-    return relative_rms(gated_silu(z), activate(z.double(, "silu")))
+    return relative_rms(gated_silu(z), activate(z.double(), "silu"))
 
 
 def cases(quick: bool) -> Iterator[Case]:
