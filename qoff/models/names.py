@@ -32,7 +32,8 @@ from qoff.memory.plan import EMBEDDING, LM_HEAD
 
 from .families import tensor_names
 from .families.family import TensorNames
-from .spec import DecoderSpec, ExpertsSpec
+from .spec import DecoderSpec
+from .spec_parts import ExpertsSpec
 
 ROW_BLOCK = 16
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"

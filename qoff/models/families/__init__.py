@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from qoff.models.spec import unsupported
+from qoff.models.spec_parts import unsupported
 
 from . import experts, gemma, layer_norm, llama
 from .family import Family, Fields, Has, TensorNames, common_fields, full_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qoff.models.spec import ExpertsSpec, unsupported
+from qoff.models.spec_parts import ExpertsSpec, unsupported
 
 from .family import Family, Fields, TensorNames, activation, biases, one_window, positive, windows
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from qoff.errors import UnsupportedModelError
-from qoff.models.spec import RopeSpec, unsupported
+from qoff.models.spec_parts import RopeSpec, unsupported
 
 Fields = dict[str, Any]  # fields of DecoderSpec by name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qoff.models.spec import unsupported
+from qoff.models.spec_parts import unsupported
 
 from .family import (
     Config,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from qoff.memory.plan import EMBEDDING, LM_HEAD
-from qoff.models.spec import unsupported
+from qoff.models.spec_parts import unsupported
 
 from .family import Config, Family, Fields, Has, TensorNames, activation, biases, one_window
 

@@ -10,7 +10,7 @@ from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
 from qoff.memory import Weights
-from qoff.models.spec import ExpertsSpec
+from qoff.models.spec_parts import ExpertsSpec
 
 from .linear import vector
 
