@@ -156,7 +156,7 @@ def _decode() -> Iterator[Search]:
     seen = set()
     for model in MODELS:
         columns = 8 if model.group <= 8 else 16
-        key = f"{model.head_dim}-k4channel-v4-{columns}"  # as the launcher makes it
+        key = f"{model.head_dim}-k4-v4-{columns}"  # as the launcher makes it
         if key in seen:
             continue
         seen.add(key)
