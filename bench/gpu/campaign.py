@@ -1,0 +1,206 @@
+"""One run on a GPU: stage after stage against the clock, everything written as it comes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from bench.gpu import stages
+from bench.gpu.ceilings import Ceilings
+from bench.gpu.child import Ended, Event, Job, run, write_atomically
+from bench.gpu.ops import SHARES
+from bench.gpu.report import CaseResult, GpuReport
+from bench.gpu.stages import STAGES, Settings
+from qoff.errors import ArgumentError
+from qoff.kernels.triton.launch import tuned
+
+JSON, TEXT, LOG = "gpu.json", "gpu.txt", "log.txt"
+_WRITE_S = 2.0  # between two versions of the files, while a child runs
+_LOSSES = 2  # of a child of an op in a stage; then the rest of the op is left out
+# What part of the time that is left a stage may take, at most.
+_PARTS = {"compile": 0.35, "checks": 0.4, "tests": 0.35, "ceilings": 0.2, "timings": 0.75}
+
+MakeJob = Callable[[str], Job]
+
+
+class Campaign:
+    """Runs the stages, and keeps `report` on disk in `folder`."""
+
+    def __init__(self, settings: Settings, report: GpuReport, folder: Path, seconds: float) -> None:
+        self.settings, self.report, self.folder = settings, report, folder
+        self._end = time.monotonic() + seconds
+        self._written = 0.0
+        self._stage = ""
+        self._at: dict[str, str] = {}  # job -> the item that it is at
+        self._losses: dict[str, int] = {}
+
+    def run(self) -> None:
+        """All stages, the most valuable first; what there is no time for is in the report.
+
+        Raises ArgumentError without a GPU, or with another one than the report's.
+        """
+        for stage in (stage for stage in STAGES if stage in self.settings.stages):
+            self._stage, self._at, self._losses = stage, {}, {}
+            start = time.monotonic()
+            if self._left() > 0:
+                getattr(self, f"_{stage}")()
+            else:
+                self._late("stages", stage)
+            before = self.report.seconds.get(stage, 0.0)
+            self.report.seconds[stage] = round(before + time.monotonic() - start, 1)
+            self.write()
+
+    def _left(self) -> float:
+        return self._end - time.monotonic()
+
+    def _part(self) -> float:
+        return self._left() * _PARTS[self._stage]
+
+    def _late(self, what: str, name: str) -> None:
+        self.report.late.setdefault(what, []).append(name)
+
+    def _device(self) -> None:
+        before, self.report.gpu = self.report.gpu, {}
+        self._run([stages.device(self.settings)])
+        found = self.report.gpu
+        if not found:
+            self.report.gpu = before
+            raise ArgumentError(f"no GPU to use: {self.report.failed[-1]}")
+        if before and before["name"] != found["name"]:
+            raise ArgumentError(
+                f"the run to go on with was on {before['name']}, this is {found['name']}: "
+                "start a new one"
+            )
+
+    def _compile(self) -> None:
+        self.report.compiled.clear()
+        self._compile_kernels(["checks", "cases"], self._part())
+
+    def _compile_kernels(self, what: Sequence[str], limit_s: float) -> None:
+        self._run([stages.compiling(self.settings, self.report.gpu, what, limit_s)])
+
+    def _checks(self) -> None:
+        """Of several ops at once, as none is timed."""
+        end = time.monotonic() + self._part()
+
+        def job(op: str) -> Job:
+            done = {name for checked, name, *_ in self.report.checks if checked == op}
+            return stages.checks(self.settings, op, done, max(1.0, end - time.monotonic()))
+
+        self._run_ops(self.settings.ops, job, self.settings.checks_at_once)
+
+    def _tests(self) -> None:
+        if not self.report.tests:
+            self._run([stages.pytest(self.settings, self.folder, self._part())])
+
+    def _ceilings(self) -> None:
+        if self.report.ceilings is None:
+            self._run([stages.ceilings(self.settings, self._part())])
+
+    def _timings(self) -> None:
+        end = time.monotonic() + self._part()
+        wrong = self._wrong()
+        for op in wrong:
+            self._late("ops that are wrong, which are not timed,", op)
+        self._share([op for op in self.settings.ops if op not in wrong], end, stages.timings)
+
+    def _tuning(self) -> None:
+        right = [op for op in stages.tuned_ops(self.settings) if op not in self._wrong()]
+        if right and not self.settings.rehearse:
+            self._compile_kernels(["searches"], self._left() / 2)
+        self._share(right, self._end, stages.tuning)
+
+    def _wrong(self) -> list[str]:
+        checks = self.report.checks
+        wrong = {op for op, *_, error, bound, raised in checks if raised or not error <= bound}
+        return [op for op in self.settings.ops if op in wrong]
+
+    def _share(
+        self, ops: Sequence[str], end: float, make: Callable[[Settings, str, set[str], float], Job]
+    ) -> None:
+        """One op after the other, each with its share of the time until `end`."""
+        for i, op in enumerate(ops):
+            rest = sum(SHARES[name] for name in ops[i:])
+            until = time.monotonic() + max(0.0, end - time.monotonic()) * SHARES[op] / rest
+
+            def job(op: str, until: float = until) -> Job:
+                seconds = max(0.0, until - time.monotonic())
+                return make(self.settings, op, set(self.report.done), seconds)
+
+            self._run_ops([op], job, 1)
+
+    def _run_ops(self, ops: Iterable[str], make: MakeJob, at_once: int) -> None:
+        run(map(make, ops), at_once, self._on_event, partial(self._on_end, make=make))
+
+    def _run(self, jobs: Sequence[Job]) -> None:
+        run(jobs, 1, self._on_event, self._on_end)
+
+    def _on_event(self, job: Job, event: Event) -> None:
+        report = self.report
+        if "begin" in event:
+            self._at[job.name] = event["begin"]
+            return
+        self._at.pop(job.name, None)
+        if "item" in event:
+            report.done.append(event["item"])
+        for name in ("gpu", "tests"):
+            if name in event:
+                setattr(report, name, event[name])
+        for name in ("compiled", "failed", "skipped"):
+            if name in event:
+                getattr(report, name).append(event[name])
+        if "check" in event:
+            report.checks.append(tuple(event["check"]))
+        if "ceilings" in event:
+            report.ceilings = Ceilings(**event["ceilings"])
+        if "result" in event:
+            report.results.append(CaseResult(**event["result"]))
+            report.done.append(report.results[-1].key)
+        if "late" in event:
+            self._late(f"{self._stage} of {job.name}", event["late"])
+        if event.get("tuned"):
+            op, key, fields = event["tuned"]
+            if fields:
+                report.tuned.setdefault(op, {})[key] = fields
+        if time.monotonic() - self._written > _WRITE_S:
+            self.write()
+
+    def _on_end(self, ended: Ended, make: MakeJob | None = None) -> list[Job]:
+        """Note what a lost child was at. A new one goes on with the rest, but not after a hang."""
+        name, again = ended.job.name, list[Job]()
+        if ended.lost:
+            item = self._at.pop(name, "")
+            self._note_loss(name, item, ended)
+            self._losses[name] = self._losses.get(name, 0) + 1
+            enough = ended.killed or self._losses[name] > _LOSSES or self._left() <= 0
+            if make and item and not enough:
+                again.append(make(name))
+            elif make:
+                self._late(f"{self._stage}, after what is listed as failed,", f"the rest of {name}")
+        self.write()
+        return again
+
+    def _note_loss(self, name: str, item: str, ended: Ended) -> None:
+        why = f"the process was lost: {ended.lost}"
+        if item and self._stage == "checks":
+            self.report.checks.append((name, item, float("inf"), 0.0, why))
+        else:
+            last = " ".join(ended.tail.split())[-200:]
+            self.report.failed.append(f"{self._stage} {item or name}: {why}: {last}")
+            self.report.done += [item] * bool(item)
+        with (self.folder / LOG).open("a") as log:
+            log.write(f"== {self._stage} {name} {item}: {ended.lost}\n{ended.tail}\n")
+
+    def write(self) -> None:
+        """Everything found so far: JSON, text and tuned configurations."""
+        self._written = time.monotonic()
+        content = json.dumps(self.report.content(), indent=1)
+        write_atomically(self.folder / JSON, content + "\n")
+        write_atomically(self.folder / TEXT, self.report.text() + "\n")
+        if self.report.tuned:
+            path = self.folder / "tuned" / tuned.file_name(self.report.gpu["name"])
+            text = json.dumps(self.report.tuned, indent=1, sort_keys=True)
+            write_atomically(path, text + "\n")
