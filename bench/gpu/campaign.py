@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from bench.gpu import stages
-from bench.gpu.ceilings import Ceilings
 from bench.gpu.child import Ended, Event, Job, run, write_atomically
 from bench.gpu.ops import SHARES
-from bench.gpu.report import CaseResult, GpuReport
+from bench.gpu.report import GpuReport
 from bench.gpu.stages import STAGES, Settings
 from qoff.errors import ArgumentError
 from qoff.kernels.triton.launch import tuned
@@ -139,32 +138,14 @@ class Campaign:
         run(jobs, 1, self._on_event, self._on_end)
 
     def _on_event(self, job: Job, event: Event) -> None:
-        report = self.report
         if "begin" in event:
             self._at[job.name] = event["begin"]
             return
         self._at.pop(job.name, None)
-        if "item" in event:
-            report.done.append(event["item"])
-        for name in ("gpu", "tests"):
-            if name in event:
-                setattr(report, name, event[name])
-        for name in ("compiled", "failed", "skipped"):
-            if name in event:
-                getattr(report, name).append(event[name])
-        if "check" in event:
-            report.checks.append(tuple(event["check"]))
-        if "ceilings" in event:
-            report.ceilings = Ceilings(**event["ceilings"])
-        if "result" in event:
-            report.results.append(CaseResult(**event["result"]))
-            report.done.append(report.results[-1].key)
         if "late" in event:
             self._late(f"{self._stage} of {job.name}", event["late"])
-        if event.get("tuned"):
-            op, key, fields = event["tuned"]
-            if fields:
-                report.tuned.setdefault(op, {})[key] = fields
+        else:
+            self.report.add(event)
         if time.monotonic() - self._written > _WRITE_S:
             self.write()
 

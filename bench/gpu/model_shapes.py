@@ -46,9 +46,9 @@ LLAMA_70B = ModelShape("Llama-70B", 8192, 64, 8, 128, 28672, 128256)
 QWEN3_30B = ModelShape("Qwen3-30B-A3B", 2048, 32, 4, 128, 768, 151936, experts=128, per_token=8)
 OPT_30B = ModelShape("OPT-30B", 7168, 56, 56, 128, 28672, 50272, gated=False)
 MODELS = (LLAMA_8B, LLAMA_70B, QWEN3_30B, OPT_30B)
-QUICK_MODELS = (LLAMA_8B, OPT_30B)
+QUICK_MODELS = (LLAMA_8B, OPT_30B, QWEN3_30B)
 
 
 def shapes(quick: bool) -> tuple[ModelShape, ...]:
-    """All models, or one with grouped queries and one without."""
+    """All models, or one with grouped queries, one without and one with experts."""
     return QUICK_MODELS if quick else MODELS

@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -136,6 +136,27 @@ class GpuReport:
         report.results = [CaseResult(**result) for result in content["results"]]
         report.ceilings = Ceilings(**content["ceilings"]) if content["ceilings"] else None
         return report
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take up what a child reports; see `work`."""
+        if "item" in event:
+            self.done.append(event["item"])
+        for name in ("gpu", "tests"):
+            if name in event:
+                setattr(self, name, event[name])
+        for name in ("compiled", "failed", "skipped"):
+            if name in event:
+                getattr(self, name).append(event[name])
+        if "check" in event:
+            self.checks.append(tuple(event["check"]))
+        if "ceilings" in event:
+            self.ceilings = Ceilings(**event["ceilings"])
+        if "result" in event:
+            self.results.append(CaseResult(**event["result"]))
+            self.done.append(self.results[-1].key)
+        if event.get("tuned", [None])[-1]:
+            op, key, fields = event["tuned"]
+            self.tuned.setdefault(op, {})[key] = fields
 
     @property
     def capability(self) -> int:

@@ -129,12 +129,12 @@ def time_case(case: TimedCase, device: torch.device, timer: Timer) -> CaseResult
     first = case.build(device)
     ours = first.call()
     prepared = [first]
-    fit = _free_memory(device) / max(1, case.footprint)
+    fit = int(min(CALLS, _free_memory(device) / max(1, case.footprint)))
     start = time.perf_counter()
     first.call()
     _synchronize(device)
     long = time.perf_counter() - start > _LONG_S
-    while not long and len(prepared) < min(CALLS, fit):
+    while not long and len(prepared) < fit:
         prepared.append(case.build(device))
     calls: dict[str, list[Call]] = {"": [one.call for one in prepared]}
     missing = {}
