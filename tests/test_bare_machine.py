@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ NEEDS = re.compile(r"qoff\.(cli|eval|measure)\b|qoff\.models\.modules\.passes$")
 def absent() -> list[str]:
     """The modules of all other packages that qoff, its benches and its tests depend on."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    extras = chain.from_iterable(project["optional-dependencies"].values())
+    wanted = [*project["dependencies"], *extras]
     names = {re.split(r"[^\w-]", text)[0] for text in wanted}
     return sorted(IMPORTS.get(name, name) for name in names - THERE - TOOLS)
 

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from triton.compiler import ASTSource
 from triton.runtime import jit
 
 from bench.gpu import ops, tune
+from bench.gpu.case import TimedCase
 from bench.gpu.child import Ended, Event, Job, run
 from bench.gpu.model_shapes import shapes
 from bench.gpu_limits import WARP
@@ -65,18 +67,14 @@ def collect(
         key = f"{source.hash()} {sorted(map(str, fields.items()))}"
         found.setdefault(key, CompileRequest(now, self.fn.__name__, source, fields))
 
-    before, of = jit.JITFunction.run, Gpu.of
-    jit.JITFunction.run = launch
-    Gpu.of = staticmethod(lambda device: gpu)  # type: ignore[method-assign]
-    try:
+    of = staticmethod(lambda device: gpu)
+    with patch.object(jit.JITFunction, "run", launch), patch.object(Gpu, "of", of):
         for now in op_names:
             for call in _launching(now, work, quick, tiny):
                 try:
                     call()
                 except Exception:  # of a reference that needs numbers; the op was launched before
                     continue
-    finally:
-        jit.JITFunction.run, Gpu.of = before, of  # type: ignore[method-assign]
     return list(found.values())
 
 
@@ -88,11 +86,15 @@ def _launching(
     if "checks" in work:
         yield from (check.error for check in module.checks(meta, tiny))
     if "cases" in work:
-        yield from (lambda c=case: c.build(meta).call() for case in module.cases(quick, models))  # type: ignore[misc]
+        yield from (_case_call(case, meta) for case in module.cases(quick, models))
     if "searches" in work:
         for search in tune.searches(op, models):
             make = search.build(meta)
             yield from (make(config) for config in (None, *search.candidates))
+
+
+def _case_call(case: TimedCase, device: torch.device) -> Callable[[], object]:
+    return lambda: case.build(device).call()
 
 
 def compile_all(
@@ -113,7 +115,7 @@ def compile_all(
 
     def on_end(ended: Ended) -> list[Job]:
         request = by_name[ended.job.name]
-        row = {"op": request.op, "kernel": request.kernel, "error": ended.lost}
+        row: Event = {"op": request.op, "kernel": request.kernel, "error": ended.lost}
         row |= {"warps": request.options["num_warps"], "seconds": ended.seconds}
         if ended.lost:
             row["error"] = f"{ended.lost}: {' '.join(ended.tail.split())[-300:]}"

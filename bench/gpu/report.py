@@ -132,7 +132,7 @@ class GpuReport:
         content = json.loads(text)
         names = {f.name for f in fields(GpuReport)} - {"late"}
         report = GpuReport(**{name: content[name] for name in names})
-        report.checks = [tuple(check.values()) for check in content["checks"]]  # type: ignore[misc]
+        report.checks = [tuple(check.values()) for check in content["checks"]]
         report.results = [CaseResult(**result) for result in content["results"]]
         report.ceilings = Ceilings(**content["ceilings"]) if content["ceilings"] else None
         return report

@@ -100,7 +100,7 @@ class CudaTimer:
         stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for call in [*calls[:1] * _WARMUPS, *calls[1:]]:
+            for call in [*[calls[0]] * _WARMUPS, *calls[1:]]:
                 call()
         current.wait_stream(stream)
         torch.cuda.synchronize(self.device)

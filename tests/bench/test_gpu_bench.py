@@ -343,6 +343,7 @@ def test_nothing_is_asked_of_products_without_tensor_cores() -> None:
     assert names[1] - names[0] == {
         "w4_linear: M=16",
         "w4_linear: M=64",
+        "w4_linear: M=256 and more",
         "prefill_attention: all, the best backend, cuDNN too",
     }
 
