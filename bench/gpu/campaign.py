@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +88,7 @@ class Campaign:
 
         def job(op: str) -> Job:
             done = {name for checked, name, *_ in self.report.checks if checked == op}
-            return stages.checks(self.settings, op, done, max(1.0, end - time.monotonic()))
+            return stages.checks(self.settings, op, done, max(0.0, end - time.monotonic()))
 
         self._run_ops(self.settings.ops, job, self.settings.checks_at_once)
 
@@ -103,7 +104,7 @@ class Campaign:
         end = time.monotonic() + self._part()
         wrong = self._wrong()
         for op in wrong:
-            self._late("ops that are wrong, which are not timed,", op)
+            self._late("ops that are wrong, not timed", op)
         self._share([op for op in self.settings.ops if op not in wrong], end, stages.timings)
 
     def _tuning(self) -> None:
@@ -127,7 +128,8 @@ class Campaign:
 
             def job(op: str, until: float = until) -> Job:
                 seconds = max(0.0, until - time.monotonic())
-                return make(self.settings, op, set(self.report.done), seconds)
+                settings = replace(self.settings, with_peers=op not in self._losses)
+                return make(settings, op, set(self.report.done), seconds)
 
             self._run_ops([op], job, 1)
 
@@ -150,28 +152,32 @@ class Campaign:
             self.write()
 
     def _on_end(self, ended: Ended, make: MakeJob | None = None) -> list[Job]:
-        """Note what a lost child was at. A new one goes on with the rest, but not after a hang."""
+        """Note what a lost child was at; a new one goes on with the rest.
+
+        Not after a hang, as the next check would most likely hang, too. A case that was timed is
+        tried again without its peers, which may have been the reason.
+        """
         name, again = ended.job.name, list[Job]()
         if ended.lost:
-            item = self._at.pop(name, "")
-            self._note_loss(name, item, ended)
-            self._losses[name] = self._losses.get(name, 0) + 1
-            enough = ended.killed or self._losses[name] > _LOSSES or self._left() <= 0
-            if make and item and not enough:
+            losses = self._losses[name] = self._losses.get(name, 0) + 1
+            without_peers = self._stage == "timings" and losses == 1
+            self._note_loss(name, self._at.pop(name, ""), ended, without_peers)
+            hopeless = losses > _LOSSES or (ended.killed and not without_peers)
+            if make and not hopeless and self._left() > 0:
                 again.append(make(name))
             elif make:
-                self._late(f"{self._stage}, after what is listed as failed,", f"the rest of {name}")
+                self._late(f"{self._stage} after a loss, the rest of", name)
         self.write()
         return again
 
-    def _note_loss(self, name: str, item: str, ended: Ended) -> None:
+    def _note_loss(self, name: str, item: str, ended: Ended, again: bool) -> None:
         why = f"the process was lost: {ended.lost}"
         if item and self._stage == "checks":
             self.report.checks.append((name, item, float("inf"), 0.0, why))
         else:
             last = " ".join(ended.tail.split())[-200:]
             self.report.failed.append(f"{self._stage} {item or name}: {why}: {last}")
-            self.report.done += [item] * bool(item)
+            self.report.done += [item] * (item != "" and not again)
         with (self.folder / LOG).open("a") as log:
             log.write(f"== {self._stage} {name} {item}: {ended.lost}\n{ended.tail}\n")
 

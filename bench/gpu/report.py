@@ -107,7 +107,8 @@ class GpuReport:
     """Everything of one run. `checks` is (op, name, error, bound, what was raised).
 
     gpu: of the event "gpu"; empty before it is known. failed: errors outside of checks, a line
-    each. skipped: what memory does not hold. late: what there was no time for, by stage and op.
+    each. skipped: what memory does not hold. late: what was left out, mostly for lack of time, by
+    stage and op.
     done: timings and searches that are over, failed ones too. compiled: a row for each kernel.
     tests: how the GPU tests went. tuned: op, key, configuration.
     """
@@ -226,8 +227,9 @@ class GpuReport:
         parts += [f"tuned: {op} {key}: {entry}" for op, key, entry in tuned]
         parts += [f"skipped: {line}" for line in self.skipped]
         for what, names in self.late.items():
-            ends = f", from {names[0]} to {names[-1]}" if len(names) > 1 else f": {names[0]}"
-            parts.append(f"no time: {len(names)} of {what}{ends}")
+            few = ", ".join(names)
+            many = f"{names[0]} to {names[-1]}, {len(names)} in all"
+            parts.append(f"left out: {what}: {few if len(names) < 4 else many}")
         parts.append(" ".join(f"{stage} {s:.0f} s" for stage, s in self.seconds.items()))
         return "\n".join([*parts, *(f"FAILED: {line}" for line in self.failed)])
 

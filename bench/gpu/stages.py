@@ -40,6 +40,7 @@ class Settings:
     rehearse: bool = False
     jobs: int = os.cpu_count() or 1
     checks_at_once: int = 4
+    with_peers: bool = True
 
     @property
     def silence_s(self) -> float:
@@ -102,13 +103,13 @@ def compiling(settings: Settings, gpu: dict[str, Any], what: Sequence[str], limi
     return Job("compile", do, limit_s, limit_s)
 
 
-def checks(settings: Settings, op: str, done: Collection[str], limit_s: float) -> Job:
-    """All checks of an op."""
+def checks(settings: Settings, op: str, done: Collection[str], seconds: float) -> Job:
+    """The checks of an op, as many as `seconds` hold."""
 
     def do(emit: Emit) -> None:
-        work.check(emit, settings.checks(op), done)
+        work.check(emit, settings.checks(op), done, time.monotonic() + seconds)
 
-    return Job(op, do, limit_s, settings.silence_s)
+    return Job(op, do, seconds + settings.silence_s, settings.silence_s)
 
 
 def ceilings(settings: Settings, limit_s: float) -> Job:
@@ -127,7 +128,8 @@ def timings(settings: Settings, op: str, done: Collection[str], seconds: float) 
     def do(emit: Emit) -> None:
         end = time.monotonic() + seconds
         device, timer = settings.device(), settings.timer()
-        work.time_cases(emit, settings.cases(op), done, device, timer, end)
+        cases = settings.cases(op)
+        work.time_cases(emit, cases, done, device, timer, end, settings.with_peers)
 
     return Job(op, do, seconds + settings.silence_s, settings.silence_s)
 

@@ -47,11 +47,19 @@ def describe(emit: Emit, device: torch.device) -> None:
     emit({"gpu": found})
 
 
-def check(emit: Emit, checks: Iterable[Check], done: Collection[str]) -> None:
-    """Run every check that is not done, wrong ones too, with fresh memory full of NaN."""
+def check(
+    emit: Emit, checks: Iterable[Check], done: Collection[str], end: float = float("inf")
+) -> None:
+    """Run every check that is not done until `end`, wrong ones too, in memory full of NaN.
+
+    end: on the clock `time.monotonic`; the checks that it leaves out are reported as "late".
+    """
     with torch.inference_mode(), _poisoned_memory():
         for one in checks:
             if one.name in done:
+                continue
+            if time.monotonic() > end:
+                emit({"late": one.name})
                 continue
             emit({"begin": one.name})
             error, raised = float("inf"), ""
@@ -97,10 +105,11 @@ def time_cases(
     device: torch.device,
     timer: Timer,
     end: float,
+    with_peers: bool = True,
 ) -> None:
     """Time every case that is not done and fits memory, beside its peers, until `end`.
 
-    end: on the clock `time.monotonic`; the cases that it leaves out are reported as "late".
+    end: as for `check`. with_peers: False if one of them may have cost a process.
     """
     for case in cases:
         if case.key in done:
@@ -113,7 +122,7 @@ def time_cases(
             emit({"begin": case.key})
             try:
                 with torch.inference_mode():
-                    emit({"result": asdict(time_case(case, device, timer))})
+                    emit({"result": asdict(time_case(case, device, timer, with_peers))})
             except Exception as caught:  # the other cases are still worth their time
                 emit({"failed": f"{case.key}: {one_line(caught)}", "item": case.key})
                 _require_gpu()
@@ -121,7 +130,9 @@ def time_cases(
                 torch.cuda.empty_cache()
 
 
-def time_case(case: TimedCase, device: torch.device, timer: Timer) -> CaseResult:
+def time_case(
+    case: TimedCase, device: torch.device, timer: Timer, with_peers: bool = True
+) -> CaseResult:
     """Build a case as often as a graph has calls, and time it and all its peers in turn.
 
     Each peer runs once first, to see whether it works.
@@ -139,6 +150,9 @@ def time_case(case: TimedCase, device: torch.device, timer: Timer) -> CaseResult
     calls: dict[str, list[Call]] = {"": [one.call for one in prepared]}
     missing = {}
     for name in first.peers:
+        if not with_peers:
+            missing[name] = "left out after a process was lost"
+            continue
         try:
             calls[name] = _peer(name, prepared, ours)
             _synchronize(device)

@@ -210,6 +210,9 @@ def test_checks_that_are_done_are_not_done_again() -> None:
     checks = [Check("rope", name, lambda: 0.0, 1e-3) for name in "abc"]
     work.check(report.add, checks, {"a", "c"})
     assert [name for _, name, *_ in report.checks] == ["b"]
+    late: list[dict[str, Any]] = []
+    work.check(late.append, checks, {"a", "c"}, end=0.0)
+    assert late == [{"late": "b"}]
 
 
 def test_a_check_sees_what_nobody_wrote() -> None:
@@ -286,13 +289,14 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     report.add({"check": ["rope", "x", float("inf"), 1.0, "lost"]})
     report.add({"tuned": ["w4_gemv", "key", {"block_n": 32}], "item": "w4_gemv key"})
     report.add({"compiled": {"op": "rope", "kernel": "k", "error": "no", "seconds": 1.0}})
-    report.late["checks of rope"] = ["a", "b"]
+    report.late = {"checks of rope": ["a", "b"], "timings of rope": [*"abcd"]}
     text = report.text()
     for line in (
         "NVIDIA Test 1, compute capability 8.6",
         "1 kernels compiled in 1 s of CPU time, 1 failed, 0 spill registers",
         "not measured: w4_linear: absent: ModuleNotFoundError",
-        "no time: 2 of checks of rope, from a to b",
+        "left out: checks of rope: a, b\n",
+        "left out: timings of rope: a to d, 4 in all",
         "limit of latencies 503.0 us",  # two launches, ten loads, a thousand bytes
         "tuned: w4_gemv key: {'block_n': 32}",
     ):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import child, rehearsal, stages
+from bench.gpu import child, rehearsal, stages, work
 from bench.gpu.campaign import Campaign
 from bench.gpu.child import Emit, Ended, Event, Job
 from bench.gpu.ops import OPS
@@ -159,7 +159,7 @@ def test_an_op_goes_on_after_an_abort(tmp_path: Path, stubs: dict[str, Any]) -> 
         (op, name) for op in ("rope", "merge") for name in "abc"
     }
     assert report.late["timings of rope"] == ["rope"]
-    assert report.late["ops that are wrong, which are not timed,"] == ["merge"]
+    assert report.late["ops that are wrong, not timed"] == ["merge"]
     again = GpuReport.read((tmp_path / "gpu.json").read_text())
     assert again.checks == report.checks
     assert "1 failed" in (tmp_path / "gpu.txt").read_text()
@@ -177,8 +177,44 @@ def test_an_op_that_hangs_or_keeps_aborting_is_left(tmp_path: Path, stubs: dict[
     run_campaign(tmp_path, report)
     assert [op for op, *_ in report.checks].count("merge") == 3
     assert [op for op, *_ in report.checks].count("rope") == 1
-    late = report.late["checks, after what is listed as failed,"]
-    assert sorted(late) == ["the rest of merge", "the rest of rope"]
+    assert sorted(report.late["checks after a loss, the rest of"]) == ["merge", "rope"]
+
+
+def test_a_case_that_is_lost_is_timed_without_its_peers(
+    tmp_path: Path, stubs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timings(settings: Settings, op: str, done: Collection[str], seconds: float) -> Job:
+        def do(emit: Emit) -> None:
+            emit({"begin": f"{op} case"})
+            if settings.with_peers:
+                time.sleep(100)
+            emit({"skipped": "by then there were no peers", "item": f"{op} case"})
+
+        return Job(op, do, 60.0, 0.5)
+
+    monkeypatch.setattr(stages, "timings", timings)
+    report = GpuReport({})
+    run_campaign(tmp_path, report, stages=("device", "timings"))
+    assert report.done == ["rope case", "merge case"]
+    assert len(report.skipped) == len(report.failed) == 2
+
+
+def test_a_gpu_that_is_lost_is_no_end_of_the_op(tmp_path: Path, stubs: dict[str, Any]) -> None:
+    """The check that raised is reported before the process ends."""
+
+    def checks(op: str, done: Collection[str], emit: Emit) -> None:
+        for name in (n for n in "ab" if n not in done):
+            emit({"begin": name})
+            emit({"check": [op, name, 1.0, 0.0, "an illegal address"]})
+            sys.exit(work.GPU_LOST)
+
+    stubs["checks"] = checks
+    report = GpuReport({})
+    run_campaign(tmp_path, report)
+    assert sorted((op, name) for op, name, *_ in report.checks) == [
+        (op, name) for op in ("merge", "rope") for name in "ab"
+    ]
+    assert all("exit status 3" in line for line in report.failed)
 
 
 def test_a_second_run_goes_on_where_the_first_ended(tmp_path: Path, stubs: dict[str, Any]) -> None:
@@ -203,7 +239,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     report = GpuReport({})
     run_campaign(tmp_path, report, seconds=0)
     assert report.late["stages"] == list(STAGES)
-    assert f"no time: {len(STAGES)} of stages" in (tmp_path / "gpu.txt").read_text()
+    assert "left out: stages: device to tuning, 7 in all" in (tmp_path / "gpu.txt").read_text()
 
 
 def test_without_a_gpu_there_is_one_message(tmp_path: Path) -> None:
