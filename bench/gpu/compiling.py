@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -22,15 +22,15 @@ from unittest.mock import patch
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime import jit
 
-from bench.gpu import ops, tune
+from bench.gpu import child, ops, tune
 from bench.gpu.case import TimedCase
-from bench.gpu.child import Ended, Event, Job, run
+from bench.gpu.child import Ended, Event, Job
 from bench.gpu.model_shapes import shapes
 from bench.gpu_limits import WARP
+from bench.variants.variant import Launch, recorder
 from qoff.kernels.triton.launch.gpu import Gpu
 
 LIMIT_S = 90.0  # of one kernel
@@ -44,7 +44,7 @@ class CompileRequest:
     op: str
     kernel: str
     source: Any
-    options: dict[str, Any]
+    options: Mapping[str, Any]
 
 
 def collect(
@@ -53,22 +53,15 @@ def collect(
     """What the ops launch, each once. exact: compute capability that code is made for."""
     found: dict[str, CompileRequest] = {}
     now = ""
-    backend = CUDABackend(GPUTarget("cuda", exact, WARP))
 
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        del grid, warmup
-        bind = jit.create_function_from_signature(self.signature, self.params, backend)
-        bound, specialization, options = bind(*args, **kwargs)
-        packed, signature, constants, attributes = self._pack_args(
-            backend, kwargs, bound, specialization, options
-        )
-        source = ASTSource(self, signature, constants, attributes)
-        fields = dict(packed.__dict__)
-        key = f"{source.hash()} {sorted(map(str, fields.items()))}"
-        found.setdefault(key, CompileRequest(now, self.fn.__name__, source, fields))
+    def keep(launch: Launch) -> None:
+        source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+        key = f"{source.hash()} {sorted(map(str, launch.options.items()))}"
+        found.setdefault(key, CompileRequest(now, launch.kernel.__name__, source, launch.options))
 
+    run = recorder(exact, keep)
     of = staticmethod(lambda device: gpu)
-    with patch.object(jit.JITFunction, "run", launch), patch.object(Gpu, "of", of):
+    with patch.object(jit.JITFunction, "run", run), patch.object(Gpu, "of", of):
         for now in op_names:
             for call in _launching(now, work, quick, tiny):
                 try:
@@ -126,7 +119,7 @@ def compile_all(
         Job(name, lambda emit, r=request: _compile(r, exact, emit), limit_s, limit_s)  # type: ignore[misc]
         for name, request in by_name.items()
     ]
-    run(work, jobs, on_event, on_end)
+    child.run(work, jobs, on_event, on_end)
 
 
 def _compile(request: CompileRequest, exact: int, emit: Callable[[Event], None]) -> None:
@@ -134,7 +127,7 @@ def _compile(request: CompileRequest, exact: int, emit: Callable[[Event], None])
 
     try:
         target = GPUTarget("cuda", exact, WARP)
-        compiled = triton.compile(request.source, target=target, options=request.options)
+        compiled = triton.compile(request.source, target=target, options=dict(request.options))
         registers, spilled = resource_usage(compiled.asm["cubin"])
     except Exception as error:
         emit({"error": " ".join(f"{type(error).__name__}: {error}".split())[-400:]})
