@@ -259,7 +259,7 @@ def test_what_the_ops_launch_is_compiled() -> None:
         "from qoff.kernels.triton.launch.gpu import Gpu\n"
         "found = compiling.collect(ops.OPS, ['checks'], Gpu(90, 132), 90, True, True)\n"
         "print(json.dumps([[r.op, r.kernel] for r in found]))\n"
-        "one = [r for r in found if r.op == 'silu_mul'][:1]\n"
+        "one = [r for r in found if r.op == 'gated_silu'][:1]\n"
         "compiling.compile_all(one, 90, 1, lambda e: print(json.dumps(e)))\n"
         "compiling.compile_all(one, 90, 1, lambda e: print(json.dumps(e)), 0.01)\n"
     )
@@ -289,10 +289,10 @@ def test_a_rehearsal_brings_home_all_but_what_is_broken(tmp_path: Path) -> None:
     lines = {op: [line for line in report.wrong if line.startswith(op)] for op in rehearsal.FAULTS}
     assert "no sign of life" in lines["rope"][0]
     assert "died of SIGABRT" in lines["merge"][0]
-    assert "error 0.5, at most" in lines["silu_mul"][0]
+    assert "error 0.5, at most" in lines["gated_silu"][0]
     assert len(report.wrong) == sum(map(len, lines.values()))
     right = set(rehearsal.OPS) - set(rehearsal.FAULTS)
-    assert {op for op, *_, raised in report.checks if not raised} == right | {"silu_mul"}
+    assert {op for op, *_, raised in report.checks if not raised} == right | {"gated_silu"}
     assert {r.op for r in report.results} == right
     assert report.failed == []
     assert report.ceilings is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.gpu.case import BOUNDS, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
 from bench.gpu.model_shapes import ModelShape
-from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.reference import experts as reference
 from qoff.kernels.triton.moe.experts import experts
 
@@ -28,25 +28,15 @@ class RoutedLayer:
     x: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
-    gate_up: QExperts
-    down: QExperts
+    mlp: ExpertsMlp
 
     def run(self) -> Tensor:
-        return experts(
-            self.x,
-            self.topk_ids,
-            self.topk_weights,
-            self.gate_up,
-            self.down,
-            activation=_ACTIVATION,
-            residual=self.x,
-        )
+        return experts(self.x, self.topk_ids, self.topk_weights, self.mlp)
 
     def truth(self) -> Tensor:
         """In float64."""
-        x = self.x.double()
-        weights = (self.topk_weights.double(), self.gate_up, self.down)
-        return reference.experts(x, self.topk_ids, *weights, activation=_ACTIVATION, residual=x)
+        weights = self.topk_weights.double()
+        return reference.experts(self.x.double(), self.topk_ids, weights, self.mlp)
 
 
 def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
@@ -113,8 +103,11 @@ def _layer(
         torch.randn(m, hidden, device=device).to(dtype),
         chosen.indices,
         chosen.values.softmax(1),
-        _matrices(count, 2 * inner, hidden, device, bits, group),
-        _matrices(count, hidden, inner, device, bits, group),
+        ExpertsMlp(
+            _matrices(count, 2 * inner, hidden, device, bits, group),
+            _matrices(count, hidden, inner, device, bits, group),
+            _ACTIVATION,
+        ),
     )
 
 
