@@ -70,7 +70,7 @@ def draw(found: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     for name, paint in (("roofline", _roofline), ("ratio", _ratio)):
         figure = new_figure(*_SIZE)
         axes = figure.add_subplot()
-        axes.set_title(f"{found['machine']['gpu']}, {found['date']}")
+        axes.set_title(f"{found['gpu']['name']}, {found['date']}")
         if paint(axes, found):
             axes.grid(True, which="both", alpha=0.25)
             paths += save(figure, folder / f"{stem}-{name}", ("svg",))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 # For `bench` and `tests`; last, or the folder `kernels` would stand for the PyPI package.
@@ -20,11 +21,57 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels run as numpy
 
-from hypothesis import settings
+if find_spec("hypothesis"):
+    from hypothesis import settings
 
-settings.register_profile("dev", deadline=None, max_examples=30)
-settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True, database=None)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+    settings.register_profile("dev", deadline=None, max_examples=30)
+    settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True, database=None)
+    settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+# A machine with a GPU may have little more than torch and transformers: tests of what needs one of
+# these are skipped there. They are dependencies of qoff or its tests: elsewhere they are found.
+_MAY_BE_MISSING = frozenset(
+    {
+        "accelerate",
+        "datasets",
+        "gguf",
+        "greenlet",
+        "hypothesis",
+        "lm_eval",
+        "matplotlib",
+        "peft",
+        "psutil",
+        "rich",
+        "scipy",
+        "typer",
+    }
+)
+
+
+class OptionalModule(pytest.Module):
+    """A file of tests, skipped with a reason where a package that it imports is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            cause = error.__cause__
+            missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+            name = (missing or "").partition(".")[0]
+            if name not in _MAY_BE_MISSING or find_spec(name) is not None:
+                raise
+            # Others that import it would find it half imported.
+            for module in [m for m, of in sys.modules.items() if _file(of) == str(self.path)]:
+                del sys.modules[module]
+            pytest.skip(f"needs the package {name}", allow_module_level=True)
+
+
+def _file(module: object) -> str | None:
+    return getattr(module, "__file__", None)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return OptionalModule.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFWriter
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
@@ -258,6 +257,8 @@ def save_gguf(path: Path) -> None:
         "blk.0.ffn_up.weight": (128, 64),
         "blk.0.ffn_down.weight": (64, 128),
     }
+    from gguf import GGUFWriter
+
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(128)

@@ -47,14 +47,13 @@ class Launch(NamedTuple):
 _launches: list[Launch] = []
 
 
-def stand_in(capability: int) -> None:
-    """From now on launches of this process are recorded, as on a GPU of a compute capability."""
+def recorder(capability: int, keep: Callable[[Launch], object]) -> Callable[..., None]:
+    """A stand-in for `JITFunction.run`: `keep` gets each launch, and nothing is compiled."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import jit
 
     backend = CUDABackend(GPUTarget("cuda", capability, WARP))
-    gpu = Gpu(capability, _PROCESSORS)
 
     def run(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
         assert not warmup
@@ -63,9 +62,17 @@ def stand_in(capability: int) -> None:
         bound, specialization, options = bind(*args, **kwargs)
         # Refuses unknown options, as at a launch.
         options, *rest = self._pack_args(backend, kwargs, bound, specialization, options)
-        _launches.append(Launch(self, vars(options), *rest))
+        keep(Launch(self, vars(options), *rest))
 
-    jit.JITFunction.run = run
+    return run
+
+
+def stand_in(capability: int) -> None:
+    """From now on launches of this process are recorded, as on a GPU of a compute capability."""
+    from triton.runtime import jit
+
+    gpu = Gpu(capability, _PROCESSORS)
+    jit.JITFunction.run = recorder(capability, _launches.append)
     Gpu.of = staticmethod(lambda device: gpu)  # type: ignore[method-assign, assignment]
 
 

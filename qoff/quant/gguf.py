@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFEndian, GGUFReader, ReaderTensor
-from gguf.quants import dequantize
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
@@ -21,6 +20,9 @@ from qoff.errors import FormatError
 from qoff.kernels.layout.qtensor import QTensor
 
 from .gguf_blocks import BLOCK_TYPES, decode_rows
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
 
 DENSE = ("F32", "F16", "BF16")
 TO_FLOATS = ("Q6_K",)
@@ -35,11 +37,13 @@ class GGUFFile:
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
+        from gguf import GGUFEndian
+
         self.path = Path(path)
         if not self.path.is_file():
             raise FormatError(f"{self.path}: no such file; expected a GGUF file")
         try:
-            reader = _StrictReader(self.path)
+            reader = _strict_reader()(self.path)
             self.metadata: dict[str, Any] = {
                 name: field.contents()
                 for name, field in reader.fields.items()
@@ -92,6 +96,9 @@ class GGUFFile:
         if kind in DENSE:
             weight = values = _dense(raw, kind).view(-1, *shape[1:])
         elif kind in TO_FLOATS:
+            from gguf import GGMLQuantizationType
+            from gguf.quants import dequantize
+
             with np.errstate(invalid="ignore"):  # infinite scales, which are found below
                 weight = values = torch.from_numpy(dequantize(raw, GGMLQuantizationType[kind]))
         else:
@@ -112,16 +119,24 @@ class GGUFFile:
         return self._tensors[name]
 
 
-class _StrictReader(GGUFReader):
-    """A reader that stops at the end of the file, where the original goes on with empty values."""
+@cache
+def _strict_reader() -> type[GGUFReader]:
+    """A reader that stops at the end of the file, where the original goes on with empty values.
 
-    def _get(
-        self, offset: int, dtype: DTypeLike, count: int = 1, override_order: Any = None
-    ) -> NDArray[Any]:
-        end = int(offset) + int(count) * np.dtype(dtype).itemsize
-        if not 0 <= offset <= end <= len(self.data):
-            raise ValueError(f"it ends at byte {len(self.data)}, and byte {end} is wanted")
-        return super()._get(offset, dtype, count, override_order)
+    The package gguf is imported where a GGUF file is read only; the rest runs without it.
+    """
+    from gguf import GGUFReader
+
+    class StrictReader(GGUFReader):
+        def _get(
+            self, offset: int, dtype: DTypeLike, count: int = 1, override_order: Any = None
+        ) -> NDArray[Any]:
+            end = int(offset) + int(count) * np.dtype(dtype).itemsize
+            if not 0 <= offset <= end <= len(self.data):
+                raise ValueError(f"it ends at byte {len(self.data)}, and byte {end} is wanted")
+            return super()._get(offset, dtype, count, override_order)
+
+    return StrictReader
 
 
 def _dense(raw: NDArray[Any], kind: str) -> Tensor:

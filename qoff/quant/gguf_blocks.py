@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from qoff.kernels.layout.packing import pack_codes
@@ -42,6 +41,8 @@ def decode_rows(raw: Tensor, kind: str) -> QTensor:
     Codes and values are exactly those of the file; scales are float32 where float16 cannot hold all
     of them and of the minima. `kind` is one of BLOCK_TYPES.
     """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     bits, decode = BLOCK_TYPES[kind]
     elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     n, row_bytes = raw.shape

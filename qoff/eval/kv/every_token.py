@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import gguf
 import torch
 from torch import Tensor
 
@@ -122,6 +121,8 @@ def ggml(name: str) -> RoundTrip:
     """
     if name not in GGML_TYPES:
         raise ArgumentError(f"no KV cache type of llama.cpp is {name!r}; {', '.join(GGML_TYPES)}")
+    import gguf
+
     kind = gguf.GGMLQuantizationType[name.upper()]
 
     def kept(x: Tensor) -> Tensor:
@@ -133,5 +134,7 @@ def ggml(name: str) -> RoundTrip:
 
 def ggml_bits(name: str) -> float:
     """Bits per value of a type of llama.cpp."""
+    import gguf
+
     values, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
     return 8 * nbytes / values

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from greenlet import getcurrent
 from torch import Tensor, nn
 
 from qoff.errors import OpError
@@ -19,8 +18,6 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
 from qoff.kvcache import CachePass
-
-from .passes import ModulePass
 
 NAME = "qoff_packed"
 MASK = "qoff_mask"  # what a mask that `masked` made is known by, with the window as its value
@@ -99,6 +96,10 @@ def masked(window: int | None, shape: tuple[int, ...]) -> Tensor:
 
 
 def _current() -> Any:
+    from greenlet import getcurrent
+
+    from .passes import ModulePass
+
     here = getcurrent()
     if not isinstance(here, ModulePass) or here.attention is None:
         raise OpError(f"attention {NAME!r} is for models of qoff.load(kv=...) only")

@@ -26,8 +26,8 @@ from .attention import NAME, PackedAttention, register
 from .binding import WeightBinder, bind_embedding
 from .cache import ModuleCache, new_columns
 from .configs import DTYPE, LAYOUT, build, read_config
+from .current import current
 from .linear import Head, Multiply
-from .passes import ModulePass, current
 from .structure import CACHE_ARGUMENTS, Structure, buffers_from_config, matrices_of
 
 
@@ -139,6 +139,8 @@ class ModuleDecoder:
         Hidden states stay where they are between its steps. Raises OpError for another cache than
         `new_cache` makes, and as `ModuleCache.begin` does.
         """
+        from .passes import ModulePass
+
         cache = run.cache
         if not isinstance(cache, ModuleCache) or (cache.tokens is None) == bool(self._shapes):
             raise OpError(f"this model needs a cache of its own, not a {type(cache).__name__}")

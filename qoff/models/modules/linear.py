@@ -14,7 +14,7 @@ from qoff.memory import HEAD, TiledMatrix
 from qoff.memory.plan import LM_HEAD
 
 from .configs import DTYPE
-from .passes import by_tiles, current
+from .current import by_tiles, current
 
 Bound: TypeAlias = QTensor | Tensor | TiledMatrix
 

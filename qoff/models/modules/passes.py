@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from qoff.kernels.layout.qtensor import QTensor
-from qoff.memory import Tile, TiledMatrix, Unit, Weights
+from qoff.memory import Unit, Weights
 from qoff.models.native.linear import Steps
 
 
@@ -45,16 +44,3 @@ class ModulePass(greenlet):
         finally:
             if not self.dead:  # closed early, or one of its weights could not be read
                 self.throw(GreenletExit)
-
-
-def current() -> ModulePass:
-    """The pass that is being computed."""
-    here = getcurrent()
-    assert isinstance(here, ModulePass)
-    return here
-
-
-def by_tiles(matrix: TiledMatrix) -> Iterator[tuple[Tile, QTensor]]:
-    """Fetch all tiles of a matrix; each is valid until the next one is asked for."""
-    for tile in matrix.tiles:
-        yield tile, cast(QTensor, current().fetch(tile)[tile.name])

@@ -17,7 +17,6 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache.quant import UnpackableError
 
 from .attention import MASK, masked
-from .passes import ModulePass
 from .structure import is_experts
 
 _TOKENS = 3
@@ -37,6 +36,8 @@ def head_shapes(model: Any, call: Callable[..., object], states: Any) -> dict[in
     cache, mask and positions; states: an empty cache. Raises UnpackableError with the reason
     why there can be no packed cache.
     """
+    from .passes import ModulePass
+
     trial = _Trial(states)
     ids, positions = torch.zeros(2, 1, _TOKENS, dtype=torch.int64, device="meta")
     real = torch.ones(1, _TOKENS, dtype=torch.int64)  # models look into it

@@ -1,42 +1,39 @@
-"""Searching launch configurations on one GPU; writes kernels/tuned/<gpu>.json.
+"""Searching launch configurations on one GPU, for kernels/tuned/<gpu>.json.
 
 For each case the launcher is timed with every candidate in turn, beside the configuration that it
-would choose itself. A candidate that does not compile or launch is left out. An entry is written
+would choose itself. A candidate that does not compile or launch is left out. An entry is made
 only where the best candidate is faster than the launcher's own choice by more than 3 %.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.cuda_timer import Timer
-from bench.decode_attention import problem
-from bench.gpu_case import Call
-from bench.gpu_operands import random_weight
-from bench.model_shapes import MODELS, TOKENS
-from bench.w4_linear import GROUP
+from bench.gpu.case import Call
+from bench.gpu.child import Emit
+from bench.gpu.model_shapes import TOKENS, ModelShape
+from bench.gpu.operands import random_weight
+from bench.gpu.ops.decode_attention import problem
+from bench.gpu.ops.w4_linear import GROUP
+from bench.gpu.timer import Timer
 from qoff.kernels.triton.attention.decode import DecodeConfig
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.linear.gemv import GemvConfig, tokens_max
 from qoff.kernels.triton.linear.linear import w4_linear
 from qoff.kernels.triton.linear.skinny import SkinnyConfig
 
 _SAMPLE_S = 1.5
+_SETS = 4  # of operands, for the calls of a graph
 _GAIN = 1.03
 _SKINNY_MAX = 64
 _BITS = 4
 _CONTEXT, _BATCH = 32768, 8
-
-Entries = dict[str, dict[str, dict[str, int]]]
 
 
 @dataclass(frozen=True)
@@ -48,36 +45,30 @@ class Search:
     candidates: tuple[Any, ...]
     build: Callable[[torch.device], Callable[[Any], Call]]
 
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.key}"
+
 
 def tune(
+    emit: Emit,
+    wanted: Iterable[Search],
+    done: Collection[str],
     device: torch.device,
     timer: Timer,
-    ops: Sequence[str],
-    budget_s: float,
-    folder: Path = tuned.FOLDER,
-    gpu: str | None = None,
-) -> Path:
-    """Search until the budget is spent; each entry is written once it is found, others stay."""
-    path = folder / tuned.file_name(gpu or torch.cuda.get_device_name(device))
-    entries: Entries = json.loads(path.read_text()) if path.is_file() else {}
-    end = time.monotonic() + budget_s
-    left = 0
-    folder.mkdir(parents=True, exist_ok=True)
-    for search in searches(ops):
+    end: float,
+) -> None:
+    """Do the searches that are not done, until `end`; each is reported once it is over."""
+    for search in wanted:
+        if search.name in done:
+            continue
         if time.monotonic() > end:
-            left += 1
-        elif fields := best(search, device, timer, end):
-            entries.setdefault(search.op, {})[search.key] = fields
-            _write(path, entries)
-            print(f"{search.op} {search.key}: {fields}", flush=True)
-    if left:
-        print(f"skipped {left} searches for lack of time")
-    _write(path, entries)
-    return path
-
-
-def _write(path: Path, entries: Entries) -> None:
-    path.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+            emit({"late": search.name})
+            continue
+        emit({"begin": search.name})
+        with torch.inference_mode():
+            fields = best(search, device, timer, end)
+        emit({"tuned": [search.op, search.key, fields], "item": search.name})
 
 
 def best(
@@ -87,19 +78,19 @@ def best(
 
     None where the launcher's own choice is as fast.
     """
-    make = search.build(device)
-    calls: dict[str, Call] = {"own": make(None)}
-    calls["own"]()
+    makes = [search.build(device) for _ in range(_SETS)]
+    calls = {"own": [make(None) for make in makes]}
+    calls["own"][0]()
     candidates = {"own": None}
     for i, config in enumerate(search.candidates):
         if time.monotonic() > end:
             break
         try:
-            call = make(config)
-            call()
+            several = [make(config) for make in makes]
+            several[0]()
         except Exception:  # too many registers or too much shared memory for this GPU
             continue
-        calls[str(i)], candidates[str(i)] = call, config
+        calls[str(i)], candidates[str(i)] = several, config
     seconds = {name: t.seconds for name, t in timer.measure(calls, _SAMPLE_S).items()}
     fastest = min(seconds, key=lambda name: seconds[name])
     if candidates[fastest] is None or seconds["own"] < _GAIN * seconds[fastest]:
@@ -107,14 +98,14 @@ def best(
     return asdict(candidates[fastest])  # type: ignore[call-overload]
 
 
-def searches(ops: Sequence[str]) -> Iterator[Search]:
-    """What can be tuned, of the ops wanted."""
-    if "w4_linear" in ops:
+def searches(op: str, models: Sequence[ModelShape]) -> Iterator[Search]:
+    """What can be tuned of an op, the most useful first."""
+    if op == "w4_linear":
         for m in (m for m in TOKENS if m <= _SKINNY_MAX):
-            for n, k in dict.fromkeys(s for model in MODELS for s in model.linears().values()):
+            for n, k in dict.fromkeys(s for model in models for s in model.linears().values()):
                 yield _linear(m, n, k)
-    if "decode_attention" in ops:
-        yield from _decode()
+    if op == "decode_attention":
+        yield from _decode(models)
 
 
 def _linear(m: int, n: int, k: int) -> Search:
@@ -152,16 +143,16 @@ def _configs(gemv: bool, m: int) -> Iterator[GemvConfig | SkinnyConfig]:
         )
 
 
-def _decode() -> Iterator[Search]:
+def _decode(models: Sequence[ModelShape]) -> Iterator[Search]:
     seen = set()
-    for model in MODELS:
+    for model in models:
         columns = 8 if model.group <= 8 else 16
         key = f"{model.head_dim}-k4-v4-{columns}"  # as the launcher makes it
         if key in seen:
             continue
         seen.add(key)
 
-        def build(device: torch.device, model: Any = model) -> Callable[[Any], Call]:
+        def build(device: torch.device, model: ModelShape = model) -> Callable[[Any], Call]:
             attend, _ = problem(model, _CONTEXT, _BATCH, device)
             return lambda config: partial(attend, config)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
-from bench.model_shapes import models
+from bench.gpu.case import BOUNDS, Call, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
+from bench.gpu.model_shapes import ModelShape
 from qoff.kernels.reference import elementwise as reference
 from qoff.kernels.triton.elementwise.rope import rope
 
@@ -48,17 +48,17 @@ def _error(
     return relative_rms(rope(x, positions, cos, sin), expected)
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
     for tokens in (16, 4096):
-        for model in models(quick):
+        for model in models:
             size = tokens * model.heads * model.head_dim
             nbytes = 2 * size * 2 + tokens * model.head_dim * 4
             build = partial(_build, tokens, model.heads, model.head_dim)
             name = f"{tokens}x{model.heads}x{model.head_dim}"
-            yield Case(OP, model.name, name, nbytes, build, m=tokens, footprint=6 * nbytes)
+            yield TimedCase(OP, model.name, name, nbytes, build, m=tokens, footprint=6 * nbytes)
 
 
-def _build(tokens: int, heads: int, head_dim: int, device: torch.device) -> Work:
+def _build(tokens: int, heads: int, head_dim: int, device: torch.device) -> PreparedCase:
     x = torch.randn(tokens, heads, head_dim, device=device).half()
     positions = torch.arange(tokens, device=device)
     cos, sin = tables(head_dim, device)
@@ -66,4 +66,4 @@ def _build(tokens: int, heads: int, head_dim: int, device: torch.device) -> Work
     def torch_way() -> Call:
         return lambda: reference.rope(x, positions, cos, sin)
 
-    return Work(lambda: rope(x, positions, cos, sin), {"torch, several passes": torch_way})
+    return PreparedCase(lambda: rope(x, positions, cos, sin), {"torch, several passes": torch_way})

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench.gpu_case import Call, Case, Check, Work, relative_rms
-from bench.gpu_targets import PLAIN_APPEND
-from bench.model_shapes import Shape, models
-from bench.rope import tables
+from bench.gpu.case import Call, Check, PreparedCase, TimedCase, relative_rms
+from bench.gpu.model_shapes import ModelShape
+from bench.gpu.ops.rope import tables
+from bench.gpu.targets import PLAIN_APPEND
 from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import kv_blocks
@@ -102,22 +102,22 @@ def _error(form: KVFormat, rows: int, device: torch.device) -> float:
     return max(relative_rms(a, b) for a, b in pairs)
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
     for rows, sequences in ((1, 32), (2048, 1)):
-        for model in models(quick):
+        for model in models:
             values = rows * sequences * model.kv_heads * model.head_dim
             # K and V are read once; packed they are written as a quarter and some, or as they are.
             written = 2 * values * 2 if rows == 1 else values * 9 // 8
             name = f"{sequences} x {rows} tokens, {model.kv_heads} KV heads"
             nbytes = 2 * values * 2 + written
             build = partial(_build, model, rows, sequences)
-            yield Case(OP, model.name, name, nbytes, build, m=rows, footprint=8 * nbytes)
+            yield TimedCase(OP, model.name, name, nbytes, build, m=rows, footprint=8 * nbytes)
 
 
-def _build(model: Shape, rows: int, sequences: int, device: torch.device) -> Work:
+def _build(model: ModelShape, rows: int, sequences: int, device: torch.device) -> PreparedCase:
     start = 0 if rows > 1 else 5  # no block becomes complete at most tokens of decode
     work = append(KVFormat(model.head_dim), model.kv_heads, [start] * sequences, rows, device)
-    return Work(work.run, {PLAIN_APPEND: partial(_plain, work)})
+    return PreparedCase(work.run, {PLAIN_APPEND: partial(_plain, work)})
 
 
 def _plain(work: Append) -> Call:

@@ -1,4 +1,4 @@
-"""What the modules `bench.<op>` list: checks against the reference, and cases to time."""
+"""What the modules `bench.gpu.ops.<op>` list: checks against the reference, and cases to time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from qoff.kernels.triton.launch.gpu import Gpu
 
 # Largest relative RMS error, by the lowest precision on the way.
 BOUNDS: Mapping[torch.dtype, float] = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -25,7 +27,18 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Work:
+class SerialChain:
+    """What one call does one after the other, however little it has to do.
+
+    loads: from memory, each of which waits for the one before.
+    """
+
+    launches: int
+    loads: int
+
+
+@dataclass(frozen=True)
+class PreparedCase:
     """A case in memory. Peers are made on first use: one that raises is reported as missing.
 
     Where the results of peers are `comparable`, so is one whose result is not that of `call`.
@@ -34,23 +47,29 @@ class Work:
     call: Call
     peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
     comparable: bool = False
+    chain: SerialChain | None = None
 
 
 @dataclass(frozen=True)
-class Case:
+class TimedCase:
     """A size of one op. `nbytes` counts each byte of memory once, `flops` a multiply-add as two."""
 
     op: str
     model: str
     name: str
     nbytes: int
-    build: Callable[[torch.device], Work]
+    build: Callable[[torch.device], PreparedCase]
     flops: float = 0.0
     m: int = 0  # tokens, of the ops that have few or many
     tokens: int = 0  # cached ones of a sequence
     group: int = 0  # query heads for a KV head
     stored: int = 0  # bytes of packed weights or fp16 KV that the targets speak of
     footprint: int = 0  # bytes of device memory that the case and its peers need
+
+    @property
+    def key(self) -> str:
+        """Its name among all cases of all ops."""
+        return f"{self.op} {self.model} {self.name}"
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
@@ -65,7 +84,7 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes that kernels take on a device: no bfloat16 before compute capability 8.0."""
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    old = Gpu.of(device).capability < 80
     return (torch.float16,) if old else (torch.float16, torch.bfloat16)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from bench.gpu_case import BOUNDS, Case, Check, Work, dtypes, relative_rms, short
-from bench.gpu_operands import random_weight
-from bench.model_shapes import LLAMA_8B, LLAMA_70B
+from bench.gpu.case import BOUNDS, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
+from bench.gpu.model_shapes import ModelShape
+from bench.gpu.operands import random_weight
 from qoff.kernels.triton.linear.dequantize import dequantize
 
 OP = "dequantize"
@@ -31,14 +31,14 @@ def _error(
     return relative_rms(out, q.dequantize())
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    for model in (LLAMA_8B,) if quick else (LLAMA_8B, LLAMA_70B):
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
+    for model in models[:1] if quick else models[:2]:
         n, k = model.linears()["gate/up"]
         nbytes = n * k * 2 + n * k // 2 + n * k // 64 * 4
         build = partial(_build, n, k)
-        yield Case(OP, model.name, f"{n}x{k} 4 bit", nbytes, build, footprint=2 * nbytes)
+        yield TimedCase(OP, model.name, f"{n}x{k} 4 bit", nbytes, build, footprint=2 * nbytes)
 
 
-def _build(n: int, k: int, device: torch.device) -> Work:
+def _build(n: int, k: int, device: torch.device) -> PreparedCase:
     q = random_weight(n, k, device)
-    return Work(lambda: dequantize(q, torch.float16))
+    return PreparedCase(lambda: dequantize(q, torch.float16))

@@ -1,29 +1,24 @@
-"""What `bench.gpu` found: rows, targets, JSON. Needs nothing installed but torch."""
+"""What `bench.gpu` found: rows, targets, text and JSON, which it reads again to go on."""
 
 from __future__ import annotations
 
 import json
 import platform
-import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.cuda_timer import Timing
-from bench.gpu_case import Case
-from bench.gpu_ceilings import Ceilings
-from bench.gpu_targets import TARGETS, Target
+from bench.gpu.case import SerialChain, TimedCase
+from bench.gpu.ceilings import Ceilings
+from bench.gpu.targets import TARGETS, GpuTarget
+from bench.gpu.timer import CallTimes
 from qoff.measure.tables import markdown
 
-RESULTS = Path(__file__).resolve().parent / "results"
-_PACKAGES = ("torch", "triton", "gemlite")
+_PACKAGES = ("torch", "triton", "transformers", "gemlite")
 _HEADER = ("op, model, case", "us", "launched", "GB/s", "eta", "TFLOP/s", "beside (peer/ours)")
 
 
@@ -47,10 +42,16 @@ class CaseResult:
     peers: dict[str, float] = field(default_factory=dict)  # seconds
     peers_launched: dict[str, float] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    calls: int = 1  # in a graph, each with operands of its own
+    chain: dict[str, int] | None = None  # the fields of a SerialChain
 
     @staticmethod
     def of(
-        case: Case, ours: Timing, peers: dict[str, Timing], missing: dict[str, str]
+        case: TimedCase,
+        ours: CallTimes,
+        peers: dict[str, CallTimes],
+        missing: dict[str, str],
+        chain: SerialChain | None = None,
     ) -> CaseResult:
         return CaseResult(
             case.op,
@@ -69,9 +70,21 @@ class CaseResult:
             {name: timing.seconds for name, timing in peers.items()},
             {name: timing.launched_seconds for name, timing in peers.items()},
             missing,
+            ours.calls,
+            asdict(chain) if chain else None,
         )
 
-    def figure(self, target: Target, ceilings: Ceilings) -> float | None:
+    @property
+    def key(self) -> str:
+        """That of its case."""
+        return f"{self.op} {self.model} {self.name}"
+
+    def least_seconds(self, ceilings: Ceilings) -> float | None:
+        """What its serial chain takes at least; None for a case without one."""
+        chain = SerialChain(**self.chain) if self.chain else None
+        return ceilings.chain_seconds(chain, self.nbytes) if chain else None
+
+    def figure(self, target: GpuTarget, ceilings: Ceilings) -> float | None:
         """The figure that a target bounds; None where the case or its peers do not have it."""
         ranges = (getattr(target, name) for name in target.ranges)
         values = (getattr(self, name) for name in target.ranges)
@@ -82,6 +95,9 @@ class CaseResult:
             return self.nbytes / self.seconds / ceilings.bandwidth
         if target.figure == "eta of a copy":
             return self.nbytes / self.seconds / ceilings.copy
+        if target.figure == "chain":
+            least = self.least_seconds(ceilings)
+            return None if least is None else least / self.seconds
         others = [s for name, s in self.peers.items() if name.startswith(target.peer)]
         return min(others) / self.seconds if others else None
 
@@ -90,17 +106,63 @@ class CaseResult:
 class GpuReport:
     """Everything of one run. `checks` is (op, name, error, bound, what was raised).
 
-    failed: errors outside of checks, a line each. skipped: what there was no time or memory for.
+    gpu: of the event "gpu"; empty before it is known. failed: errors outside of checks, a line
+    each. skipped: what memory does not hold. late: what was left out, mostly for lack of time, by
+    stage and op.
+    done: timings and searches that are over, failed ones too. compiled: a row for each kernel.
+    tests: how the GPU tests went. tuned: op, key, configuration.
     """
 
     settings: dict[str, Any]
-    capability: int
-    gpu: str
+    gpu: dict[str, Any] = field(default_factory=dict)
     ceilings: Ceilings | None = None
     checks: list[tuple[str, str, float, float, str]] = field(default_factory=list)
     results: list[CaseResult] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    compiled: list[dict[str, Any]] = field(default_factory=list)
+    tests: dict[str, Any] = field(default_factory=dict)
+    tuned: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # of each stage
+    late: dict[str, list[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(text: str) -> GpuReport:
+        """That of an earlier call, to go on with; what it had no time for is forgotten."""
+        content = json.loads(text)
+        names = {f.name for f in fields(GpuReport)} - {"late"}
+        report = GpuReport(**{name: content[name] for name in names})
+        report.checks = [tuple(check.values()) for check in content["checks"]]
+        report.results = [CaseResult(**result) for result in content["results"]]
+        report.ceilings = Ceilings(**content["ceilings"]) if content["ceilings"] else None
+        return report
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take up what a child reports; see `work`."""
+        if "item" in event:
+            self.done.append(event["item"])
+        for name in ("gpu", "tests"):
+            if name in event:
+                setattr(self, name, event[name])
+        for name in ("compiled", "failed", "skipped"):
+            if name in event:
+                getattr(self, name).append(event[name])
+        if "check" in event:
+            self.checks.append(tuple(event["check"]))
+        if "ceilings" in event:
+            self.ceilings = Ceilings(**event["ceilings"])
+        if "result" in event:
+            self.results.append(CaseResult(**event["result"]))
+            self.done.append(self.results[-1].key)
+        if event.get("tuned", [None])[-1]:
+            op, key, fields = event["tuned"]
+            self.tuned.setdefault(op, {})[key] = fields
+
+    @property
+    def capability(self) -> int:
+        """90 for 9.0; that whose configurations fit."""
+        return int(self.gpu.get("capability", 0))
 
     @property
     def wrong(self) -> list[str]:
@@ -119,6 +181,8 @@ class GpuReport:
             figures = [f for f in found if f is not None]
             worst = min(figures, default=None)
             wanted = target.bound(self.capability)
+            if wanted is None:
+                continue
             rows.append(
                 {
                     "op": target.op,
@@ -133,18 +197,24 @@ class GpuReport:
             )
         return rows
 
-    def _figure(self, result: CaseResult, target: Target) -> float | None:
+    def _figure(self, result: CaseResult, target: GpuTarget) -> float | None:
         return None if self.ceilings is None else result.figure(target, self.ceilings)
 
     def text(self) -> str:
         """The tables that are printed."""
-        parts = [f"{self.gpu}, compute capability {self.capability / 10}"]
+        exact = self.gpu.get("exact", 0) / 10
+        parts = [f"{self.gpu.get('name', 'no GPU')}, compute capability {exact}"]
         if self.ceilings:
             c = self.ceilings
             parts.append(
                 f"read {c.read / 1e9:.0f} GB/s, copy {c.copy / 1e9:.0f} GB/s, "
-                f"cuBLAS fp16 {c.fp16 / 1e12:.0f} and bf16 {c.bf16 / 1e12:.0f} TFLOP/s"
+                f"cuBLAS fp16 {c.fp16 / 1e12:.0f} and bf16 {c.bf16 / 1e12:.0f} TFLOP/s, "
+                f"pinned link {c.link / 1e9:.1f} GB/s, a launch {c.launch * 1e6:.2f} us, "
+                f"a load {c.latency * 1e9:.0f} ns"
             )
+        parts += self._compiled_text()
+        if self.tests:
+            parts.append(f"pytest -m gpu: {self.tests['summary']}")
         failed = len(self.wrong)
         parts.append(f"{len(self.checks)} checks against the reference, {failed} failed")
         parts += self.wrong
@@ -153,14 +223,34 @@ class GpuReport:
             header = ("target", "figure", "wanted", "cases", "median", "worst", "")
             parts.append(_table(header, [_target_row(row) for row in self.target_rows()]))
             parts += [f"not measured: {line}" for line in _missing(self.results)]
+        tuned = [(op, key, e) for op, keys in self.tuned.items() for key, e in keys.items()]
+        parts += [f"tuned: {op} {key}: {entry}" for op, key, entry in tuned]
         parts += [f"skipped: {line}" for line in self.skipped]
+        for what, names in self.late.items():
+            few = ", ".join(names)
+            many = f"{names[0]} to {names[-1]}, {len(names)} in all"
+            parts.append(f"left out: {what}: {few if len(names) < 4 else many}")
+        parts.append(" ".join(f"{stage} {s:.0f} s" for stage, s in self.seconds.items()))
         return "\n".join([*parts, *(f"FAILED: {line}" for line in self.failed)])
+
+    def _compiled_text(self) -> list[str]:
+        if not self.compiled:
+            return []
+        bad = [row for row in self.compiled if row["error"]]
+        spilling = sum(bool(row.get("spilled")) for row in self.compiled)
+        total = sum(row["seconds"] for row in self.compiled)
+        first = f"{len(self.compiled)} kernels compiled in {total:.0f} s of CPU time"
+        lines = [f"{first}, {len(bad)} failed, {spilling} spill registers"]
+        return lines + [f"does not compile: {r['op']} {r['kernel']}: {r['error']}" for r in bad]
 
     def _row(self, r: CaseResult) -> tuple[str, ...]:
         bandwidth = self.ceilings.bandwidth if self.ceilings else float("inf")
         beside = [f"{name} {s / r.seconds:.2f}" for name, s in r.peers.items()]
+        least = r.least_seconds(self.ceilings) if self.ceilings else None
+        if least is not None:
+            beside = [f"limit of latencies {least * 1e6:.1f} us", *beside]
         return (
-            f"{r.op} {r.model} {r.name}" + ("" if r.captured else " (no graph)"),
+            r.key + ("" if r.captured else " (no graph)"),
             f"{r.seconds * 1e6:.1f}",
             f"{r.launched_seconds * 1e6:.1f}",
             f"{r.nbytes / r.seconds / 1e9:.0f}",
@@ -175,12 +265,11 @@ class GpuReport:
             "bench": "gpu",
             "date": time.strftime("%Y-%m-%d"),
             "settings": self.settings,
-            "machine": {
-                "gpu": self.gpu,
-                "capability": self.capability,
-                "system": f"{platform.system()} {platform.release()}",
-                "cuda": torch.version.cuda,
-            },
+            "gpu": self.gpu,
+            "system": f"{platform.system()} {platform.release()}",
+            "seconds": self.seconds,
+            "compiled": self.compiled,
+            "tests": self.tests,
             "versions": versions(),
             "ceilings": asdict(self.ceilings) if self.ceilings else None,
             "checks": [
@@ -189,17 +278,12 @@ class GpuReport:
             ],
             "results": [asdict(result) for result in self.results],
             "targets": self.target_rows(),
+            "tuned": self.tuned,
             "failed": self.failed,
             "skipped": self.skipped,
+            "late": self.late,
+            "done": self.done,
         }
-
-    def write(self, out: Path | None) -> Path:
-        """Write the JSON, by default bench/results/<gpu>-<date>.json; returns its path."""
-        stem = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
-        path = out or RESULTS / f"{stem}-{time.strftime('%Y-%m-%d')}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.content(), indent=1) + "\n")
-        return path
 
 
 def versions() -> dict[str, str]:

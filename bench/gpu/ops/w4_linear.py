@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
-from bench.gpu_operands import random_weight
-from bench.gpu_peers import gemlite, tinygemm
-from bench.gpu_targets import CUBLAS, GEMLITE, TINYGEMM
-from bench.model_shapes import TOKENS, models
+from bench.gpu.case import BOUNDS, Call, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
+from bench.gpu.model_shapes import TOKENS, ModelShape
+from bench.gpu.operands import random_weight
+from bench.gpu.peers import gemlite, tinygemm
+from bench.gpu.targets import CUBLAS, GEMLITE, TINYGEMM
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.linear.linear import w4_linear
 
@@ -46,19 +46,19 @@ def _error(
     return relative_rms(out, x.double() @ q.dequantize().double().T + bias.double())
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
     """Small M first, all models at each M: what a run that ends early has seen is a fair part."""
     for m in _TOKENS_QUICK if quick else TOKENS:
-        for model in models(quick):
+        for model in models:
             for name, (n, k) in model.linears().items():
                 yield case(model.name, name, m, n, k)
 
 
-def case(model: str, name: str, m: int, n: int, k: int) -> Case:
+def case(model: str, name: str, m: int, n: int, k: int) -> TimedCase:
     """M tokens times one matrix [N, K]."""
     packed = n * k // 2 + n * k // GROUP * 4
     nbytes = packed + 2 * m * (n + k)
-    return Case(
+    return TimedCase(
         OP,
         model,
         f"{name} {n}x{k} M={m}",
@@ -71,7 +71,7 @@ def case(model: str, name: str, m: int, n: int, k: int) -> Case:
     )
 
 
-def _build(m: int, n: int, k: int, device: torch.device) -> Work:
+def _build(m: int, n: int, k: int, device: torch.device) -> PreparedCase:
     q = random_weight(n, k, device)
     x = torch.randn(m, k, device=device).half()
     peers = {
@@ -79,7 +79,7 @@ def _build(m: int, n: int, k: int, device: torch.device) -> Work:
         TINYGEMM: partial(tinygemm, x, q),
         GEMLITE: partial(gemlite, x, q),
     }
-    return Work(lambda: w4_linear(x, q), peers, True)
+    return PreparedCase(lambda: w4_linear(x, q), peers, True)
 
 
 def _cublas(x: torch.Tensor, q: QTensor) -> Call:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from bench.decode_attention import problem
-from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
-from bench.gpu_targets import DECODE
-from bench.model_shapes import Shape, models
+from bench.gpu.case import BOUNDS, Call, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
+from bench.gpu.model_shapes import ModelShape
+from bench.gpu.ops.decode_attention import problem
+from bench.gpu.targets import DECODE
 from qoff.kernels.reference import kv_blocks
 from qoff.kernels.triton.attention.merge import merge
 
@@ -37,21 +37,21 @@ def _error(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.d
     return max(relative_rms(out, expected), relative_rms(lse, expected_lse))
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
     """As many parts as decode attention makes of long sequences, beside that op as a whole."""
-    for model in models(quick):
+    for model in models:
         size = _BATCH * model.heads * model.head_dim
         nbytes = (_PARTS + 1) * size * 2
         fp16 = 4 * _BATCH * _CONTEXT * model.kv_heads * model.head_dim
         name = f"{_PARTS} parts of {_BATCH} x {model.heads} x {model.head_dim}"
-        yield Case(OP, model.name, name, nbytes, partial(_build, model), footprint=fp16)
+        yield TimedCase(OP, model.name, name, nbytes, partial(_build, model), footprint=fp16)
 
 
-def _build(model: Shape, device: torch.device) -> Work:
+def _build(model: ModelShape, device: torch.device) -> PreparedCase:
     outs = torch.randn(_PARTS, _BATCH, model.heads, model.head_dim, device=device).half()
     lses = torch.randn(_PARTS, _BATCH, model.heads, device=device)
 
     def decode() -> Call:
         return problem(model, _CONTEXT, _BATCH, device)[0]
 
-    return Work(lambda: merge(outs, lses), {DECODE: decode})
+    return PreparedCase(lambda: merge(outs, lses), {DECODE: decode})

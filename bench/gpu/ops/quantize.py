@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from bench.gpu_case import Case, Check, Work, dtypes, short
-from bench.model_shapes import LLAMA_8B, LLAMA_70B
+from bench.gpu.case import Check, PreparedCase, TimedCase, dtypes, short
+from bench.gpu.model_shapes import ModelShape
 from qoff.kernels.layout.packing import pack_codes, pack_scale_min
 from qoff.kernels.reference import quantization
 from qoff.kernels.triton.linear.quantize import quantize
@@ -36,14 +36,14 @@ def _error(
     return float((found.codes != pack_codes(levels, bits, "split32")).float().mean())
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    for model in (LLAMA_8B,) if quick else (LLAMA_8B, LLAMA_70B):
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
+    for model in models[:1] if quick else models[:2]:
         n, k = model.linears()["gate/up"]
         nbytes = n * k * 2 + n * k // 2 + n * k // 64 * 4
         build = partial(_build, n, k)
-        yield Case(OP, model.name, f"{n}x{k} 4 bit", nbytes, build, footprint=2 * nbytes)
+        yield TimedCase(OP, model.name, f"{n}x{k} 4 bit", nbytes, build, footprint=2 * nbytes)
 
 
-def _build(n: int, k: int, device: torch.device) -> Work:
+def _build(n: int, k: int, device: torch.device) -> PreparedCase:
     w = torch.randn(n, k, dtype=torch.float16, device=device)
-    return Work(lambda: quantize(w, 4, 64))
+    return PreparedCase(lambda: quantize(w, 4, 64))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
-from bench.model_shapes import models
+from bench.gpu.case import (
+    BOUNDS,
+    Call,
+    Check,
+    PreparedCase,
+    TimedCase,
+    dtypes,
+    relative_rms,
+    short,
+)
+from bench.gpu.model_shapes import ModelShape
 from qoff.kernels.reference.experts import activate
 from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 
@@ -27,19 +36,19 @@ def _error(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) 
     return relative_rms(gated_silu(z), activate(z.double(), "silu"))
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
     for tokens in (16, 4096):
-        for model in (model for model in models(quick) if model.gated):
+        for model in (model for model in models if model.gated):
             nbytes = 3 * tokens * model.intermediate * 2
             build = partial(_build, tokens, model.intermediate)
             name = f"{tokens}x{model.intermediate}"
-            yield Case(OP, model.name, name, nbytes, build, m=tokens, footprint=4 * nbytes)
+            yield TimedCase(OP, model.name, name, nbytes, build, m=tokens, footprint=4 * nbytes)
 
 
-def _build(tokens: int, columns: int, device: torch.device) -> Work:
+def _build(tokens: int, columns: int, device: torch.device) -> PreparedCase:
     z = torch.randn(tokens, 2 * columns, device=device).half()
 
     def torch_way() -> Call:
         return lambda: activate(z, "silu")
 
-    return Work(lambda: gated_silu(z), {"torch silu, mul": torch_way})
+    return PreparedCase(lambda: gated_silu(z), {"torch silu, mul": torch_way})

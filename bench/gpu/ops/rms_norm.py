@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
-from bench.model_shapes import models
+from bench.gpu.case import BOUNDS, Call, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
+from bench.gpu.model_shapes import ModelShape
 from qoff.kernels.reference import elementwise as reference
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 
@@ -37,20 +37,22 @@ def _error(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) 
     )
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
     for tokens in (16, 4096):
-        for model in models(quick):
+        for model in models:
             nbytes = 4 * tokens * model.hidden * 2 + model.hidden * 2
             build = partial(_build, tokens, model.hidden)
             name = f"{tokens}x{model.hidden} with residual"
-            yield Case(OP, model.name, name, nbytes, build, m=tokens, footprint=4 * nbytes)
+            yield TimedCase(OP, model.name, name, nbytes, build, m=tokens, footprint=4 * nbytes)
 
 
-def _build(tokens: int, columns: int, device: torch.device) -> Work:
+def _build(tokens: int, columns: int, device: torch.device) -> PreparedCase:
     x, residual = torch.randn(2, tokens, columns, device=device).half()
     weight = torch.rand(columns, device=device).half()
 
     def torch_way() -> Call:
         return lambda: torch.nn.functional.rms_norm(x + residual, (columns,), weight, _EPS)
 
-    return Work(lambda: rms_norm(x, weight, _EPS, residual), {"torch add, rms_norm": torch_way})
+    return PreparedCase(
+        lambda: rms_norm(x, weight, _EPS, residual), {"torch add, rms_norm": torch_way}
+    )

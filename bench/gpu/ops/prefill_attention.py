@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
-from bench.gpu_operands import random_cache
-from bench.gpu_peers import BACKENDS, sdpa
-from bench.gpu_targets import SDPA
-from bench.model_shapes import Shape, models
+from bench.gpu.case import BOUNDS, Call, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
+from bench.gpu.model_shapes import ModelShape
+from bench.gpu.operands import random_cache
+from bench.gpu.peers import BACKENDS, IN_TWO_PARTS, REPEATED, cudnn_in_two_parts, sdpa
+from bench.gpu.targets import SDPA
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
@@ -69,13 +69,13 @@ def _operands(
     return q, k, v, cache, shape
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
     for context in (0, 8192) if quick else _CONTEXTS:
-        for model in models(quick):
+        for model in models:
             seen = _ROWS * context + _ROWS * (_ROWS + 1) // 2
             fp16 = 4 * (context + _ROWS) * model.kv_heads * model.head_dim
             packed = context // 64 * model.kv_heads * KVFormat(model.head_dim).nbytes
-            yield Case(
+            yield TimedCase(
                 OP,
                 model.name,
                 f"{_ROWS} after {context} tokens, {model.heads}/{model.kv_heads} heads",
@@ -89,16 +89,17 @@ def cases(quick: bool) -> Iterator[Case]:
             )
 
 
-def _build(model: Shape, context: int, device: torch.device) -> Work:
+def _build(model: ModelShape, context: int, device: torch.device) -> PreparedCase:
     form = KVFormat(model.head_dim)
     operands = _operands(
         form, model.kv_heads, model.group, [context], [_ROWS], torch.float16, device
     )
-    peers = {SDPA + name: partial(_peer, name, model, context, device) for name in BACKENDS}
-    return Work(lambda: prefill_attention(*operands), peers)
+    names = [*BACKENDS, REPEATED] + [IN_TWO_PARTS] * (context > 0)
+    peers = {SDPA + name: partial(_peer, name, model, context, device) for name in names}
+    return PreparedCase(lambda: prefill_attention(*operands), peers)
 
 
-def _peer(name: str, model: Shape, context: int, device: torch.device) -> Call:
+def _peer(name: str, model: ModelShape, context: int, device: torch.device) -> Call:
     keys = context + _ROWS
     if name == "math" and model.heads * _ROWS * keys > _MATH_SCORES:
         raise RuntimeError("left out: it writes all scores to memory")
@@ -108,4 +109,8 @@ def _peer(name: str, model: Shape, context: int, device: torch.device) -> Call:
         return torch.randn(shape, dtype=torch.float16, device=device)
 
     q = random(model.heads, _ROWS)
-    return sdpa(name, q, random(model.kv_heads, keys), random(model.kv_heads, keys), causal=True)
+    if name in BACKENDS:
+        k, v = random(model.kv_heads, keys), random(model.kv_heads, keys)
+        return sdpa(name, q, k, v, causal=True)
+    k, v = random(model.heads, keys), random(model.heads, keys)
+    return sdpa("cudnn", q, k, v, causal=True) if name == REPEATED else cudnn_in_two_parts(q, k, v)

@@ -9,7 +9,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096)  # rows of a matmul
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """One decoder. `intermediate` is that of an expert where there are experts."""
 
     name: str
@@ -20,6 +20,8 @@ class Shape:
     intermediate: int
     vocabulary: int
     gated: bool = True
+    experts: int = 0
+    per_token: int = 0  # experts of a token
 
     @property
     def group(self) -> int:
@@ -39,14 +41,14 @@ class Shape:
         }
 
 
-LLAMA_8B = Shape("Llama-8B", 4096, 32, 8, 128, 14336, 128256)
-LLAMA_70B = Shape("Llama-70B", 8192, 64, 8, 128, 28672, 128256)
-QWEN3_30B = Shape("Qwen3-30B-A3B", 2048, 32, 4, 128, 768, 151936)
-OPT_30B = Shape("OPT-30B", 7168, 56, 56, 128, 28672, 50272, gated=False)
+LLAMA_8B = ModelShape("Llama-8B", 4096, 32, 8, 128, 14336, 128256)
+LLAMA_70B = ModelShape("Llama-70B", 8192, 64, 8, 128, 28672, 128256)
+QWEN3_30B = ModelShape("Qwen3-30B-A3B", 2048, 32, 4, 128, 768, 151936, experts=128, per_token=8)
+OPT_30B = ModelShape("OPT-30B", 7168, 56, 56, 128, 28672, 50272, gated=False)
 MODELS = (LLAMA_8B, LLAMA_70B, QWEN3_30B, OPT_30B)
-QUICK_MODELS = (LLAMA_8B, OPT_30B)
+QUICK_MODELS = (LLAMA_8B, OPT_30B, QWEN3_30B)
 
 
-def models(quick: bool) -> tuple[Shape, ...]:
-    """All models, or one with grouped queries and one without."""
+def shapes(quick: bool) -> tuple[ModelShape, ...]:
+    """All models, or one with grouped queries, one without and one with experts."""
     return QUICK_MODELS if quick else MODELS

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
-from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
-from bench.gpu_operands import random_cache
-from bench.gpu_peers import BACKENDS, sdpa
-from bench.gpu_targets import SDPA
-from bench.model_shapes import Shape, models
+from bench.gpu.case import (
+    BOUNDS,
+    Call,
+    Check,
+    PreparedCase,
+    SerialChain,
+    TimedCase,
+    dtypes,
+    relative_rms,
+    short,
+)
+from bench.gpu.model_shapes import ModelShape
+from bench.gpu.operands import random_cache
+from bench.gpu.peers import BACKENDS, sdpa
+from bench.gpu.targets import SDPA
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import attention as reference
+from qoff.kernels.triton.attention import decode
 from qoff.kernels.triton.attention.decode import DecodeConfig, decode_attention
+from qoff.kernels.triton.launch.gpu import Gpu
 
 OP = "decode_attention"
 _CONTEXTS = (1024, 8192, 32768, 131072)
@@ -51,19 +63,19 @@ def _error(
     return max(relative_rms(out, expected), relative_rms(lse[finite], expected_lse[finite]))
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
     for context in (8192, 32768) if quick else _CONTEXTS:
         for batch in (1, 8) if quick else _BATCHES:
-            for model in models(quick):
+            for model in models:
                 yield case(model, context, batch)
 
 
-def case(model: Shape, context: int, batch: int) -> Case:
+def case(model: ModelShape, context: int, batch: int) -> TimedCase:
     """One token of each of `batch` sequences with `context` cached tokens."""
     form = KVFormat(model.head_dim)
     fp16 = 2 * batch * context * model.kv_heads * model.head_dim * 2
     nbytes = batch * (context // 64) * model.kv_heads * form.nbytes
-    return Case(
+    return TimedCase(
         OP,
         model.name,
         f"{batch} x {context} tokens, {model.heads}/{model.kv_heads} heads",
@@ -78,7 +90,7 @@ def case(model: Shape, context: int, batch: int) -> Case:
     )
 
 
-def _build(model: Shape, context: int, batch: int, device: torch.device) -> Work:
+def _build(model: ModelShape, context: int, batch: int, device: torch.device) -> PreparedCase:
     call, q = problem(model, context, batch, device)
     keys: list[torch.Tensor] = []
 
@@ -90,11 +102,28 @@ def _build(model: Shape, context: int, batch: int, device: torch.device) -> Work
             keys.append(torch.randn(shape, dtype=torch.float16, device=device))
         return sdpa(backend, q[:, :, None], keys[0][0], keys[0][1], causal=False)
 
-    return Work(call, {SDPA + name: partial(peer, name) for name in BACKENDS})
+    peers = {SDPA + name: partial(peer, name) for name in BACKENDS}
+    return PreparedCase(call, peers, chain=_chain(model, context, batch, device))
+
+
+def _chain(model: ModelShape, context: int, batch: int, device: torch.device) -> SerialChain:
+    """What a program of the longest run does in series, and after it the merge.
+
+    How many blocks it has and where they are in the table, then block after block; the merge loads
+    once. It counts a latency for each block though some of it is hidden by the block before: a call
+    that beats the limit does that.
+    """
+    form = KVFormat(model.head_dim)
+    columns = 8 if model.group <= 8 else 16
+    tiles = batch * model.kv_heads * -(-model.group // columns)
+    config = decode._configured(device, form, columns)
+    blocks = max(0, context - 1) // BLOCK_TOKENS
+    run = decode.blocks_per_run(tiles, blocks, Gpu.of(device).processors, config)
+    return SerialChain(launches=2, loads=2 + min(run, blocks) + 1)
 
 
 def problem(
-    model: Shape, context: int, batch: int, device: torch.device
+    model: ModelShape, context: int, batch: int, device: torch.device
 ) -> tuple[Callable[..., object], torch.Tensor]:
     """A call that attends to a random cache, given a `DecodeConfig` or none, and its queries."""
     form = KVFormat(model.head_dim)

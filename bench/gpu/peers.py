@@ -7,13 +7,14 @@ installed or does not take the operands, and the bench reports that.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.gpu_case import Call
+from bench.gpu.case import Call
 from qoff.kernels.layout.packing import unpack_codes, unpack_scale_min
 from qoff.kernels.layout.qtensor import QTensor
 
@@ -23,7 +24,11 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# cuDNN where it does not take grouped heads, or causal queries after earlier keys.
+REPEATED, IN_TWO_PARTS = "cudnn, KV heads repeated", "cudnn, past and present merged"
 _INNER_TILES = 8
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 def tinygemm(x: Tensor, q: QTensor) -> Call:
@@ -74,3 +79,31 @@ def sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
             )
 
     return call
+
+
+def cudnn_in_two_parts(q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """Causal attention of T queries to L keys, L > T, at cuDNN's speed: torch has no mask for it.
+
+    Attention to the keys before the queries, and causal attention to the others, merged by their
+    log-sum-exp. q [S, H, T, D]; k, v [S, H, L, D].
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False
+        )
+        return found[0], found[1].view(q.shape[:3])
+
+    return lambda: in_two_parts(attend, q, k, v)
+
+
+def in_two_parts(attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention from that of the last keys and that of those before.
+
+    attend: q, k, v and whether it is causal -> output and log-sum-exp [S, H, T].
+    """
+    past = k.shape[2] - q.shape[2]
+    before, before_lse = attend(q, k[:, :, :past], v[:, :, :past], False)
+    present, present_lse = attend(q, k[:, :, past:], v[:, :, past:], True)
+    share = torch.sigmoid(before_lse - present_lse)[..., None].to(q.dtype)
+    return torch.lerp(present, before, share)

@@ -1,0 +1,31 @@
+"""Checks and timed cases of one op each, listed in `OPS` by worth."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+# The ops, the most important first, and what part of the time for timing each may take.
+SHARES: Mapping[str, float] = MappingProxyType(
+    {
+        "w4_linear": 0.38,
+        "decode_attention": 0.20,
+        "prefill_attention": 0.12,
+        "experts": 0.06,
+        "kv_append": 0.06,
+        "merge": 0.04,
+        "rms_norm": 0.04,
+        "gated_silu": 0.03,
+        "rope": 0.03,
+        "dequantize": 0.02,
+        "quantize": 0.02,
+    }
+)
+OPS = tuple(SHARES)
+
+
+def module(op: str) -> Any:
+    """The module of an op: `checks(device, tiny)`, `cases(quick, models)`."""
+    return importlib.import_module(f"bench.gpu.ops.{op}")

@@ -1,0 +1,190 @@
+"""What a decoder layer on a GPU costs the host: launches, and Python, without a GPU.
+
+The decoder runs on the Triton ops with memory of the CPU, and launches are stubbed, so all that is
+left is what the host does: counted, and timed in CPU time of its thread, for models of two depths;
+the cost of a layer is their difference over their layers. Kernels: Triton's, and operations of
+torch that would be kernels. Microseconds: without and with what Triton does before a launch, which
+is to bind and specialize arguments; not with the launch, and with what torch computes here.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import jit
+
+from bench.gpu_limits import WARP
+from bench.harness import Report, arguments
+from bench.random_model import SMALL, write_random_checkpoint
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.triton import ops as triton_ops
+from qoff.kvcache import KVQuant
+from qoff.memory.instrumentation import Instrumentation
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.runtime import Runtime
+
+_DEPTHS = (4, 12)
+_CAPABILITY = 90
+_STEPS, _STEPS_QUICK = 50, 5
+_PROMPT = 200  # tokens: some blocks are packed
+# Operations of torch that move no data on a GPU.
+_FREE = frozenset(
+    {"alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice"}
+    | {"split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze"}
+    | {
+        "view",
+        "_reshape_alias",
+        "_unsafe_view",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+    }
+)
+
+
+@dataclass(frozen=True)
+class HostCost:
+    """Of one decode step."""
+
+    kernels: Counter[str]
+    torch_ops: Counter[str]
+    bare_s: tuple[float, ...]  # launches do nothing
+    bound_s: tuple[float, ...]  # launches bind and specialize their arguments
+
+
+class _CountOps(TorchDispatchMode):
+    """Counts operations of torch that would launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in _FREE:
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def launches(on_launch: Callable[..., None]) -> Iterator[None]:
+    """Every launch of a Triton kernel calls `on_launch(kernel, *args, **kwargs)` instead."""
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        on_launch(self, *args, **kwargs)
+
+    with patch.object(jit.JITFunction, "run", run):
+        yield
+
+
+def binder() -> Callable[..., None]:
+    """Does what Triton does before it launches a kernel that is compiled."""
+    backend = CUDABackend(GPUTarget("cuda", _CAPABILITY, WARP))
+    bind: dict[int, Callable[..., Any]] = {}
+
+    def on_launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        found = bind.get(id(kernel))
+        if found is None:
+            found = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+            bind[id(kernel)] = found
+        _, specialization, options = found(*args, debug=False, **kwargs)
+        str((tuple(specialization), str(options)))  # the key that compiled kernels are found by
+
+    return on_launch
+
+
+def measure(folder: Path, layers: int, sequences: int, steps: int) -> HostCost:
+    """The cost of a decode step of a model with so many layers."""
+    path = folder / f"{layers}"
+    write_random_checkpoint(path, SMALL | {"num_hidden_layers": layers})
+    kernels: Counter[str] = Counter()
+    with Runtime(path, kv=KVQuant(), instrumentation=Instrumentation(ops=triton_ops)) as runtime:
+        cache = runtime.new_cache(sequences)
+
+        def step(tokens: int) -> None:
+            ragged = Ragged.of([tokens] * sequences, cache.lengths)
+            ids = torch.zeros(ragged.tokens, dtype=torch.int64)
+            last = tokens * torch.arange(1, sequences + 1) - 1
+            runtime.forward(ForwardPass(ids, ragged, cache, last))
+
+        with torch.inference_mode():
+            with launches(lambda *args, **kwargs: None):
+                step(_PROMPT)
+                bare = tuple(_seconds(step) for _ in range(steps))
+            with launches(binder()):
+                bound = tuple(_seconds(step) for _ in range(steps))
+            counting = launches(lambda kernel, *a, **k: kernels.update([kernel.fn.__name__]))
+            with counting, _CountOps() as counted:
+                step(1)
+    return HostCost(kernels, counted.seen, bare, bound)
+
+
+def _seconds(step: Callable[[int], None]) -> float:
+    start = time.thread_time()
+    step(1)
+    return time.thread_time() - start
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write."""
+    args = arguments(__doc__, argv)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        print("TRITON_INTERPRET is set: nothing is launched in this process", file=sys.stderr)
+        return 2
+    header = ("sequences", "Triton", "torch", "us, stubbed", "us, with binding")
+    title = "One decoder layer at decode: launches, and microseconds of the host"
+    settings = {"quick": args.quick, "depths": _DEPTHS}
+    report = Report("launches", settings, title, header, unit="us per layer")
+    steps = _STEPS_QUICK if args.quick else _STEPS
+    torch.set_num_threads(1)  # threads that start cost more than what they compute here
+    for sequences in (1,) if args.quick else (1, 8, 64):
+        with tempfile.TemporaryDirectory() as folder:
+            few, many = (measure(Path(folder), d, sequences, steps) for d in _DEPTHS)
+        _add(report, sequences, few, many)
+    print("wrote", report.publish(args.out))
+    return 0
+
+
+def _add(report: Report, sequences: int, few: HostCost, many: HostCost) -> None:
+    layers = _DEPTHS[1] - _DEPTHS[0]
+    kernels, torch_ops = many.kernels - few.kernels, many.torch_ops - few.torch_ops
+    bare, bound = (
+        1e6 * (statistics.median(b) - statistics.median(a)) / layers
+        for a, b in ((few.bare_s, many.bare_s), (few.bound_s, many.bound_s))
+    )
+    counts = (kernels.total() / layers, torch_ops.total() / layers)
+    report.rows.append(
+        (str(sequences), f"{counts[0]:.1f}", f"{counts[1]:.1f}", f"{bare:.0f}", f"{bound:.0f}")
+    )
+    report.measured[f"{sequences} sequences"] = {
+        "triton_launches": counts[0],
+        "torch_launches": counts[1],
+        "host_us": bare,
+        "host_us_with_binding": bound,
+        "triton": {name: count / layers for name, count in sorted(kernels.items())},
+        "torch": {name: count / layers for name, count in sorted(torch_ops.items())},
+    }
+    names = ", ".join(f"{name} {count / layers:g}" for name, count in kernels.most_common())
+    report.notes.append(f"{sequences}: {names}")
+    others = ", ".join(f"{name} {count / layers:g}" for name, count in torch_ops.most_common())
+    report.notes.append(f"{sequences}: torch: {others}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

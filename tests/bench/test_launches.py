@@ -1,0 +1,27 @@
+"""The bench of what a layer costs the host, on two small models; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_launches_of_a_layer_are_counted(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "bench.launches", "--quick", "--out", str(tmp_path / "x.json")]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (measured,) = json.loads((tmp_path / "x.json").read_text())["measured"].values()
+    assert measured["triton"]["decode_attention_kernel"] == 1
+    assert measured["triton_launches"] == sum(measured["triton"].values())
+    assert measured["torch_launches"] == sum(measured["torch"].values())
+    refused = subprocess.run(
+        command, cwd=ROOT, env={**env, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert refused.returncode == 2
+    assert "TRITON_INTERPRET" in refused.stderr
