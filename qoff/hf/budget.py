@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
@@ -35,6 +36,14 @@ class BoundedCache(Protocol):
     def nbytes(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Passes whose logits are all wanted: tokens of each sequence; bytes that are taken beside."""
+
+    tokens: int
+    beside: int = 0
+
+
 class Budget:
     """Bounds everything on the device: weights, KV caches, activations, logits, working space.
 
@@ -42,11 +51,17 @@ class Budget:
     sequences of `context` tokens, and for passes of 16 tokens, or of up to 512 in an eighth of the
     memory. context None: as many tokens as the model takes, at most 2048, and fewer (at least 256)
     where they would want more than a quarter of the memory. What of this and of the plan for the
-    weights is free is for any sequences and passes that fit.
+    weights is free is for any sequences and passes that fit. scoring: passes to make room for
+    instead of these.
     """
 
     def __init__(
-        self, memory: int, context: int | None, batch_size: int, kv: KVQuant | None
+        self,
+        memory: int,
+        context: int | None,
+        batch_size: int,
+        kv: KVQuant | None,
+        scoring: Scoring | None = None,
     ) -> None:
         for name, value in (("context", context), ("batch_size", batch_size)):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -54,7 +69,7 @@ class Budget:
         self.memory = memory
         self.context, self.batch_size = context, batch_size
         self.free = 0  # bytes beside the weights
-        self._kv = kv
+        self._kv, self._scoring = kv, scoring
         self._tiled = False
         self._decoder: AnyDecoder | None = None
         self._caches: WeakSet[BoundedCache] = WeakSet()
@@ -70,9 +85,10 @@ class Budget:
             for tokens in _PASSES
             if 8 * self._work(decoder, tokens, context, False) <= self.memory
         ]
-        for length, tokens in dict.fromkeys(
-            [(context, t) for t in (*passes, _PASSES[-1])] + [(contexts[-1], _PASSES[-1])]
-        ):
+        sizes = [(context, t) for t in (*passes, _PASSES[-1])] + [(contexts[-1], _PASSES[-1])]
+        if self._scoring is not None:
+            sizes = [(context, self._scoring.tokens * self.batch_size)]
+        for length, tokens in dict.fromkeys(sizes):
             cache = self._cache_bytes(decoder, length)
             untiled, tiled = (self._work(decoder, tokens, length, t) for t in (False, True))
             yield cache + untiled, cache + tiled
@@ -120,6 +136,27 @@ class Budget:
             cache.room = grown if fits <= self.free else tokens
             held.reserve(cache.room)
         return at_once
+
+    def scored_at_once(self, sequences: int, tokens: int, most: int) -> int:
+        """How many tokens of each sequence are read in a pass with all their logits, at most.
+
+        Each has `tokens` tokens in the end. Raises BudgetError where there is no room for one.
+        """
+        assert self._decoder is not None
+        cache = self._decoder.new_cache(sequences, kv=self._kv).bytes_for(tokens + 1)
+        while most > 1 and cache + self._scoring_pass(sequences, tokens, most) > self.free:
+            most = -(-most // 2)
+        wanted = cache + self._scoring_pass(sequences, tokens, most)
+        if wanted > self.free:
+            raise BudgetError(
+                f"device memory: scoring {sequences} x {tokens} tokens wants {wanted:,} bytes, but "
+                f"{self.free:,} of {self.memory:,} are there beside the weights; use a smaller "
+                "batch_size or max_length, or more device_memory"
+            )
+        return most
+
+    def _scoring_pass(self, sequences: int, tokens: int, count: int) -> int:
+        return self._pass([count] * sequences, count, sequences * count, tokens)
 
     def count(self, cache: BoundedCache) -> None:
         """Count the memory of a cache from now on, as long as it is there."""
@@ -170,7 +207,10 @@ class Budget:
     def _work(self, decoder: AnyDecoder, tokens: int, context: int, tiled: bool) -> int:
         size = self.batch_size
         count = max(1, min(tokens, size * context) // size)
-        return working_bytes(decoder, self._kv, size, count, size, context, tiled)
+        rows, beside = size, 0
+        if self._scoring is not None:
+            rows, beside = size * count, self._scoring.beside
+        return beside + working_bytes(decoder, self._kv, size, count, rows, context, tiled)
 
 
 def working_bytes(

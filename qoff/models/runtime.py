@@ -129,7 +129,7 @@ class Runtime:
             transfers=transfers,
             instrumentation=instrumentation,
         )
-        self._kv = kv
+        self.kv = kv
         self._timeline = instrumentation.timeline
         self._turn = threading.Lock()
         weakref.finalize(self, self.store.close)  # for who drops it without closing it
@@ -155,7 +155,7 @@ class Runtime:
 
     def new_cache(self, sequences: int, capacity: int = 0) -> KVCache:
         """Return an empty KV cache for this model."""
-        return self.decoder.new_cache(sequences, capacity, self._kv)
+        return self.decoder.new_cache(sequences, capacity, self.kv)
 
     @property
     def spec(self) -> DecoderSpec:

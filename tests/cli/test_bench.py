@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from qoff.cli import suite
 from qoff.cli.main import app
 from qoff.measure.results import read_result
-from tests.tiny_models import budgets, tiny_checkpoint
+from tests.tiny_models import load_budgets, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ["-p", "8", "-n", "2,3", "-d", "0,70", "-r", "2"]
@@ -59,7 +59,7 @@ def edited(source: Path, target: Path, factor: float, **changes: Any) -> Path:
 
 
 def test_a_table_has_a_row_for_each_case_in_each_setup(checkpoint: Path) -> None:
-    least, _ = budgets(checkpoint)
+    least, _ = load_budgets(checkpoint, context=70 + 8 + 1, kv=None)
     memory = ["--device-memory", f"all,{least}"]
     printed = succeed(checkpoint, *FAST, *memory, "--kv", "none", "--kv", "8,4")
     header, rule, *rows = [line.strip("| ").split(" | ") for line in printed.splitlines()]

@@ -19,7 +19,7 @@ from .subjects import Predictions, Subject
 from .windows import Window
 
 Progress = Callable[[int, int], None]  # windows done, windows in all
-_ROWS = 128  # compared with a reference at a time
+_ROWS = 16  # scored at a time, in less memory than the budget has for logits
 
 
 class Sample:
@@ -87,7 +87,7 @@ def evaluate(
         for start in range(0, len(tokens), _ROWS):
             part = slice(start, min(start + _ROWS, len(tokens)))
             rows = slice(first + part.start, first + part.stop)
-            logs = torch.log_softmax(found.logits[part].float(), dim=-1)
+            logs = torch.log_softmax(found.logits[part].cpu().float(), dim=-1)
             nll[rows] = -logs.gather(1, tokens[part, None])[:, 0].double().numpy()
             if reference is not None:
                 truth = reference.log_probabilities(rows.start, rows.stop - rows.start)
