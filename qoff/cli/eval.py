@@ -150,5 +150,6 @@ def _refuse_others(context: Context, mode: str, taken: Iterable[str]) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             here = f"with --{mode}" if mode else "in the evaluation of a text"
-            known = ", ".join(options[one] for one in sorted(_TAKES[mode]))
-            raise ArgumentError(f"{options[name]} does nothing {here}, which takes {known}")
+            own = ", ".join(options[one] for one in sorted(_TAKES[mode] - _TAKES[""]))
+            more = f", whose own options are {own}" if own else ""
+            raise ArgumentError(f"{options[name]} does nothing {here}{more}; leave it out")

@@ -148,7 +148,10 @@ def test_keys_are_asked_for_and_drawn(checkpoint: Path, tmp_path: Path) -> None:
         (["--needle", "--caches", "4 size=3"], "a cache is written as"),
         (["--needle", "--lengths", "256", "--caches", " ; "], "no cache setting"),
         (["--needle", "--sweep"], "different evaluations"),
-        (["--needle", "--kv", "4"], "--kv does nothing with --needle, which takes"),
+        (
+            ["--needle", "--kv", "4"],
+            "does nothing with --needle, whose own options are --caches",
+        ),
         (["--needle", "--attention-top", 0.5], "--attention-top does nothing"),
         (["--needle", "--lengths", "256", "--activation-bits", 4], "8 or 16"),
     ],

@@ -70,8 +70,8 @@ class QoffLM(HFLM):
     ) -> list[tuple[float, bool]]:
         at_once, pass_tokens = override_bs or self.batch_size, self.pass_tokens
         if self.model.budget is not None:
-            longest = max(len(context) + len(after) for _, context, after in requests)
-            tokens = min(longest, self.max_length)
+            lengths = (len(context) + len(after) for _, context, after in requests)
+            tokens = min(max(lengths, default=1), self.max_length)
             pass_tokens = self.model.budget.scored_at_once(at_once, tokens, pass_tokens)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="scoring") as bar:
             found = score(
