@@ -137,26 +137,28 @@ class Budget:
             held.reserve(cache.room)
         return at_once
 
-    def scored_at_once(self, sequences: int, tokens: int, most: int) -> int:
-        """How many tokens of each sequence are read in a pass with all their logits, at most.
+    def scored_at_once(self, sequences: int, tokens: int, most: int) -> tuple[int, int]:
+        """How many sequences, and tokens of each, are read in a pass with all their logits.
 
-        Each has `tokens` tokens in the end. Raises BudgetError where there is no room for one.
+        At most as many as given; each has `tokens` tokens in the end. Raises BudgetError where
+        there is no room for one token of one sequence.
         """
         assert self._decoder is not None
-        cache = self._decoder.new_cache(sequences, kv=self._kv).bytes_for(tokens + 1)
-        while most > 1 and cache + self._scoring_pass(sequences, tokens, most) > self.free:
-            most = -(-most // 2)
-        wanted = cache + self._scoring_pass(sequences, tokens, most)
-        if wanted > self.free:
-            raise BudgetError(
-                f"device memory: scoring {sequences} x {tokens} tokens wants {wanted:,} bytes, but "
-                f"{self.free:,} of {self.memory:,} are there beside the weights; use a smaller "
-                "batch_size or max_length, or more device_memory"
-            )
-        return most
-
-    def _scoring_pass(self, sequences: int, tokens: int, count: int) -> int:
-        return self._pass([count] * sequences, count, sequences * count, tokens)
+        while True:
+            cache = self._decoder.new_cache(sequences, kv=self._kv).bytes_for(tokens)
+            work = self._pass([most] * sequences, most, sequences * most, tokens)
+            if cache + work <= self.free:
+                return sequences, most
+            if sequences > 1:
+                sequences = -(-sequences // 2)
+            elif most > 1:
+                most = -(-most // 2)
+            else:
+                raise BudgetError(
+                    f"device memory: scoring {tokens} tokens wants {cache + work:,} bytes, but "
+                    f"{self.free:,} of {self.memory:,} are there beside the weights; use a smaller "
+                    "max_length or more device_memory"
+                )
 
     def count(self, cache: BoundedCache) -> None:
         """Count the memory of a cache from now on, as long as it is there."""

@@ -27,7 +27,8 @@ class QoffLM(HFLM):
     pretrained: as for `qoff.load`, which takes `options`, or its model and tokenizer. batch_size:
     sequences together. max_length: tokens that a sequence is cut to; None: the model's positions.
     pass_tokens: of a sequence that is scored, in one pass; a packed cache is packed between passes.
-    Fewer, where a bound of memory has no room for their logits.
+    Where a bound of memory has no room for their logits, fewer sequences are read together, and
+    fewer tokens only where one sequence does not fit.
     add_bos_token: whether special tokens are added to texts; None: as the tokenizer does.
     prefix_token_id: what comes before a text without context; None: bos, else eos.
     max_batch_size is accepted, as the harness passes it, and not used.
@@ -72,7 +73,7 @@ class QoffLM(HFLM):
         if self.model.budget is not None:
             lengths = (len(context) + len(after) for _, context, after in requests)
             tokens = min(max(lengths, default=1), self.max_length)
-            pass_tokens = self.model.budget.scored_at_once(at_once, tokens, pass_tokens)
+            at_once, pass_tokens = self.model.budget.scored_at_once(at_once, tokens, pass_tokens)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="scoring") as bar:
             found = score(
                 self.model.runtime,
