@@ -3,69 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from typer import Argument, Context, Option
 
 from qoff.errors import ArgumentError
 
-from .options import CacheOptions, Json, QuantOptions, RunOptions, command
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from qoff.eval.perplexity.scoring import Sample
-    from qoff.kvcache import KVQuant
+from .options import FormOptions, Json, QuantOptions, RunOptions, TextOptions, command
 
 _GRID = "bits=4,8 group=64,128 solver=hqq kv=float,4:4,8:4 window=every,64"
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Which text, and how it is cut."""
-
-    text: Path | None = Option(None, help="Text in UTF-8; default: one that comes with qoff.")
-    dataset: str | None = Option(None, help="A dataset instead of a text: wikitext2.")
-    window: int = Option(1024, min=2, help="Tokens of a window.")
-    stride: int | None = Option(None, min=1, help="Tokens to the next window; default: no overlap.")
-    definition: str = Option("strided", help="What is scored: strided, llama.cpp or lm_eval.")
-    limit: int | None = Option(None, min=1, help="Windows, at most; with --tasks: documents.")
-
-    def sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """The text's tokens and windows. Raises ArgumentError for both a text and a dataset."""
-        from qoff.eval.perplexity.scoring import Sample
-        from qoff.eval.perplexity.windows import cut
-        from qoff.eval.texts import dataset_text, encode, read_text
-
-        if self.text is not None and self.dataset is not None:
-            raise ArgumentError("give --text or --dataset, not both")
-        ids = encode(
-            tokenizer, read_text(self.text) if self.dataset is None else dataset_text(self.dataset)
-        )
-        windows = cut(
-            len(ids),
-            self.window,
-            stride=self.stride,
-            definition=self.definition,
-            limit=self.limit,
-        )
-        return Sample(ids, windows, tokenizer.eos_token_id)
-
-
-@dataclass(frozen=True)
-class FormOptions(CacheOptions):
-    """How the KV cache is packed, and more of it than other commands have."""
-
-    kv_window: int = Option(64, min=0, help="Newest tokens that stay unpacked.")
-    every_token: bool = Option(False, "--every-token", help="Pack all tokens, down to the newest.")
-
-    def quant(self, **form: Any) -> KVQuant | str | None:
-        """What `qoff.load` takes as `kv`. Raises ArgumentError for what does not fit together."""
-        if self.kv_window != 64 or self.every_token:
-            form["window"] = self.kv_window
-        return super().quant(**form)
 
 
 def _names(*kinds: type) -> set[str]:

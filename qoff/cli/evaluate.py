@@ -42,8 +42,7 @@ from qoff.quant.matrix import CALIBRATED
 from qoff.units import format_size
 
 from .convert import calibration_ids
-from .eval import FormOptions, TextOptions
-from .options import RunOptions
+from .options import FormOptions, RunOptions, TextOptions
 from .output import print_json, print_table, progress_bar
 
 _FLOAT = "float"

@@ -1,4 +1,4 @@
-"""Commands, and the options that several of them have, each written down once."""
+"""Commands, and groups of their options, each written down once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from qoff.errors import ArgumentError, QoffError
 from .output import progress_bar, stop_with
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qoff.eval.perplexity.scoring import Sample
     from qoff.kvcache import KVQuant
     from qoff.quant import QuantConfig
 
@@ -166,6 +169,52 @@ class DrawOptions:
         1.0, min=0, max=1, help="Sample from the likeliest tokens of this probability."
     )
     seed: int = Option(0, min=0, max=2**63 - 1, help="Seed for sampling.")
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which text, and how it is cut."""
+
+    text: Path | None = Option(None, help="Text in UTF-8; default: one that comes with qoff.")
+    dataset: str | None = Option(None, help="A dataset instead of a text: wikitext2.")
+    window: int = Option(1024, min=2, help="Tokens of a window.")
+    stride: int | None = Option(None, min=1, help="Tokens to the next window; default: no overlap.")
+    definition: str = Option("strided", help="What is scored: strided, llama.cpp or lm_eval.")
+    limit: int | None = Option(None, min=1, help="Windows, at most; with --tasks: documents.")
+
+    def sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
+        """The text's tokens and windows. Raises ArgumentError for both a text and a dataset."""
+        from qoff.eval.perplexity.scoring import Sample
+        from qoff.eval.perplexity.windows import cut
+        from qoff.eval.texts import dataset_text, encode, read_text
+
+        if self.text is not None and self.dataset is not None:
+            raise ArgumentError("give --text or --dataset, not both")
+        ids = encode(
+            tokenizer, read_text(self.text) if self.dataset is None else dataset_text(self.dataset)
+        )
+        windows = cut(
+            len(ids),
+            self.window,
+            stride=self.stride,
+            definition=self.definition,
+            limit=self.limit,
+        )
+        return Sample(ids, windows, tokenizer.eos_token_id)
+
+
+@dataclass(frozen=True)
+class FormOptions(CacheOptions):
+    """How the KV cache is packed, and more of it than other commands have."""
+
+    kv_window: int = Option(64, min=0, help="Newest tokens that stay unpacked.")
+    every_token: bool = Option(False, "--every-token", help="Pack all tokens, down to the newest.")
+
+    def quant(self, **form: Any) -> KVQuant | str | None:
+        """What `qoff.load` takes as `kv`. Raises ArgumentError for what does not fit together."""
+        if self.kv_window != 64 or self.every_token:
+            form["window"] = self.kv_window
+        return super().quant(**form)
 
 
 def memory_by_place(text: str | None) -> dict[int | str, str] | None:
