@@ -20,7 +20,7 @@ from bench.harness import Bar, Report, arguments
 from bench.weight_bound import HEADER, QOFF, Case, measure
 from qoff.kernels.cpu.moe.experts import experts
 from qoff.kernels.layout.packing import packed_shapes
-from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 
 GROUP = 64
@@ -57,7 +57,7 @@ class Operands:
     def __init__(self, shape: Shape) -> None:
         self.shape, self.name = shape, f"{shape.name}, {shape.per_token} of {shape.experts}"
         self.gate_up, self.down = random_experts(shape)
-        self.nbytes = self.gate_up.nbytes + self.down.nbytes
+        self.nbytes = self.gate_up.expert(0).nbytes + self.down.expert(0).nbytes
         self.ready = [
             (self.gate_up.expert(e).dequantize().T, self.down.expert(e).dequantize().T)
             for e in range(shape.experts)
@@ -86,9 +86,8 @@ class Operands:
         wide, narrow, loop = cycle(draws), cycle(draws), cycle(draws)
 
         def qoff(draw: tuple[Tensor, Tensor], bits: int) -> Tensor:
-            return experts(
-                x, *draw, self.gate_up, self.down, activation="silu", activation_bits=bits
-            )
+            mlp = ExpertsMlp(self.gate_up, self.down, "silu")
+            return experts(x, *draw, mlp, activation_bits=bits)
 
         return {
             QOFF: lambda: qoff(next(wide), 16),

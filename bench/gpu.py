@@ -42,7 +42,7 @@ SHARES = {
     "quantize": 0.03,
     "dequantize": 0.03,
     "rms_norm": 0.04,
-    "silu_mul": 0.03,
+    "gated_silu": 0.03,
     "rope": 0.04,
 }
 OPS = tuple(SHARES)

@@ -33,27 +33,19 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
     )
     for tokens, heads, head_dim, width in shapes:
         for dtype in dtypes(device):
-            for interleaved in (False, True):
-                name = f"{short(dtype)} {tokens}x{heads}x{head_dim} of {width}"
-                error = partial(
-                    _error, (tokens, heads, head_dim), width, dtype, interleaved, device
-                )
-                yield Check(OP, name + " interleaved" * interleaved, error, BOUNDS[dtype])
+            name = f"{short(dtype)} {tokens}x{heads}x{head_dim} of {width}"
+            error = partial(_error, (tokens, heads, head_dim), width, dtype, device)
+            yield Check(OP, name, error, BOUNDS[dtype])
 
 
 def _error(
-    shape: tuple[int, int, int],
-    width: int,
-    dtype: torch.dtype,
-    interleaved: bool,
-    device: torch.device,
+    shape: tuple[int, int, int], width: int, dtype: torch.dtype, device: torch.device
 ) -> float:
     x = torch.randn(shape, device=device).to(dtype)
     positions = torch.randint(0, 100, shape[:1], device=device)
     cos, sin = tables(width, device, 100)
-    out = rope(x, positions, cos, sin, interleaved)
-    wide = (x.double(), positions, cos.double(), sin.double(), interleaved)
-    return relative_rms(out, reference.rope(*wide))
+    expected = reference.rope(x.double(), positions, cos.double(), sin.double())
+    return relative_rms(rope(x, positions, cos, sin), expected)
 
 
 def cases(quick: bool) -> Iterator[Case]:

@@ -139,7 +139,7 @@ def _configs(gemv: bool, m: int) -> Iterator[GemvConfig | SkinnyConfig]:
             (16, 32, 64), (4, 8), (2, 3), (1, 2, 4)
         ):
             registers = 255 if m > 8 else 168 if warps == 4 else 128
-            yield GemvConfig(rows, warps, stages, splits, registers)
+            yield GemvConfig(warps, stages, splits, registers, block_n=rows)
         return
     for rows, parts, stages, splits in itertools.product((64, 128), (1, 2, 4), (2, 3), (1, 2, 4)):
         yield SkinnyConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from qoff.errors import OpError
@@ -29,12 +30,7 @@ def embedding(ids: Tensor, weight: QTensor) -> Tensor:
     blocks, lanes = ids // ROW_BLOCK, ids % ROW_BLOCK
     codes = weight.codes[blocks, :, lanes]  # [T, K / 8 or K / 4, 4]
     if weight.bits == 4:
-        codes = _nibbles(codes)
+        codes = torch.stack((codes & 15, codes >> 4), dim=2)
     groups = codes.reshape(len(ids), k // weight.group_size, weight.group_size).float()
     scale, minimum = weight.scale_min[blocks, :, :, lanes].float()[..., None].unbind(2)
     return (groups * scale + minimum).view(len(ids), k)
-
-
-def _nibbles(codes: Tensor) -> Tensor:
-    """Codes [T, K / 8, 4] of two nibbles as [T, K / 8, 2, 4], low ones first."""
-    return (codes.unsqueeze(2) >> codes.new_tensor([0, 4]).view(2, 1)) & 15

@@ -49,12 +49,10 @@ def require(
 
 
 def _fits(found: Sequence[int], shape: Sequence[int | str]) -> bool:
-    if len(found) != len(shape):
-        return False
-    for have, want in zip(found, shape, strict=True):
-        if have != want and not isinstance(want, str):
-            return False
-    return True
+    pairs = zip(found, shape, strict=False)
+    return len(found) == len(shape) and all(
+        have == want or isinstance(want, str) for have, want in pairs
+    )
 
 
 def _contiguous_rows(tensor: Tensor) -> bool:

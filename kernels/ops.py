@@ -12,7 +12,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError, OpError
 
 from .layout.heads import HeadShape
-from .layout.qexperts import QExperts
+from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
 
@@ -39,18 +39,7 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def experts(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        gate_up: QExperts,
-        down: QExperts,
-        *,
-        activation: str,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp
     ) -> Tensor: ...
 
     def attention(

@@ -123,18 +123,19 @@ def resolve_dtype(
 
 
 def _named(dtype: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    found = _torch_dtype(dtype)
+    if found is None:
         raise ArgumentError(f"dtype is {dtype!r}; use 'auto', 'float16' or 'bfloat16'")
     return found
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
     """The type that a config.json names, for the whole model or for its text part."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping):
-            name = part.get("dtype") or part.get("torch_dtype")
-            found = getattr(torch, name, None) if isinstance(name, str) else None
-            if isinstance(found, torch.dtype):
-                return found
-    return None
+    parts = [p for p in (config, config.get("text_config")) if isinstance(p, Mapping)]
+    named = (_torch_dtype(part.get("dtype") or part.get("torch_dtype")) for part in parts)
+    return next((dtype for dtype in named if dtype is not None), None)
+
+
+def _torch_dtype(name: object) -> torch.dtype | None:
+    found = getattr(torch, name, None) if isinstance(name, str) else name
+    return found if isinstance(found, torch.dtype) else None

@@ -15,8 +15,7 @@ from qoff.checkpoint import Checkpoint, TensorEntry, WeightFile, read_weight
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.convert.convert import convert
-from qoff.models.modules.quantizable import matrices_of
-from qoff.models.modules.structure import CACHE_ARGUMENTS, Structure, UnitWeight
+from qoff.models.modules.structure import CACHE_ARGUMENTS, Structure, UnitWeight, matrices_of
 from tests.tiny_models import BOS, EOS, PAD, QUANT, TINY, save_tokenizer
 
 HYBRID_JAMBA: dict[str, Any] = {

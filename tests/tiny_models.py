@@ -381,6 +381,12 @@ def in_one_memory(weights: Mapping[str, QTensor | Tensor]) -> dict[str, QTensor 
     }
 
 
+def interleave16(gate: Tensor, up: Tensor) -> Tensor:
+    """Join two tensors [rows, ...] in blocks of 16 rows in turn, as `mlp.gate_up_proj` is."""
+    blocks = [torch.unflatten(x, 0, (-1, 16)) for x in (gate, up)]
+    return torch.stack(blocks, dim=1).flatten(0, 2)
+
+
 class PlainRun:
     """The decoder on weights that are all in memory: no store, no slots, no threads of ours."""
 

@@ -26,17 +26,17 @@ from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 
 _SEQUENCES, _KV_HEADS, _BLOCKS = 3, 8, 100  # numbers of blocks are no multiples of 16
 _FEW, _MANY = 16, 4096  # queries of a prefill: from packed blocks, and from a scratch
-_APPENDED = (  # forms, pairs of channels that are turned, whether pairs are neighbours
-    (KVFormat(64), 0, False),
-    (KVFormat(64, k_bits=8, v_bits=8), 16, False),
-    (KVFormat(80, k_bits=8), 40, False),
-    (KVFormat(80, v_bits=8), 40, True),
-    (KVFormat(96, v_bits=8), 24, False),
-    (KVFormat(128), 64, False),
-    (KVFormat(128), 64, False),  # with the other type
-    (KVFormat(128, k_bits=8, v_bits=8), 64, True),
-    (KVFormat(256), 128, False),
-    (KVFormat(256, k_bits=8), 32, False),
+_APPENDED = (  # forms, and pairs of channels that are turned
+    (KVFormat(64), 0),
+    (KVFormat(64, k_bits=8, v_bits=8), 16),
+    (KVFormat(80, k_bits=8), 40),
+    (KVFormat(80, v_bits=8), 40),
+    (KVFormat(96, v_bits=8), 24),
+    (KVFormat(128), 64),
+    (KVFormat(128), 64),  # with the other type
+    (KVFormat(128, k_bits=8, v_bits=8), 64),
+    (KVFormat(256), 128),
+    (KVFormat(256, k_bits=8), 32),
 )
 
 
@@ -51,45 +51,40 @@ def variants(capability: int) -> Iterator[Variant]:
 
 def _appended(capability: int) -> Iterator[Variant]:
     """Blocks: each head size with each form, while widths, ways to turn keys and types take turns.
-    Tokens: each head size with two of the four ways to turn keys, each way with both types."""
+    Tokens: each head size with two of the three ways to turn keys, each way with both types."""
     types = float_types(capability)
     blocks = {}
-    for i, (form, pairs, interleaved) in enumerate(_APPENDED):
-        packed = _append("pack", types[i % len(types)], form, pairs, interleaved)
+    for i, (form, pairs) in enumerate(_APPENDED):
+        packed = _append("pack", types[i % len(types)], form, pairs)
         blocks[packed.name] = packed  # with one type, two are alike
     yield from blocks.values()
     for i, head_dim in enumerate(HEAD_DIMS):
         half, quarter = head_dim // 2, head_dim // 4
-        ways = ((0, False), (quarter, False)) if i % 2 else ((half, False), (half, True))
-        for j, (pairs, interleaved) in enumerate(ways):
-            dtype = types[(i // 2 + j) % len(types)]
-            yield _append("write", dtype, KVFormat(head_dim), pairs, interleaved)
+        for j, pairs in enumerate((0, quarter) if i % 2 else (half, quarter)):
+            yield _append("write", types[(i // 2 + j) % len(types)], KVFormat(head_dim), pairs)
 
 
-def _append(kind: str, dtype: str, form: KVFormat, pairs: int, interleaved: bool) -> Variant:
+def _append(kind: str, dtype: str, form: KVFormat, pairs: int) -> Variant:
     k = empty(DTYPES[dtype], 7, _KV_HEADS, form.head_dim)
     table = empty(torch.float32, 9, pairs)
     tables = (table, table) if pairs else None
-    launch = partial(kv_append, k, k, _cache(form, dtype, 5, new=2), tables, interleaved)
-    name = f"{kind}-{dtype}-{_kind(form)}-turned{2 * pairs}{'-interleaved' * interleaved}"
+    launch = partial(kv_append, k, k, _cache(form, dtype, 5, new=2), tables)
+    name = f"{kind}-{dtype}-{_kind(form)}-turned{2 * pairs}"
     return Variant("kv_append", name, f"{kind}_kernel", launch)
 
 
 def _merged(capability: int) -> Iterator[Variant]:
     """Each size of a tile of up to 32 parts, with types and head sizes in turn."""
-    pairs = [("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "fp16")]
-    if capability >= 80:
-        pairs += [("bf16", "bf16"), ("fp32", "bf16")]
+    types = ("fp32", *float_types(capability))
     sizes = [(64, 1), (64, 2), (80, 4), (64, 8), (64, 16), (64, 32)]
     sizes += [(128, 1), (96, 2), (128, 4), (80, 8), (96, 16), (128, 32)]
     sizes += [(256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (256, 32)]
     for i, (head_dim, tile) in enumerate(sizes):
-        source, target = pairs[i % len(pairs)]
+        dtype = types[i // 2 % len(types)]
         parts = tile - (tile > 2)  # no multiple of 16
-        outs = empty(DTYPES[source], parts, 16, 32, head_dim)
-        launch = partial(merge, outs, empty(torch.float32, parts, 16, 32), DTYPES[target])
-        name = f"{source}-{target}-{head_dim}-{parts}parts"
-        yield Variant("merge", name, "merge_kernel", launch)
+        outs = empty(DTYPES[dtype], parts, 16, 32, head_dim)
+        launch = partial(merge, outs, empty(torch.float32, parts, 16, 32))
+        yield Variant("merge", f"{dtype}-{head_dim}-{parts}parts", "merge_kernel", launch)
 
 
 def _decode(capability: int) -> Iterator[Variant]:

@@ -8,29 +8,25 @@ from functools import partial
 import torch
 
 from bench.variants.variant import DTYPES, Variant, empty, float_types
-from qoff.kernels.triton.elementwise.interleaved_silu_mul import gated_silu
+from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 from qoff.kernels.triton.elementwise.rope import rope
-from qoff.kernels.triton.elementwise.silu_mul import silu_mul
 
 _ROTARY = ((64, 64), (80, 32), (80, 80), (96, 96), (128, 128), (256, 64), (256, 256))
 _HEADS = 24  # no multiple of 16
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Rows of 64 up to 16384 columns, with and without a residual; both gated activations; rotary
-    widths of each head size, pairs of neighbours and of halves. Types take turns."""
+    """Rows of 64 up to 16384 columns, with and without a residual; the gated activation; rotary
+    widths of each head size. Types take turns."""
     types = float_types(capability)
     for i, columns in enumerate((64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)):
         yield _rms_norm(types[i // 2 % len(types)], columns, add=i % 2 == 0)
     for dtype in types:
         z = empty(DTYPES[dtype], 3, 2 * 14336)
-        yield Variant("silu_mul", dtype, "silu_mul_kernel", partial(silu_mul, z))
         yield Variant("gated_silu", dtype, "gated_silu_kernel", partial(gated_silu, z))
     for i, (head_dim, rotary) in enumerate(_ROTARY):
-        for interleaved in (False, True):
-            dtype = types[(i + interleaved) % len(types)]
-            yield _rope(dtype, head_dim, rotary, interleaved)
+        yield _rope(types[i % len(types)], head_dim, rotary)
 
 
 def _rms_norm(dtype: str, columns: int, add: bool) -> Variant:
@@ -40,9 +36,8 @@ def _rms_norm(dtype: str, columns: int, add: bool) -> Variant:
     return Variant("rms_norm", f"{dtype}-{columns}{'-add' * add}", "rms_norm_kernel", launch)
 
 
-def _rope(dtype: str, head_dim: int, rotary: int, interleaved: bool) -> Variant:
+def _rope(dtype: str, head_dim: int, rotary: int) -> Variant:
     x = empty(DTYPES[dtype], 3, _HEADS, head_dim)
     table = empty(torch.float32, 9, rotary // 2)
-    launch = partial(rope, x, empty(torch.int64, 3), table, table, interleaved)
-    name = f"{dtype}-{head_dim}-{rotary}{'-interleaved' * interleaved}"
-    return Variant("rope", name, "rope_kernel", launch)
+    launch = partial(rope, x, empty(torch.int64, 3), table, table)
+    return Variant("rope", f"{dtype}-{head_dim}-{rotary}", "rope_kernel", launch)

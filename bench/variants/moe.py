@@ -18,7 +18,7 @@ from bench.variants.variant import (
     empty,
     float_types,
 )
-from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.triton.moe.experts import experts
 
 OP = "w4_experts"
@@ -50,8 +50,8 @@ _TILES: tuple[_Form, ...] = (
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Both products, with sizes of tiles, types, widths, groups and activations in turn; the sum
-    with and without a residual."""
+    """Both products, with sizes of tiles, types, widths, groups and activations in turn, and
+    the sum."""
     for dtype, bits, group, activation, options in _PAIRS:
         if capability < 80:
             traits = frozenset({WIDE_CODES})
@@ -64,10 +64,9 @@ def variants(capability: int) -> Iterator[Variant]:
         for dtype, bits, group, activation, options in _TILES:
             yield _product("tile", traits, dtype, bits, group, activation, **options)
     for dtype in float_types(capability):
-        for top_k, residual in ((8, True), (4, False)):
-            launch = _call(dtype, top_k=top_k, residual=residual)
-            name = f"sum-{dtype}-of{top_k}" + "-residual" * residual
-            yield Variant(OP, name, "experts_sum_kernel", launch)
+        for top_k in (4, 8):
+            launch = _call(dtype, top_k=top_k)
+            yield Variant(OP, f"sum-{dtype}-of{top_k}", "experts_sum_kernel", launch)
 
 
 def _product(
@@ -100,7 +99,6 @@ def _call(
     scale: str = "fp16",
     bias: bool = False,
     top_k: int = 2,
-    residual: bool = False,
 ) -> partial[Tensor]:
     """A call of the op on 3 tokens."""
     row_bytes = _ROW_BYTES + (0 if even else max(16, group * bits // 8))
@@ -112,16 +110,9 @@ def _call(
         return QExperts(codes, scale_min, (rows, width), bits, group, "split32")
 
     x = empty(DTYPES[dtype], 3, width)
-    return partial(
-        experts,
-        x,
-        empty(torch.int64, 3, top_k),
-        empty(torch.float32, 3, top_k),
-        weight(2 * width),
-        weight(width),
-        activation=activation,
-        gate_up_bias=empty(DTYPES[dtype], _EXPERTS, 2 * width) if bias else None,
-        down_bias=empty(DTYPES[dtype], _EXPERTS, width) if bias else None,
-        residual=x if residual else None,
-        block=block,
-    )
+    mlp = ExpertsMlp(weight(2 * width), weight(width), activation)
+    if bias:
+        biases = (empty(DTYPES[dtype], _EXPERTS, rows) for rows in (2 * width, width))
+        mlp = ExpertsMlp(mlp.gate_up, mlp.down, activation, *biases)
+    topk_ids, topk_weights = empty(torch.int64, 3, top_k), empty(torch.float32, 3, top_k)
+    return partial(experts, x, topk_ids, topk_weights, mlp, block)

@@ -73,7 +73,7 @@ def recorded(variant: Variant) -> Launch:
     """What `variant` launches, after `stand_in`. Raises what the launcher raises."""
     _launches.clear()
     variant.launch()
-    return [at for at in _launches if at.kernel.__name__ == variant.kernel][variant.which]
+    return [at for at in _launches if at.kernel.fn.__name__ == variant.kernel][variant.which]
 
 
 def empty(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,23 +35,6 @@ ROW_BLOCK = 16  # rows that rows16 keeps together
 
 _LOW64 = 0x0F0F0F0F0F0F0F0F  # the low nibbles of the eight bytes of an int64
 _PIECE = 1 << 16  # words that a repack moves at a time, so that temporaries stay in cache
-
-
-class Packed(Protocol):
-    """The parts of a packed matrix, `QTensor`, that moving it to another packing needs."""
-
-    @property
-    def codes(self) -> Tensor: ...
-    @property
-    def scale_min(self) -> Tensor: ...
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def bits(self) -> int: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def packing(self) -> str: ...
 
 
 def check_format(shape: tuple[int, int], bits: int, group_size: int, packing: str) -> None:
@@ -86,13 +68,15 @@ def packed_shapes(
     n, k = shape
     if packing == "split32":
         return (n, k * bits // 8), (k // group_size, n, 2)
-    blocks = _row_blocks(n)
+    blocks = -(-n // ROW_BLOCK)
     return (blocks, k * bits // 32, ROW_BLOCK, 4), (blocks, k // group_size, 2, ROW_BLOCK)
 
 
 def pack_codes(codes: Tensor, bits: int, packing: str) -> Tensor:
     """Pack codes uint8 [N, K], each below 2**bits, K a multiple of 32. Returns uint8."""
-    _check_codes(codes, bits, packing)
+    if codes.dtype != torch.uint8 or codes.ndim != 2:
+        raise OpError(f"codes are uint8 [N, K], not {codes.dtype} {tuple(codes.shape)}")
+    check_format((codes.shape[0], codes.shape[1]), bits, 32, packing)
     n, k = codes.shape
     if packing == "split32":
         if bits == 8:
@@ -139,44 +123,6 @@ def unpack_scale_min(packed: Tensor, shape: tuple[int, int], packing: str) -> tu
     return both[0, :n].contiguous(), both[1, :n].contiguous()
 
 
-def repack_into(q: Packed, out: Packed) -> None:
-    """Write the matrix `q` into the memory of `out`, which has another packing, in small pieces.
-
-    Besides `out` it needs temporaries of about 1 MiB, and a copy of codes that do not start at a
-    multiple of 8 bytes of their storage. Raises OpError if the two differ in anything but the
-    packing, or if the codes of `out` start elsewhere.
-    """
-    for what in ("shape", "bits", "group_size"):
-        if getattr(q, what) != getattr(out, what):
-            raise OpError(f"cannot repack: {what} {getattr(q, what)} into {getattr(out, what)}")
-    if q.scale_min.dtype != out.scale_min.dtype or q.packing == out.packing:
-        raise OpError(
-            f"cannot repack {q.packing} with {q.scale_min.dtype} scales "
-            f"into {out.packing} with {out.scale_min.dtype} scales"
-        )
-    if out.codes.storage_offset() % 8:
-        raise OpError("the codes to repack into must start at a multiple of 8 bytes")
-    codes = q.codes.clone() if q.codes.storage_offset() % 8 else q.codes
-    half, cpu = (q, out) if out.packing == "rows16" else (out, q)
-    if out is cpu and q.shape[0] % ROW_BLOCK:
-        cpu.codes[-1].zero_()
-        cpu.scale_min[-1].zero_()
-    for half_view, cpu_view in _same_scale_min(half, cpu):
-        (cpu_view if out is cpu else half_view).copy_(half_view if out is cpu else cpu_view)
-    both = (codes, cpu.codes) if out is cpu else (half.codes, codes)
-    for half_view, cpu_view in _same_words(*both):
-        if q.bits == 8:
-            (cpu_view if out is cpu else half_view).copy_(half_view if out is cpu else cpu_view)
-        elif out is cpu:
-            _split32_to_rows16(half_view, cpu_view)
-        else:
-            _rows16_to_split32(cpu_view, half_view)
-
-
-def _row_blocks(n: int) -> int:
-    return -(-n // ROW_BLOCK)
-
-
 def _pad_rows(x: Tensor) -> Tensor:
     missing = -x.shape[0] % ROW_BLOCK
     return pad(x, (0, 0, 0, missing)) if missing else x
@@ -194,18 +140,18 @@ def _separate_rows(packed: Tensor) -> Tensor:
     return words.transpose(1, 2).contiguous().view(-1, packed.shape[1])
 
 
-def _same_scale_min(half: Packed, cpu: Packed) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views [K/g, rows..., 2] of both tensors' scale_min onto the same rows."""
-    n = half.shape[0]
+def same_scale_min(half: Tensor, cpu: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views [K/g, rows..., 2] of scale_min in split32 and in rows16 onto the same rows."""
+    n = half.shape[1]
     full = n // ROW_BLOCK
-    blocks = torch.unflatten(half.scale_min[:, : full * ROW_BLOCK], 1, (full, ROW_BLOCK))
-    yield blocks, cpu.scale_min[:full].permute(1, 0, 3, 2)
+    blocks = torch.unflatten(half[:, : full * ROW_BLOCK], 1, (full, ROW_BLOCK))
+    yield blocks, cpu[:full].permute(1, 0, 3, 2)
     if rest := n % ROW_BLOCK:
-        yield half.scale_min[:, -rest:], cpu.scale_min[full, ..., :rest].transpose(1, 2)
+        yield half[:, -rest:], cpu[full, ..., :rest].transpose(1, 2)
 
 
-def _same_words(half: Tensor, cpu: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views int32 [rows..., S] of both tensors' codes onto the same rows, a piece at a time."""
+def same_words(half: Tensor, cpu: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views int32 [rows..., S] of codes in split32 and in rows16 onto the same rows, by pieces."""
     n = half.shape[0]
     rows = half.view(torch.int32)  # [N, S]
     blocks = cpu.view(torch.int32).squeeze(3).transpose(1, 2)  # [Np/16, 16, S]
@@ -219,8 +165,8 @@ def _same_words(half: Tensor, cpu: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield rows[-rest:], blocks[full, :rest]
 
 
-def _split32_to_rows16(half: Tensor, cpu: Tensor) -> None:
-    """Move the 4-bit codes of int32 words [..., S] without unpacking them.
+def split32_to_rows16(half: Tensor) -> Tensor:
+    """The 4-bit codes of int32 words [..., S] in the other order, without unpacking them.
 
     A split32 block is four words h0..h3, h_i with elements 4i.. low and 16+4i.. high; the words of
     rows16 hold elements 8s.. low and 8s+4.. high. Two words are handled as one int64, h0 | h1 <<
@@ -233,11 +179,11 @@ def _split32_to_rows16(half: Tensor, cpu: Tensor) -> None:
         nibbles = nibbles & _LOW64
         nibbles |= nibbles >> 28  # the second word's nibbles beside the first's
         out.copy_(torch.unflatten(nibbles.view(torch.int32), -1, (-1, 2, 2))[..., 0])
-    cpu.copy_(block)
+    return block
 
 
-def _rows16_to_split32(cpu: Tensor, half: Tensor) -> None:
-    """The inverse of `_split32_to_rows16`."""
+def rows16_to_split32(cpu: Tensor, half: Tensor) -> None:
+    """The inverse of `split32_to_rows16`, written to `half`."""
     words = cpu.contiguous().view(torch.int64)
     low, high = torch.unflatten(words, -1, (-1, 2)).unbind(-1)  # [..., K/32], two words each
     even, odd = torch.unflatten(half, -1, (-1, 2, 2)).unbind(-1)  # [..., K/32, pair]
@@ -245,9 +191,3 @@ def _rows16_to_split32(cpu: Tensor, half: Tensor) -> None:
     even.copy_(torch.unflatten(evens.view(torch.int32), -1, (-1, 2)))
     odds = (low >> 4).bitwise_and_(_LOW64).bitwise_or_(high & ~_LOW64)
     odd.copy_(torch.unflatten(odds.view(torch.int32), -1, (-1, 2)))
-
-
-def _check_codes(codes: Tensor, bits: int, packing: str) -> None:
-    if codes.dtype != torch.uint8 or codes.ndim != 2:
-        raise OpError(f"codes are uint8 [N, K], not {codes.dtype} {tuple(codes.shape)}")
-    check_format((codes.shape[0], codes.shape[1]), bits, 32, packing)

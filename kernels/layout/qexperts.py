@@ -71,11 +71,6 @@ class QExperts:
         return len(self.codes)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and minima of one expert."""
-        return self.codes[0].nbytes + self.scale_min[0].nbytes
-
-    @property
     def device(self) -> torch.device:
         return self.codes.device
 
@@ -97,21 +92,33 @@ class QExperts:
         )
 
 
-def check_mlp(gate_up: QExperts, down: QExperts, activation: str) -> None:
-    """Raise OpError unless [E] x [2I, H] and [E] x [H, I] on one device, and a known activation.
+@dataclass(frozen=True, eq=False)
+class ExpertsMlp:
+    """The MLP of a layer's experts: down @ f(gate_up @ x + bias) + bias, each of E experts.
 
-    I is a multiple of 16 then, as groups divide it.
+    Raises OpError for matrices that do not fit each other, and for an unknown activation. I is a
+    multiple of 16, as groups divide it.
     """
-    (rows, hidden), (out, inner) = gate_up.shape, down.shape
-    if rows != 2 * inner or out != hidden or gate_up.count != down.count:
-        raise OpError(
-            f"gate_up is {gate_up.count} x [2I, H] and down {down.count} x [H, I], "
-            f"not {[rows, hidden]} and {[out, inner]} of as many experts"
-        )
-    if gate_up.device != down.device:
-        raise OpError(f"gate_up is on {gate_up.device}, down on {down.device}")
-    if activation not in ACTIVATIONS:
-        raise OpError(f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+
+    gate_up: QExperts  # E x [2I, H], rows in blocks of 16 of gate and of up in turn
+    down: QExperts  # E x [H, I]
+    activation: str  # f, one of ACTIVATIONS: see `reference.experts.activate`
+    gate_up_bias: Tensor | None = None  # [E, 2I], in the order of the rows
+    down_bias: Tensor | None = None  # [E, H]
+
+    def __post_init__(self) -> None:
+        gate_up, down = self.gate_up, self.down
+        (rows, hidden), (out, inner) = gate_up.shape, down.shape
+        if rows != 2 * inner or out != hidden or gate_up.count != down.count:
+            raise OpError(
+                f"gate_up is {gate_up.count} x [2I, H] and down {down.count} x [H, I], "
+                f"not {[rows, hidden]} and {[out, inner]} of as many experts"
+            )
+        if gate_up.device != down.device:
+            raise OpError(f"gate_up is on {gate_up.device}, down on {down.device}")
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise OpError(f"unknown activation {self.activation!r}; known are {known}")
 
 
 def _form(matrix: QTensor) -> tuple[object, ...]:

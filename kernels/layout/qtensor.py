@@ -9,7 +9,16 @@ from torch import Tensor
 
 from qoff.errors import OpError
 
-from .packing import ROW_BLOCK, packed_shapes, repack_into, unpack_codes, unpack_scale_min
+from .packing import (
+    ROW_BLOCK,
+    packed_shapes,
+    rows16_to_split32,
+    same_scale_min,
+    same_words,
+    split32_to_rows16,
+    unpack_codes,
+    unpack_scale_min,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,3 +113,39 @@ class QTensor:
         return replace(
             self, codes=self.codes[blocks], scale_min=self.scale_min[blocks], shape=shape
         )
+
+
+def repack_into(q: QTensor, out: QTensor) -> None:
+    """Write the matrix `q` into the memory of `out`, which has another packing, in small pieces.
+
+    Besides `out` it needs temporaries of about 1 MiB, and a copy of codes that do not start at a
+    multiple of 8 bytes of their storage. Raises OpError if the two differ in anything but the
+    packing, or if the codes of `out` start elsewhere.
+    """
+    for what in ("shape", "bits", "group_size"):
+        if getattr(q, what) != getattr(out, what):
+            raise OpError(f"cannot repack: {what} {getattr(q, what)} into {getattr(out, what)}")
+    if q.scale_min.dtype != out.scale_min.dtype or q.packing == out.packing:
+        raise OpError(
+            f"cannot repack {q.packing} with {q.scale_min.dtype} scales "
+            f"into {out.packing} with {out.scale_min.dtype} scales"
+        )
+    if out.codes.storage_offset() % 8:
+        raise OpError("the codes to repack into must start at a multiple of 8 bytes")
+    codes = q.codes.clone() if q.codes.storage_offset() % 8 else q.codes
+    if out.packing == "rows16":
+        if q.shape[0] % ROW_BLOCK:
+            out.codes[-1].zero_()
+            out.scale_min[-1].zero_()
+        for source, target in same_scale_min(q.scale_min, out.scale_min):
+            target.copy_(source)
+        for source, target in same_words(codes, out.codes):
+            target.copy_(source if q.bits == 8 else split32_to_rows16(source))
+    else:
+        for target, source in same_scale_min(out.scale_min, q.scale_min):
+            target.copy_(source)
+        for target, source in same_words(out.codes, codes):
+            if q.bits == 8:
+                target.copy_(source)
+            else:
+                rows16_to_split32(source, target)

@@ -1,8 +1,6 @@
-"""What the attention ops over the packed KV cache mean, in plain torch."""
+"""What attention means, in plain torch, and the GPU's ops over the packed KV cache."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,30 +12,58 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from .kv_blocks import dequantize_blocks
 
 
-def decode_attention(
+def attend(
     q: Tensor,
-    cache: DeviceLayerCache,
+    k: Tensor,
+    v: Tensor,
+    first: int,
+    first_key: int,
     shape: HeadShape,
     sinks: Tensor | None = None,
-    compute_dtype: torch.dtype = torch.float32,
+    chosen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of one sequence: output [T, Hq, D] and log-sum-exp [Hq, T] of its scores.
+
+    q: [T, Hq, D], at positions `first` on, in whose dtype all is computed. k, v: [kv_heads, n, D],
+    at positions `first_key` on. A key p counts for a query at i when i - window < p <= i, or
+    p <= i without a window, and where chosen, bool [kv_heads, n], is true. A score is scale * q.k,
+    then soft_cap * tanh(score / soft_cap) where that is not 0. sinks: [Hq], further scores without
+    values. Without any score the output is 0. The log-sum-exp is of natural base.
+    """
+    keys, repeat = k.shape[1], shape.heads // shape.kv_heads
+    k, v = (x.to(q.dtype).repeat_interleave(repeat, 0) for x in (k, v))
+    scores = torch.einsum("thd,hkd->htk", q, k) * shape.scale
+    if shape.soft_cap:
+        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+    key = torch.arange(first_key, first_key + keys, device=q.device)
+    back = torch.arange(first, first + len(q), device=q.device)[:, None] - key
+    seen = (back >= 0) & (back < shape.window) if shape.window else back >= 0
+    if chosen is not None:
+        seen = seen & chosen.repeat_interleave(repeat, 0)[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sunk = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+        scores = torch.cat((scores, sunk), -1)
+    lse = scores.logsumexp(-1)
+    weights = scores.softmax(-1).masked_fill((lse == -torch.inf)[..., None], 0)
+    return torch.einsum("htk,hkd->thd", weights[..., :keys], v), lse
+
+
+def decode_attention(
+    q: Tensor, cache: DeviceLayerCache, shape: HeadShape, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One query per sequence, at its last cached token: output [S, Hq, D] and log-sum-exp [S, Hq].
 
-    q: [S, Hq, D]. Of the pass of the cache, `length` counts, with each query's own token, whose key
-    is in the ring already; blocks are those up to `packed`. A key p counts when
-    p > length - 1 - window, or always without a window. A score is scale * q.k, then
-    soft_cap * tanh(score / soft_cap) where that is not 0. sinks: float32 [Hq], further scores
-    without values. The log-sum-exp is float32, of natural base. Without any key the output is 0.
-    Tokens before `resident_from` are not attended.
+    q: [S, Hq, D]; float64 is computed in float64, all else in float32. Of the pass of the cache,
+    `length` counts, with each query's own token, whose key is in the ring already; blocks are those
+    up to `packed`. Tokens before `resident_from` are not attended. The log-sum-exp is float32; the
+    rest is as in `attend`.
     """
-    outs = torch.zeros_like(q)
-    lses = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-    for s in range(q.shape[0]):
-        end = int(cache.step.length[s])
-        cached = _cached(s, end, cache)
-        out, lse = _attend(q[s : s + 1], cached, end - 1, shape, sinks, compute_dtype)
-        outs[s], lses[s] = out[0], lse[0]
-    return outs, lses
+    found = []
+    for s, end in enumerate(cache.step.length.tolist()):
+        found.append(_attend(q[s : s + 1], end - 1, *_cached(s, end, cache), shape, sinks))
+    outs, lses = zip(*found, strict=True)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def prefill_attention(
@@ -47,7 +73,6 @@ def prefill_attention(
     cache: DeviceLayerCache,
     shape: HeadShape,
     sinks: Tensor | None = None,
-    compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of new tokens: output [T, Hq, D] and log-sum-exp float32 [T, Hq].
 
@@ -58,68 +83,43 @@ def prefill_attention(
     """
     outs = torch.zeros_like(q)
     lses = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-    for s, (first, row, stop) in enumerate(
-        zip(
-            cache.step.start.tolist(),
-            cache.step.row_start[:-1].tolist(),
-            cache.step.row_start[1:].tolist(),
-            strict=True,
+    row_start = cache.step.row_start.tolist()
+    for s, first in enumerate(cache.step.start.tolist()):
+        rows = slice(row_start[s], row_start[s + 1])
+        first_key, *old = _cached(s, first, cache)
+        new_k, new_v = (
+            torch.cat((x, y[rows].transpose(0, 1).to(x.dtype)), 1)
+            for x, y in zip(old, (k, v), strict=True)
         )
-    ):
-        old = _cached(s, first, cache)
-        rows = slice(row, stop)
-        pairs = ((old.k, k[rows]), (old.v, v[rows]))
-        new = _Cached(old.first, *(torch.cat((x, y.to(x.dtype))) for x, y in pairs))
-        outs[rows], lses[rows] = _attend(q[rows], new, first, shape, sinks, compute_dtype)
+        outs[rows], lses[rows] = _attend(q[rows], first, first_key, new_k, new_v, shape, sinks)
     return outs, lses
 
 
-class _Cached(NamedTuple):
-    """Keys and values [n, kv_heads, D] of positions `first` on."""
-
-    first: int
-    k: Tensor
-    v: Tensor
-
-
-def _cached(s: int, end: int, cache: DeviceLayerCache) -> _Cached:
-    """Keys and values of positions up to end - 1 of a sequence, from where they are resident."""
-    step, form = cache.step, cache.form
+def _cached(s: int, end: int, cache: DeviceLayerCache) -> tuple[int, Tensor, Tensor]:
+    """Where a sequence's resident tokens begin; their K and V [kv_heads, n, D], up to end - 1."""
+    step = cache.step
     compressed = int(step.packed[s])
     first = 0 if step.resident_from is None else int(step.resident_from[s])
     blocks = step.table[s, first // BLOCK_TOKENS : compressed // BLOCK_TOKENS].long()
-    records = cache.pool[blocks]  # [B, kv_heads, nbytes]
-    k, v = (x.transpose(1, 2).flatten(0, 1) for x in dequantize_blocks(records, form))
+    packed = dequantize_blocks(cache.pool[blocks], cache.form)  # [blocks, kv_heads, 64, D] each
     slots = torch.arange(compressed, end, device=cache.pool.device) % cache.recent_k.shape[1]
-    ring_k, ring_v = cache.recent_k[s, slots], cache.recent_v[s, slots]
-    return _Cached(first, torch.cat((k, ring_k.to(k.dtype))), torch.cat((v, ring_v.to(v.dtype))))
+    k, v = (
+        torch.cat((x.transpose(0, 1).flatten(1, 2), ring[s, slots].transpose(0, 1).to(x.dtype)), 1)
+        for x, ring in zip(packed, (cache.recent_k, cache.recent_v), strict=True)
+    )
+    return first, k, v
 
 
 def _attend(
     q: Tensor,
-    cached: _Cached,
     first: int,
+    first_key: int,
+    k: Tensor,
+    v: Tensor,
     shape: HeadShape,
     sinks: Tensor | None,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [n, Hq, D] at positions first.. over keys and values."""
-    (n, heads), v = q.shape[:2], cached.v
-    group = heads // v.shape[1]
-    plain = q.to(dtype).unflatten(1, (-1, group))  # [n, kv_heads, group, D]
-    scores = torch.einsum("nhgd,thd->nhgt", plain, cached.k.to(dtype)) * shape.scale
-    if shape.soft_cap:
-        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-    position = torch.arange(first, first + n, device=q.device)[:, None]
-    key = torch.arange(cached.first, cached.first + v.shape[0], device=q.device)[None, :]
-    seen = key <= position
-    if shape.window:
-        seen = seen & (key > position - shape.window)
-    scores = scores.masked_fill(~seen[:, None, None, :], -torch.inf)
-    if sinks is not None:
-        sink = sinks.to(dtype).view(-1, group, 1).expand(n, -1, -1, 1)
-        scores = torch.cat((scores, sink), -1)
-    lse = torch.logsumexp(scores, -1)
-    p = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
-    out = torch.einsum("nhgt,thd->nhgd", p[..., : v.shape[0]], v.to(dtype))
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2).float()
+    """`attend` in at least float32, its log-sum-exp float32 [T, Hq]."""
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))
+    out, lse = attend(wide, k, v, first, first_key, shape, sinks)
+    return out.to(q.dtype), lse.T.float()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,30 +20,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return _normalized(total, weight, eps).to(x.dtype), total.to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [T, C] for gate_up [T, 2C], gate its first half of the columns."""
-    gate, up = _wide(gate_up).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
-
-
-def rope(
-    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
-) -> Tensor:
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs of the first R channels of x [T, H, D] by the angles of positions [T].
 
-    cos, sin: [P, R/2], row p for position p. Column i turns channels i and i + R/2, or with
-    `interleaved` 2i and 2i + 1; channels from R on are copied. RoPE (arXiv 2104.09864) in the
-    arrangement of GPT-NeoX, interleaved that of GPT-J.
+    cos, sin: [P, R/2], row p for position p. Column i turns channels i and i + R/2;
+    channels from R on are copied. RoPE (arXiv 2104.09864) in the arrangement of GPT-NeoX.
     """
     width = 2 * cos.shape[1]
     turned, rest = _wide(x[..., :width]), x[..., width:]
     c, s = (table[positions.long()][:, None].to(turned.dtype) for table in (cos, sin))
-    if interleaved:
-        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((a * c - b * s, b * c + a * s), dim=-1).flatten(-2)
-    else:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    a, b = turned.chunk(2, dim=-1)
+    turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 

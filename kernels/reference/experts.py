@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qoff.kernels.layout.qexperts import QExperts, check_mlp
+from qoff.kernels.layout.qexperts import ExpertsMlp
 
 _TURN = 16  # columns of gate, then as many of up
 
@@ -26,37 +26,24 @@ def activate(z: Tensor, activation: str) -> Tensor:
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
-def experts(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    gate_up: QExperts,
-    down: QExperts,
-    *,
-    activation: str,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return residual + sum over t of weight * (down @ activate(gate_up @ x + bias) + bias) [M, H].
+def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:
+    """Return the sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
 
     x: [M, H], any float dtype, in which all is computed. topk_ids: int64 [M, T], the experts of
-    each token; topk_weights: [M, T], how much each counts. gate_up: E x [2I, H], rows in blocks of
-    16 of gate and of up in turn; down: E x [H, I]. Biases: [E, 2I] in that order, and [E, H].
-    Nothing is rounded. Raises OpError.
+    each token; topk_weights: [M, T], how much each counts. Nothing is rounded.
     """
-    check_mlp(gate_up, down, activation)
     y = torch.zeros_like(x)
     for e in topk_ids.unique().tolist():
         token, place = (topk_ids == e).nonzero(as_tuple=True)
-        z = x[token] @ gate_up.expert(e).dequantize().to(x.dtype).T
-        if gate_up_bias is not None:
-            z = z + gate_up_bias[e].to(x.dtype)
-        z = activate(z, activation) @ down.expert(e).dequantize().to(x.dtype).T
-        if down_bias is not None:
-            z = z + down_bias[e].to(x.dtype)
-        y.index_add_(0, token, topk_weights[token, place, None].to(x.dtype) * z)
-    if residual is not None:
-        y = y + residual
-    return y if out is None else out.copy_(y)
+        share = topk_weights[token, place, None].to(x.dtype)
+        y.index_add_(0, token, share * expert(x[token], mlp, e))
+    return y
+
+
+def expert(x: Tensor, mlp: ExpertsMlp, e: int) -> Tensor:
+    """The MLP of expert e on rows x [m, H]."""
+    z = x @ mlp.gate_up.expert(e).dequantize(x.dtype).T
+    if mlp.gate_up_bias is not None:
+        z = z + mlp.gate_up_bias[e].to(x.dtype)
+    z = activate(z, mlp.activation) @ mlp.down.expert(e).dequantize(x.dtype).T
+    return z if mlp.down_bias is None else z + mlp.down_bias[e].to(x.dtype)

@@ -9,6 +9,7 @@ from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 
 from .elementwise import rope
+from .quantization import nearest_levels
 
 
 def quantize_blocks(k: Tensor, v: Tensor, form: KVFormat, opening: Tensor | None = None) -> Tensor:
@@ -63,11 +64,8 @@ def _quantize(
         step, low = (torch.where(anchored, x, y) for x, y in zip(own, (step, low), strict=True))
     scale.copy_(step.flatten(-2))
     minimum.copy_(low.flatten(-2))
-    wide = scale.float().view_as(low)[..., None]
-    levels = (groups - minimum.float().view_as(low)[..., None]) / torch.where(
-        wide == 0, torch.inf, wide
-    )
-    levels = levels.round().clamp(0, 2**bits - 1).to(torch.uint8)
+    scale, minimum = (x.float().view_as(low) for x in (scale, minimum))
+    levels = nearest_levels(groups, scale, minimum, bits).to(torch.uint8)
     # [..., 1, D, 64] or [..., parts, 64, D / parts] -> [..., 64, D]
     levels = levels.squeeze(-3).mT if transposed else levels.movedim(-3, -2).flatten(-2)
     if bits == 4:
@@ -100,11 +98,7 @@ def _unpack(codes: Tensor, bits: int) -> Tensor:
 
 
 def append(
-    k: Tensor,
-    v: Tensor,
-    cache: DeviceLayerCache,
-    tables: tuple[Tensor, Tensor] | None = None,
-    interleaved: bool = False,
+    k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
 
@@ -124,7 +118,7 @@ def append(
         positions = torch.arange(first, first + stop - row, device=k.device)
         key, value = k[row:stop], v[row:stop]
         if tables is not None:
-            key = rope(key, positions, *tables, interleaved)
+            key = rope(key, positions, *tables)
         if new > old:
             slots = torch.arange(old, min(first, new), device=k.device) % window
             done = max(new - first, 0)

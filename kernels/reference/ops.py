@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, read_keys
@@ -13,7 +12,9 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.layout.rotation import rotate_values
 
-from .experts import experts
+from .attention import attend
+from .elementwise import rms_norm, rope
+from .experts import activate, experts
 from .kv_blocks import dequantize_blocks
 from .select_blocks import select_blocks
 
@@ -22,32 +23,6 @@ CACHE, USES_OUT = "host", True
 ACTIVATION_BITS: tuple[int, ...] = (16,)
 
 __all__ = ["ACTIVATION_BITS", "CACHE", "PACKING", "USES_OUT", "attention", "experts", "w4_linear"]
-
-
-def embedding(ids: Tensor, weight: QTensor) -> Tensor:
-    """Return rows `ids` (int64 [T]) of the dequantized weight [N, K]: float32 [T, K]."""
-    return weight.dequantize()[ids]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x**2) + eps) * weight, the mean over the last axis."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
-
-
-def gated_silu(z: Tensor) -> Tensor:
-    """Return silu(gate) * up; columns of z [M, N] alternate 16 of gate, 16 of up: [M, N / 2]."""
-    gate, up = z.view(z.shape[0], -1, 2, 16).unbind(2)
-    return (F.silu(gate) * up).reshape(z.shape[0], -1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + r/2) of x [..., d] by the angles whose cos and sin [..., r/2] are given.
-
-    RoPE (Su et al., 2021) in the half-split arrangement of GPT-NeoX, of the first r channels.
-    """
-    pairs = cos.shape[-1]
-    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
 def w4_linear(
@@ -61,13 +36,13 @@ def w4_linear(
     silu_mul: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `gated_silu` or nothing. x: [M, K]."""
+    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `activate` or nothing. x: [M, K]."""
     y = x if norm is None else rms_norm(x, norm, eps)
-    y = y @ weight.dequantize().to(x.dtype).T
+    y = y @ weight.dequantize(x.dtype).T
     if bias is not None:
         y = y + bias.to(x.dtype)
     if silu_mul:
-        y = gated_silu(y)
+        y = activate(y, "silu")
     if residual is not None:
         y = y + residual
     return y if out is None else out.copy_(y)
@@ -98,18 +73,19 @@ def attention(
     if k_norm is not None:
         key = rms_norm(key, k_norm, shape.norm_eps)
     if rotary is not None:
-        cos, sin = (t[ragged.positions][:, None].to(qkv.dtype) for t in rotary)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = (rope(x, ragged.positions, *rotary) for x in (query, key))
     if out is None:
         out = qkv.new_empty(qkv.shape[0], shape.heads * shape.head_dim)
     for span in ragged.spans:
         rows = slice(span.start, span.start + span.count)
         _append(cache, span, key[rows], value[rows])
-        key_value = _remembered(cache, span)
-        seen = None
+        chosen = None
         if cache.packed and cache.top < 1 and ragged.is_decode:
-            seen = _chosen(cache, span, query[span.start], shape.window)
-        out[rows] = _attend(shape, *key_value, span, query[rows], seen, sinks)
+            chosen = _chosen(cache, span, query[span.start], shape.window)
+        found, _ = attend(
+            query[rows], *_remembered(cache, span), span.past, 0, shape, sinks, chosen
+        )
+        out[rows] = found.flatten(1)
     return out
 
 
@@ -158,34 +134,3 @@ def _chosen(cache: LayerCache, span: Span, query: Tensor, window: int | None) ->
         tokens = blocks.repeat_interleave(BLOCK_TOKENS, 1)
         seen = torch.cat((seen[:, :first], tokens, seen[:, first:]), 1)
     return seen
-
-
-def _attend(
-    shape: HeadShape,
-    key: Tensor,
-    value: Tensor,
-    span: Span,
-    query: Tensor,
-    chosen: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Softmax attention of query [T, heads, dim] of one sequence: [T, heads * dim].
-
-    chosen: bool [kv_heads, tokens], what is attended at all. sinks: [heads].
-    """
-    length = span.past + span.count
-    repeat = shape.heads // shape.kv_heads
-    key, value = (x.to(query.dtype).repeat_interleave(repeat, 0) for x in (key, value))
-    scores = torch.einsum("thd,hkd->htk", query, key) * shape.scale
-    if shape.soft_cap:
-        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-    at = torch.arange(span.past, length)[:, None] - torch.arange(length)  # distance back
-    seen = at >= 0 if shape.window is None else (at >= 0) & (at < shape.window)
-    if chosen is not None:
-        seen = seen & chosen.repeat_interleave(repeat, 0)[:, None]
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        sunk = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
-        scores = torch.cat((scores, sunk), -1)
-    weights = scores.softmax(-1)[..., : key.shape[1]]
-    return torch.einsum("htk,hkd->thd", weights, value).reshape(span.count, -1)

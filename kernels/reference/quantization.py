@@ -1,4 +1,4 @@
-"""What each op means, in plain torch: the truth that every implementation is tested against."""
+"""What quantizing a matrix means, in plain torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from qoff.errors import QuantizationError
 from qoff.kernels.layout.packing import check_format
-from qoff.kernels.layout.qtensor import QTensor
 
 
 def quantize(
@@ -55,13 +54,3 @@ def nearest_levels(groups: Tensor, scale: Tensor, minimum: Tensor, bits: int) ->
     wide = scale.float()[..., None]
     levels = (groups - minimum.float()[..., None]).div_(torch.where(wide == 0, torch.inf, wide))
     return levels.round_().clamp_(0, 2**bits - 1)
-
-
-def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the matrix [N, K] of `q`: float32(code) * float32(scale) + float32(minimum)."""
-    return q.dequantize(dtype)
-
-
-def linear(x: Tensor, q: QTensor) -> Tensor:
-    """Return x @ w.T for x [..., K] and w = dequantize(q) [N, K], computed in float32: [..., N]."""
-    return (x.float() @ q.dequantize().T).to(x.dtype)

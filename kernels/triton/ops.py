@@ -7,8 +7,6 @@ GPU, and nothing waits for it, but for attention to blocks in host memory. The c
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
-from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
@@ -26,11 +23,11 @@ from .attention.append import NewBlocks, pack_blocks, write_recent
 from .attention.decode import decode_attention, decode_bytes
 from .attention.offloaded import OffloadedAttention, joined_bytes
 from .attention.prefill import prefill_attention, prefill_bytes
-from .elementwise.interleaved_silu_mul import gated_silu
+from .elementwise.gated_silu import gated_silu
 from .elementwise.rms_norm import rms_norm
 from .elementwise.rope import rope
 from .linear import linear
-from .moe import experts as moe
+from .moe.experts import experts
 
 PACKING = "split32"
 CACHE = "device"
@@ -38,6 +35,17 @@ USES_OUT = False
 ACTIVATION_BITS: tuple[int, ...] = (16,)
 
 Tables = tuple[Tensor, Tensor]
+
+__all__ = [
+    "ACTIVATION_BITS",
+    "CACHE",
+    "PACKING",
+    "USES_OUT",
+    "attention",
+    "attention_bytes",
+    "experts",
+    "w4_linear",
+]
 
 
 def w4_linear(
@@ -51,7 +59,7 @@ def w4_linear(
     silu_mul: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `reference.ops.gated_silu` or nothing.
+    """Return f(rms_norm(x) @ W.T + bias) + residual; f: see `interleaved_silu_mul`, or nothing.
 
     x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]:
     any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same.
@@ -64,7 +72,7 @@ def w4_linear(
         if tensor is not None:
             shape = (x.shape[0], rows // 2 if silu_mul else rows)
             require(name, tensor, (x.dtype,), shape, x.device)
-    with _on(x):
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
         y = x if norm is None else rms_norm(x, norm, eps)[0]
         y = linear.w4_linear(y, weight, None if bias is None else bias.to(x.dtype))
         if silu_mul:
@@ -72,69 +80,6 @@ def w4_linear(
         if residual is not None:
             return torch.add(y, residual, out=out)
         return y if out is None else out.copy_(y)
-
-
-def linear_bytes(
-    tokens: int,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    silu_mul: bool = False,
-) -> int:
-    """The most bytes `w4_linear` allocates for up to `tokens` rows of x by W [rows, columns].
-
-    The normalized input, the product, bias and gated result.
-    """
-    values = tokens * columns + rows + tokens * rows // 2 * silu_mul
-    return values * dtype.itemsize + linear.linear_bytes(tokens, rows, columns, dtype, device)
-
-
-def experts_bytes(
-    tokens: int, top_k: int, count: int, inner: int, hidden: int, dtype: torch.dtype
-) -> int:
-    """The most bytes `experts` allocates for `tokens` tokens of `top_k` out of `count` experts.
-
-    inner: values between the products, of an expert; hidden: of a token. With biases.
-    """
-    biases = count * (2 * inner + hidden) * dtype.itemsize
-    return biases + moe.experts_bytes(tokens, top_k, count, inner, hidden, dtype.itemsize)
-
-
-def experts(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    gate_up: QExperts,
-    down: QExperts,
-    *,
-    activation: str,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias) [M, H].
-
-    x: float16 or bfloat16 [M, H]; topk_ids: int64 [M, T], not checked; topk_weights: float32 [M,
-    T]; weights: packing split32, see `moe.experts`. Biases [E, 2I] and [E, H]: any float dtype.
-    residual, out: like x; they may be the same. Activations are rounded to the dtype of x. Raises
-    OpError.
-    """
-    biases = [None if b is None else b.to(x.dtype) for b in (gate_up_bias, down_bias)]
-    with _on(x):
-        return moe.experts(
-            x,
-            topk_ids,
-            topk_weights,
-            gate_up,
-            down,
-            activation=activation,
-            gate_up_bias=biases[0],
-            down_bias=biases[1],
-            residual=residual,
-            out=out,
-        )
 
 
 def attention(
@@ -164,7 +109,7 @@ def attention(
     if out is not None:
         width = shape.heads * shape.head_dim
         require("out", out, (qkv.dtype,), (len(qkv), width), qkv.device)
-    with _on(qkv):
+    with torch.cuda.device_of(qkv):
         rows = qkv if step.order is None else qkv[step.order]
         heads = rows.view(len(rows), -1, shape.head_dim)
         query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -283,8 +228,3 @@ def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def _turned(heads: Tensor, positions: Tensor, tables: Tables | None) -> Tensor:
     return heads if tables is None else rope(heads, positions, *tables)
-
-
-def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current GPU: make it the one of x."""
-    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()

@@ -71,34 +71,43 @@ def read(path: Path) -> tuple[int, dict[str, WeightEntry]]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            text = _header_text(path, file, size)
+            text = _header_text(file, size)
+        start = 8 + len(text)
+        header = _object(text, "the header is")
+        if start % ALIGNMENT:
+            raise ValueError(f"data starts at byte {start}, not at a multiple of {ALIGNMENT}")
+        described = _described(header.pop(METADATA, None))
+        tensors = [_tensor(name, value, start) for name, value in header.items()]
+        tensors.sort(key=lambda t: (t.offset, t.nbytes))
+        _check_contiguous(tensors, start, size)
+        return start, _weights(tensors, described)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
-    try:
-        header = load_object(text)
     except ValueError as error:
-        raise FormatError(f"{path}: the header is not a JSON object ({error}); {_AGAIN}") from error
-    start = 8 + len(text)
-    if start % ALIGNMENT:
-        raise FormatError(
-            f"{path}: data starts at byte {start}, not at a multiple of {ALIGNMENT}; {_AGAIN}"
-        )
-    described = _described(path, header.pop(METADATA, None))
-    tensors = [_tensor(path, name, value, start) for name, value in header.items()]
-    tensors.sort(key=lambda t: (t.offset, t.nbytes))
-    _check_contiguous(path, tensors, start, size)
-    return start, _weights(path, tensors, described)
+        advice = "" if isinstance(error, _AdvisedError) else f"; {_AGAIN}"
+        raise FormatError(f"{path}: {error}{advice}") from error
 
 
 _AGAIN = "convert the model again, or fetch the file again"
 
 
-def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
+class _AdvisedError(ValueError):
+    """What is wrong, with other advice than `_AGAIN`."""
+
+
+def _object(text: bytes | str, what: str) -> dict[str, Any]:
+    try:
+        return load_object(text)
+    except ValueError as error:
+        raise ValueError(f"{what} not a JSON object ({error})") from error
+
+
+def _header_text(file: BinaryIO, size: int) -> bytes:
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER):
-        raise FormatError(
-            f"{path}: claims a header of {length} bytes, but the file has {size} and a header at "
-            f"most {MAX_HEADER}; {_AGAIN}"
+        raise ValueError(
+            f"claims a header of {length} bytes, but the file has {size} and a header at most "
+            f"{MAX_HEADER}"
         )
     return file.read(length)
 
@@ -107,100 +116,74 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**63 for x in value)
 
 
-def _tensor(path: Path, name: str, value: Any, start: int) -> TensorEntry:
+def _tensor(name: str, value: Any, start: int) -> TensorEntry:
     found = value if isinstance(value, dict) else {}
     dtype_name, shape, offsets = (found.get(k) for k in ("dtype", "shape", "data_offsets"))
+    wrongly = f"tensor {name!r} is described wrongly"
     if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
-        raise FormatError(
-            f"{path}: tensor {name!r} is described wrongly: shape and offsets must be "
-            f"whole numbers; {_AGAIN}"
-        )
+        raise ValueError(f"{wrongly}: shape and offsets must be whole numbers")
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise FormatError(
-            f"{path}: tensor {name!r} is described wrongly: its dtype is {dtype_name!r}, not one "
-            f"of {', '.join(DTYPES)}; {_AGAIN}"
-        )
+        raise ValueError(f"{wrongly}: its dtype is {dtype_name!r}, not one of {', '.join(DTYPES)}")
     # The sizes of an empty tensor could be anything: bound them as if it were not empty.
     if len(shape) > MAX_DIMENSIONS or math.prod(x for x in shape if x) >= 2**60:
-        raise FormatError(f"{path}: tensor {name!r} has an impossible shape; {_AGAIN}")
+        raise ValueError(f"tensor {name!r} has an impossible shape")
     wanted, nbytes = math.prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+    described = f"tensor {name!r} of {dtype}"
     if wanted != nbytes:
-        raise FormatError(
-            f"{path}: tensor {name!r} of {dtype} {shape} takes {wanted} bytes, "
-            f"but its offsets span {nbytes}; {_AGAIN}"
-        )
+        raise ValueError(f"{described} {shape} takes {wanted} bytes, but its offsets span {nbytes}")
     if offsets[0] % dtype.itemsize:
-        raise FormatError(
-            f"{path}: tensor {name!r} of {dtype} starts at byte {offsets[0]} of the data, "
-            f"not at a multiple of {dtype.itemsize}; {_AGAIN}"
+        raise ValueError(
+            f"{described} starts at byte {offsets[0]} of the data, not at a multiple of "
+            f"{dtype.itemsize}"
         )
     return TensorEntry(name, dtype, tuple(shape), start + offsets[0], nbytes)
 
 
-def _check_contiguous(path: Path, tensors: list[TensorEntry], start: int, size: int) -> None:
+def _check_contiguous(tensors: list[TensorEntry], start: int, size: int) -> None:
     end = start
     for tensor in tensors:
         if tensor.offset != end:
-            raise FormatError(
-                f"{path}: tensor {tensor.name!r} starts at byte {tensor.offset} where "
-                f"{end} is expected: a hole or an overlap; {_AGAIN}"
+            raise ValueError(
+                f"tensor {tensor.name!r} starts at byte {tensor.offset} where {end} is expected: a "
+                "hole or an overlap"
             )
         end += tensor.nbytes
     if end != size:
-        raise FormatError(f"{path}: has {size} bytes, but its header describes {end}; {_AGAIN}")
+        raise ValueError(f"has {size} bytes, but its header describes {end}")
 
 
-def _described(path: Path, metadata: Any) -> dict[str, Any]:
+def _described(metadata: Any) -> dict[str, Any]:
     text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
     if not isinstance(text, str):
-        raise FormatError(
-            f"{path}: the header has no readable metadata {METADATA_KEY!r}; this is not a file of "
-            "a qoff checkpoint: convert the model with qoff convert"
+        raise _AdvisedError(
+            f"the header has no readable metadata {METADATA_KEY!r}; this is not a file of a qoff "
+            "checkpoint: convert the model with qoff convert"
         )
-    try:
-        return load_object(text)
-    except ValueError as error:
-        raise FormatError(
-            f"{path}: no readable metadata {METADATA_KEY!r}: not a JSON object ({error}); {_AGAIN}"
-        ) from error
+    return _object(text, f"no readable metadata {METADATA_KEY!r}:")
 
 
-def quantized_name(tensor: str) -> str | None:
-    """Return the name of the quantized weight that a tensor's name says it is part of, if any."""
-    for part in (CODES, SCALE_MIN):
-        if tensor.endswith(part):
-            return tensor.removesuffix(part)
-    return None
-
-
-def _weights(
-    path: Path, tensors: list[TensorEntry], described: dict[str, Any]
-) -> dict[str, WeightEntry]:
+def _weights(tensors: list[TensorEntry], described: dict[str, Any]) -> dict[str, WeightEntry]:
     by_name = {t.name: t for t in tensors}
     weights: dict[str, WeightEntry] = {}
     for tensor in tensors:
-        owner = quantized_name(tensor.name)
-        if owner is None:
-            weights[tensor.name] = tensor
+        suffix = next((x for x in (CODES, SCALE_MIN) if tensor.name.endswith(x)), "")
+        owner = tensor.name.removesuffix(suffix)
+        if not suffix:
+            weights[owner] = tensor
         elif owner in by_name:
-            raise FormatError(f"{path}: {owner!r} is there both whole and in parts; {_AGAIN}")
+            raise ValueError(f"{owner!r} is there both whole and in parts")
         elif owner not in weights:
-            weights[owner] = _quantized(path, owner, by_name, described.pop(owner, None))
+            weights[owner] = _quantized(owner, by_name, described.pop(owner, None))
     if described:
-        raise FormatError(
-            f"{path}: {min(described)!r} is described, but not there as a quantized weight; "
-            f"{_AGAIN}"
-        )
+        raise ValueError(f"{min(described)!r} is described, but not there as a quantized weight")
     return weights
 
 
-def _quantized(
-    path: Path, name: str, tensors: dict[str, TensorEntry], description: Any
-) -> QuantEntry:
+def _quantized(name: str, tensors: dict[str, TensorEntry], description: Any) -> QuantEntry:
     for part in (CODES, SCALE_MIN):
         if name + part not in tensors:
-            raise FormatError(f"{path}: tensor {name + part!r} is missing; {_AGAIN}")
+            raise ValueError(f"tensor {name + part!r} is missing")
     codes, scale_min = tensors[name + CODES], tensors[name + SCALE_MIN]
     found = description if isinstance(description, dict) else {}
     shape, packing = found.get("shape"), found.get("packing")
@@ -208,32 +191,30 @@ def _quantized(
     if not (
         isinstance(packing, str) and _are_sizes(numbers) and _are_sizes(shape) and len(shape) == 2
     ):
-        raise FormatError(
-            f"{path}: quantized weight {name!r} is not described: shape, bits, group_size and "
-            f"packing_version must be whole numbers, packing a name; {_AGAIN}"
+        raise ValueError(
+            f"quantized weight {name!r} is not described: shape, bits, group_size and "
+            "packing_version must be whole numbers, packing a name"
         )
     bits, group_size, version = numbers
-    if packing not in PACKINGS or PACKINGS[packing] != version:
+    if PACKINGS.get(packing) != version:
         known = ", ".join(f"{p} version {v}" for p, v in PACKINGS.items())
         advice = "use a newer qoff or convert the model again"
         if packing in _FORMER:
             advice = "an earlier version wrote it, so convert the model again"
-        raise FormatError(
-            f"{path}: {name!r} is packed as {packing!r} version {version}; this qoff reads "
-            f"{known}: {advice}"
+        raise _AdvisedError(
+            f"{name!r} is packed as {packing!r} version {version}; this qoff reads {known}: "
+            f"{advice}"
         )
     size = (shape[0], shape[1])
     try:
         expected = packed_shapes(size, bits, group_size, packing)
     except OpError as error:
-        raise FormatError(f"{path}: {name!r}: {error}; {_AGAIN}") from error
+        raise ValueError(f"{name!r}: {error}") from error
     if (codes.shape, scale_min.shape) != expected or codes.dtype != DTYPES["U8"]:
-        raise FormatError(
-            f"{path}: {name!r} {shape} in {bits} bits should have codes and scales "
-            f"{expected}, found {codes.dtype} {codes.shape} and {scale_min.shape}; {_AGAIN}"
+        raise ValueError(
+            f"{name!r} {shape} in {bits} bits should have codes and scales {expected}, found "
+            f"{codes.dtype} {codes.shape} and {scale_min.shape}"
         )
     if scale_min.dtype not in (DTYPES["F16"], DTYPES["F32"]):
-        raise FormatError(
-            f"{path}: scales of {name!r} are {scale_min.dtype}, not float16 or float32; {_AGAIN}"
-        )
+        raise ValueError(f"scales of {name!r} are {scale_min.dtype}, not float16 or float32")
     return QuantEntry(name, size, bits, group_size, packing, codes, scale_min)

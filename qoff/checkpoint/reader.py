@@ -32,6 +32,7 @@ from .layout import (
 )
 from .strict_json import load_object
 
+_AGAIN = "convert the model again"
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -48,13 +49,11 @@ class Checkpoint:
     def open(cls, path: str | PathLike[str]) -> Self:
         """Read and check index and headers. Raises FormatError naming the file that is wrong."""
         folder = Path(path)
-        config = read_config(folder)
-        index = _json_object(folder / INDEX_FILE)
-        checksums, weight_map = index.get("checksums"), index.get("weight_map")
+        config, index = read_config(folder), folder / INDEX_FILE
+        found = _json_object(index)
+        checksums, weight_map = found.get("checksums"), found.get("weight_map")
         if not isinstance(checksums, dict) or not isinstance(weight_map, dict):
-            raise FormatError(
-                f"{folder / INDEX_FILE}: has no checksums and weight_map; convert the model again"
-            )
+            raise FormatError(f"{index}: has no checksums and weight_map; {_AGAIN}")
         for name in sorted({*checksums, *map(str, weight_map.values())}):
             _inside(folder, name)
         count = sum(name != OUTER_FILE for name in checksums)
@@ -66,11 +65,17 @@ class Checkpoint:
         if wanted != count:
             raise FormatError(
                 f"{folder / CONFIG_FILE}: has num_hidden_layers {wanted!r}, but there are files of "
-                f"{count} layers; convert the model again"
+                f"{count} layers; {_AGAIN}"
             )
         outer = files.pop(OUTER_FILE)
         checkpoint = cls(folder, config, tuple(files.values()), outer)
-        _check_map(folder / INDEX_FILE, weight_map, checkpoint)
+        there = checkpoint.weight_map
+        for name in sorted({*there, *weight_map}):
+            if there.get(name) != weight_map.get(name):
+                raise FormatError(
+                    f"{index}: has tensor {name!r} in {weight_map.get(name, 'no file')!r}, but it "
+                    f"is in {there.get(name, 'no file')!r}; {_AGAIN}"
+                )
         return checkpoint
 
     @property
@@ -86,8 +91,7 @@ class Checkpoint:
             for tensor in (t for entry in file.weights.values() for t in tensors_of(entry)):
                 if (first := there.setdefault(tensor.name, file.path.name)) != file.path.name:
                     raise FormatError(
-                        f"{file.path}: tensor {tensor.name!r} is also in {first}; "
-                        "convert the model again"
+                        f"{file.path}: tensor {tensor.name!r} is also in {first}; {_AGAIN}"
                     )
         return there
 
@@ -100,23 +104,26 @@ def read_config(folder: Path) -> dict[str, Any]:
         found = False
     if not found:
         raise FormatError(f"{folder}: no such directory; convert a model first: qoff convert")
-    config = _json_object(folder / CONFIG_FILE)
+    path = folder / CONFIG_FILE
+    config = _json_object(path)
     quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    if not isinstance(quantization, Mapping) or method != QUANT_METHOD:
+    if not isinstance(quantization, dict):
+        quantization = {}
+    method, version = quantization.get("quant_method"), quantization.get("version")
+    if method != QUANT_METHOD:
         raise FormatError(
-            f"{folder / CONFIG_FILE}: quant_method is {method!r}, not {QUANT_METHOD!r}; "
+            f"{path}: quant_method is {method!r}, not {QUANT_METHOD!r}; "
             "convert the model first: qoff convert"
         )
-    if quantization.get("version") != FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise FormatError(
-            f"{folder / CONFIG_FILE}: checkpoint version {quantization.get('version')!r}; this "
-            f"qoff reads version {FORMAT_VERSION}: use a newer qoff or convert the model again"
+            f"{path}: checkpoint version {version!r}; this qoff reads version {FORMAT_VERSION}: "
+            f"use a newer qoff or {_AGAIN}"
         )
     if quantization.get("layout") == "state_dict":
         raise FormatError(
-            f"{folder / CONFIG_FILE}: layout is 'state_dict'; load it with AutoModelForCausalLM of "
-            "transformers, or convert the original model"
+            f"{path}: layout is 'state_dict'; load it with AutoModelForCausalLM of transformers, "
+            "or convert the original model"
         )
     return config
 
@@ -127,13 +134,10 @@ def _json_object(path: Path) -> dict[str, Any]:
             raise FormatError(f"{path}: is not a file; is this a qoff checkpoint?")
         return load_object(path.read_bytes())
     except OSError as error:
-        raise FormatError(
-            f"{path}: cannot be read ({error.strerror}); is this a qoff checkpoint?"
-        ) from error
+        wrong = f"cannot be read ({error.strerror}); is this a qoff checkpoint?"
+        raise FormatError(f"{path}: {wrong}") from error
     except ValueError as error:
-        raise FormatError(
-            f"{path}: is not a JSON object ({error}); convert the model again"
-        ) from error
+        raise FormatError(f"{path}: is not a JSON object ({error}); {_AGAIN}") from error
 
 
 def _inside(folder: Path, name: str) -> None:
@@ -151,26 +155,22 @@ def _inside(folder: Path, name: str) -> None:
     if not inside:
         raise FormatError(
             f"{folder / INDEX_FILE}: file {name!r} is not in the checkpoint's own directory; "
-            "copy the files there, or convert the model again"
+            f"copy the files there, or {_AGAIN}"
         )
 
 
 def _weight_file(folder: Path, name: str, checksums: Mapping[str, Any]) -> WeightFile:
-    path, found = folder / name, checksums.get(name)
+    path, index, found = folder / name, folder / INDEX_FILE, checksums.get(name)
     if found is None:
-        raise FormatError(f"{folder / INDEX_FILE}: {name} is missing; convert the model again")
-    sha256 = found.get("sha256") if isinstance(found, Mapping) else None
-    nbytes = found.get("nbytes") if isinstance(found, Mapping) else None
+        raise FormatError(f"{index}: {name} is missing; {_AGAIN}")
+    checksum = found if isinstance(found, dict) else {}
+    sha256, nbytes = checksum.get("sha256"), checksum.get("nbytes")
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256) or not isinstance(nbytes, int):
-        raise FormatError(
-            f"{folder / INDEX_FILE}: the checksum of {name} is damaged; convert the model again"
-        )
+        raise FormatError(f"{index}: the checksum of {name} is damaged; {_AGAIN}")
     try:
         status = path.stat()
     except OSError as error:
-        raise FormatError(
-            f"{path}: cannot be read ({error.strerror}); fetch the file again"
-        ) from error
+        raise FormatError(f"{path}: {unread(error)}") from error
     if not S_ISREG(status.st_mode):
         raise FormatError(f"{path}: is not a file; fetch the file again")
     if status.st_size != nbytes:
@@ -182,37 +182,27 @@ def _weight_file(folder: Path, name: str, checksums: Mapping[str, Any]) -> Weigh
     return WeightFile(path, start, nbytes, sha256, weights)
 
 
-def _check_map(index: Path, weight_map: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """The index and the headers must agree on which tensor is in which file."""
-    there = checkpoint.weight_map
-    for name in sorted({*there, *weight_map}):
-        if there.get(name) != weight_map.get(name):
-            raise FormatError(
-                f"{index}: has tensor {name!r} in {weight_map.get(name, 'no file')!r}, but it is "
-                f"in {there.get(name, 'no file')!r}; convert the model again"
-            )
-
-
 def read_weight(file: WeightFile, entry: WeightEntry) -> QTensor | Tensor:
     """Read one weight into fresh memory. Raises DiskReadError when the file comes up short."""
 
     def load(tensor: TensorEntry) -> Tensor:
-        buffer = bytearray(tensor.nbytes)
+        buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
         try:
             with file.path.open("rb") as source:  # buffered: one plain read ends at 2 GiB
                 source.seek(tensor.offset)
-                got = source.readinto(buffer)
+                got = source.readinto(buffer.numpy().data)
         except OSError as error:
-            raise DiskReadError(
-                f"{file.path}: cannot be read ({error.strerror}); fetch the file again"
-            ) from error
+            raise DiskReadError(f"{file.path}: {unread(error)}") from error
         if got != tensor.nbytes:
             raise DiskReadError(
                 f"{file.path}: {tensor.name!r} ends after {got} of {tensor.nbytes} bytes; "
                 "fetch the file again"
             )
-        if not buffer:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(buffer, dtype=torch.uint8)
+        return buffer
 
     return view_weight(entry, load)
+
+
+def unread(error: OSError) -> str:
+    """What a file that cannot be read is said to be."""
+    return f"cannot be read ({error.strerror}); fetch the file again"

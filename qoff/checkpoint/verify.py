@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 
 import torch
+from torch import Tensor
 
 from qoff.errors import ChecksumError, DiskReadError, FormatError
 
 from .layout import QuantEntry, WeightFile
-from .reader import Checkpoint, read_weight
+from .reader import Checkpoint, read_weight, unread
 
 _PIECE = 8 << 20
 
@@ -33,19 +34,22 @@ def verify(
     progress: called with bytes done and bytes in all. Raises FormatError or ChecksumError naming
     the first file that is wrong, DiskReadError where one cannot be read.
     """
-    checkpoint = Checkpoint.open(path)
-    total = sum(file.nbytes for file in checkpoint.files)
-    done = 0
-    for file in checkpoint.files:
+    files = Checkpoint.open(path).files
+    total, done = sum(file.nbytes for file in files), 0
+    for file in files:
         digest = hashlib.sha256()
-        for piece in _pieces(file):
-            digest.update(piece)
-            done += len(piece)
-            if progress is not None:
-                progress(done, total)
+        try:
+            with file.path.open("rb") as source:
+                while piece := source.read(_PIECE):
+                    digest.update(piece)
+                    done += len(piece)
+                    if progress is not None:
+                        progress(done, total)
+        except OSError as error:
+            raise DiskReadError(f"{file.path}: {unread(error)}") from error
         check_digest(file, digest.hexdigest())
         _check_scales(file)
-    return VerifyReport(len(checkpoint.files), total)
+    return VerifyReport(len(files), total)
 
 
 def check_digest(file: WeightFile, found: str) -> None:
@@ -57,35 +61,12 @@ def check_digest(file: WeightFile, found: str) -> None:
         )
 
 
-def _pieces(file: WeightFile) -> Iterator[bytes]:
-    try:
-        source = file.path.open("rb")
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    with source:
-        while True:
-            try:
-                piece = source.read(_PIECE)
-            except OSError as error:
-                raise _unreadable(file, error) from error
-            if not piece:
-                return
-            yield piece
-
-
-def _unreadable(file: WeightFile, error: OSError) -> DiskReadError:
-    return DiskReadError(f"{file.path}: cannot be read ({error.strerror}); fetch the file again")
-
-
 def _check_scales(file: WeightFile) -> None:
     for entry in file.weights.values():
         part = entry.scale_min if isinstance(entry, QuantEntry) else entry
         values = read_weight(file, part)
-        if (
-            isinstance(values, torch.Tensor)
-            and values.is_floating_point()
-            and not bool(torch.isfinite(values).all())
-        ):
+        assert isinstance(values, Tensor)
+        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
             raise FormatError(
                 f"{file.path}: {part.name!r} holds NaN or infinity; convert the model again"
             )

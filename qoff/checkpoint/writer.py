@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import torch
@@ -61,9 +60,7 @@ class CheckpointWriter:
     def __init__(
         self, path: str | os.PathLike[str], *, overwrite: bool = False, expected_bytes: int = 0
     ) -> None:
-        self.path = Path(path)
-        self._overwrite = overwrite
-        self._expected = expected_bytes
+        self.path, self._overwrite, self._expected = Path(path), overwrite, expected_bytes
         self._checksums: dict[str, dict[str, Any]] = {}
         self._weight_map: dict[str, str] = {}
         self._total = 0
@@ -79,13 +76,8 @@ class CheckpointWriter:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *failure: Any) -> None:
+        self._stack.__exit__(*failure)
 
     def write_layer(self, layer: int, weights: Mapping[str, QTensor | Tensor]) -> None:
         """Write the weights of a decoder layer, in their order, under their full names."""
@@ -103,29 +95,23 @@ class CheckpointWriter:
                 f"{self.path}: a file cannot be copied there as {name!r}; use a plain file name "
                 "that the checkpoint itself does not"
             )
-        with self._failures(), self._new_file(name) as file:
-            for piece in [data] if isinstance(data, bytes) else _read(Path(data)):
-                file.write(piece)
+        self._write_bytes(name, data if isinstance(data, bytes) else _read(Path(data)))
 
     def finish(self, config: Mapping[str, Any]) -> None:
         """Write config.json and the index, check the whole, and move it into place.
 
         config: that of Hugging Face; its `quantization_config` gets method and version.
         """
-        quantization = {
-            **(config.get("quantization_config") or {}),
-            "quant_method": QUANT_METHOD,
-            "version": FORMAT_VERSION,
+        own = {"quant_method": QUANT_METHOD, "version": FORMAT_VERSION}
+        quantization = {**(config.get("quantization_config") or {}), **own}
+        index = {
+            "metadata": {"total_size": self._total},
+            "weight_map": self._weight_map,
+            "checksums": self._checksums,
         }
-        self._write_json(
-            INDEX_FILE,
-            {
-                "metadata": {"total_size": self._total},
-                "weight_map": self._weight_map,
-                "checksums": self._checksums,
-            },
-        )
-        self._write_json(CONFIG_FILE, {**config, "quantization_config": quantization})
+        described = {**config, "quantization_config": quantization}
+        for name, value in ((INDEX_FILE, index), (CONFIG_FILE, described)):
+            self._write_bytes(name, json.dumps(value, indent=2).encode())
         try:
             Checkpoint.open(self._folder)
         except FormatError as error:
@@ -149,10 +135,9 @@ class CheckpointWriter:
                 self._weight_map[tensor.name] = name
                 self._total += tensor.nbytes
 
-    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        text = json.dumps(value, indent=2).encode()
+    def _write_bytes(self, name: str, data: bytes) -> None:
         with self._failures(), self._new_file(name) as file:
-            file.write(text)
+            file.write(data)
 
     @contextmanager
     def _new_file(self, name: str) -> Iterator[BinaryIO]:
@@ -205,47 +190,33 @@ def _layout(
     """Place weights one after the other; offsets count from the start of the data."""
     entries: dict[str, WeightEntry] = {}
     tensors: list[Tensor] = []
-    offset = 0
+    end = 0
 
     def place(name: str, tensor: Tensor) -> TensorEntry:
-        nonlocal offset
-        _check_storable(name, tensor, offset)
-        entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), offset, tensor.nbytes)
-        tensors.append(tensor)
-        offset += tensor.nbytes
-        return entry
-
-    for name, weight in weights.items():
-        if (
-            not name.isprintable()
-            or name in ("", header.METADATA)
-            or name.endswith((CODES, SCALE_MIN))
-        ):
-            raise ConversionError(f"{name!r} is reserved by the format; store it by another name")
-        if isinstance(weight, QTensor):
-            entries[name] = QuantEntry(
-                name,
-                weight.shape,
-                weight.bits,
-                weight.group_size,
-                weight.packing,
-                place(name + CODES, weight.codes),
-                place(name + SCALE_MIN, weight.scale_min),
+        nonlocal end
+        offset, dtype = end, tensor.dtype
+        if dtype not in DTYPE_NAMES:
+            known = ", ".join(map(str, DTYPE_NAMES))
+            raise ConversionError(f"{name!r} is {dtype}; a checkpoint holds {known}")
+        if offset % dtype.itemsize:
+            raise ConversionError(
+                f"{name!r} of {dtype} would start at byte {offset}, which is not aligned; "
+                "write weights of larger elements first"
             )
+        tensors.append(tensor)
+        end += tensor.nbytes
+        return TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor.nbytes)
+
+    for name, w in weights.items():
+        reserved = name in ("", header.METADATA) or name.endswith((CODES, SCALE_MIN))
+        if reserved or not name.isprintable():
+            raise ConversionError(f"{name!r} is reserved by the format; store it by another name")
+        if isinstance(w, QTensor):
+            parts = place(name + CODES, w.codes), place(name + SCALE_MIN, w.scale_min)
+            entries[name] = QuantEntry(name, w.shape, w.bits, w.group_size, w.packing, *parts)
         else:
-            entries[name] = place(name, weight)
+            entries[name] = place(name, w)
     return entries, tensors
-
-
-def _check_storable(name: str, tensor: Tensor, offset: int) -> None:
-    if tensor.dtype not in DTYPE_NAMES:
-        known = ", ".join(map(str, DTYPE_NAMES))
-        raise ConversionError(f"{name!r} is {tensor.dtype}; a checkpoint holds {known}")
-    if offset % tensor.dtype.itemsize:
-        raise ConversionError(
-            f"{name!r} of {tensor.dtype} would start at byte {offset}, which is not aligned; "
-            "write weights of larger elements first"
-        )
 
 
 def _pieces(head: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview]:
@@ -256,13 +227,10 @@ def _pieces(head: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview]:
             yield raw[start : start + _PIECE].cpu().numpy().data
 
 
-def _read(path: Path) -> Iterator[bytes]:
+def _read(path: Path) -> bytes:
     try:
-        source = path.open("rb")
+        return path.read_bytes()
     except OSError as error:
         raise ConversionError(
             f"{path}: cannot be read ({error.strerror}); it belongs to the checkpoint, get it again"
         ) from error
-    with source:
-        while piece := source.read(_PIECE):
-            yield piece

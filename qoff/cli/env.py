@@ -5,29 +5,28 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from qoff.kernels.processor import host_features, usable_threads
+from qoff.kernels.processor import usable_threads
+from qoff.measure.machine import package_version, processor_features
 from qoff.settings import cache_directory
 from qoff.units import format_size
 
 _PACKAGES = ("qoff", "torch", "triton", "transformers", "numba", "safetensors", "gguf")
-_FEATURES = ("avx2", "avx512f", "avx512vnni", "avxvnni", "avx512bf16", "amx-int8", "neon")
 
 
 def describe(path: Path) -> dict[str, Any]:
     """Return names and values for a table; `path` chooses the disk. Sizes are text."""
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(path)
-    found: dict[str, Any] = {name: _version(name) for name in _PACKAGES}
+    found: dict[str, Any] = {name: package_version(name) for name in _PACKAGES}
     found |= {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": " ".join(f for f in _FEATURES if f in host_features()) or "generic",
+        "processor": " ".join(processor_features()) or "generic",
         "threads": usable_threads(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": f"{format_size(memory.total)}, {format_size(memory.available)} available",
@@ -36,13 +35,6 @@ def describe(path: Path) -> dict[str, Any]:
         "cache": str(cache_directory()),
     }
     return found
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _gpus() -> str:

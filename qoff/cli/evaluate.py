@@ -30,7 +30,6 @@ from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate
 from qoff.eval.sweep import cells as tables
 from qoff.eval.sweep.grid import Grid
-from qoff.eval.sweep.plots import draw
 from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.eval.tasks.run import markdown, run_tasks
 from qoff.eval.texts import CALIBRATION_TEXT
@@ -159,7 +158,7 @@ def run_sweep(
         ("results.json", tables.as_json(results)),
     ):
         (out / name).write_text(text)
-    pictures = draw(results, out)
+    pictures = tables.draw(results, out)
     if as_json:
         print(tables.as_json(results), end="")
     else:

@@ -85,14 +85,18 @@ class ModelOptions:
     trust_remote_code: TrustRemoteCode = False
 
     def checkpoint(self, model: str, quant: QuantConfig | None = None, quiet: bool = False) -> Path:
-        """The qoff checkpoint of a model, converted if there is none."""
+        """The qoff checkpoint of a model, converted if there is none.
+
+        quant: of the conversion. Raises ArgumentError for a checkpoint, unless it is the default.
+        """
         from qoff.budgets import resolve_device
         from qoff.hf.load import find_checkpoint
+        from qoff.quant import QuantConfig
 
         with progress_bar("converting", quiet) as progress:
             return find_checkpoint(
                 model,
-                quant=quant,
+                quant=None if quant == QuantConfig() else quant,
                 cache_dir=self.cache_dir,
                 revision=self.revision,
                 progress=progress,

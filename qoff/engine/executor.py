@@ -18,13 +18,13 @@ from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory import HEAD, ThreadTransfers, Transfers, plan_residency
+from qoff.memory import DiskReader, ThreadTransfers, Transfers, plan_residency
 from qoff.memory.activations import ActivationStore
-from qoff.memory.arena import Arena
+from qoff.memory.arena import Arena, TierArenas
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copies import Copies
+from qoff.memory.io.copy_stream import CopyStream
 from qoff.memory.io.spill import SpillFile
-from qoff.memory.tiers import TierArenas
 from qoff.models.modules.decoder import is_modules
 from qoff.models.native.decoder import Decoder, head_shapes
 from qoff.models.runtime import Runtime
@@ -80,15 +80,15 @@ class Executor(ABC):
                 instrumentation=instrumentation,
             )
         )
-        self._reader = own.enter_context(closing(instrumentation.links.reader()))
+        self._reader = own.enter_context(closing(DiskReader(preadv=instrumentation.preadv)))
         parked = plan.activations != "device"
         blocks, sizes = {}, {}  # bytes by tier: of blocks, and with hidden states behind them
         for tier, purposes in memory.purposes.items():
             blocks[tier] = purposes["KV blocks"] + purposes.get("KV on the move", 0)
             sizes[tier] = blocks[tier] + parked * purposes["hidden states"]
-        self.arenas: Mapping[str, Arena] = own.enter_context(
-            closing(TierArenas(device, sizes))
-        ).arenas
+        stream = CopyStream(device) if device.type == "cuda" else None
+        tiers = own.enter_context(closing(TierArenas(sizes, stream)))
+        self.arenas: Mapping[str, Arena] = tiers.arenas
         self._copies = own.enter_context(closing(Copies(device, instrumentation)))
         self._spill = None
         if sizes[DISK]:
@@ -155,7 +155,7 @@ class Executor(ABC):
         residency = plan_residency(
             checkpoint, left, plan.slots, packing=packing, host_staging=staging
         )
-        return self._memory_of(tiled=True) if residency.tiled - {HEAD} else memory
+        return self._memory_of(tiled=True) if residency.tiled_layers else memory
 
 
 class CpuExecutor(Executor):
@@ -182,8 +182,7 @@ class CpuExecutor(Executor):
         )
 
     def _transfers(self) -> Transfers:
-        links = self.instrumentation.links
-        return ThreadTransfers(links.reader(), links.host)
+        return ThreadTransfers(DiskReader(preadv=self.instrumentation.preadv))
 
     def _memory_of(self, tiled: bool) -> Memory:
         return Memory.of(self.plan, self.spec, self.shapes, tiled)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from qoff.errors import ArgumentError
 from qoff.kvcache import DeviceCache
-from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.device.tiers import open_device_blocks
+from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
 from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory import ThreadTransfers, Transfers
+from qoff.memory import DiskReader, ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.plan import Memory
 from qoff.plan.gpu import check_gpu_plan, memory_on_gpu
@@ -40,12 +38,10 @@ class GpuExecutor(Executor):
 
     def _transfers(self) -> Transfers:
         check_gpu_plan(self.plan)
-        links = self.instrumentation.links
+        reader = DiskReader(preadv=self.instrumentation.preadv)
         if self.device.type != "cuda":
-            return ThreadTransfers(links.reader(), links.host)
-        if links.host is not None:
-            raise ArgumentError("a link to a GPU is not simulated; give links without `host`")
-        return CudaTransfers(self.device, links.reader())
+            return ThreadTransfers(reader)
+        return CudaTransfers(self.device, reader)
 
     def _memory_of(self, tiled: bool) -> Memory:
         return memory_on_gpu(self.plan, self.spec, self.shapes, self.device, self.dtype, tiled)

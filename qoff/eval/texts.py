@@ -17,7 +17,7 @@ from .extras import extra
 _DATA = Path(__file__).resolve().parent / "data"
 DEFAULT_TEXT = _DATA / "state-of-the-union.txt"
 CALIBRATION_TEXT = _DATA / "calibration.txt"
-_DATASETS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text")}
+_DATASETS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 
 
 def read_text(path: str | Path | None = None) -> str:
@@ -43,14 +43,14 @@ def dataset_text(name: str) -> str:
     """
     if name not in _DATASETS:
         raise ArgumentError(f"no dataset {name!r} is known; use {', '.join(_DATASETS)}, or --text")
-    path, config, split, column = _DATASETS[name]
+    path, config = _DATASETS[name]
     datasets = extra("datasets")
     try:
-        rows = datasets.load_dataset(path, config, split=split)
+        rows = datasets.load_dataset(path, config, split="test")
     except Exception as error:  # whatever hub, network or file system raise
         reason = " ".join(str(error).split())
         raise QoffError(f"dataset {path} cannot be fetched ({reason}); use --text FILE") from error
-    return "\n\n".join(rows[column])
+    return "\n\n".join(rows["text"])
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
-from qoff.errors import ArgumentError, BudgetError
+from qoff.errors import BudgetError
 from qoff.kvcache import KVCache, KVQuant
 from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.native.decoder import Decoder, logits_bytes
+from qoff.models.native.decoder import logits_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Plan
@@ -63,9 +64,6 @@ class Budget:
         kv: KVQuant | None,
         scoring: Scoring | None = None,
     ) -> None:
-        for name, value in (("context", context), ("batch_size", batch_size)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
         self.memory = memory
         self.context, self.batch_size = context, batch_size
         self.free = 0  # bytes beside the weights
@@ -77,21 +75,30 @@ class Budget:
 
     def choices(self, decoder: AnyDecoder) -> Iterator[tuple[int, int]]:
         """Bytes to keep free beside the weights, without and with layers in tiles; best first."""
-        contexts = self._contexts(decoder)
-        fits = [c for c in contexts if 4 * self._cache_bytes(decoder, c) <= self.memory]
-        context = fits[0] if fits else contexts[-1]
-        passes = [
-            tokens
-            for tokens in _PASSES
-            if 8 * self._work(decoder, tokens, context, False) <= self.memory
-        ]
+        size = self.batch_size
+
+        def cache_bytes(context: int) -> int:
+            return decoder.new_cache(size, kv=self._kv).bytes_for(context)
+
+        def work(tokens: int, context: int, tiled: bool) -> int:
+            count = max(1, min(tokens, size * context) // size)
+            rows, beside = size, 0
+            if self._scoring is not None:
+                rows, beside = size * count, self._scoring.beside
+            return beside + _working_bytes(decoder, self._kv, size, count, rows, context, tiled)
+
+        longest = min(decoder.max_positions, _CONTEXTS[0])
+        contexts = [longest, *(c for c in _CONTEXTS if c < longest)]
+        if self.context is not None:
+            contexts = [self.context]
+        context = next((c for c in contexts if 4 * cache_bytes(c) <= self.memory), contexts[-1])
+        passes = [tokens for tokens in _PASSES if 8 * work(tokens, context, False) <= self.memory]
         sizes = [(context, t) for t in (*passes, _PASSES[-1])] + [(contexts[-1], _PASSES[-1])]
         if self._scoring is not None:
-            sizes = [(context, self._scoring.tokens * self.batch_size)]
+            sizes = [(context, self._scoring.tokens * size)]
         for length, tokens in dict.fromkeys(sizes):
-            cache = self._cache_bytes(decoder, length)
-            untiled, tiled = (self._work(decoder, tokens, length, t) for t in (False, True))
-            yield cache + untiled, cache + tiled
+            cache = cache_bytes(length)
+            yield cache + work(tokens, length, False), cache + work(tokens, length, True)
 
     def settle(self, runtime: Runtime) -> None:
         """Take what the plan for the weights has left."""
@@ -108,34 +115,29 @@ class Budget:
         fit into one pass. Raises BudgetError naming the bytes wanted and there.
         """
         with self._turn:
-            return self._admit(cache, tokens, counts, rows)
-
-    def _admit(self, cache: BoundedCache, tokens: int, counts: Sequence[int], rows: int) -> int:
-        held = cache.tokens
-        others = self._others(cache)
-        wanted = held.bytes_for(tokens)
-        at_once = max(counts)
-        whole = isinstance(held, ModuleCache) and (held.recurrent or len(set(counts)) > 1)
-        while True:
-            work = self._pass(counts, at_once, rows, tokens)
-            if others + wanted + work <= self.free or at_once == 1 or whole:
-                break
-            at_once = -(-at_once // 2)
-        if others + wanted + work > self.free:
-            kept = f" beside {others:,} of other caches" if others else ""
-            raise BudgetError(
-                f"device memory: a KV cache of {len(counts)} x {tokens} tokens wants {wanted:,} "
-                f"bytes{kept} and a pass {work:,}, but {self.free:,} of {self.memory:,} are there "
-                "beside the weights; use fewer or shorter sequences, or load the model with more "
-                "device_memory, or with the context and batch_size that it is to have"
-            )
-        self._caches.add(cache)
-        if tokens > cache.room:
-            grown = tokens + tokens // 2  # for passes to come
-            fits = others + held.bytes_for(grown) + self._pass(counts, at_once, rows, grown)
-            cache.room = grown if fits <= self.free else tokens
-            held.reserve(cache.room)
-        return at_once
+            held, others = cache.tokens, self._others(cache)
+            wanted, at_once = held.bytes_for(tokens), max(counts)
+            whole = isinstance(held, ModuleCache) and (held.recurrent or len(set(counts)) > 1)
+            while True:
+                work = self._pass(counts, at_once, rows, tokens)
+                if others + wanted + work <= self.free or at_once == 1 or whole:
+                    break
+                at_once = -(-at_once // 2)
+            if others + wanted + work > self.free:
+                kept = f" beside {others:,} of other caches" if others else ""
+                raise BudgetError(
+                    f"device memory: a KV cache of {len(counts)} x {tokens} tokens wants "
+                    f"{wanted:,} bytes{kept} and a pass {work:,}, but {self.free:,} of "
+                    f"{self.memory:,} are there beside the weights; use fewer or shorter "
+                    "sequences, or load the model with more device_memory, or with the context "
+                    "and batch_size that it is to have"
+                )
+            if tokens > cache.room:
+                grown = tokens + tokens // 2  # for passes to come
+                fits = others + held.bytes_for(grown) + self._pass(counts, at_once, rows, grown)
+                cache.room = grown if fits <= self.free else tokens
+                held.reserve(cache.room)
+            return at_once
 
     def scored_at_once(self, sequences: int, tokens: int, most: int) -> tuple[int, int]:
         """How many sequences, and tokens of each, are read in a pass with all their logits.
@@ -165,22 +167,23 @@ class Budget:
         with self._turn:
             self._caches.add(cache)
 
-    def _others(self, cache: BoundedCache) -> int:
+    @contextmanager
+    def rows(self, cache: BoundedCache, sequences: int) -> Iterator[None]:
+        """A cache comes to have so many sequences meanwhile. Raises BudgetError if too many."""
         with self._turn:
-            return sum(one.nbytes for one in self._caches if one is not cache)
+            held, others = cache.tokens, self._others(cache)
+            wanted = held.nbytes * sequences // max(1, held.sequences)
+            more = sequences > held.sequences or cache not in self._caches
+            if more and wanted + others > self.free:
+                raise BudgetError(
+                    f"device memory: a KV cache of {sequences} sequences wants {wanted:,} bytes, "
+                    f"and others have {others:,}, but {self.free:,} of {self.memory:,} are there "
+                    "beside the weights; use fewer sequences or more device_memory"
+                )
+            yield
 
-    def check_rows(self, cache: BoundedCache, sequences: int) -> None:
-        """Raise BudgetError where a cache of that many sequences does not fit."""
-        held = cache.tokens
-        wanted = held.nbytes * sequences // max(1, held.sequences)
-        others = self._others(cache)
-        more = sequences > held.sequences or cache not in self._caches
-        if more and wanted + others > self.free:
-            raise BudgetError(
-                f"device memory: a KV cache of {sequences} sequences wants {wanted:,} bytes, and "
-                f"others have {others:,}, but {self.free:,} of {self.memory:,} are there beside "
-                "the weights; use fewer sequences or more device_memory"
-            )
+    def _others(self, cache: BoundedCache) -> int:
+        return sum(one.nbytes for one in self._caches if one is not cache)
 
     def __str__(self) -> str:
         return (
@@ -192,30 +195,12 @@ class Budget:
         assert self._decoder is not None
         sequences = len(counts)
         rows = max(rows, sequences)
-        return working_bytes(
+        return _working_bytes(
             self._decoder, self._kv, sequences, at_once, rows, longest, self._tiled
         )
 
-    def _contexts(self, decoder: AnyDecoder) -> list[int]:
-        """Lengths of sequences to make room for, longest first."""
-        if self.context is not None:
-            return [self.context]
-        longest = min(decoder.max_positions, _CONTEXTS[0])
-        return [longest, *(c for c in _CONTEXTS if c < longest)]
 
-    def _cache_bytes(self, decoder: AnyDecoder, context: int) -> int:
-        return decoder.new_cache(self.batch_size, kv=self._kv).bytes_for(context)
-
-    def _work(self, decoder: AnyDecoder, tokens: int, context: int, tiled: bool) -> int:
-        size = self.batch_size
-        count = max(1, min(tokens, size * context) // size)
-        rows, beside = size, 0
-        if self._scoring is not None:
-            rows, beside = size * count, self._scoring.beside
-        return beside + working_bytes(decoder, self._kv, size, count, rows, context, tiled)
-
-
-def working_bytes(
+def _working_bytes(
     decoder: AnyDecoder,
     kv: KVQuant | None,
     sequences: int,
@@ -249,13 +234,8 @@ def working_bytes(
     )
     work += 8 * tokens * spec.hidden_size + table_bytes(spec, longest)
     work += 4 * rows * (_LOGITS * spec.vocab_size + 2 * spec.hidden_size)
-    return work + _packing_bytes(decoder, kv, sequences, count)
-
-
-def _packing_bytes(decoder: Decoder, kv: KVQuant | None, sequences: int, count: int) -> int:
-    """Bytes of a layer's unpacked tokens, and of those of them that are packed in a pass."""
-    if kv is None:
-        return 0
-    unpacked = count + kv.window + kv.sinks + 2 * 64
-    each = [RecentWorkspace.floats_for(shape, 1, unpacked) for shape in decoder.head_shapes]
-    return 4 * max(each) * (sequences + _PACKING)
+    if kv is not None:  # a layer's unpacked tokens, and those of them that a pass packs
+        unpacked = count + kv.window + kv.sinks + 2 * 64
+        each = [RecentWorkspace.floats_for(shape, 1, unpacked) for shape in decoder.head_shapes]
+        work += 4 * max(each) * (sequences + _PACKING)
+    return work

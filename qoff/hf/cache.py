@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import EllipsisType
 from typing import Any, Self
 
@@ -34,6 +35,9 @@ class QoffCache(Cache):
     costs neither memory nor time.
     """
 
+    is_compileable = False
+    is_croppable = True
+
     def __init__(
         self,
         model: object,
@@ -41,8 +45,7 @@ class QoffCache(Cache):
         *,
         kv: KVQuant | KVBits | EllipsisType | None = ...,
     ) -> None:
-        # The base class is a list of per-layer caches; this one has a single store for all layers.
-        self.layers = []
+        self.layers = []  # of transformers' own caches; there is one store for all layers here
         runtime = getattr(model, "runtime", None)
         if not isinstance(runtime, Runtime):
             raise OpError(
@@ -74,8 +77,8 @@ class QoffCache(Cache):
         )
         found._bounded_by = self._bounded_by
         if (budget := self._budget) is not None:
-            budget.check_rows(found, found.batch_size)
-            budget.count(found)
+            with budget.rows(found, found.batch_size):
+                budget.count(found)
         return found
 
     def __len__(self) -> int:
@@ -89,16 +92,7 @@ class QoffCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, used or not."""
         return self.tokens.nbytes
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        return True
 
     @property
     def is_initialized(self) -> bool:
@@ -109,7 +103,6 @@ class QoffCache(Cache):
         return self.tokens.sequences
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many columns have been read, padding included."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -132,9 +125,7 @@ class QoffCache(Cache):
                 f"has {_described(shapes)}: make a cache for it with qoff.QoffCache(model)"
             )
         if self.columns == 0 and self.batch_size != batch_size:
-            if (budget := self._budget) is not None:
-                budget.check_rows(self, batch_size)
-            self.tokens.select([0] * batch_size)
+            self._select([0] * batch_size)
             self.room = 0
         if self.batch_size != batch_size:
             raise OpError(f"the cache holds {self.batch_size} sequences, the batch {batch_size}")
@@ -148,6 +139,11 @@ class QoffCache(Cache):
         budget = self._budget
         return max(counts) if budget is None else budget.admit(self, tokens, counts, rows)
 
+    def _select(self, rows: list[int]) -> None:
+        budget = self._budget
+        with nullcontext() if budget is None else budget.rows(self, len(rows)):
+            self.tokens.select(rows)
+
     @property
     def _budget(self) -> Budget | None:
         """What bounds the model's memory, as long as there is the model."""
@@ -156,12 +152,10 @@ class QoffCache(Cache):
     def add(self, columns: PaddedBatch) -> None:
         """Count the columns of a batch that has been read."""
         rows, width = columns.shape
-        ragged = columns.ragged
-        if ragged.tokens != rows * width:
-            first = torch.tensor(columns.offsets)[:, None]
-            counts = torch.tensor([span.count for span in ragged.spans])[:, None]
-            column = torch.arange(width)
-            self._padded.append((self.columns, (column >= first) & (column < first + counts)))
+        if len(columns.places) != rows * width:
+            real = torch.zeros(rows * width, dtype=torch.bool)
+            real[columns.places] = True
+            self._padded.append((self.columns, real.view(rows, width)))
         self.columns += width
 
     def reset(self) -> None:
@@ -186,10 +180,7 @@ class QoffCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep these rows, in this order; one may be named more than once."""
         rows = beam_idx.tolist()
-        budget = self._budget
-        if budget is not None:
-            budget.check_rows(self, len(rows))
-        self.tokens.select(rows)
+        self._select(rows)
         self._padded = [(first, real[rows]) for first, real in self._padded]
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -64,6 +64,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
         RevisionNotFoundError,
     )
 
+    missing = f"{hub_id}: no such file or directory, and"
     try:
         return Path(
             snapshot_download(
@@ -71,20 +72,17 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
             )
         )
     except HFValidationError as error:
-        raise QoffError(f"{hub_id}: no such file or directory, and not a hub id") from error
+        raise QoffError(f"{missing} not a hub id") from error
     except GatedRepoError as error:
-        raise QoffError(
-            f"{hub_id}: is gated; accept its licence on the hub and set HF_TOKEN"
-        ) from error
+        reason = "is gated; accept its licence on the hub and set HF_TOKEN"
+        raise QoffError(f"{hub_id}: {reason}") from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise QoffError(
-            f"{hub_id}: no such file or directory, and the hub has no model of that name and "
-            "revision; check both"
-        ) from error
+        reason = "the hub has no model of that name and revision; check both"
+        raise QoffError(f"{missing} {reason}") from error
     except LocalEntryNotFoundError as error:
         raise QoffError(
-            f"{hub_id}: no such file or directory, and the hub, which may have it, cannot be "
-            "reached; check the name, the network and HF_HUB_OFFLINE"
+            f"{missing} the hub, which may have it, cannot be reached; check the name, the network "
+            "and HF_HUB_OFFLINE"
         ) from error
     except (HTTPError, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__

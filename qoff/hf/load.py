@@ -16,8 +16,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from qoff.budgets import memory_bounds, resolve_device
-from qoff.errors import ConversionError, FormatError, OpError, UnsupportedModelError
-from qoff.kvcache.quant import KVBits, KVQuant, kv_quant
+from qoff.errors import ArgumentError, ConversionError, FormatError
+from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline
 from qoff.models.convert.convert import convert
@@ -29,7 +29,7 @@ from qoff.settings import cache_directory
 
 from .budget import Budget, Scoring
 from .hub import download, download_config, is_own
-from .model import QoffForCausalLM, build
+from .model import QoffForCausalLM
 
 AUTO = "auto"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -82,8 +82,13 @@ def load(
     Raises ArgumentError, BudgetError with the bytes wanted, FormatError, ChecksumError,
     UnsupportedModelError, ConversionError, or OpError for a head size whose cache cannot be packed.
     """
+    for name, value in (("context", context), ("batch_size", batch_size)):
+        if not (isinstance(value, int) and value > 0) and (name, value) != ("context", None):
+            raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
+    if kv != AUTO:
+        kv = kv_quant(kv)  # what is none is known before anything is converted
     checkpoint = find_checkpoint(
         path_or_hub_id,
         quant=quant,
@@ -138,6 +143,8 @@ def open_model(
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
 
+    packed = KVQuant() if kv == AUTO else kv_quant(kv)
+
     def opened(kv: KVQuant | None) -> tuple[Runtime, Budget | None]:
         budget = None
         more: dict[str, Any] = {}
@@ -161,7 +168,15 @@ def open_model(
             budget.settle(runtime)
         return runtime, budget
 
-    runtime, budget, described = _with_cache(opened, kv, where)
+    described = "float32" if packed is None else str(packed)
+    try:
+        runtime, budget = opened(packed)
+    except UnpackableError as error:
+        if kv != AUTO or where.type != "cpu":
+            raise
+        described = f"float32 ({error})"
+        runtime, budget = opened(None)
+        logging.getLogger(__name__).info("KV cache: %s", described)
     try:
         model = _model(runtime, checkpoint, budget)
         model.kv = described
@@ -169,24 +184,6 @@ def open_model(
     except BaseException:
         runtime.close()
         raise
-
-
-def _with_cache(
-    opened: Callable[[KVQuant | None], tuple[Runtime, Budget | None]],
-    kv: KVQuant | KVBits | None,
-    device: torch.device,
-) -> tuple[Runtime, Budget | None, str]:
-    """What `opened` opens with a KV cache as `kv` says, and a description of that cache."""
-    quant = KVQuant() if kv == AUTO else kv_quant(kv)
-    try:
-        return *opened(quant), "float32" if quant is None else str(quant)
-    except (OpError, UnsupportedModelError) as error:  # heads or attention that cannot be packed
-        if kv != AUTO or device.type != "cpu":
-            raise
-        described = f"float32 ({error})"
-    runtime, budget = opened(None)  # raises again what has nothing to do with the cache
-    logging.getLogger(__name__).info("KV cache: %s", described)
-    return runtime, budget, described
 
 
 def find_checkpoint(
@@ -205,30 +202,32 @@ def find_checkpoint(
     id and commit, whose weights need not be there any more), by `quant` and by `for_cpu`, whether
     it is in the CPU's packing. Arguments and errors are those of `load`.
     """
-    quant = quant or QuantConfig()
+    chosen = quant or QuantConfig()
     folder = Path(cache_dir) if cache_dir is not None else cache_directory()
     suffix = "" if for_cpu else "-any"
     if exists(path_or_hub_id):
         path = Path(path_or_hub_id)
         if is_checkpoint(path):
+            _refuse_quant(path, quant)
             return path
         name = path.stem if path.is_file() else path.resolve().name
-        target = folder / f"{name}-{_digest(source_stamps(path), quant)}{suffix}"
+        target = folder / f"{name}-{_digest(source_stamps(path), chosen)}{suffix}"
         source = partial(Path, path)
     else:
         hub_id = str(path_or_hub_id)
         config = download_config(hub_id, revision, trust_remote_code)
         if is_checkpoint(config.parent):
+            _refuse_quant(hub_id, quant)
             return download(hub_id, revision, trust_remote_code)
         commit = config.parent.name  # of the hub's own cache
-        target = folder / f"{hub_id.replace('/', '--')}-{_digest([commit], quant)}{suffix}"
+        target = folder / f"{hub_id.replace('/', '--')}-{_digest([commit], chosen)}{suffix}"
         source = partial(download, hub_id, revision, trust_remote_code)
     if not is_checkpoint(target):
         try:
             convert(
                 source(),
                 target,
-                quant=quant,
+                quant=chosen,
                 for_cpu=for_cpu,
                 progress=progress,
                 trust_remote_code=trust_remote_code,
@@ -237,6 +236,14 @@ def find_checkpoint(
             if not is_checkpoint(target):  # it is one when another process was faster
                 raise
     return target
+
+
+def _refuse_quant(name: object, quant: QuantConfig | None) -> None:
+    if quant is not None:
+        raise ArgumentError(
+            f"{name}: is a qoff checkpoint, whose weights are quantized already; leave quant out, "
+            "or give the model that it was converted from"
+        )
 
 
 def local_source(path_or_hub_id: str | PathLike[str], trust_remote_code: bool = False) -> Path:
@@ -260,11 +267,7 @@ def exists(path: str | PathLike[str]) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory says of itself that it is a qoff checkpoint."""
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and is_own(config.get("quantization_config"))
+    return is_own(_read(path / "config.json").get("quantization_config"))
 
 
 def has_tokenizer(checkpoint: Path) -> bool:
@@ -283,7 +286,7 @@ def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrai
             checkpoint, local_files_only=True, trust_remote_code=trusted
         )
     except Exception as error:  # tokenizers raises nothing more special for a damaged file
-        if not trusted and _is_code(checkpoint):
+        if not trusted and REMOTE_CODE in _read(checkpoint / "tokenizer_config.json"):
             raise FormatError(
                 f"{checkpoint}: the tokenizer is code of its own, which is not run unless you say "
                 "so: read it, then convert and load with trust_remote_code=True "
@@ -299,25 +302,27 @@ def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrai
     return tokenizer
 
 
-def _is_code(checkpoint: Path) -> bool:
-    """Whether the tokenizer's class comes with it."""
+def _read(path: Path) -> dict[str, Any]:
+    """A file of JSON; nothing where it is not readable."""
     try:
-        config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and REMOTE_CODE in config
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffForCausalLM:
     if isinstance(runtime.decoder, ModuleDecoder):
-        config = runtime.decoder.config
+        model = QoffForCausalLM(runtime.decoder.config, runtime, budget)
+        model._is_stateful = runtime.decoder.model._is_stateful  # states that cannot go back
     else:
         keys = runtime.checkpoint.config.items()
         config = AutoConfig.for_model(**{k: v for k, v in keys if k != "quantization_config"})
-    generation = None
+        model = QoffForCausalLM(config, runtime, budget)
     if (checkpoint / "generation_config.json").exists():
-        generation = GenerationConfig.from_pretrained(checkpoint)
-    return build(runtime, config, generation, budget)
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint)
+    model.eval()
+    return model
 
 
 def source_stamps(path: Path) -> list[Any]:

@@ -17,7 +17,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qoff.errors import OpError
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime, RuntimeStats
 
 from .budget import Budget
@@ -102,7 +101,13 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         device, input_ids = input_ids.device, input_ids.cpu()
         if attention_mask is not None:
             attention_mask = attention_mask.cpu()
-        cache = self._cache(past_key_values, batch)
+        cache = QoffCache(self, batch) if past_key_values is None else past_key_values
+        if not isinstance(cache, QoffCache):
+            raise OpError(
+                "past_key_values must come from a qoff model or be a qoff.QoffCache, not a "
+                f"{type(cache).__name__}"
+            )
+        cache.prepare(self.runtime.decoder.head_shapes, batch)
         columns = PaddedBatch.of(
             (batch, width), attention_mask, cache.tokens.lengths, cache.columns
         )
@@ -112,15 +117,12 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         rows, places = columns.logit_rows(logits_to_keep)
         kept = min(logits_to_keep, width) if logits_to_keep else width
         tokens = columns.tokens(input_ids)
-        found = self._read(tokens, columns, cache, rows, batch * kept).to(device)
+        logits = found = self._read(tokens, columns, cache, rows, batch * kept).to(device)
         cache.add(columns)
-        if len(rows) == batch * kept:
-            logits = found.view(batch, kept, -1)
-        else:
+        if len(rows) < batch * kept:
             logits = torch.zeros(batch * kept, found.shape[1], device=device)
             logits[places.to(device)] = found
-            logits = logits.view(batch, kept, -1)
-        loss = None
+        logits, loss = logits.view(batch, kept, -1), None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1])
         output = CausalLMOutputWithPast(
@@ -140,27 +142,19 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         at_once = cache.make_room(ragged.longest + 1, counts, returned)
         if at_once == max(counts):
             return self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, rows))
-        before = list(cache.tokens.lengths)
+        before, found = list(cache.tokens.lengths), torch.empty(0, 0)
         try:
-            return self._read_pieces(tokens, columns, cache, rows, at_once)
+            for part, piece in columns.pieces(at_once):
+                wanted = (part[:, None] == rows).nonzero()  # [m, 2]: row of the piece, of logits
+                run = ForwardPass(tokens[part], piece, cache.tokens, wanted[:, 0])
+                logits = self.runtime.forward(run)
+                if not found.shape[1]:
+                    found = logits.new_empty(len(rows), logits.shape[1])
+                found[wanted[:, 1].to(found.device)] = logits
         except BaseException:  # a retry reads the prompt from its beginning
             done = [now - was for now, was in zip(cache.tokens.lengths, before, strict=True)]
             cache.tokens.forget_each(done)
             raise
-
-    def _read_pieces(
-        self, tokens: Tensor, columns: PaddedBatch, cache: QoffCache, rows: Tensor, at_once: int
-    ) -> Tensor:
-        found: Tensor | None = None
-        for part, piece in columns.pieces(at_once):
-            wanted = (part[:, None] == rows).nonzero()  # [m, 2]: row of the piece, of the logits
-            logits = self.runtime.forward(
-                ForwardPass(tokens[part], piece, cache.tokens, wanted[:, 0])
-            )
-            if found is None:
-                found = logits.new_empty(len(rows), logits.shape[1])
-            found[wanted[:, 1].to(found.device)] = logits
-        assert found is not None
         return found
 
     @torch.no_grad()
@@ -193,17 +187,6 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
             cache.make_room(max_cache_length, [1] * batch_size * copies, batch_size * copies)
         return prepared
 
-    def _cache(self, given: Cache | None, batch: int) -> QoffCache:
-        if given is None:
-            return QoffCache(self, batch)
-        if not isinstance(given, QoffCache):
-            raise OpError(
-                "past_key_values must come from a qoff model or be a qoff.QoffCache, not a "
-                f"{type(given).__name__}"
-            )
-        given.prepare(self.runtime.decoder.head_shapes, batch)
-        return given
-
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # a cache of our own is made instead
@@ -226,18 +209,3 @@ _IN_TORCH = ("output_hidden_states", "output_attentions")  # what its own module
 
 # What transformers passes on to every model, `tokenizer` for stop strings.
 _HARMLESS = {"cache_position", "num_items_in_batch", "tokenizer"}
-
-
-def build(
-    runtime: Runtime,
-    config: PretrainedConfig,
-    generation: GenerationConfig | None,
-    budget: Budget | None = None,
-) -> Any:
-    """Return the model for an opened checkpoint; `generation` replaces the config's defaults."""
-    model = QoffForCausalLM(config, runtime, budget)
-    if isinstance(runtime.decoder, ModuleDecoder):
-        model._is_stateful = runtime.decoder.model._is_stateful  # states that cannot go back
-    if generation is not None:
-        model.generation_config = generation
-    return model.eval()

@@ -18,7 +18,7 @@ class PaddedBatch:
 
     shape: tuple[int, int]  # (B, T)
     ragged: Ragged
-    offsets: tuple[int, ...]  # column of each row's first real token
+    places: Tensor  # int64 [M], of the real tokens among all B * T
 
     @classmethod
     def of(
@@ -32,8 +32,9 @@ class PaddedBatch:
         batch, width = shape
         if not batch or not width:
             raise OpError(f"input_ids is {list(shape)}: there must be a token in each row")
+        everywhere = torch.arange(batch * width)
         if mask is None:
-            return cls(shape, Ragged.of([width] * batch, pasts), (0,) * batch)
+            return cls(shape, Ragged.of([width] * batch, pasts), everywhere)
         if mask.shape != (batch, past_columns + width):
             raise OpError(
                 f"attention_mask must be [{batch}, {past_columns + width}] for {past_columns} "
@@ -43,8 +44,6 @@ class PaddedBatch:
         if past_columns and real[:, :past_columns].sum(1).tolist() != pasts:
             raise OpError(f"attention_mask must have ones for {pasts} cached tokens, as before")
         real = real[:, past_columns:]
-        if bool(real.all()):
-            return cls(shape, Ragged.of([width] * batch, pasts), (0,) * batch)
         counts = real.sum(1)
         first = real.int().argmax(1)
         column = torch.arange(width)
@@ -54,17 +53,11 @@ class PaddedBatch:
                 "the real tokens of each row must be one run of ones in attention_mask: "
                 "pad on the left (tokenizer.padding_side = 'left') or on the right"
             )
-        return cls(shape, Ragged.of(counts.tolist(), pasts), tuple(first.tolist()))
+        return cls(shape, Ragged.of(counts.tolist(), pasts), everywhere[real.flatten()])
 
     def tokens(self, input_ids: Tensor) -> Tensor:
         """Return the real tokens of [B, T] ids, row after row: int64 [M]."""
-        if self.ragged.tokens == input_ids.numel():
-            return input_ids.reshape(-1)
-        pieces = [
-            input_ids[row, at : at + span.count]
-            for row, (at, span) in enumerate(zip(self.offsets, self.ragged.spans, strict=True))
-        ]
-        return torch.cat(pieces)
+        return input_ids.reshape(-1)[self.places]
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Raise OpError if the caller wants other positions than those that follow from padding."""
@@ -102,10 +95,6 @@ class PaddedBatch:
         kept = min(keep, width) if keep else width
         if keep == 1:
             return self.ragged.last_rows, torch.arange(batch)
-        rows, places = [], []
-        for i, (at, span) in enumerate(zip(self.offsets, self.ragged.spans, strict=True)):
-            end = at + span.count
-            column = torch.arange(min(max(at, width - kept), end), end)
-            rows.append(column - at + span.start)
-            places.append(column - (width - kept) + i * kept)
-        return torch.cat(rows), torch.cat(places)
+        row, column = self.places // width, self.places % width - (width - kept)
+        rows = (column >= 0).nonzero()[:, 0]
+        return rows, (row * kept + column)[rows]

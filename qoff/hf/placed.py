@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partialmethod
 from typing import Any, NoReturn, Self
 
 import torch
@@ -31,7 +32,6 @@ class PlacedModel(PreTrainedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of logits."""
         return torch.float32
 
     @property
@@ -77,19 +77,16 @@ class PlacedModel(PreTrainedModel):
     def extra_repr(self) -> str:
         plan, checkpoint = self.runtime.residency, self.runtime.checkpoint
         streamed = len(self.hf_device_map) - 1
-        lines = [
+        there = (
+            f"{streamed} modules stream through {plan.slots} slots" if streamed else "all of them"
+        )
+        return (
             f"{self.config.model_type}, {len(checkpoint.layers)} layers, "
-            f"{self.num_parameters():,} weights of {checkpoint.path}",
-            f"weights: {format_size(self.get_memory_footprint())} in memory, "
-            + (
-                f"{streamed} modules stream through {plan.slots} slots"
-                if streamed
-                else "all of them"
-            ),
-            f"KV cache: {self.kv}",
-            f"memory: {'as much as it takes' if self.budget is None else self.budget}",
-        ]
-        return "\n".join(lines)
+            f"{self.num_parameters():,} weights of {checkpoint.path}\n"
+            f"weights: {format_size(self.get_memory_footprint())} in memory, {there}\n"
+            f"KV cache: {self.kv}\n"
+            f"memory: {'as much as it takes' if self.budget is None else self.budget}"
+        )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]  # a wrapper
         """Nothing where the model is there already; else OpError: weights stay where they are."""
@@ -109,23 +106,14 @@ class PlacedModel(PreTrainedModel):
             )
         return self
 
-    def cpu(self) -> Self:
-        return self.to("cpu")
-
     def cuda(self, device: Any = None) -> Self:  # type: ignore[override]
         return self.to("cuda" if device is None else device)
 
-    def half(self, *_: Any) -> Self:
-        return self.to(torch.float16)
-
-    def float(self, *_: Any) -> Self:
-        return self.to(torch.float32)
-
-    def double(self) -> Self:
-        return self.to(torch.float64)
-
-    def bfloat16(self) -> Self:
-        return self.to(torch.bfloat16)
+    cpu = partialmethod(to, "cpu")
+    half = partialmethod(to, torch.float16)
+    float = partialmethod(to, torch.float32)
+    double = partialmethod(to, torch.float64)
+    bfloat16 = partialmethod(to, torch.bfloat16)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: kernels are compiled already, and dynamo would break the graph at each."""
@@ -154,9 +142,7 @@ class PlacedModel(PreTrainedModel):
         """Refuse, as PEFT is refused."""
         _ = self.peft_config
 
-    def load_adapter(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Refuse, as PEFT is refused."""
-        _ = self.peft_config
+    load_adapter = add_adapter  # type: ignore[assignment]
 
     @property
     def _computes_on(self) -> torch.device:
@@ -165,5 +151,4 @@ class PlacedModel(PreTrainedModel):
 
     @property
     def _in_torch(self) -> str:
-        """How the same model is loaded into transformers' modules."""
         return f"AutoModelForCausalLM.from_pretrained({str(self.runtime.checkpoint.path)!r})"

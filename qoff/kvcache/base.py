@@ -4,38 +4,44 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
-from qoff.errors import ArgumentError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 
+_Opened = TypeVar("_Opened", covariant=True)
 
-class CachePass(ABC):
-    """One forward pass on a cache: what its attention reads, and where its new tokens go.
 
-    Each layer is opened, attended to and closed; then the pass ends, or is abandoned.
-    """
+class LayerView(ABC, Generic[_Opened]):
+    """What a forward pass takes of a cache: each layer is opened, attended to and closed."""
 
-    def prefetch(self, layer: int) -> None:  # noqa: B027 - most caches have everything at hand
+    def prefetch(self, layer: int) -> None:
         """Start to bring what `open` will want, if there is room for it."""
 
     @abstractmethod
-    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
-        """Return what the attention of a layer reads and appends to."""
+    def open(self, layer: int) -> _Opened:
+        """Return what the attention of a layer works with, until `close`."""
 
-    def close(self, layer: int) -> None:  # noqa: B027 - most caches have nothing to do
+    def close(self, layer: int) -> None:
         """The layer's attention is done."""
+
+    def abandon(self) -> None:
+        """Give back what was taken: the pass will not go on.
+
+        What the cache holds is worthless if layers are done.
+        """
+
+
+class CachePass(LayerView[LayerCache | DeviceLayerCache]):
+    """One forward pass on a cache: what its attention reads, and where its new tokens go.
+
+    After all layers the pass ends, or is abandoned, which does nothing when it has ended.
+    """
 
     @abstractmethod
     def end(self) -> None:
         """All layers are done: the new tokens are remembered."""
-
-    def abandon(self) -> None:  # noqa: B027 - most caches hold nothing until the end
-        """Give back what was taken, unless the pass has ended.
-
-        What the cache holds is worthless if layers are done.
-        """
 
 
 class KVCache(ABC):
@@ -76,19 +82,13 @@ class KVCache(ABC):
     def select(self, sequences: Sequence[int]) -> None:
         """Keep the given sequences, in this order; one may be named more than once."""
 
-    @abstractmethod
     def forget(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens of each sequence, or all it has."""
+        self.forget_each([tokens] * self.sequences)
 
+    @abstractmethod
     def forget_each(self, tokens: Sequence[int]) -> None:
         """Forget the newest `tokens[i]` tokens of sequence i, or all it has.
 
         Raises ArgumentError where a cache can only forget as many of every sequence.
         """
-        most = max(tokens)
-        if any(n != min(most, length) for n, length in zip(tokens, self.lengths, strict=True)):
-            raise ArgumentError(
-                f"a {type(self).__name__} forgets as many tokens of every sequence, "
-                f"not {list(tokens)}"
-            )
-        self.forget(most)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, OpError, UnsupportedModelError
 from qoff.kernels.layout.kv_format import KVFormat
 
 KVBits = int | tuple[int, int] | str  # of K and V together, of each, or text as `KVQuant.of` reads
@@ -16,6 +16,10 @@ UNPACKED = 16  # "bits" of K and V in a layer that stays as it is
 _PAIR = re.compile(r"\s*(\d+)\s*(?:,\s*(\d+)\s*)?")
 _LAYERS = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 _GRAMMAR = "4, or 8,4 for K and V, or 4/0-3:8,4/9:8 with other bits for some layers"
+
+
+class UnpackableError(OpError, UnsupportedModelError):
+    """The KV cache of this model cannot be packed, or not as asked."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,10 @@ class KVQuant:
         bits = self.bits(layer)
         if bits == (UNPACKED, UNPACKED):
             return None
-        return KVFormat(head_dim, *bits)
+        try:
+            return KVFormat(head_dim, *bits)
+        except OpError as error:
+            raise UnpackableError(str(error)) from error
 
     def forms(self, head_dims: Sequence[int]) -> list[KVFormat | None]:
         """The forms of a model's layers, whose head sizes these are; None: not packed.

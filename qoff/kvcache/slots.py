@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.ragged import Ragged
 
 from .base import CachePass, KVCache
+from .store.base import Blocks
 
 
 class SlotPass(CachePass):
-    """A forward pass on some slots of a cache."""
+    """A forward pass on a cache; slot i of `ragged` is slot `slots[i]` of the cache (None: i)."""
+
+    def __init__(self, cache: SlotCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
+        self._cache, self._ragged = cache, ragged
+        self._slots = range(cache.sequences) if slots is None else slots
+        self._new: dict[int, list[int]] = {}  # blocks that it fills, by slot of the cache
+
+    def end(self) -> None:
+        for slot, blocks in self._new.items():
+            self._cache.blocks[slot] += blocks
+        self._new = {}
+        for span in self._ragged.spans:
+            self._cache.lengths[self._slots[span.slot]] += span.count
+        self._cache.over(self)
+
+    def abandon(self) -> None:
+        for blocks in self._new.values():
+            self._cache.store.release(blocks)
+        self._new = {}
+        self._cache.over(self)
 
     @property
     @abstractmethod
     def spoils(self) -> bool:
         """Whether the cache is worthless if this pass does not end."""
-
-
-class BlockUsers(Protocol):
-    """Counts of who uses a block."""
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """Count one user more of each block."""
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Count one user less of each block; without users it is free."""
 
 
 class SlotCache(KVCache):
@@ -40,7 +49,7 @@ class SlotCache(KVCache):
     sequence, oldest first. expected: how many each will have, as far as known.
     """
 
-    store: BlockUsers
+    store: Blocks
 
     def __init__(self, sequences: int, window: int, sinks: int = 0, expected: int = 0) -> None:
         self.window, self.sinks = window, sinks
@@ -71,6 +80,16 @@ class SlotCache(KVCache):
         """How many blocks a sequence of this many tokens has."""
         return max(0, tokens - sinks - window) // BLOCK_TOKENS
 
+    def bytes_for(self, tokens: int) -> int:
+        """As `KVCache.bytes_for`, the packed blocks alone."""
+        return self.store.bytes_for(self._blocks_for(tokens))
+
+    def reserve(self, tokens: int) -> None:
+        self.store.reserve(self._blocks_for(tokens))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return self.sequences * self.blocks_of(tokens, self.window, self.sinks)
+
     def begin(self, ragged: Ragged) -> CachePass:
         """As `KVCache.begin`. A pass that has not ended is given back.
 
@@ -100,10 +119,8 @@ class SlotCache(KVCache):
     def select(self, sequences: Sequence[int]) -> None:
         kept = list(sequences)
         blocks = [list(self.blocks[i]) for i in kept]
-        for row in blocks:
-            self.store.share(row)
-        for row in self.blocks:
-            self.store.release(row)
+        self.store.share(block for row in blocks for block in row)
+        self.store.release(block for row in self.blocks for block in row)
         self.blocks = blocks
         self.lengths = [self.lengths[i] for i in kept]
         self.expected = [self.expected[i] for i in kept]
@@ -130,9 +147,6 @@ class SlotCache(KVCache):
         self.blocks[slot] = []
         self.lengths[slot] = 0
         self.expected[slot] = self.blocks_of(expected_tokens, self.window, self.sinks)
-
-    def forget(self, tokens: int) -> None:
-        self.forget_each([tokens] * self.sequences)
 
     def forget_each(self, tokens: Sequence[int]) -> None:
         for slot, (length, count) in enumerate(zip(self.lengths, tokens, strict=True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from qoff.errors import ArgumentError
@@ -109,8 +110,7 @@ def grid_of_cases(
     """
     found = [
         case
-        for batch in batches
-        for depth in depths
+        for batch, depth in product(batches, depths)
         for case in (
             *(Case("pp", tokens, depth, batch) for tokens in prompts),
             *(Case("tg", tokens, depth, batch) for tokens in new),
@@ -125,8 +125,4 @@ def grid_of_setups(
     memory: Sequence[str], kv_bits: Sequence[str], activation_bits: Sequence[int]
 ) -> list[Setup]:
     """All combinations of the three, each once."""
-    return list(
-        dict.fromkeys(
-            Setup(size, kv, bits) for size in memory for kv in kv_bits for bits in activation_bits
-        )
-    )
+    return [Setup(*each) for each in dict.fromkeys(product(memory, kv_bits, activation_bits))]

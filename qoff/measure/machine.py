@@ -22,13 +22,15 @@ def machine(gpu: str = "") -> dict[str, Any]:
 
     gpu: what its maker calls it, for figures of one; "gpu" is in the answer then.
     """
+    # Bytes of the last-level cache as sysconf tells them; 32 MiB where it does not.
+    l3 = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
     return {
         **({"gpu": gpu} if gpu else {}),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "features": [f for f in _FEATURES if f in host_features()],
-        "l3_bytes": l3_bytes(),
+        "features": processor_features(),
+        "l3_bytes": l3 or 32 << 20,
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()}",
         "load_1min": round(os.getloadavg()[0], 2),
@@ -37,19 +39,21 @@ def machine(gpu: str = "") -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of python and of the packages that are measured."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    packages = {package: package_version(package) for package in _PACKAGES}
+    return {"python": platform.python_version(), **packages}
 
 
-def l3_bytes() -> int:
-    """Bytes of the last-level cache as sysconf tells them; 32 MiB where it does not."""
-    known = "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names
-    return (os.sysconf("SC_LEVEL3_CACHE_SIZE") if known else 0) or 32 << 20
+def package_version(package: str) -> str:
+    """The version of a package, or "not installed"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def processor_features() -> list[str]:
+    """What the processor has of the features that matter to the kernels."""
+    return [feature for feature in _FEATURES if feature in host_features()]
 
 
 def _cpu_name() -> str:

@@ -118,7 +118,7 @@ def rates(
     called after each repetition, warm-ups too. options: more for `open_model`, whose errors it
     raises; BudgetError also where there is no memory for the cache.
     """
-    found = []
+    found: list[ModelRate] = []
     with (
         _opened(path, setup, cases, options) as model,
         one_torch_thread(),
@@ -195,16 +195,7 @@ class _Start:
             self._sequences.forget(self._sequences.length - depth)
             return self._sequences
         self._sequences = None  # before there is another one
-        self._sequences = self._empty()
-        if depth:
-            ids = tokens(self._runtime, self._longest.batch, depth)
-            piece = depth if self._anew else max(1, _PIECE // self._longest.batch)
-            for part in ids.split(piece, dim=1):
-                self._sequences.read(part)
-        return self._sequences
-
-    def _empty(self) -> Sequences:
-        case = self._longest
+        case, runtime = self._longest, self._runtime
         try:
             return Sequences(self._runtime, case.batch, case.positions, self._budget)
         except BudgetError:
@@ -214,6 +205,11 @@ class _Start:
                 f"{case}: no memory for a KV cache of {case.batch} sequences of {case.positions} "
                 "tokens; give less depth, fewer sequences or a smaller --kv"
             ) from error
+        if depth:
+            piece = depth if self._anew else max(1, _PIECE // case.batch)
+            for part in tokens(runtime, case.batch, depth).split(piece, dim=1):
+                self._sequences.read(part)
+        return self._sequences
 
 
 def tokens(runtime: Runtime, batch: int, count: int) -> Tensor:
@@ -240,7 +236,9 @@ def _measure(
     for repetition in range(1 + repetitions):
         sequences = start.sequences()
         before, began = runtime.stats().disk_bytes, perf_counter()
-        _work(sequences, case, ids)
+        following = ids
+        for _ in range(case.tokens if case.kind == "tg" else 1):
+            following = sequences.read(following)[:, None]
         seconds = perf_counter() - began
         if repetition:
             found.append(all_tokens / seconds)
@@ -249,12 +247,3 @@ def _measure(
         done()
     per_token = disk_bytes / (repetitions * all_tokens)
     return ModelRate(setup, case, Samples(tuple(found)), per_token, kv_bytes)
-
-
-def _work(sequences: Sequences, case: Case, ids: Tensor) -> None:
-    """What is timed. ids: the prompts, or the first token of each sequence."""
-    if case.kind == "pp":
-        sequences.read(ids)
-        return
-    for _ in range(case.tokens):
-        ids = sequences.read(ids)[:, None]

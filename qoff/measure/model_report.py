@@ -46,37 +46,34 @@ class ModelReport:
     def markdown(self) -> str:
         """A table with mean and standard deviation of tokens per second."""
         what = self.model, format_size(self.nbytes), self.backend
-        found = [(rate, rate.tokens_per_s) for rate in self.rates]
-        return markdown(
-            _HEADER,
-            [
-                (*what, str(rate.setup), str(rate.case), f"{speed.mean:.2f} ± {speed.sd:.2f}")
-                for rate, speed in found
-            ],
-        )
+        rows = []
+        for rate in self.rates:
+            speed = f"{rate.tokens_per_s.mean:.2f} ± {rate.tokens_per_s.sd:.2f}"
+            rows.append((*what, str(rate.setup), str(rate.case), speed))
+        return markdown(_HEADER, rows)
 
     def csv(self) -> str:
         """A line for each row, with bytes and numbers apart."""
-        rows = [self._numbers(rate) for rate in self.rates]
+        rows: list[dict[str, object]] = [
+            {
+                "model": self.model,
+                "size_bytes": self.nbytes,
+                "backend": self.backend,
+                "plan": rate.setup,
+                "test": rate.case,
+                "batch_size": rate.case.batch,
+                "depth": rate.case.depth,
+                "tokens": rate.case.tokens,
+                "repetitions": len(rate.tokens_per_s.values),
+                "tokens_per_s": rate.tokens_per_s.mean,
+                "tokens_per_s_sd": rate.tokens_per_s.sd,
+                "tokens_per_s_median": rate.tokens_per_s.median,
+                "disk_bytes_per_token": rate.disk_bytes_per_token,
+                "kv_bytes": rate.kv_bytes,
+            }
+            for rate in self.rates
+        ]
         return comma_separated(list(rows[0]), [list(row.values()) for row in rows])
-
-    def _numbers(self, rate: ModelRate) -> dict[str, object]:
-        return {
-            "model": self.model,
-            "size_bytes": self.nbytes,
-            "backend": self.backend,
-            "plan": rate.setup,
-            "test": rate.case,
-            "batch_size": rate.case.batch,
-            "depth": rate.case.depth,
-            "tokens": rate.case.tokens,
-            "repetitions": len(rate.tokens_per_s.values),
-            "tokens_per_s": rate.tokens_per_s.mean,
-            "tokens_per_s_sd": rate.tokens_per_s.sd,
-            "tokens_per_s_median": rate.tokens_per_s.median,
-            "disk_bytes_per_token": rate.disk_bytes_per_token,
-            "kv_bytes": rate.kv_bytes,
-        }
 
     def result(self) -> BenchResult:
         """The same as a result, which can be kept and compared with others.

@@ -13,7 +13,10 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int = 
     Rows may be shorter than the header.
     """
     empty = [""] * len(header)
-    cells = [[_escaped(cell) for cell in [*row, *empty[len(row) :]]] for row in (header, *rows)]
+    cells = [
+        [" ".join(cell.replace("|", "\\|").split()) for cell in [*row, *empty[len(row) :]]]
+        for row in (header, *rows)
+    ]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     left = len(header) - right
     lines = [
@@ -29,7 +32,3 @@ def comma_separated(header: Sequence[str], rows: Sequence[Sequence[object]]) -> 
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([header, *rows])
     return out.getvalue().rstrip("\n")
-
-
-def _escaped(cell: str) -> str:
-    return " ".join(cell.replace("|", "\\|").split())

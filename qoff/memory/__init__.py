@@ -4,13 +4,10 @@
 disk, host and device; `store.WeightStore` is what models take their weights from.
 """
 
-from .arena import Arena
-from .instrumentation import Instrumentation
-from .io.disk import DiskReader, DiskStats, ReadRequest
-from .io.link import Link, Links
+from .io.disk import DiskReader
 from .io.thread_transfers import ThreadTransfers
-from .io.timeline import Interval, Timeline
-from .io.transfers import Transfers, UnitRead
+from .io.timeline import Timeline
+from .io.transfers import Transfers
 from .plan import (
     HEAD,
     Residency,
@@ -21,27 +18,18 @@ from .plan import (
     plan_residency,
     residency_of,
 )
-from .store import StoreStats, Weights, WeightStore
+from .store import Weights, WeightStore
 
 __all__ = [
     "HEAD",
-    "Arena",
     "DiskReader",
-    "DiskStats",
-    "Instrumentation",
-    "Interval",
-    "Link",
-    "Links",
-    "ReadRequest",
     "Residency",
-    "StoreStats",
     "ThreadTransfers",
     "Tile",
     "TiledMatrix",
     "Timeline",
     "Transfers",
     "Unit",
-    "UnitRead",
     "WeightStore",
     "Weights",
     "place_in_host",

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from qoff.errors import DiskReadError
-
 from .arena import PAGE, Arena, round_up
 from .io.copies import Copies
 from .io.spill import SpillFile
+from .io.workers import join
 
 WINDOWS = 2  # on the device: one is computed on while another is filled
-_WATCH_S = 1.0
 
 
 class ActivationStore:
@@ -49,17 +48,14 @@ class ActivationStore:
         ]
         count = batches if tier == "host" else 1
         self._homes = [arenas["host"].alloc(self.region, "hidden states") for _ in range(count)]
+        self._tier = tier
         self._spill = spill if tier == "disk" else None
         self._spill_at = spill_at
         self._next = 0
 
     @staticmethod
     def bytes_for(
-        tier: str,
-        batches: int,
-        tokens: int,
-        hidden_size: int,
-        dtype: torch.dtype = torch.float32,
+        tier: str, batches: int, tokens: int, hidden_size: int, dtype: torch.dtype = torch.float32
     ) -> dict[str, int]:
         """Bytes by tier that such a store takes."""
         region = _region(tokens, hidden_size, dtype)
@@ -78,37 +74,25 @@ class ActivationStore:
         self._next = (self._next + 1) % WINDOWS
         return self._next
 
-    def save(self, number: int, source: Tensor) -> Future[None]:
-        """Start moving bytes of a window to their home."""
-        nbytes = source.nbytes
+    def move(self, number: int, window: Tensor, out: bool) -> Future[None]:
+        """Start moving bytes of a window to their home, or from there."""
+        lane = f"device to {self._tier}" if out else f"{self._tier} to device"
         if self._spill is None:
-            home = self._homes[number][:nbytes]
-            return self.copies.submit([(home, source)], "device to host", "hidden states")
-        return self.copies.call(
-            lambda: self._to_disk(number, source), nbytes, "device to disk", "hidden states"
-        )
+            home = self._homes[number][: window.nbytes]
+            pair = (home, window) if out else (window, home)
+            return self.copies.submit([pair], lane, "hidden states")
+        spill = partial(self._move_spilled, self._spill, number, window, out)
+        return self.copies.call(spill, window.nbytes, lane, "hidden states")
 
-    def bring(self, number: int, dest: Tensor) -> Future[None]:
-        """Start moving bytes from their home to a window."""
-        nbytes = dest.nbytes
-        if self._spill is None:
-            home = self._homes[number][:nbytes]
-            return self.copies.submit([(dest, home)], "host to device", "hidden states")
-        return self.copies.call(
-            lambda: self._from_disk(number, dest), nbytes, "disk to device", "hidden states"
-        )
-
-    def _to_disk(self, number: int, source: Tensor) -> None:
-        assert self._spill is not None
-        home = self._homes[0][: round_up(source.nbytes, PAGE)]
-        home[: source.nbytes] = source
-        self._spill.write(self._spill_at + number * self.region, home).result()
-
-    def _from_disk(self, number: int, dest: Tensor) -> None:
-        assert self._spill is not None
-        home = self._homes[0][: round_up(dest.nbytes, PAGE)]
-        self._spill.read(self._spill_at + number * self.region, home).result()
-        dest.copy_(home[: dest.nbytes])
+    def _move_spilled(self, spill: SpillFile, number: int, window: Tensor, out: bool) -> None:
+        home = self._homes[0][: round_up(window.nbytes, PAGE)]
+        at = self._spill_at + number * self.region
+        if out:
+            home[: window.nbytes] = window
+            spill.write(at, home).result()
+        else:
+            spill.read(at, home).result()
+            window.copy_(home[: window.nbytes])
 
 
 class ParkedActivations:
@@ -126,15 +110,14 @@ class ParkedActivations:
         """Start to bring the hidden states to the device; in the order of the `load` calls."""
         if self._brought is None and self._saved is not None:
             self._window = self._store.window()
-            self._brought = self._store.bring(self._number, self._bytes())
+            self._brought = self._store.move(self._number, self._bytes(), out=False)
 
     def load(self) -> Tensor:
         self.prefetch()
         assert self._brought is not None
         assert self._saved is not None
         start = time.perf_counter()
-        for future in (self._saved, self._brought):
-            self._join(future)
+        self._join(self._saved, self._brought)
         self._store.wait_s += time.perf_counter() - start
         self._saved = self._brought = None
         return self._hidden()
@@ -143,9 +126,10 @@ class ParkedActivations:
         if self._window < 0:
             self._window = self._store.window()
             self._tokens = len(hidden)
-            self._settle()
+            # No earlier move touches a window any more when this one, of nothing, has ended.
+            self._join(self._store.copies.call(lambda: None, 0, "host to device", "wait"))
             self._hidden().copy_(hidden)
-        self._saved = self._store.save(self._number, self._bytes())
+        self._saved = self._store.move(self._number, self._bytes(), out=True)
 
     def _hidden(self) -> Tensor:
         """[tokens, hidden_size] in the window."""
@@ -155,16 +139,12 @@ class ParkedActivations:
         nbytes = self._tokens * self._store.hidden_size * self._store.dtype.itemsize
         return self._store.windows[self._window][:nbytes]
 
-    def _settle(self) -> None:
-        """Return when no earlier move touches a window any more."""
-        self._join(self._store.copies.call(lambda: None, 0, "host to device", "wait"))
-
-    def _join(self, future: Future[None]) -> None:
-        """Wait for a move. Raises what went wrong."""
-        while not future.done():
-            if wait([future], timeout=_WATCH_S).not_done and not self._store.copies.alive:
-                raise DiskReadError("hidden states: the thread that moves them died")
-        future.result()
+    def _join(self, *moves: Future[None]) -> None:
+        """Wait for moves. Raises what went wrong."""
+        copies = self._store.copies
+        join(moves, lambda: copies.alive, "hidden states: the thread that moves them died")
+        for move in moves:
+            move.result()
 
 
 def _region(tokens: int, hidden_size: int, dtype: torch.dtype) -> int:

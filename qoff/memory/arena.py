@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from qoff.errors import BudgetError
+
+from .io.copy_stream import CopyStream
 
 PAGE = 4096  # bytes: what direct reads are aligned to, in memory and in the file
 
@@ -45,8 +47,7 @@ class Arena:
     ) -> None:
         self.tier = tier
         self.capacity = nbytes
-        self.used = 0
-        self.peak = 0  # the largest `used` ever, kept after close()
+        self.used = 0  # kept after close()
         try:
             self._memory: Tensor | None = allocate(nbytes)
         except OSError as error:
@@ -55,24 +56,55 @@ class Arena:
                 "use a smaller budget"
             ) from error
 
-    def alloc(self, nbytes: int, name: str, align: int = PAGE) -> Tensor:
-        """Return `nbytes` bytes as uint8, at a multiple of `align` bytes from the start.
+    def alloc(self, nbytes: int, name: str) -> Tensor:
+        """Return `nbytes` bytes as uint8, aligned to a page.
 
         Raises BudgetError, naming `name`, when less than that is left.
         """
         if self._memory is None:
             raise ValueError(f"the {self.tier} arena is closed")
-        start = round_up(self.used, align)
+        start = round_up(self.used, PAGE)
         if start + nbytes > self.capacity:
             raise BudgetError(
                 f"{self.tier} memory: {name} needs {nbytes:,} bytes, "
                 f"{max(self.capacity - start, 0):,} of {self.capacity:,} are left"
             )
         self.used = start + nbytes
-        self.peak = max(self.peak, self.used)
         return self._memory[start : self.used]
 
     def close(self) -> None:
         """Let go of the memory; it returns to the system when no tensor over it is left."""
         self._memory = None
-        self.used = 0
+
+
+class TierArenas:
+    """Arenas "device" and "host" of `nbytes`, by tier.
+
+    stream: of a GPU, closed with this; then host memory is locked, so that it can be copied from
+    and to while the GPU computes. None: the device is the CPU, whose memory is both. Raises
+    BudgetError for memory that cannot be had.
+    """
+
+    def __init__(self, nbytes: Mapping[str, int], stream: CopyStream | None = None) -> None:
+        self._stream = stream
+        self._locked: Tensor | None = None
+        allocate = map_pages if stream is None else stream.allocate
+        self.arenas = {"device": Arena("device", nbytes["device"], allocate)}
+        self.arenas["host"] = Arena("host", nbytes["host"], self._host_memory)
+
+    def close(self) -> None:
+        """Wait until a GPU uses neither any more and let go of them; may be repeated."""
+        if self._stream is not None:
+            self._stream.close()
+            if self._locked is not None:
+                self._stream.unpin(self._locked)
+        self._stream = self._locked = None
+        for arena in self.arenas.values():
+            arena.close()
+
+    def _host_memory(self, nbytes: int) -> Tensor:
+        memory = map_pages(nbytes)
+        if self._stream is not None and nbytes:
+            self._stream.pin(memory)
+            self._locked = memory
+        return memory

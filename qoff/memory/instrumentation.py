@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from qoff.kernels.ops import Ops, ops_for, with_activation_bits
 
-from .io.link import Links
+from .io.direct import Preadv
 from .io.timeline import Timeline
 
 
@@ -18,13 +20,15 @@ class Instrumentation:
     """Made once, and handed to all that hold or move bytes.
 
     timeline: notes every move and computation. poison: memory that holds nothing is filled with
-    0xFF, NaN in floats. links: slower ones than there are. ops: others than the device's.
+    0xFF, NaN in floats. ops: others than the device's. preadv: reads in place of `os.preadv`.
+    on_copy: called with the bytes of each copy between host and device, before it is made.
     """
 
     timeline: Timeline | None = None
     poison: bool = False
-    links: Links = field(default_factory=Links)
     ops: Ops | None = None
+    preadv: Preadv = os.preadv
+    on_copy: Callable[[int], object] = lambda _: None
 
     def ops_for(self, device: torch.device, activation_bits: int = 16) -> Ops:
         """The ops to compute with.
@@ -34,9 +38,9 @@ class Instrumentation:
         """
         return with_activation_bits(self.ops or ops_for(device), activation_bits)
 
-    def span(self, lane: str, name: str) -> AbstractContextManager[None]:
+    def span(self, lane: str, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """Note how long a `with` block takes, if there is a timeline."""
-        return nullcontext() if self.timeline is None else self.timeline.span(lane, name)
+        return nullcontext() if self.timeline is None else self.timeline.span(lane, name, nbytes)
 
 
 PLAIN = Instrumentation()

@@ -90,15 +90,11 @@ def _read_pieces(reader: DiskReader, file: WeightFile, starts: list[int], width:
         else:
             runs.append([start])
     memory = [torch.empty(run[-1] + width - run[0], dtype=torch.uint8) for run in runs]
-    reads = [
-        reader.submit(file.path, run[0], dest, urgent=True)
-        for run, dest in zip(runs, memory, strict=True)
-    ]
-    for read in reads:
-        read.result()
-    parts = [
+    parts = [(run[0], dest) for run, dest in zip(runs, memory, strict=True)]
+    reader.submit_parts(file.path, parts, urgent=True).result()
+    pieces = [
         dest[start - run[0] :][:width]
         for run, dest in zip(runs, memory, strict=True)
         for start in run
     ]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)

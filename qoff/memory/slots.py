@@ -1,6 +1,6 @@
 """SlotRing: units streaming through a few slots, read ahead in a cyclic order.
 
-The order is an endless sequence; every slot holds, or is being filled with, one element of it. A
+The order repeats without end; every slot holds, or is being filled with, one element of it. A
 slot that is released takes the next element at once, asked for or not, also across the end of the
 cycle. Whoever keeps to the order finds every unit under way; whoever jumps has the elements that
 were skipped dropped, and the sequence goes on from there.
@@ -34,10 +34,10 @@ class _Load:
 class SlotRing:
     """The slots of a weight store. Methods may be called from many threads.
 
-    `images` says how each unit lies in a slot, `slots` are the slots' memory, `order` the units
-    that are read ahead. Units of `sources` are copied from host memory, the others read from disk.
-    Each unit of `unverified` is checked against its file's checksum until it
-    has been read once.
+    `images` says how each unit lies in a slot, and in which order they are read ahead; `slots` are
+    the slots' memory. Units of `sources` are copied from host memory, the others read
+    from disk. Each unit of `unverified` is checked against its file's checksum until it has been
+    read once.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class SlotRing:
         sources: Mapping[Unit, Tensor],
         slots: Sequence[Tensor],
         transfers: Transfers,
-        order: Sequence[Unit],
         unverified: set[Unit],
     ) -> None:
         self._images = images
@@ -54,10 +53,9 @@ class SlotRing:
         self._slots = slots
         self._transfers = transfers
         self._unverified = unverified
-        self.disk_wait_s = 0.0  # seconds that `acquire` waited for units read from disk
-        self.host_wait_s = 0.0  # ... copied from host memory
+        self.wait_s = 0.0  # that `acquire` waited
         self._lock = threading.Lock()
-        self._order = tuple(order)
+        self._order = tuple[Unit, ...](images)
         self._next = 0  # the element of the order that is read next
         self._loads: list[_Load] = []  # in the order of the sequence
         self._free: list[tuple[int, Mark]] = [
@@ -78,23 +76,19 @@ class SlotRing:
                 raise ArgumentError("the weight store is closed")
             load = self._find(unit) or self._jump(unit)
             load.holders += 1
-        start, arrived = time.perf_counter(), False
+        start = time.perf_counter()
         try:
             load.read.wait()
-            arrived = True
+            self._unverified.discard(unit)
+        except BaseException:
+            with self._lock:
+                load.holders -= 1
+                if load.holders == 0:
+                    self._drop([load])
+            raise
         finally:
             with self._lock:
-                waited = time.perf_counter() - start
-                if unit in self._sources:
-                    self.host_wait_s += waited
-                else:
-                    self.disk_wait_s += waited
-                if arrived:
-                    self._unverified.discard(unit)
-                else:
-                    load.holders -= 1
-                    if load.holders == 0:
-                        self._drop([load])
+                self.wait_s += time.perf_counter() - start
         return load.slot
 
     def release(self, unit: Unit) -> None:
@@ -108,15 +102,6 @@ class SlotRing:
                 self._drop([load])
                 self._read_ahead()
 
-    def set_order(self, order: Sequence[Unit]) -> None:
-        """Read ahead in another cyclic order, from its beginning; held units stay."""
-        with self._lock:
-            if tuple(order) == self._order:
-                return
-            self._drop([x for x in self._loads if not x.holders])
-            self._order, self._next = tuple(order), 0
-            self._read_ahead()
-
     def close(self) -> None:
         """Read nothing more, forget everything; the transfers then stop what is under way."""
         with self._lock:
@@ -126,19 +111,17 @@ class SlotRing:
 
     def _find(self, unit: Unit) -> _Load | None:
         """The first element of this unit; the idle ones before it are dropped."""
-        skipped: list[_Load] = []
-        for load in self._loads:
+        for i, load in enumerate(self._loads):
             if load.unit == unit:
+                skipped = [x for x in self._loads[:i] if not x.holders]
                 if skipped:
                     self._drop(skipped)
                     self._read_ahead()
                 return load
-            if not load.holders:
-                skipped.append(load)
         return None
 
     def _jump(self, unit: Unit) -> _Load:
-        """Go on with the sequence from this unit; one outside of the order is slipped in."""
+        """Go on with the sequence from this unit."""
         ahead = [x for x in self._loads if not x.holders]
         if not ahead and not self._free:
             held = ", ".join(repr(x.unit) for x in self._loads)
@@ -147,39 +130,23 @@ class SlotRing:
                 "release one first or plan for more slots"
             )
         self._drop(ahead)
-        if unit in self._order:
-            self._seek(unit)
-            self._read_ahead()
-            return next(x for x in self._loads if x.unit == unit)
-        self._next = (self._next - len(ahead)) % max(len(self._order), 1)
-        load = self._start(unit)
+        self._next = self._order.index(unit)
         self._read_ahead()
-        return load
-
-    def _seek(self, unit: Unit) -> None:
-        """Move to the first occurrence of a unit from the present element on."""
-        count = len(self._order)
-        steps = range(self._next, self._next + count)
-        self._next = next(i % count for i in steps if self._order[i % count] == unit)
+        return next(x for x in self._loads if x.unit == unit)
 
     def _read_ahead(self) -> None:
-        """Start reading the next elements into all free slots."""
-        while self._free and self._order:
-            self._start(self._order[self._next])
+        """Start to bring the next elements into all free slots."""
+        while self._free:
+            unit = self._order[self._next]
             self._next = (self._next + 1) % len(self._order)
-
-    def _start(self, unit: Unit) -> _Load:
-        slot, mark = self._free.pop(0)
-        image = self._images[unit]
-        memory = self._slots[slot][: image.nbytes]
-        source = self._sources.get(unit)
-        if source is not None:
-            read = self._transfers.copy_unit(image, source, memory, mark)
-        else:
-            read = self._transfers.read_unit(image, memory, unit in self._unverified, mark)
-        load = _Load(unit, slot, read)
-        self._loads.append(load)
-        return load
+            slot, mark = self._free.pop(0)
+            image = self._images[unit]
+            memory = self._slots[slot][: image.nbytes]
+            if unit in self._sources:
+                read = self._transfers.copy_unit(image, self._sources[unit], memory, mark)
+            else:
+                read = self._transfers.read_unit(image, memory, unit in self._unverified, mark)
+            self._loads.append(_Load(unit, slot, read))
 
     def _drop(self, loads: list[_Load]) -> None:
         """Free the slots of loads that nobody holds, once nothing is written to them any more."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from qoff.errors import ArgumentError, OpError
 from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
 from .io.transfers import Transfers
-from .load import check_file, load_resident, load_sources
+from .load import check_file, load
 from .plan import (
     EMBEDDING,
     HEAD,
@@ -51,25 +51,19 @@ class StoreStats:
     bytes_read: int  # from disk, loading included
     bytes_copied: int  # from host memory to the device
     disk_busy_s: float  # seconds in which at least one read was in flight
-    disk_wait_s: float  # seconds that acquire() blocked for units from disk, all callers together
-    host_wait_s: float  # ... for units from host memory
+    wait_s: float  # seconds that acquire() blocked, all callers together
     arena_peak: int  # bytes of the device arena that were ever in use
     host_arena_peak: int  # ... of the host arena
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that acquire() blocked."""
-        return self.disk_wait_s + self.host_wait_s
 
 
 class WeightStore:
     """Serves the weights of each unit (a layer's number, "head", or a `Tile`) from the device.
 
     Resident weights, and those whose source is in host memory, are loaded here; what is not
-    resident streams through the residency's slots, read ahead in a cyclic order (default: `units`).
-    `transfers` is closed with the store. With `verify` every file is compared with its checksum
-    once: here, or when its unit first streams from disk. Raises BudgetError, DiskReadError and
-    ChecksumError. Close it, or use it as a context manager.
+    resident streams through the residency's slots, read ahead in the order of a pass. `transfers`
+    is closed with the store. With `verify` every file is compared with its checksum once: here, or
+    when its unit first streams from disk. Raises BudgetError, DiskReadError and ChecksumError.
+    Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -77,13 +71,10 @@ class WeightStore:
         checkpoint: Checkpoint,
         residency: Residency,
         *,
-        packing: str = "rows16",
         transfers: Transfers | None = None,
         verify: bool = True,
         instrumentation: Instrumentation = PLAIN,
     ) -> None:
-        if packing != residency.packing:
-            raise ArgumentError(f"packing {packing}, but the residency is for {residency.packing}")
         self.checkpoint = checkpoint
         self.residency = residency
         self._transfers = transfers if transfers is not None else ThreadTransfers()
@@ -93,7 +84,7 @@ class WeightStore:
         self._lock = threading.Lock()  # between close() and views being made
         try:
             arenas = self._transfers.open(residency, instrumentation)
-            self.arena, self.host_arena = arenas.device, arenas.host
+            self.arena, self.host_arena = arenas["device"], arenas["host"]
             self._open(verify)
         except BaseException:
             self._transfers.close()
@@ -138,19 +129,6 @@ class WeightStore:
         finally:
             self.release(unit)
 
-    def set_order(self, order: Sequence[Unit]) -> None:
-        """Read ahead in another cyclic order; units may occur several times, or not at all.
-
-        A tiled unit of which no tile is in the order stands for all of them. Raises ArgumentError
-        for an unknown unit.
-        """
-        for unit in order:
-            self._check(unit)
-        listed = {unit.unit for unit in order if isinstance(unit, Tile)}
-        tiles = {unit: () if unit in listed else self._tiles(unit) for unit in order}
-        every = [part for unit in order for part in (unit, *tiles[unit])]
-        self._ring.set_order([unit for unit in every if unit in self._streamed])
-
     def gather_rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows `ids`, int64 [T], of the weight `name`, [N, K], as float32 [T, K].
 
@@ -181,17 +159,10 @@ class WeightStore:
             disk.bytes,
             self._transfers.copied_bytes,
             disk.busy_s,
-            self._ring.disk_wait_s,
-            self._ring.host_wait_s,
-            self.arena.peak,
-            self.host_arena.peak,
+            self._ring.wait_s,
+            self.arena.used,
+            self.host_arena.used,
         )
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """All units in the default order: 0 .. L-1, "head", tiled ones followed by their tiles."""
-        files = unit_files(self.checkpoint)
-        return tuple(part for unit in files for part in (unit, *self._tiles(unit)))
 
     def close(self) -> None:
         """Stop reading, join all threads, close all files, let go of all memory. May be repeated.
@@ -209,18 +180,11 @@ class WeightStore:
                 views.clear()
             self._slots.clear()
             self._host_rows.clear()
-        self.arena.close()
-        self.host_arena.close()
 
     def __enter__(self) -> WeightStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _open(self, verify: bool) -> None:
@@ -236,17 +200,21 @@ class WeightStore:
             elif not any(map(_holds_file, (*kept[unit], sources.get(unit)))):
                 check_file(self._transfers.reader, file)
         every = [image for parts in kept.values() for image in parts]
-        self._resident = load_resident(every, self.arena, self._transfers, verify)
-        self._sources = load_sources(sources, self.host_arena, self._transfers, verify)
+        read_unit = partial(self._transfers.read_unit, verify=verify, after=None)
+        self._resident: dict[str, Weight] = {}
+        for image, memory in zip(every, load(every, self.arena, read_unit), strict=True):
+            self._resident |= image.views(memory)
+        load_host = partial(self._transfers.load_host, verify=verify)
+        loaded = load(sources.values(), self.host_arena, load_host)
+        self._sources = dict(zip(sources, loaded, strict=True))
         self._host_rows = self._embedding_in_host(sources)
         self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
         self._tiled = tiled_matrices(checkpoint, plan)
         for unit in files:
             if unit not in self._streamed:
                 self._complete[unit] = self._named(unit, {})
-        order = list(self._streamed)
         self._ring = SlotRing(
-            self._streamed, self._sources, self._slots, self._transfers, order, unverified
+            self._streamed, self._sources, self._slots, self._transfers, unverified
         )
 
     def _named(self, unit: Unit, streamed: Mapping[str, Weight]) -> Weights:
@@ -264,12 +232,6 @@ class WeightStore:
         if unit == HEAD and LM_HEAD not in named and EMBEDDING in named:
             named[LM_HEAD] = named[EMBEDDING]
         return named
-
-    def _tiles(self, unit: Unit) -> tuple[Tile, ...]:
-        """The tiles of a whole unit, if it is tiled."""
-        if isinstance(unit, Tile):
-            return ()
-        return tuple(tile for matrix in self._tiled.get(unit, {}).values() for tile in matrix.tiles)
 
     def _embedding_in_host(self, images: Mapping[Unit, Image]) -> list[tuple[int, Weight]]:
         """Parts of the embedding that are in host memory: first row, and rows."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from qoff.kernels.layout.ragged import Ragged
@@ -63,19 +62,9 @@ class LayerWorkspace:
     gated: Tensor | None = None  # [at most MLP_TOKENS, or M where tiled, intermediate_size]
     tiled: bool = False
 
-    @classmethod
-    def of(cls, spec: DecoderSpec, tokens: int, tiled: bool = False) -> LayerWorkspace:
-        """Float32, on the CPU."""
-        return cls(
-            torch.empty(tokens, spec.q_rows + 2 * spec.kv_rows),
-            torch.empty(tokens, spec.q_rows),
-            torch.empty(mlp_tokens(tokens, tiled), spec.intermediate_size),
-            tiled,
-        )
-
     @staticmethod
     def nbytes(spec: DecoderSpec, tokens: int, tiled: bool = False, itemsize: int = 4) -> int:
-        """Bytes of `of(spec, tokens, tiled)`, and of what a layer allocates besides.
+        """Bytes of a workspace on the CPU, and of what a layer allocates besides.
 
         itemsize: bytes of a number.
         """

@@ -20,8 +20,9 @@ Inside a file every name has the prefix of its layer, "model.layers.0.".
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,9 +31,8 @@ from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 
 from .families import tensor_names
-from .spec import DecoderSpec
-from .spec_parts import ExpertsSpec
-from .tensor_names import TensorNames
+from .families.family import TensorNames
+from .spec import DecoderSpec, ExpertsSpec
 
 ROW_BLOCK = 16
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
@@ -40,6 +40,10 @@ POSITIONS = "embed_positions"  # of layer 0
 ROUTER, SHARED_GATE = "mlp.router", "mlp.shared_expert_gate"
 
 Order = Callable[[Tensor], Tensor]
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    return rows
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Part:
 
     source: str
     rows: int
-    order: Order
+    order: Order = _in_order
     unit: int = ROW_BLOCK
     expert: int | None = None
     transposed: bool = False
@@ -115,35 +119,19 @@ def layer_weights(
 def outer_weights(spec: DecoderSpec, names: TensorNames | None = None) -> tuple[Weight, ...]:
     """Return the weights outside of the layers; `lm_head` only if it is not the embedding."""
     names = names or tensor_names(spec.model_type)
-    rows, width = spec.vocab_size, spec.hidden_size
+    width, found = spec.hidden_size, []
+    if spec.final_norm:
+        norm = Part(f"{names.norm}.weight", width, plus=names.norm_offset)
+        found.append(Weight(NORM, (norm,)))
+        if spec.norm == "layer":
+            found.append(Weight("model.norm.bias", (Part(f"{names.norm}.bias", width),)))
     sources = {EMBEDDING: names.embedding, LM_HEAD: names.head}
     if spec.tie_word_embeddings:
         del sources[LM_HEAD]
-    matrices = [
-        Weight(name, (Part(source, rows, _after(0), times=names.times.get(name)),), width)
-        for name, source in sources.items()
-    ]
-    norms: list[Weight] = []
-    if spec.final_norm:
-        source = names.norm
-        norms = [_vector(NORM, f"{source}.weight", width, names.norm_offset)]
-        if spec.norm == "layer":
-            norms.append(_vector(_bias_of(NORM), f"{source}.bias", width))
-    return (*norms, *matrices)
-
-
-def interleave16(gate: Tensor, up: Tensor) -> Tensor:
-    """Join two tensors [rows, ...] in blocks of 16 rows in turn, as `mlp.gate_up_proj` is."""
-    blocks = [torch.unflatten(x, 0, (-1, ROW_BLOCK)) for x in (gate, up)]
-    return torch.stack(blocks, dim=1).flatten(0, 2)
-
-
-def _vector(name: str, source: str, rows: int, plus: float = 0.0) -> Weight:
-    return Weight(name, (Part(source, rows, _after(0), plus=plus),))
-
-
-def _bias_of(norm: str) -> str:
-    return norm.removesuffix("weight") + "bias"
+    for name, source in sources.items():
+        part = Part(source, spec.vocab_size, times=names.times.get(name))
+        found.append(Weight(name, (part,), width))
+    return tuple(found)
 
 
 class _Layer:
@@ -162,160 +150,126 @@ class _Layer:
                 )
 
     def weights(self) -> tuple[Weight, ...]:
-        vectors, matrices = self._attention()
-        vectors = [*self._norms(), *vectors]
         spec, experts = self._spec, self._spec.experts
-        if spec.learned_positions and self._layer == 0:
-            part = Part(self._names.positions, spec.learned_positions, _after(0))
-            matrices.append(Weight(POSITIONS, (part,), spec.hidden_size))
-        if experts is None or not experts.layers[self._layer]:
-            more = self._mlp("mlp", spec.intermediate_size, spec.mlp_bias)
+        attention = [*self._norms(), *self._attention()]
+        if experts is not None and spec.has_experts(self._layer):
+            rest = list(self._mixture(experts))
+            # What lies at the end stays in memory first: experts come before the other matrices.
+            matrices = rest + attention
         else:
-            more = self._mixture(experts)
-        # What lies at the end stays in memory first: experts come before the other matrices.
-        mixed = self._spec.has_experts(self._layer)
-        both = (*more[1], *matrices) if mixed else (*matrices, *more[1])
-        return (*vectors, *more[0], *both)
+            rest = list(self._mlp("mlp", spec.intermediate_size, spec.mlp_bias))
+            matrices = attention + rest
+        vectors = (w for w in attention + rest if w.columns is None)
+        return (*vectors, *(w for w in matrices if w.columns is not None))
 
     def _source(self, module: str, tensor: str = "weight") -> str:
         return self._names.in_layer(self._layer, module, tensor)
 
-    def _norms(self) -> list[Weight]:
+    def _part(
+        self, module: str, rows: int, order: Order = _in_order, unit: int = ROW_BLOCK
+    ) -> Part:
+        return Part(self._source(module), rows, order, unit)
+
+    def _vector(self, module: str, rows: int, tensor: str = "weight") -> Weight:
+        plus = self._names.norm_offset if tensor == "weight" else 0.0
+        return Weight(f"{module}.{tensor}", (Part(self._source(module, tensor), rows, plus=plus),))
+
+    def _norms(self) -> Iterator[Weight]:
         spec = self._spec
         before = spec.pre_norm or spec.norm_after_add
         modules = ["input_layernorm", "post_attention_layernorm"] if before else []
         modules += ["self_attn.post_norm", "mlp.post_norm"] if spec.post_norm else []
-        found = [self._norm(module, spec.hidden_size) for module in modules]
-        if spec.norm == "layer":
-            found += [self._norm(module, spec.hidden_size, "bias") for module in modules]
-        if spec.qk_norm == "head":
-            found += [self._norm(f"self_attn.{x}_norm", spec.head_dim) for x in "qk"]
-        elif spec.qk_norm == "all":
-            found.append(self._norm("self_attn.q_norm", spec.q_rows))
-            found.append(self._norm("self_attn.k_norm", spec.kv_rows))
-        return found
+        for tensor in ("weight", "bias") if spec.norm == "layer" else ("weight",):
+            yield from (self._vector(module, spec.hidden_size, tensor) for module in modules)
+        if spec.qk_norm != "none":
+            for x, rows in (("q", spec.q_rows), ("k", spec.kv_rows)):
+                each = spec.head_dim if spec.qk_norm == "head" else rows
+                yield self._vector(f"self_attn.{x}_norm", each)
 
-    def _norm(self, module: str, rows: int, tensor: str = "weight") -> Weight:
-        plus = self._names.norm_offset if tensor == "weight" else 0.0
-        return _vector(f"{module}.{tensor}", self._source(module, tensor), rows, plus)
-
-    def _attention(self) -> tuple[list[Weight], list[Weight]]:
-        spec = self._spec
-        qkv = Weight(QKV, self._qkv_parts("weight"), spec.hidden_size)
-        vectors = [Weight(f"{QKV}.bias", self._qkv_parts("bias"))] if spec.qkv_bias else []
-        o = "self_attn.o_proj"
-        if spec.o_bias:
-            vectors.append(_vector(f"{o}.bias", self._source(o, "bias"), spec.hidden_size))
+    def _attention(self) -> Iterator[Weight]:
+        spec, o = self._spec, "self_attn.o_proj"
+        yield from _linear(QKV, self._qkv(), spec.hidden_size, spec.qkv_bias)
+        yield from _linear(o, (self._part(o, spec.hidden_size),), spec.q_rows, spec.o_bias)
         if spec.sinks:
-            source = self._source("self_attn", "sinks")
-            vectors.append(_vector("self_attn.sinks", source, spec.num_heads))
-        out = Weight(o, (Part(self._source(o), spec.hidden_size, _after(0)),), spec.q_rows)
-        return vectors, [qkv, out]
+            yield self._vector("self_attn", spec.num_heads, "sinks")
+        if spec.learned_positions and self._layer == 0:
+            part = Part(self._names.positions, spec.learned_positions)
+            yield Weight(POSITIONS, (part,), spec.hidden_size)
 
-    def _qkv_parts(self, tensor: str) -> tuple[Part, ...]:
+    def _qkv(self) -> tuple[Part, ...]:
         spec, names = self._spec, self._names
         q, kv = spec.q_rows, spec.kv_rows
         if names.fused_qkv == "rows":
-            return (Part(self._source(QKV, tensor), q + 2 * kv, _after(0)),)
+            return (self._part(QKV, q + 2 * kv),)
         if names.fused_qkv == "heads":
-            order = _from_heads(spec.num_heads, spec.head_dim)
-            return (Part(self._source(QKV, tensor), 3 * q, order),)
-        rope = spec.rope_of(self._layer)
+            return (self._part(QKV, 3 * q, _from_heads(spec.num_heads, spec.head_dim)),)
+        rope = spec.rope_of(self._layer) or spec.rope  # layers that do not rotate are stored alike
         pairs = rope.dim if names.rope_pairs and rope is not None else 0
         parts, first = [], 0
         for x, rows in (("q", q), ("k", kv), ("v", kv)):
             turned = pairs if x != "v" else 0
             order = _unpaired(first, spec.head_dim, turned) if turned else _after(first)
             unit = spec.head_dim if turned else ROW_BLOCK
-            source = self._source(f"self_attn.{x}_proj", tensor)
-            parts.append(Part(source, rows, order, unit))
+            parts.append(self._part(f"self_attn.{x}_proj", rows, order, unit))
             first += rows
         return tuple(parts)
 
-    def _mlp(self, module: str, inner: int, bias: bool) -> tuple[list[Weight], list[Weight]]:
-        """Vectors and matrices of an MLP, or of an expert."""
-        spec = self._spec
-        if spec.gated:
-            first, parts = f"{module}.gate_up_proj", self._gate_up(module, inner)
+    def _mlp(self, module: str, inner: int, bias: bool = False) -> Iterator[Weight]:
+        """An MLP, or an expert."""
+        hidden, up, down = self._spec.hidden_size, f"{module}.up_proj", f"{module}.down_proj"
+        fused = f"{module}.gate_up_proj"
+        if not self._spec.gated:
+            yield from _linear(up, (self._part(up, inner),), hidden, bias)
+        elif self._names.fused_gate_up:
+            part = self._part(fused, 2 * inner, from_halves(inner))
+            yield from _linear(fused, (part,), hidden, bias)
         else:
-            source = self._source(f"{module}.up_proj")
-            first, parts = f"{module}.up_proj", (Part(source, inner, _after(0)),)
-        down = Part(self._source(f"{module}.down_proj"), spec.hidden_size, _after(0))
-        matrices = [
-            Weight(first, parts, spec.hidden_size),
-            Weight(f"{module}.down_proj", (down,), inner),
-        ]
-        vectors = [_bias(matrix) for matrix in matrices] if bias else []
-        return vectors, matrices
+            parts = (
+                self._part(name, inner, partial(_in_turn, part=i))
+                for i, name in enumerate((f"{module}.gate_proj", up))
+            )
+            yield from _linear(fused, tuple(parts), hidden, bias)
+        yield from _linear(down, (self._part(down, hidden),), inner, bias)
 
-    def _gate_up(self, module: str, inner: int) -> tuple[Part, ...]:
-        if self._names.fused_gate_up:
-            source = self._source(f"{module}.gate_up_proj")
-            return (Part(source, 2 * inner, from_halves(inner)),)
-        return tuple(
-            Part(self._source(f"{module}.{name}_proj"), inner, _interleaved(i))
-            for i, name in enumerate(("gate", "up"))
-        )
-
-    def _mixture(self, experts: ExpertsSpec) -> tuple[list[Weight], list[Weight]]:
-        spec = self._spec
-        router = Part(self._source(ROUTER), experts.count, _after(0))
-        vectors, matrices = [], []
-        if experts.router_bias:
-            source = self._source(ROUTER, "bias")
-            vectors.append(_vector(f"{ROUTER}.bias", source, experts.count))
-        if experts.bias:
-            vectors += self._expert_biases(experts)
-        for e in range(experts.count):
-            matrices += self._expert(e, experts)
-        matrices.append(Weight(ROUTER, (router,), spec.hidden_size))
+    def _mixture(self, experts: ExpertsSpec) -> Iterator[Weight]:
+        hidden, parts = self._spec.hidden_size, (self._part(ROUTER, experts.count),)
+        router, *bias = _linear(ROUTER, parts, hidden, experts.router_bias)
+        yield from bias
+        if self._names.stacked_experts:
+            yield from self._stacked(experts)
+        else:
+            for e in range(experts.count):
+                yield from self._mlp(f"mlp.experts.{e}", experts.intermediate_size)
+        yield router
         if experts.shared_size:
-            matrices += self._mlp("mlp.shared_expert", experts.shared_size, False)[1]
+            yield from self._mlp("mlp.shared_expert", experts.shared_size)
             if experts.shared_gate:
-                part = Part(self._source(SHARED_GATE), 1, _after(0))
-                matrices.append(Weight(SHARED_GATE, (part,), spec.hidden_size))
-        return vectors, matrices
+                yield Weight(SHARED_GATE, (self._part(SHARED_GATE, 1),), hidden)
 
-    def _expert(self, e: int, experts: ExpertsSpec) -> list[Weight]:
-        inner = experts.intermediate_size
-        if not self._names.stacked_experts:
-            return self._mlp(f"mlp.experts.{e}", inner, bias=False)[1]
-        stored, hidden = f"mlp.experts.{e}", self._spec.hidden_size
-        gate_up, down = (f"mlp.experts.{name}_proj" for name in ("gate_up", "down"))
-        order, unit = from_pairs, 2 * ROW_BLOCK
-        return [
-            Weight(
-                f"{stored}.gate_up_proj",
-                (Part(self._source(gate_up, ""), 2 * inner, order, unit, e, True),),
-                hidden,
-            ),
-            Weight(
-                f"{stored}.down_proj",
-                (Part(self._source(down, ""), hidden, _after(0), expert=e, transposed=True),),
-                inner,
-            ),
-        ]
-
-    def _expert_biases(self, experts: ExpertsSpec) -> list[Weight]:
-        """The biases of all experts, those of one after those of the other."""
-        inner, hidden = 2 * experts.intermediate_size, self._spec.hidden_size
-        found = []
-        for name, rows, order in (
-            ("mlp.experts.gate_up_proj", inner, from_pairs),
-            ("mlp.experts.down_proj", hidden, _after(0)),
-        ):
-            source = f"{self._source(name, '')}_bias"
-            part = Part(source, experts.count * rows, order, flat=rows)
-            found.append(Weight(f"{name}.bias", (part,)))
-        return found
+    def _stacked(self, experts: ExpertsSpec) -> Iterator[Weight]:
+        """Experts of tensors that hold all of them: their biases one after the other, matrices."""
+        inner, hidden = experts.intermediate_size, self._spec.hidden_size
+        table = {  # rows, columns, order and unit
+            "gate_up_proj": (2 * inner, hidden, from_pairs, 2 * ROW_BLOCK),
+            "down_proj": (hidden, inner, _in_order, ROW_BLOCK),
+        }
+        sources = {name: self._source(f"mlp.experts.{name}", "") for name in table}
+        for name, (rows, _, order, _) in table.items() if experts.bias else ():
+            part = Part(f"{sources[name]}_bias", experts.count * rows, order, flat=rows)
+            yield Weight(f"mlp.experts.{name}.bias", (part,))
+        for e in range(experts.count):
+            for name, (rows, columns, order, unit) in table.items():
+                part = Part(sources[name], rows, order, unit, expert=e, transposed=True)
+                yield Weight(f"mlp.experts.{e}.{name}", (part,), columns)
 
 
-def _bias(matrix: Weight) -> Weight:
-    parts = (
-        Part(p.source.removesuffix("weight") + "bias", p.rows, p.order, p.unit)
-        for p in matrix.parts
-    )
-    return Weight(f"{matrix.name}.bias", tuple(parts))
+def _linear(name: str, parts: tuple[Part, ...], columns: int, bias: bool) -> Iterator[Weight]:
+    """A matrix, and a bias of the same parts."""
+    yield Weight(name, parts, columns)
+    if bias:
+        sources = (part.source.removesuffix("weight") + "bias" for part in parts)
+        biases = (replace(p, source=s) for p, s in zip(parts, sources, strict=True))
+        yield Weight(f"{name}.bias", tuple(biases))
 
 
 def _after(first: int) -> Order:
@@ -323,22 +277,19 @@ def _after(first: int) -> Order:
     return lambda rows: rows + first
 
 
-def _interleaved(part: int) -> Order:
+def _in_turn(rows: Tensor, part: int | Tensor) -> Tensor:
     """Rows of the gate (0) or of the up matrix (1), in blocks of 16 in turn."""
-    return lambda rows: (rows // ROW_BLOCK * 2 + part) * ROW_BLOCK + rows % ROW_BLOCK
+    return (rows // ROW_BLOCK * 2 + part) * ROW_BLOCK + rows % ROW_BLOCK
 
 
 def from_halves(inner: int) -> Order:
     """From gate above up."""
-    return lambda rows: (
-        (rows % inner // ROW_BLOCK * 2 + rows // inner) * ROW_BLOCK + rows % ROW_BLOCK
-    )
+    return lambda rows: _in_turn(rows % inner, rows // inner)
 
 
 def from_pairs(rows: Tensor) -> Tensor:
     """From rows of gate and up in turn."""
-    block, inside = rows // (2 * ROW_BLOCK), rows % (2 * ROW_BLOCK)
-    return (2 * block + inside % 2) * ROW_BLOCK + inside // 2
+    return _in_turn(rows // 2, rows % 2)
 
 
 def _from_heads(heads: int, dim: int) -> Order:

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from qoff.budgets import resolve_dtype
+from qoff.budgets import resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
+from qoff.errors import BudgetError, UnsupportedModelError
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
@@ -25,7 +24,7 @@ from qoff.memory.plan import EMBEDDING, Residency, unit_label
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
-from .native.decoder import UNPACKED_ON_GPU, Decoder
+from .native.decoder import Decoder, check_kv, head_shapes
 from .native.graphs import Replays
 from .spec import DecoderSpec
 
@@ -81,7 +80,7 @@ class Runtime:
         reserves: Callable[[AnyDecoder], Iterable[tuple[int, int]]] = lambda _: ((0, 0),),
     ) -> None:
         self.checkpoint = Checkpoint.open(path)
-        where = device_of(device)
+        where = resolve_device(device)
         ops = instrumentation.ops_for(where, activation_bits)
         if where.type == "cpu" and ops.CACHE == "device":  # a GPU's ops in tests
             hidden = torch.float16 if isinstance(dtype, str) else dtype
@@ -90,16 +89,11 @@ class Runtime:
         self.decoder: AnyDecoder
         workspace = 0
         if is_modules(self.checkpoint):
-            self.decoder = ModuleDecoder(self.checkpoint, ops, trust_remote_code, kv)
-            self.decoder.embed_with(self._embed)
+            self.decoder = ModuleDecoder(self.checkpoint, ops, self._embed, trust_remote_code, kv)
             workspace = self.decoder.outer_bytes
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
-            if kv is not None:
-                # Refuses what could not be packed later.
-                kv.forms([spec.head_dim] * spec.num_layers)
-            if ops.CACHE == "device":
-                _check_gpu(kv)
+            check_kv(head_shapes(spec), kv, ops.CACHE == "device")
             replays = Replays() if cuda_graphs and where.type == "cuda" else None
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
         transfers = transfers or transfers_to(where)
@@ -125,7 +119,6 @@ class Runtime:
         self.store = WeightStore(
             self.checkpoint,
             residency,
-            packing=ops.PACKING,
             transfers=transfers,
             instrumentation=instrumentation,
         )
@@ -187,24 +180,11 @@ class Runtime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.store.gather_rows(EMBEDDING, ids)
-
-
-def device_of(name: torch.device | str) -> torch.device:
-    """The device of a name like "cuda:1". Raises ArgumentError where torch knows no such name."""
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ArgumentError(f"no device is called {name!r}; use 'cpu' or 'cuda'") from error
 
 
 def _planned(
@@ -228,11 +208,3 @@ def transfers_to(device: torch.device) -> Transfers | None:
     from qoff.memory.io.cuda_transfers import CudaTransfers
 
     return CudaTransfers(device)
-
-
-def _check_gpu(kv: KVQuant | None) -> None:
-    """Raise ArgumentError for a KV cache that a GPU does not have."""
-    if kv is None:
-        raise ArgumentError(UNPACKED_ON_GPU)
-    if kv.attention_top < 1 or kv.sinks:
-        raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")

@@ -6,12 +6,75 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from qoff.errors import ArgumentError
-
-from .families import read_spec
-from .spec_parts import ExpertsSpec, RopeSpec, unsupported
+from qoff.errors import ArgumentError, UnsupportedModelError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding: its kind, base and scaling parameters.
+
+    `scaling` holds the remaining keys of transformers' `rope_parameters` (factor, beta_fast, ...),
+    sorted. dim: so many channels of each head turn, the first ones. Raises UnsupportedModelError
+    for a kind that is not in ROPE_KINDS.
+    """
+
+    kind: str
+    theta: float
+    dim: int
+    scaling: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise unsupported("rope_parameters.rope_type", self.kind, ", ".join(ROPE_KINDS))
+        if not self.theta > 0:
+            raise unsupported("rope_parameters.rope_theta", self.theta, "a number above 0")
+        if self.dim < 2 or self.dim % 2:
+            raise unsupported(
+                "rope_parameters.partial_rotary_factor",
+                f"of {self.dim} channels",
+                "an even number of channels",
+            )
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the `rope_parameters` dict that transformers calls the same thing."""
+        scaling = {key: list(x) if isinstance(x, tuple) else x for key, x in self.scaling}
+        return {"rope_type": self.kind, "rope_theta": self.theta, **scaling}
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts in place of the MLP, in some layers.
+
+    A linear router scores all experts for each token; the `top_k` best of them compute, and their
+    outputs are added up, weighted by the softmax of the scores of all experts ("all") or of the
+    best ones ("topk"). normalized: the weights are divided by their sum.
+    """
+
+    count: int
+    top_k: int  # experts of a token
+    intermediate_size: int
+    layers: tuple[bool, ...]  # per layer: whether it has experts; otherwise it has an MLP
+    softmax: Literal["all", "topk"] = "all"
+    normalized: bool = True
+    activation: str = "silu"
+    router_bias: bool = False
+    bias: bool = False  # of the experts' matrices
+    shared_size: int = 0  # intermediate size of an MLP that all tokens go through too; 0: none
+    shared_gate: bool = False  # its output is scaled by the sigmoid of a score
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.count:
+            raise unsupported("num_experts_per_tok", self.top_k, f"1 to {self.count} experts")
+        if self.intermediate_size < 1:
+            raise unsupported(
+                "intermediate_size of experts", self.intermediate_size, "a whole number above 0"
+            )
+        if self.activation not in EXPERT_ACTIVATIONS:
+            raise unsupported("hidden_act", self.activation, ", ".join(EXPERT_ACTIVATIONS))
 
 
 @dataclass(frozen=True)
@@ -141,7 +204,14 @@ class DecoderSpec:
 
         Raises UnsupportedModelError naming the key, what was found and what is supported.
         """
+        from .families import read_spec  # families make parts of specs
+
         return cls(**read_spec(config))
+
+
+def unsupported(key: str, found: object, supported: str) -> UnsupportedModelError:
+    """Return the error for a key of `config.json`."""
+    return UnsupportedModelError(f"config.json: {key} is {found!r}; supported: {supported}")
 
 
 _SIZES = {

@@ -11,21 +11,20 @@ from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.triton.attention.offloaded import host_bytes
-from qoff.kernels.triton.linear.linear import CUBLAS_BYTES
-from qoff.kernels.triton.ops import attention_bytes, experts_bytes, linear_bytes
+from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes
+from qoff.kernels.triton.moe.experts import experts_bytes
+from qoff.kernels.triton.ops import attention_bytes
 from qoff.kvcache import DeviceCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
 from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.tiered import BlockPlan
-from qoff.memory.activations import ActivationStore
-from qoff.models.forward_pass import LayerWorkspace
 from qoff.models.native.decoder import embedded_bytes, logits_bytes
 from qoff.models.native.layer import layer_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 
-from .manual import Memory, Plan
+from .manual import Memory, Plan, by_purpose
 
 
 def check_gpu_plan(plan: Plan) -> None:
@@ -58,19 +57,10 @@ def memory_on_gpu(
     """
     forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
     blocks = device_block_plan(plan, forms, [shape.kv_heads for shape in shapes])
-    kv = blocks.tier_bytes()
-    tokens = max(plan.prefill_tokens, plan.batch_size)
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
-    if plan.activations == "device":
-        held = plan.batches * (plan.prefill_tokens + plan.batch_size) * spec.hidden_size
-        hidden = {DEVICE: dtype.itemsize * held, HOST: 0, DISK: 0}
-    else:
-        hidden = ActivationStore.bytes_for(
-            plan.activations, 2 * plan.batches, tokens, spec.hidden_size, dtype
-        )
     attention = max(
         attention_bytes(
-            tokens,
+            plan.pass_tokens,
             plan.batch_size,
             plan.blocks_per_sequence,
             shape,
@@ -84,18 +74,12 @@ def memory_on_gpu(
     )
     work = {
         DEVICE: _pass_bytes(plan, spec, device, dtype, attention, tiled) + _kept_bytes(plan, spec),
-        HOST: _host_work(plan, spec, shapes, tokens, dtype),
-        DISK: 0,
+        HOST: plan.logits_bytes(spec),
     }
-    purposes = {
-        tier: {
-            **kv[tier],
-            "recent KV": plan.batches * recent if tier == DEVICE else 0,
-            "hidden states": hidden[tier],
-            "working space": work[tier],
-        }
-        for tier in (DEVICE, HOST, DISK)
-    }
+    if _attends_on_host(plan):  # queries and results
+        work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
+    hidden = plan.hidden_bytes(spec.hidden_size, dtype)
+    purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
     return Memory(blocks.offloaded, purposes, blocks)
 
 
@@ -141,7 +125,7 @@ def _pass_bytes(
     tiled: bool,
 ) -> int:
     """Bytes of the device that the step of a pass allocates which takes most."""
-    tokens = max(plan.prefill_tokens, plan.batch_size)
+    tokens = plan.pass_tokens
 
     def linear(count: int, rows: int, columns: int) -> int:
         return linear_bytes(count, rows, columns, dtype, device, silu_mul=True)
@@ -158,15 +142,11 @@ def _pass_bytes(
     head = linear_bytes(plan.batch_size, spec.vocab_size, spec.hidden_size, dtype, device)
     head += logits_bytes(spec, plan.batch_size, dtype)
     work = CUBLAS_BYTES + max(embedded_bytes(spec, tokens, dtype), layer, head)
-    if tiled:  # each pass has its own between the tiles of a layer
-        for most in (plan.prefill_tokens, plan.batch_size):
-            work += plan.batches * LayerWorkspace.nbytes(spec, most, True, dtype.itemsize)
-    return work
+    return work + (plan.tile_bytes(spec, dtype) if tiled else 0)
 
 
 def _kept_bytes(plan: Plan, spec: DecoderSpec) -> int:
     """Bytes of the device that stay from step to step: logits, rotary tables, tables of passes."""
-    logits = 4 * plan.batches * plan.batch_size * spec.vocab_size
     tables = tables_bytes(
         plan.batch_size,
         plan.blocks_per_sequence,
@@ -174,21 +154,8 @@ def _kept_bytes(plan: Plan, spec: DecoderSpec) -> int:
         plan.kv_placement.device_fraction < 1,
     )
     # Each batch may decode and read prompts in a round.
-    return logits + table_bytes(spec, plan.context + 1) + 2 * plan.batches * tables
-
-
-def _host_work(
-    plan: Plan,
-    spec: DecoderSpec,
-    shapes: Sequence[HeadShape],
-    tokens: int,
-    dtype: torch.dtype,
-) -> int:
-    """Bytes of logits, and of queries and results of attention on the CPU."""
-    logits = 4 * plan.batches * plan.batch_size * spec.vocab_size
-    if not _attends_on_host(plan):
-        return logits
-    return logits + max(host_bytes(tokens, shape, dtype) for shape in shapes)
+    rotary = table_bytes(spec, plan.context + 1)
+    return plan.logits_bytes(spec) + rotary + 2 * plan.batches * tables
 
 
 def _attends_on_host(plan: Plan) -> bool:

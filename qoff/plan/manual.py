@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -89,6 +89,32 @@ class Plan:
         )
 
     @property
+    def pass_tokens(self) -> int:
+        """The most tokens of a pass."""
+        return max(self.prefill_tokens, self.batch_size)
+
+    def hidden_bytes(self, hidden_size: int, dtype: torch.dtype) -> dict[str, int]:
+        """Bytes by tier of hidden states between units: prompts and single tokens of each batch."""
+        if self.activations == "device":
+            held = self.batches * (self.prefill_tokens + self.batch_size) * hidden_size
+            return {DEVICE: dtype.itemsize * held, HOST: 0, DISK: 0}
+        passes = 2 * self.batches  # each batch may decode and read prompts in a round
+        return ActivationStore.bytes_for(
+            self.activations, passes, self.pass_tokens, hidden_size, dtype
+        )
+
+    def logits_bytes(self, spec: DecoderSpec) -> int:
+        """Bytes of the logits of all passes of a round, beside those that are computed."""
+        return 4 * self.batches * self.batch_size * spec.vocab_size
+
+    def tile_bytes(self, spec: DecoderSpec, dtype: torch.dtype) -> int:
+        """Bytes of what each pass keeps between the tiles of a layer."""
+        return self.batches * sum(
+            LayerWorkspace.nbytes(spec, tokens, True, dtype.itemsize)
+            for tokens in (self.prefill_tokens, self.batch_size)
+        )
+
+    @property
     def attends_on_cpu(self) -> bool:
         """Whether host blocks are attended on the host instead of being moved.
 
@@ -125,41 +151,18 @@ class Memory:
         """What a plan takes for a model on a CPU; tiled: whose layers stream in tiles."""
         forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
         blocks = plan.block_plan(forms, [shape.kv_heads for shape in shapes])
-        kv = blocks.tier_bytes()
         window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
         recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
-        tokens = max(plan.prefill_tokens, plan.batch_size)
-        prefill = max(
-            RecentWorkspace.floats_for(
-                shape, 1, plan.prefill_tokens + plan.batch_size * (window + 16)
-            )
-            for shape in shapes
-        )
-        passes = 2 * plan.batches  # each batch may decode and read prompts in a round
-        # Logits of all passes of a round, beside those that are computed.
-        logits = 4 * plan.batches * plan.batch_size * spec.vocab_size
-        logits += logits_bytes(spec, plan.batch_size, torch.float32)
-        work = LayerWorkspace.nbytes(spec, tokens) + 4 * prefill + logits
+        unpacked = plan.prefill_tokens + plan.batch_size * (window + 16)
+        prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes)
+        work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
+        work += plan.logits_bytes(spec) + logits_bytes(spec, plan.batch_size, torch.float32)
         work += table_bytes(spec, plan.context + 1)
-        if tiled:  # each pass has its own between the tiles of a layer
-            for most in (plan.prefill_tokens, plan.batch_size):
-                work += plan.batches * LayerWorkspace.nbytes(spec, most, tiled=True)
-        if plan.activations == "device":
-            # Prompts and single tokens of each batch.
-            held = 4 * plan.batches * (plan.prefill_tokens + plan.batch_size) * spec.hidden_size
-            hidden = {"device": held, "host": 0, "disk": 0}
-        else:
-            hidden = ActivationStore.bytes_for(plan.activations, passes, tokens, spec.hidden_size)
-        purposes = {
-            tier: {
-                "KV blocks": kv[tier],
-                "recent KV": recent if tier == DEVICE else 0,
-                "hidden states": hidden[tier],
-                "working space": work if tier == DEVICE else 0,
-            }
-            for tier in (DEVICE, HOST, DISK)
-        }
-        return cls(blocks, purposes)
+        if tiled:
+            work += plan.tile_bytes(spec, torch.float32)
+        hidden = plan.hidden_bytes(spec.hidden_size, torch.float32)
+        kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
+        return cls(blocks, by_purpose(kv, recent, hidden, {DEVICE: work}))
 
     def total(self, tier: str) -> int:
         """Bytes on a tier."""
@@ -181,3 +184,21 @@ class Memory:
                 "the KV cache or the activations to another tier"
             )
         return budget - self.total(tier)
+
+
+def by_purpose(
+    kv: Mapping[str, Mapping[str, int]],
+    recent: int,
+    hidden: Mapping[str, int],
+    work: Mapping[str, int],
+) -> dict[str, dict[str, int]]:
+    """Bytes by tier and purpose. kv: those of the packed cache; recent: of K and V not packed."""
+    return {
+        tier: {
+            **kv[tier],
+            "recent KV": recent if tier == DEVICE else 0,
+            "hidden states": hidden[tier],
+            "working space": work.get(tier, 0),
+        }
+        for tier in (DEVICE, HOST, DISK)
+    }

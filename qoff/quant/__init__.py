@@ -1,11 +1,6 @@
-"""Quantized weights: making them from floats, importing those of others, moving their rows.
-
-- `solvers`: the scale and minimum of each group: round to nearest, MSE, HQQ.
-- `matrix`: `quantize` a whole matrix; formats, and the configuration of a model's.
-- `gguf`, `gguf_blocks`: read GGUF files, taking their codes over bit for bit.
-- `gptq`, `awq`, `compressed_tensors`, `bitsandbytes`, `mxfp4`: read quantized safetensors;
-  `schemes` chooses among them, `stored` is what they read from, `grouped` what they have in common.
-- `rows`: join and reorder rows of quantized matrices.
+"""Quantized weights: made from floats (`matrix`, by the solvers of `solvers` and `compensated`),
+imported from GGUF files (`gguf`) and quantized safetensors (`schemes`), and their rows moved
+(`rows`).
 """
 
 from qoff.kernels.layout.qtensor import QTensor
@@ -13,7 +8,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from .gguf import GGUFFile
 from .grouped import widened
 from .matrix import Format, QuantConfig, quantize
-from .rows import concat_rows, unpermute_rows
+from .rows import concat_rows
 from .schemes import CONFIG_FILES, SCHEMES, read_scheme
 from .stored import Scheme, StoredTensors, TensorInfo
 
@@ -30,6 +25,5 @@ __all__ = [
     "concat_rows",
     "quantize",
     "read_scheme",
-    "unpermute_rows",
     "widened",
 ]

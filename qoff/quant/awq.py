@@ -48,21 +48,18 @@ class AWQ:
 
     def info(self, tensors: StoredTensors, module: str) -> TensorInfo | None:
         grouping = self._grouping(tensors, module)
-        if grouping is None:
-            return None
-        return grouping.info(f"has group_size {self.group_size}, not a multiple of 32, 64 or 128")
+        return None if grouping is None else grouping.info()
 
     def pieces(self, tensors: StoredTensors, module: str, rows: int) -> Iterator[QTensor | Tensor]:
         grouping = self._grouping(tensors, module)
         assert grouping is not None
-        n = grouping.shape[0]
         words = tensors.read(f"{module}.qweight")
-        scales = checked_scales(tensors.read(f"{module}.scales"), tensors, f"{module}.scales").T
-        zeros = _outputs(tensors.read(f"{module}.qzeros"))  # [N, G]
-        for start in range(0, n, rows):
-            part = slice(start, start + rows)
-            codes = _outputs(words[:, start // 8 : (start + rows) // 8])
-            yield grouping.weight(codes, scales[part], zeros[part])
+        return grouping.pieces(
+            rows,
+            lambda part: _outputs(words[:, part.start // 8 : part.stop // 8]),
+            checked_scales(tensors, f"{module}.scales").T,
+            _outputs(tensors.read(f"{module}.qzeros")),
+        )
 
     def _grouping(self, tensors: StoredTensors, module: str) -> Grouping | None:
         name = f"{module}.qweight"

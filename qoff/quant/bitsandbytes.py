@@ -26,21 +26,15 @@ from torch import Tensor
 
 from qoff.errors import FormatError
 
-from .stored import FLOATS, Settings, StoredTensors, TensorInfo, checked_scales, checked_shape
+from .stored import FLOATS, StoredTensors, TensorInfo, checked_scales, checked_shape
 
 _KINDS = ("nf4", "fp4")
 _CODES = 16
 _MAX_BLOCK = 4096  # the largest that the library makes
 
 
-@dataclass(frozen=True)
 class BitsAndBytes:
     """How a model of bitsandbytes is stored: each tensor says it itself."""
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        """Take any `quantization_config` of this method."""
-        return cls()
 
     def info(self, tensors: StoredTensors, module: str) -> TensorInfo | None:
         name = f"{module}.weight"
@@ -66,8 +60,7 @@ class BitsAndBytes:
         if state is not None:
             yield from state.pieces(tensors, name, rows)
             return
-        scales = tensors.read(f"{module}.SCB")
-        scales = checked_scales(scales, tensors, f"{module}.SCB") / 127
+        scales = checked_scales(tensors, f"{module}.SCB") / 127
         for start in range(0, len(scales), rows):
             part = slice(start, min(start + rows, len(scales)))
             yield tensors.read(name, part.start, part.stop).float() * scales[part, None]
@@ -117,23 +110,22 @@ class _State:
             )
         blocks = -(-n * k // self.block)
         checked_shape(tensors, f"{name}.quant_map", (torch.float32,), (_CODES,))
+        checked_shape(
+            tensors, f"{name}.absmax", (torch.uint8,) if self.nested else FLOATS, (blocks,)
+        )
         if self.nested:
             outer = -(-blocks // self.nested)
-            checked_shape(tensors, f"{name}.absmax", (torch.uint8,), (blocks,))
             checked_shape(tensors, f"{name}.nested_absmax", FLOATS, (outer,))
             checked_shape(tensors, f"{name}.nested_quant_map", FLOATS, (256,))
-        else:
-            checked_shape(tensors, f"{name}.absmax", FLOATS, (blocks,))
 
     def pieces(self, tensors: StoredTensors, name: str, rows: int) -> Iterator[Tensor]:
         n, k = self.shape
-        absmax = checked_scales(self._absmax(tensors, name), tensors, f"{name}.absmax")
+        absmax = checked_scales(tensors, f"{name}.absmax", self._absmax(tensors, name))
         values = tensors.read(f"{name}.quant_map")
         itemsize = (tensors.kind(name) or (torch.uint8, ()))[0].itemsize
         for start in range(0, n, rows):
             stop = min(start + rows, n)
             first, last = (row * k // 2 // itemsize for row in (start, stop))
-            last = n * k // 2 // itemsize if stop == n else last
             packed = tensors.read(name, first, last).view(torch.uint8).flatten()
             codes = torch.stack((packed >> 4, packed & 15), dim=1).flatten().int()
             block, skipped = divmod(start * k, self.block)
@@ -142,14 +134,14 @@ class _State:
             yield values[codes].mul_(scales).view(-1, k)
 
     def _absmax(self, tensors: StoredTensors, name: str) -> Tensor:
-        """Return the scale of each block, float32."""
+        """The scale of each block, float32."""
         absmax = tensors.read(f"{name}.absmax")
         if not self.nested:
             return absmax.float()
-        outer = tensors.read(f"{name}.nested_absmax").float()
-        values = tensors.read(f"{name}.nested_quant_map").float()
-        blocks = torch.arange(len(absmax)) // self.nested
-        return values[absmax.int()] * outer[blocks] + self.offset
+        outer, values = (
+            tensors.read(f"{name}.nested_{x}").float() for x in ("absmax", "quant_map")
+        )
+        return values[absmax.int()] * outer[torch.arange(len(absmax)) // self.nested] + self.offset
 
 
 def _whole(value: Any, most: int = 1 << 31) -> int:

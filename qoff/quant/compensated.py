@@ -30,43 +30,32 @@ def compensated(
     hessian: Tensor,
     form: Format,
     *,
-    packing: str = "split32",
     scale_dtype: torch.dtype = torch.float16,
     name: str = "weight",
 ) -> QTensor:
     """Quantize a matrix [N, K] whose inputs x [K] have the second moments E[x x^T] `hessian`.
 
-    hessian: float32 [K, K], up to a factor. Memory: three more matrices [K, K] and four [N, K] in
-    float32. Raises QuantizationError for NaN and infinity, for groups that do not divide K, and for
-    a range that `scale_dtype` cannot hold.
+    hessian: float32 [K, K], up to a factor. The result is in packing split32. Memory: three more
+    matrices [K, K] and four [N, K] in float32. Raises QuantizationError for NaN and infinity, for
+    groups that do not divide K, and for a range that `scale_dtype` cannot hold.
     """
     n, k = w.shape
     try:
-        check_format((n, k), form.bits, form.group_size, packing)
+        check_format((n, k), form.bits, form.group_size, "split32")
         importance = hessian.diagonal().float().clamp_min(0)
         groups = w.float().view(n, -1, form.group_size)
         weighted = importance.view(-1, form.group_size)
-        scale, minimum = mse(groups, form.bits, scale_dtype, _positive(weighted))
+        # Groups of inputs that are always 0 keep their values.
+        positive = weighted + weighted.mean().clamp_min(1e-30) * 1e-4
+        scale, minimum = mse(groups, form.bits, scale_dtype, positive)
     except (OpError, QuantizationError) as error:
         raise QuantizationError(f"{name}: {error}") from error
     order = importance.argsort(descending=True)
     factor = _inverse_factor(hessian[order][:, order], name)
-    levels = _rounded(w.float().T[order], factor, scale.T, minimum.T, order, form)
-    codes = torch.empty(k, n, dtype=torch.uint8)
-    codes[order] = levels
-    return QTensor(
-        pack_codes(codes.T.contiguous(), form.bits, packing),
-        pack_scale_min(scale, minimum, packing),
-        (n, k),
-        form.bits,
-        form.group_size,
-        packing,
-    )
-
-
-def _positive(importance: Tensor) -> Tensor:
-    """No column without any importance: groups of inputs that are always 0 keep their values."""
-    return importance + importance.mean().clamp_min(1e-30) * 1e-4
+    codes = _rounded(w.float().T[order], factor, scale.T, minimum.T, order, form)
+    packed = pack_codes(codes.T.contiguous(), form.bits, "split32")
+    scale_min = pack_scale_min(scale, minimum, "split32")
+    return QTensor(packed, scale_min, (n, k), form.bits, form.group_size, "split32")
 
 
 def _inverse_factor(hessian: Tensor, name: str) -> Tensor:
@@ -93,11 +82,11 @@ def _rounded(
 ) -> Tensor:
     """Codes, uint8 [K, N], of columns [K, N] in the order they are rounded in, which it changes.
 
-    scale, minimum: [G, N]. order: the number of each column in the matrix, which tells its group.
+    scale, minimum: [G, N]. order: the place of each column in the matrix, and of its codes.
     """
     k, n = columns.shape
     most = 2**form.bits - 1
-    groups = (order // form.group_size).tolist()
+    places = order.tolist()
     wide, low = scale.float(), minimum.float()
     inverse = torch.where(wide == 0, 0, 1 / wide)
     codes = torch.empty(k, n, dtype=torch.uint8)
@@ -106,9 +95,10 @@ def _rounded(
         block, part = columns[start:stop], factor[start:stop, start:stop]
         errors = torch.empty_like(block)
         for i in range(stop - start):
-            group = groups[start + i]
+            place = places[start + i]
+            group = place // form.group_size
             level = (block[i] - low[group]).mul_(inverse[group]).round_().clamp_(0, most)
-            codes[start + i] = level.to(torch.uint8)
+            codes[place] = level.to(torch.uint8)
             value = level.mul_(wide[group]).add_(low[group])
             errors[i] = (block[i] - value) / part[i, i]
             block[i + 1 :].addr_(part[i, i + 1 :], errors[i], alpha=-1)

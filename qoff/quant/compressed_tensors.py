@@ -67,26 +67,20 @@ class CompressedTensors:
 
     def info(self, tensors: StoredTensors, module: str) -> TensorInfo | None:
         grouping = self._grouping(tensors, module)
-        if grouping is None:
-            return None
-        if tensors.kind(f"{module}.weight_g_idx") is not None:
-            return grouping.info(
-                f"has its inputs in another order (actorder, tensor {module}.weight_g_idx)"
-            )
-        size = int((grouping.groups == 0).sum())
-        return grouping.info(f"has group_size {size}, not a multiple of 32, 64 or 128")
+        return None if grouping is None else grouping.info()
 
     def pieces(self, tensors: StoredTensors, module: str, rows: int) -> Iterator[QTensor | Tensor]:
         grouping = self._grouping(tensors, module)
         assert grouping is not None
         (n, k), bits = grouping.shape, grouping.bits
-        name = f"{module}.weight_scale"
-        scales = checked_scales(tensors.read(name), tensors, name)
+        scales = checked_scales(tensors, f"{module}.weight_scale")
         zeros = _zeros(tensors, f"{module}.weight_zero_point", (n, scales.shape[1]), bits)
-        for start in range(0, n, rows):
-            part = slice(start, min(start + rows, n))
+
+        def codes(part: slice) -> Tensor:
             words = tensors.read(f"{module}.weight_packed", part.start, part.stop)
-            yield grouping.weight(unpack_bits(words, bits, k), scales[part], zeros[part])
+            return unpack_bits(words, bits, k)
+
+        return grouping.pieces(rows, codes, scales, zeros)
 
     def _grouping(self, tensors: StoredTensors, module: str) -> Grouping | None:
         name = f"{module}.weight_packed"
@@ -111,8 +105,9 @@ class CompressedTensors:
         if (kind := tensors.kind(zeros)) is not None:
             rows = n if kind[0] == torch.int8 else -(-n * fitting[0] // 32)
             checked_shape(tensors, zeros, (torch.int32, torch.int8), (rows, groups))
-        order = column_groups(tensors, f"{module}.weight_g_idx", k, groups, k // groups)
-        return Grouping((n, k), fitting[0], order)
+        order = f"{module}.weight_g_idx"
+        columns = column_groups(tensors, order, k, groups, k // groups)
+        return Grouping((n, k), fitting[0], columns, f"actorder, tensor {order}")
 
 
 def _bits(settings: Settings, key: str, group: Any, stored: str) -> int:

@@ -25,6 +25,7 @@ from .gguf_blocks import BLOCK_TYPES, decode_rows
 DENSE = ("F32", "F16", "BF16")
 TO_FLOATS = ("Q6_K",)
 QUANTIZED = (*BLOCK_TYPES, *TO_FLOATS)
+_BROKEN = (ValueError, LookupError, TypeError, ArithmeticError, OSError, RecursionError)
 
 
 class GGUFFile:
@@ -44,14 +45,7 @@ class GGUFFile:
                 for name, field in reader.fields.items()
                 if not name.startswith("GGUF.")
             }
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            ArithmeticError,
-            OSError,
-            RecursionError,
-        ) as error:
+        except _BROKEN as error:
             raise FormatError(
                 f"{self.path}: cannot be read as GGUF: {error}; the file is damaged, truncated or "
                 "of another format, get it again"

@@ -18,10 +18,10 @@ sub-blocks share 32 bytes; bit i of fifth byte j belongs to element j of sub-blo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from functools import partial
 
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from qoff.kernels.layout.packing import pack_codes
@@ -33,17 +33,7 @@ GROUP_SIZE = 32
 _SUB_BLOCKS = 8  # of a block of 256 elements
 
 # blocks uint8 [B, bytes] -> codes uint8 [B, elements], scale and minimum float32 [B, elements / 32]
-Decoded = tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """A block type: elements and bytes of a block, bits of the QTensor, and how it is decoded."""
-
-    elements: int
-    nbytes: int
-    bits: int
-    decode: Callable[[Tensor], Decoded]
+Decoder = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def decode_rows(raw: Tensor, kind: str) -> QTensor:
@@ -52,50 +42,41 @@ def decode_rows(raw: Tensor, kind: str) -> QTensor:
     Codes and values are exactly those of the file; scales are float32 where float16 cannot hold all
     of them and of the minima. `kind` is one of BLOCK_TYPES.
     """
-    block = BLOCK_TYPES[kind]
+    bits, decode = BLOCK_TYPES[kind]
+    elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     n, row_bytes = raw.shape
-    k = row_bytes // block.nbytes * block.elements
-    codes, scale, minimum = block.decode(raw.reshape(-1, block.nbytes))
+    k = row_bytes // nbytes * elements
+    codes, scale, minimum = decode(raw.reshape(-1, nbytes))
     scale_min = torch.stack((scale.reshape(n, -1).T, minimum.reshape(n, -1).T), dim=2)
-    packed = pack_codes(codes.reshape(n, k), block.bits, "split32")
-    return QTensor(packed, narrowed(scale_min), (n, k), block.bits, GROUP_SIZE, "split32")
+    packed = pack_codes(codes.reshape(n, k), bits, "split32")
+    return QTensor(packed, narrowed(scale_min), (n, k), bits, GROUP_SIZE, "split32")
 
 
-def _q4_0(blocks: Tensor) -> Decoded:
-    d = _halves(blocks[:, :2])
-    return _nibbles(blocks[:, 2:]), d, d * -8
+def _plain(blocks: Tensor, has_minimum: bool, has_fifth: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Q4_0, Q4_1, Q5_0 and Q5_1."""
+    head = 4 if has_minimum else 2
+    scales, rest = _halves(blocks[:, :head]), blocks[:, head:]
+    codes = _nibbles(rest[:, -16:])
+    if has_fifth:
+        codes |= _fifth_bits(rest[:, :4])
+    d = scales[:, :1]
+    return codes, d, scales[:, 1:] if has_minimum else d * (-16 if has_fifth else -8)
 
 
-def _q4_1(blocks: Tensor) -> Decoded:
-    d, m = _halves(blocks[:, :4]).split(1, 1)
-    return _nibbles(blocks[:, 4:]), d, m
-
-
-def _q5_0(blocks: Tensor) -> Decoded:
-    d = _halves(blocks[:, :2])
-    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), d, d * -16
-
-
-def _q5_1(blocks: Tensor) -> Decoded:
-    d, m = _halves(blocks[:, :4]).split(1, 1)
-    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), d, m
-
-
-def _q8_0(blocks: Tensor) -> Decoded:
+def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     d = _halves(blocks[:, :2])
     return blocks[:, 2:] ^ 128, d, d * -128  # signed code + 128
 
 
-def _q4_k(blocks: Tensor) -> Decoded:
-    scale, minimum = _scales_k(blocks[:, :16])
-    return _nibbles_k(blocks[:, 16:]), scale, minimum
-
-
-def _q5_k(blocks: Tensor) -> Decoded:
-    scale, minimum = _scales_k(blocks[:, :16])
-    places = torch.arange(_SUB_BLOCKS, dtype=torch.uint8)[:, None]
-    fifth = (blocks[:, 16:48, None].transpose(1, 2) >> places) & 1  # [B, sub-block, 32]
-    return _nibbles_k(blocks[:, 48:]) | (fifth << 4).flatten(1), scale, minimum
+def _k(blocks: Tensor, has_fifth: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Q4_K and Q5_K."""
+    pairs = blocks[:, -128:].unflatten(1, (-1, 32))  # of each 32 bytes the low nibbles come first
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
+    if has_fifth:
+        places = torch.arange(_SUB_BLOCKS, dtype=torch.uint8)[:, None]
+        fifth = (blocks[:, 16:48, None].transpose(1, 2) >> places) & 1  # [B, sub-block, 32]
+        codes |= (fifth << 4).flatten(1)
+    return codes, *_scales_k(blocks[:, :16])
 
 
 def _halves(data: Tensor) -> Tensor:
@@ -113,12 +94,6 @@ def _fifth_bits(data: Tensor) -> Tensor:
     return (((data[..., None] >> places) & 1) << 4).flatten(1)
 
 
-def _nibbles_k(data: Tensor) -> Tensor:
-    """uint8 [B, 128] -> uint8 [B, 256]: of each 32 bytes the low nibbles, then the high ones."""
-    pairs = data.unflatten(1, (-1, 32))
-    return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
-
-
 def _scales_k(head: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and minimum float32 [B, 8] of the head uint8 [B, 16] of a K block.
 
@@ -133,14 +108,13 @@ def _scales_k(head: Tensor) -> tuple[Tensor, Tensor]:
     return d * scale, -(dmin * minimum)
 
 
-BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
-    {
-        "Q4_0": BlockType(32, 18, 4, _q4_0),
-        "Q4_1": BlockType(32, 20, 4, _q4_1),
-        "Q5_0": BlockType(32, 22, 8, _q5_0),
-        "Q5_1": BlockType(32, 24, 8, _q5_1),
-        "Q8_0": BlockType(32, 34, 8, _q8_0),
-        "Q4_K": BlockType(256, 144, 4, _q4_k),
-        "Q5_K": BlockType(256, 176, 8, _q5_k),
-    }
-)
+# Bits of the QTensor, and what decodes blocks.
+BLOCK_TYPES: Mapping[str, tuple[int, Decoder]] = {
+    "Q4_0": (4, partial(_plain, has_minimum=False, has_fifth=False)),
+    "Q4_1": (4, partial(_plain, has_minimum=True, has_fifth=False)),
+    "Q5_0": (8, partial(_plain, has_minimum=False, has_fifth=True)),
+    "Q5_1": (8, partial(_plain, has_minimum=True, has_fifth=True)),
+    "Q8_0": (8, _q8_0),
+    "Q4_K": (4, partial(_k, has_fifth=False)),
+    "Q5_K": (8, partial(_k, has_fifth=True)),
+}

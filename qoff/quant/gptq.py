@@ -63,25 +63,19 @@ class GPTQ:
 
     def info(self, tensors: StoredTensors, module: str) -> TensorInfo | None:
         grouping = self._grouping(tensors, module)
-        if grouping is None:
-            return None
-        group = int((grouping.groups == grouping.groups[0]).sum())
-        order = torch.arange(len(grouping.groups)) // group
-        if bool((grouping.groups == order).all()):
-            return grouping.info(f"has group_size {group}, not a multiple of 32, 64 or 128")
-        return grouping.info(f"has its inputs in another order (desc_act, tensor {module}.g_idx)")
+        return None if grouping is None else grouping.info()
 
     def pieces(self, tensors: StoredTensors, module: str, rows: int) -> Iterator[QTensor | Tensor]:
         grouping = self._grouping(tensors, module)
         assert grouping is not None
         (n, k), bits = grouping.shape, grouping.bits
         words = tensors.read(f"{module}.qweight")
-        scales = checked_scales(tensors.read(f"{module}.scales"), tensors, f"{module}.scales").T
-        zeros = self._zeros(tensors.read(f"{module}.qzeros"), bits, n)
-        for start in range(0, n, rows):
-            part = slice(start, start + rows)
-            codes = unpack_bits(words[:, part].T.contiguous(), bits, k)
-            yield grouping.weight(codes, scales[part], zeros[part])
+        return grouping.pieces(
+            rows,
+            lambda part: unpack_bits(words[:, part].T.contiguous(), bits, k),
+            checked_scales(tensors, f"{module}.scales").T,
+            self._zeros(tensors.read(f"{module}.qzeros"), bits, n),
+        )
 
     def _grouping(self, tensors: StoredTensors, module: str) -> Grouping | None:
         name = f"{module}.qweight"
@@ -104,7 +98,9 @@ class GPTQ:
                 f"{tensors.path}: tensor {module}.scales has {groups} groups; expected "
                 f"{-(-k // size)} for {k} inputs of group_size {size}"
             )
-        return Grouping((n, k), bits, column_groups(tensors, f"{module}.g_idx", k, groups, size))
+        order = f"{module}.g_idx"
+        columns = column_groups(tensors, order, k, groups, size)
+        return Grouping((n, k), bits, columns, f"desc_act, tensor {order}")
 
     def _zeros(self, words: Tensor, bits: int, n: int) -> Tensor:
         """Return zero points, uint8 [N, G].

@@ -8,6 +8,7 @@ groups of that size which share its scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -29,40 +30,48 @@ class Grouping:
     shape: tuple[int, int]
     bits: int  # 2 to 8
     groups: Tensor  # int64 [K]
+    order: str = ""  # what says that columns of a group are no neighbours
 
     def target(self) -> tuple[int, int] | None:
         """Return bits and group size of the QTensor that holds these codes, None if none does."""
-        columns = self.shape[1]
         for size in sorted(GROUP_SIZES, reverse=True):
-            if columns % size == 0:
+            if self.shape[1] % size == 0:
                 runs = self.groups.view(-1, size)
                 if bool((runs == runs[:, :1]).all()):
                     return (4 if self.bits <= 4 else 8), size
         return None
 
-    def info(self, obstacle: str) -> TensorInfo:
-        """Describe the matrix; `obstacle` says what is in the way where no QTensor holds it."""
-        target = self.target()
-        return TensorInfo(self.shape, target, None if target else obstacle)
+    def info(self) -> TensorInfo:
+        """Describe the matrix, with what is in the way where no QTensor holds it."""
+        if target := self.target():
+            return TensorInfo(self.shape, target)
+        size = int((self.groups == self.groups[0]).sum())
+        obstacle = f"has group_size {size}, not a multiple of 32, 64 or 128"
+        if not torch.equal(self.groups, torch.arange(self.shape[1]) // size):
+            obstacle = f"has its inputs in another order ({self.order})"
+        return TensorInfo(self.shape, None, obstacle)
 
-    def weight(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> QTensor | Tensor:
-        """Return some rows: as a QTensor (split32) if there is a target, else as float32 [n, K].
+    def pieces(
+        self, rows: int, codes: Callable[[slice], Tensor], scales: Tensor, zeros: Tensor
+    ) -> Iterator[QTensor | Tensor]:
+        """Pieces of `rows` rows: QTensors (split32) if there is a target, else float32 [n, K].
 
-        codes uint8 [n, K], scales of any float dtype [n, G], zeros of any integer dtype [n, G].
-        Scale and minimum are float16 where that holds all of them exactly, else float32.
+        codes: gives those of some rows, uint8 [n, K]. scales: of any float dtype, zeros: of any
+        integer dtype, [N, G]. Scale and minimum are float16 where that holds all of a piece
+        exactly, else float32.
         """
-        scale = scales.float()
         target = self.target()
-        if target is None:
-            centered = codes.float() - zeros[:, self.groups].float()
-            return centered.mul_(scale[:, self.groups])
-        bits, size = target
-        minimum = scale * -zeros.float()
-        chosen = self.groups[::size]
-        scale_min = pack_scale_min(scale[:, chosen], minimum[:, chosen], "split32")
-        shape = (codes.shape[0], codes.shape[1])
-        packed = pack_codes(codes, bits, "split32")
-        return QTensor(packed, narrowed(scale_min), shape, bits, size, "split32")
+        for start in range(0, self.shape[0], rows):
+            part = slice(start, min(start + rows, self.shape[0]))
+            found, scale, zero = codes(part), scales[part].float(), zeros[part].float()
+            if target is None:
+                yield (found.float() - zero[:, self.groups]).mul_(scale[:, self.groups])
+                continue
+            bits, size = target
+            chosen = self.groups[::size]
+            scale_min = pack_scale_min(scale[:, chosen], (scale * -zero)[:, chosen], "split32")
+            packed, shape = pack_codes(found, bits, "split32"), (len(found), self.shape[1])
+            yield QTensor(packed, narrowed(scale_min), shape, bits, size, "split32")
 
 
 def narrowed(scale_min: Tensor) -> Tensor:
@@ -74,8 +83,7 @@ def narrowed(scale_min: Tensor) -> Tensor:
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     """Return the first `count` codes of each row, uint8 [R, count], of int32 words [R, W].
 
-    Code i is the bits i * bits and up of the row, lowest bit of the first word first; where `bits`
-    does not divide 32, codes go on in the next word.
+    Code i is the bits from i * bits on, lowest bit of the first word first, across words.
     """
     shared = gcd(bits, 32)
     period, codes = bits // shared, 32 // shared  # words and codes after which it starts anew

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -33,8 +33,6 @@ _GPU_CHUNK = 1 << 21  # below 128 MiB
 logger = logging.getLogger(__name__)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-Rtn = Callable[[Tensor, int, int, torch.dtype], QTensor]
-
 
 @dataclass(frozen=True)
 class Format:
@@ -47,15 +45,10 @@ class Format:
     group_size: int = 64
 
     def __post_init__(self) -> None:
-        _check(self, {"bits": BITS, "group_size": GROUP_SIZES})
+        _check(self)
 
     def __str__(self) -> str:
         return f"{self.bits} bits in groups of {self.group_size}"
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of a weight with its part of scale and minimum, of 16 bits each."""
-        return self.bits + 32 / self.group_size
 
     def holds(self, other: Format) -> bool:
         """Whether a matrix of another format can be had in this one without changing a value."""
@@ -79,13 +72,10 @@ class QuantConfig:
     weights: Mapping[str, Format] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _check(self, _ALLOWED)
+        _check(self)
 
     def chosen(self, name: str) -> Format | None:
-        """Return the format that `weights` gives a matrix, None if no pattern is that of its name.
-
-        name: of the matrix in the checkpoint, as in `qoff.models.names`.
-        """
+        """Return the format that `weights` gives a matrix of this name, None if it gives none."""
         found = [form for pattern, form in self.weights.items() if fnmatchcase(name, pattern)]
         return found[-1] if found else None
 
@@ -95,7 +85,7 @@ class QuantConfig:
         return "hqq" if self.solver in CALIBRATED else self.solver
 
 
-_ALLOWED = {
+_ALLOWED: Mapping[str, tuple[object, ...]] = {
     "bits": BITS,
     "head_bits": BITS,
     "group_size": GROUP_SIZES,
@@ -105,9 +95,10 @@ _ALLOWED = {
 }
 
 
-def _check(config: object, allowed: Mapping[str, tuple[object, ...]]) -> None:
-    for name, values in allowed.items():
-        if (value := getattr(config, name)) not in values:
+def _check(config: Format | QuantConfig) -> None:
+    for name, value in vars(config).items():
+        values = _ALLOWED.get(name, (value,))
+        if value not in values:
             raise QuantizationError(
                 f"{name} {value!r} is not supported; use one of {', '.join(map(str, values))}"
             )
@@ -129,9 +120,9 @@ def quantize(
     device: where it is computed; None: on the GPU if there is one, else where the matrix is. The
     result of "rtn" has the same bits on every device. Works in chunks of `row_chunk` rows (a
     multiple of 16; by default chosen for the device), with temporaries below 32 MiB on a CPU and
-    below 128 MiB on a GPU. `name` is what errors call the matrix. Raises QuantizationError for NaN,
-    infinity, a format that does not exist, a group that does not divide K, or a range that
-    `scale_dtype` cannot hold.
+    below 128 MiB on a GPU; where a GPU has no room for them, a matrix on the CPU is computed there.
+    `name` is what errors call the matrix. Raises QuantizationError for NaN, infinity, a format that
+    does not exist, a group that does not divide K, or a range that `scale_dtype` cannot hold.
     """
     if solver in CALIBRATED:
         raise QuantizationError(
@@ -143,19 +134,17 @@ def quantize(
         raise QuantizationError(
             f"{name}: only a matrix of floats can be quantized, not {w.dtype} {tuple(w.shape)}"
         )
-    if device is None:
-        device = _fastest(w.device)
-    kernel = _rtn_kernel() if solver == "rtn" and device.type == "cuda" else None
-    try:
+    place = device or _fastest(w.device)
+    while True:
         try:
-            return _quantize(w, config, row_chunk, device, kernel)
+            return _quantize(w, config, row_chunk, place)
         except torch.OutOfMemoryError as error:
             if w.is_cuda:
                 raise
             logger.warning("%s: quantized on the CPU, as the GPU has no room: %s", name, error)
-            return _quantize(w, config, row_chunk, w.device, None)
-    except (OpError, QuantizationError) as error:
-        raise QuantizationError(f"{name}: {error}") from error
+            place = w.device
+        except (OpError, QuantizationError) as error:
+            raise QuantizationError(f"{name}: {error}") from error
 
 
 def _fastest(device: torch.device) -> torch.device:
@@ -165,24 +154,16 @@ def _fastest(device: torch.device) -> torch.device:
     return torch.device("cuda") if torch.cuda.get_device_capability() >= (7, 5) else device
 
 
-def _rtn_kernel() -> Rtn | None:
-    """The Triton kernel; None where there is no Triton, and torch does the same."""
-    if find_spec("triton") is None:
-        return None
-    from qoff.kernels.triton.linear.quantize import quantize as rtn
-
-    return rtn
+def _has_kernel(solver: str, device: torch.device) -> bool:
+    """Whether Triton does the same."""
+    return solver == "rtn" and device.type == "cuda" and find_spec("triton") is not None
 
 
 @torch.no_grad()  # not inference_mode: the codes become buffers of trainable models
 def _quantize(
-    w: Tensor,
-    config: QuantConfig,
-    row_chunk: int | None,
-    device: torch.device,
-    kernel: Rtn | None,
+    w: Tensor, config: QuantConfig, row_chunk: int | None, device: torch.device
 ) -> QTensor:
-    """Quantize chunks of rows on a device, with `kernel` in place of the solver if there is one."""
+    """Quantize chunks of rows on a device."""
     n, k = w.shape
     bits, group_size, packing = config.bits, config.group_size, config.packing
     codes_shape, scale_min_shape = packed_shapes((n, k), bits, group_size, packing)
@@ -190,9 +171,9 @@ def _quantize(
     scale_min = torch.empty(scale_min_shape, dtype=config.scale_dtype, device=w.device)
     chunk, most = (_GPU_CHUNK,) * 2 if device.type == "cuda" else (_CHUNK, _MAX_CHUNK)
     rows = max(1, min(row_chunk or chunk // k, most // k) // ROW_BLOCK) * ROW_BLOCK
+    solve = _rounded if _has_kernel(config.solver, device) else _solved
     for start in range(0, n, rows):
-        piece = w[start : start + rows].to(device)
-        found = _solved(piece, config) if kernel is None else _by_kernel(kernel, piece, config)
+        found = solve(w[start : start + rows].to(device), config)
         if found.packing != packing:  # many small steps, which a GPU would not do faster
             here, scales = found.codes.to(w.device), found.scale_min.to(w.device)
             found = replace(found, codes=here, scale_min=scales).to_packing(packing)
@@ -216,10 +197,15 @@ def _solved(w: Tensor, config: QuantConfig) -> QTensor:
     return QTensor(packed, pack_scale_min(scale, minimum, packing), (n, k), bits, group, packing)
 
 
-def _by_kernel(kernel: Rtn, w: Tensor, config: QuantConfig) -> QTensor:
-    """Round a few rows to nearest by a kernel, which marks what it cannot as not finite."""
+def _rounded(w: Tensor, config: QuantConfig) -> QTensor:
+    """Round a few rows to nearest by the Triton kernel, which marks what it cannot as not finite.
+
+    They stay in packing split32.
+    """
+    from qoff.kernels.triton.linear.quantize import quantize as rtn
+
     w = (w if w.dtype in _KERNEL_DTYPES else w.float()).contiguous()
-    found = kernel(w, config.bits, config.group_size, config.scale_dtype)
+    found = rtn(w, config.bits, config.group_size, config.scale_dtype)
     if not bool(torch.isfinite(found.scale_min).all()):
         return _solved(w, config)  # raises with the reason
     return found

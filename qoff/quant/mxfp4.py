@@ -11,15 +11,13 @@ E8M0. For a tensor `name`, [experts, columns, rows], there are
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from qoff.errors import FormatError
 
-from .stored import Settings, StoredTensors, TensorInfo, checked_shape
+from .stored import StoredTensors, TensorInfo, checked_shape
 
 _GROUP = 32
 _BIAS = 127
@@ -28,14 +26,8 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BYTES = (torch.uint8,)
 
 
-@dataclass(frozen=True)
 class MXFP4:
     """How the experts of a model are stored; all else in it is floats."""
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        """Take any `quantization_config` of this method."""
-        return cls()
 
     def info(self, tensors: StoredTensors, module: str) -> TensorInfo | None:
         """No linear module is quantized."""

@@ -43,21 +43,6 @@ def concat_rows(parts: Sequence[QTensor]) -> QTensor:
     return joined.to_packing(first.packing)
 
 
-def unpermute_rows(weight: Weight, n_head: int) -> Weight:
-    """Undo GGUF's row order of the query and key projections of Llama models.
-
-    GGUF stores `w.reshape(n_head, 2, d / 2, K).swapaxes(1, 2)` of the Hugging Face weight w (d the
-    head size), so that rotary pairs are neighbours. Takes a QTensor or a dense tensor [N, ...] with
-    N = n_head * d; returns the same kind. Raises QuantizationError if N is not an even number of
-    rows per head.
-    """
-    n = weight.shape[0]
-    if n_head < 1 or n % (2 * n_head):
-        raise QuantizationError(f"{n} rows are not {n_head} heads of an even number of rows")
-    order = torch.arange(n).view(n_head, n // n_head // 2, 2).transpose(1, 2).reshape(-1)
-    return reordered(weight, order)
-
-
 def reordered(weight: Weight, order: Tensor) -> Weight:
     """Rows `order`, int64, of a QTensor or a dense tensor [N, ...], as the same kind."""
     if isinstance(weight, Tensor):

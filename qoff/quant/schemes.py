@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from qoff.errors import UnsupportedModelError
@@ -15,19 +14,15 @@ from .gptq import GPTQ
 from .mxfp4 import MXFP4
 from .stored import Scheme, Settings
 
-SCHEMES: Mapping[str, Callable[[Settings], Scheme]] = MappingProxyType(
-    {
-        "awq": AWQ.from_settings,
-        "bitsandbytes": BitsAndBytes.from_settings,
-        "compressed-tensors": CompressedTensors.from_settings,
-        "gptq": GPTQ.from_settings,
-        "mxfp4": MXFP4.from_settings,
-    }
-)
+SCHEMES: Mapping[str, Callable[[Settings], Scheme]] = {
+    "awq": AWQ.from_settings,
+    "bitsandbytes": lambda settings: BitsAndBytes(),  # whose tensors say how they are stored
+    "compressed-tensors": CompressedTensors.from_settings,
+    "gptq": GPTQ.from_settings,
+    "mxfp4": lambda settings: MXFP4(),
+}
 # configs in a file of their own, as older versions wrote them
-CONFIG_FILES: Mapping[str, str] = MappingProxyType(
-    {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-)
+CONFIG_FILES: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def read_scheme(config: object, where: str, method: str | None = None) -> Scheme:

@@ -1,21 +1,23 @@
 """Choosing the scale and the minimum of each group of weights, without data.
 
 A solver takes groups float32 [N, G, g] and returns scale and minimum [N, G] as they will be stored;
-codes follow from those by rounding to the nearest. Every error is measured against the values that
-the stored scale and minimum give, so that no solver is worse than `rtn` in the norm it minimizes.
+codes follow from those by rounding to the nearest. Errors are those of the values that the stored
+scale and minimum give, so that no solver is worse than `rtn` in the norm it minimizes. All raise
+QuantizationError as `minmax_scale` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from qoff.kernels.reference.quantization import minmax_scale, nearest_levels
 
-Solver = Callable[[Tensor, int, torch.dtype], tuple[Tensor, Tensor]]
+Range = tuple[Tensor, Tensor]  # scale and minimum
+Solver = Callable[[Tensor, int, torch.dtype], Range]
 
 HQQ_NORM = 0.7
 _HQQ_STEPS = 12
@@ -26,54 +28,28 @@ _MSE_REFITS = 4
 _TINY = 1e-30
 
 
-def group_error(
-    groups: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    norm: float,
-    importance: Tensor | None = None,
-) -> Tensor:
-    """Return sum importance * |w - dequantized|**norm of each group, float32 [N, G].
-
-    importance: of each column, float32 [G, g]; None: all alike.
-    """
-    levels = nearest_levels(groups, scale, minimum, bits)
-    values = levels.mul_(scale.float()[..., None]).add_(minimum.float()[..., None])
-    error = values.sub_(groups).abs_().pow_(norm)
-    return (error if importance is None else error.mul_(importance)).sum(2)
-
-
-def rtn(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Span each group from its minimum to its maximum (round to nearest).
-
-    Raises QuantizationError as `minmax_scale` does.
-    """
-    return minmax_scale(groups, bits, scale_dtype)
-
-
 def mse(
     groups: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Range:
     """Minimize the squared error of each group, weighted by the importance of columns [G, g].
 
     Tries ranges shrunk around their middle, then refits scale and minimum to the codes by least
-    squares. Raises QuantizationError as `minmax_scale` does.
+    squares.
     """
+    loss = partial(_error, groups, bits, 2, importance)
     best = minmax_scale(groups, bits, scale_dtype)
-    error = group_error(groups, *best, bits, 2, importance)
     scale, minimum = (x.float() for x in best)
-    half_span = scale * ((2**bits - 1) / 2)
+    half_span, error = scale * ((2**bits - 1) / 2), loss(best)
     for shrink in _MSE_SHRINKS:
-        tried = (scale * shrink, minimum + half_span * (1 - shrink))
-        best, error = _better(groups, bits, 2, best, error, tried, importance)
+        tried = scale * shrink, minimum + half_span * (1 - shrink)
+        best, error = _better(loss, best, error, tried)
     for _ in range(_MSE_REFITS):
-        tried = _refitted(groups, bits, *best, importance)
-        best, error = _better(groups, bits, 2, best, error, tried, importance)
+        tried = _line(nearest_levels(groups, *best, bits), groups, importance)
+        best, error = _better(loss, best, error, tried)
     return best
 
 
-def hqq(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def hqq(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> Range:
     """Minimize sum |error|**0.7 of each group by half-quadratic splitting.
 
     After Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023):
@@ -81,8 +57,6 @@ def hqq(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Te
     moving the range removes. Differences: errors are in units of the scale, so that one beta serves
     all weights; the scale moves as well as the minimum (least squares against the codes); and each
     step is judged by the values as they are stored.
-
-    Raises QuantizationError as `minmax_scale` does.
     """
     start = minmax_scale(groups, bits, scale_dtype)
     clip = _HQQ_CLIP / (2**bits - 1)
@@ -108,27 +82,32 @@ def hqq(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Te
         minimum = (minimum.float() + offset * wide).to(scale_dtype)
         scale = (wide + slope * wide).to(scale_dtype)
         beta *= _HQQ_KAPPA
-    error = group_error(groups, *start, bits, HQQ_NORM)
-    return _better(groups, bits, HQQ_NORM, start, error, best)[0]
+    loss = partial(_error, groups, bits, HQQ_NORM, None)
+    return _better(loss, start, loss(start), best)[0]
 
 
-SOLVERS: Mapping[str, Solver] = MappingProxyType({"hqq": hqq, "mse": mse, "rtn": rtn})
+# rtn, round to nearest, spans each group from its minimum to its maximum.
+SOLVERS: Mapping[str, Solver] = {"hqq": hqq, "mse": mse, "rtn": minmax_scale}
+
+
+def _error(
+    groups: Tensor, bits: int, norm: float, importance: Tensor | None, found: Range
+) -> Tensor:
+    """Sum of importance * |w - dequantized|**norm of each group, float32 [N, G]."""
+    levels = nearest_levels(groups, *found, bits)
+    scale, minimum = (x.float()[..., None] for x in found)
+    error = levels.mul_(scale).add_(minimum).sub_(groups).abs_().pow_(norm)
+    return (error if importance is None else error.mul_(importance)).sum(2)
 
 
 def _better(
-    groups: Tensor,
-    bits: int,
-    norm: float,
-    best: tuple[Tensor, Tensor],
-    error: Tensor,
-    tried: tuple[Tensor, Tensor],
-    importance: Tensor | None = None,
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return, group by group, whichever of `best` and `tried` has the smaller error, and that."""
-    scale, minimum = tried[0].to(best[0].dtype), tried[1].to(best[1].dtype)
-    tried_error = group_error(groups, scale, minimum, bits, norm, importance)
+    loss: Callable[[Range], Tensor], best: Range, error: Tensor, tried: Range
+) -> tuple[Range, Tensor]:
+    """Group by group whichever of `best`, whose loss is `error`, and `tried` loses less."""
+    tried = tried[0].to(best[0].dtype), tried[1].to(best[1].dtype)
+    tried_error = loss(tried)
     wins = tried_error < error  # false for NaN: an overflow of the stored dtype never wins
-    chosen = torch.where(wins, scale, best[0]), torch.where(wins, minimum, best[1])
+    chosen = torch.where(wins, tried[0], best[0]), torch.where(wins, tried[1], best[1])
     return chosen, torch.where(wins, tried_error, error)
 
 
@@ -148,14 +127,3 @@ def _line(
     weighted = centered if share is None else centered * share
     slope = (weighted * values).sum(2) / (weighted * centered).sum(2).clamp_min_(_TINY)
     return slope, mean_value - slope * mean_level
-
-
-def _refitted(
-    groups: Tensor,
-    bits: int,
-    scale: Tensor,
-    minimum: Tensor,
-    importance: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the scale and minimum, float32, that fit the present codes best."""
-    return _line(nearest_levels(groups, scale, minimum, bits), groups, importance)

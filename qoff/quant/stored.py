@@ -20,10 +20,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 class TensorInfo:
     """What is known of a tensor before its data is read.
 
-    `quantized` is the format, bits and group size, that holds its values exactly. Without one it
-    has floats, to be quantized as configured; `obstacle` then says why codes that are there cannot
-    be taken over. `anew` tells that a quantized tensor comes as floats all the same, which are to
-    be quantized to that format.
+    quantized: the format, bits and group size, that holds its values exactly; None: it has floats,
+    and `obstacle` says why codes that are there cannot be taken over. anew: it comes as floats all
+    the same, to be quantized to that format.
     """
 
     shape: tuple[int, ...]
@@ -113,8 +112,9 @@ def column_groups(
     return found
 
 
-def checked_scales(scales: Tensor, tensors: StoredTensors, name: str) -> Tensor:
-    """Return scales as they are. Raises FormatError, naming them, for NaN and infinity."""
+def checked_scales(tensors: StoredTensors, name: str, values: Tensor | None = None) -> Tensor:
+    """Return scales: `values`, or those of a tensor. Raises FormatError for NaN and infinity."""
+    scales = tensors.read(name) if values is None else values
     if not bool(torch.isfinite(scales).all()):
         raise FormatError(
             f"{tensors.path}: tensor {name} holds NaN or infinity; the model is damaged, "
@@ -133,8 +133,7 @@ class Settings:
     def one_of(self, key: str, supported: Sequence[Any], default: Any) -> Any:
         """Return the value of a key. Raises UnsupportedModelError if it is not in `supported`."""
         value = self.values.get(key, default)
-        # by type as well: True is not 1
-        if not any(value == x and type(value) is type(x) for x in supported):
+        if (type(value), value) not in [(type(x), x) for x in supported]:  # True is not 1
             raise self.unsupported(key, ", ".join(map(repr, supported)))
         return value
 

@@ -9,7 +9,6 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,17 @@ from qoff.engine.sampling import Sampler
 from qoff.engine.schedule import Schedule
 from qoff.errors import DiskReadError, DiskWriteError, QoffError
 from qoff.kvcache import KVQuant, PackedCache
-from qoff.kvcache.host.packed_pass import PackedPass
+from qoff.kvcache.host.packed import PackedPass
 from qoff.kvcache.store.placement import TIERS, KVPlacement
 from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import WeightStore
 from qoff.memory.activations import ParkedActivations
-from qoff.memory.io.link import Link, Links
 from qoff.memory.io.spill import SpillFile
 from qoff.models.native.layer import Layer
 from qoff.plan import Plan
 from tests.instruments import POISON
+from tests.links import Link, behind
 from tests.tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
@@ -161,7 +160,7 @@ def test_a_fault_in_the_middle_of_a_run(
     link = Faulty(fault, strikes)
     monkeypatch.setattr(executor_module, "SpillFile", partial(SpillFile, pwritev=link.pwritev))
     plan = plans[activations]
-    with LLM(checkpoint, plan, _instrumentation=replace(POISON, links=Links(link, link))) as llm:
+    with LLM(checkpoint, plan, _instrumentation=behind(link, link, POISON)) as llm:
         results = llm.stream(PROMPTS, EACH)
         assert next(results) == expected[2]
         link.broken = True

@@ -23,16 +23,16 @@ from qoff.kernels.reference import elementwise
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache, KVPlacement, KVQuant
 from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.device.cache_pass import DeviceCachePass
+from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.device.prefetch import BlockPrefetcher, PrefetchedBlocks
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory.io.link import Link, Links
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from tests.instruments import POISON
+from tests.links import Link, behind
 from tests.models.test_triton_decoder import CHANGES, least_budget
 from tests.tiny_models import QUANT, save_model
 from tests.triton_module import triton_module
@@ -81,7 +81,7 @@ def w4_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gated_silu(z: Tensor) -> Tensor:
-    return reference_ops.gated_silu(z.float()).to(z.dtype)
+    return reference_ops.activate(z.float(), "silu").to(z.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def blocks_of(llm: LLM) -> tuple[DeviceBlocks, TieredBlocks, BlockPrefetcher | N
 def assert_nothing_held(llm: LLM) -> None:
     """No block is used, no slot taken, no write-back on its way."""
     resident, offloaded, prefetcher = blocks_of(llm)
-    assert (resident.used, offloaded.used(HOST), offloaded.used(DISK)) == (0, 0, 0)
+    assert (resident.pool.used, offloaded.used(HOST), offloaded.used(DISK)) == (0, 0, 0)
     assert resident.write_back is not None
     assert not resident.write_back._taken
     assert not resident.write_back._sent
@@ -309,7 +309,7 @@ class Broken(Link):
 def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
     link = Broken()
     plan = replace(PIECES, kv_placement=THIRDS, cpu_attention="never")
-    hooks = replace(POISON, links=Links(host=link), ops=triton_ops)
+    hooks = behind(host=link, hooks=replace(POISON, ops=triton_ops))
     with LLM(checkpoint, plan, _instrumentation=hooks) as llm:
         results = llm.stream(PROMPTS, PARAMS)
         link.broken = True

@@ -14,11 +14,11 @@ import pytest
 
 from qoff.engine import LLM, SamplingParams
 from qoff.kvcache import KVQuant
-from qoff.kvcache.host.packed_pass import PackedPass
+from qoff.kvcache.host.packed import PackedPass
 from qoff.kvcache.store.placement import KVPlacement
-from qoff.memory.instrumentation import Instrumentation
-from qoff.memory.io.link import Link, Links
 from qoff.plan import Plan
+from tests.links import Link, behind
+from tests.memory.checkpoints import file_bytes
 from tests.tiny_models import tiny_checkpoint
 
 LAYERS = 6
@@ -103,7 +103,7 @@ def streaming(checkpoint: Path, plan: Plan) -> Plan:
 def streamed_bytes(checkpoint: Path, plan: Plan) -> int:
     """Bytes of weights that one way through all layers reads."""
     with LLM(checkpoint, plan) as llm:
-        return sum(image.file_bytes for image in llm.runtime.store._streamed.values())
+        return sum(file_bytes(image) for image in llm.runtime.store._streamed.values())
 
 
 def measure(
@@ -117,16 +117,16 @@ def measure(
     host: float = 1e12,
 ) -> Measured:
     """A run over links of so many bytes per second, all batches full from the first round on."""
-    links = Links(Counted(disk), Counted(host))
+    links = Counted(disk), Counted(host)
     prompts = [[5 + (7 * i + j) % 100 for j in range(prompt)] for i in range(2 * BATCHES)]
-    hooks = Instrumentation(links=links)
+    hooks = behind(*links)
     with LLM(checkpoint, plan, trace=folder / "trace.json", _instrumentation=hooks) as llm:
         assert llm.timeline is not None
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         settle(llm)
         rounds, events = len(llm.rounds), len(llm.timeline.intervals)
         read = llm.runtime.store.stats.bytes_read
-        busy = [link.seconds for link in (links.disk, links.host)]  # type: ignore[union-attr]
+        busy = [link.seconds for link in links]
         start = time.perf_counter()
         found = llm.generate(
             prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -139,7 +139,7 @@ def measure(
             seconds,
             len(llm.rounds) - rounds,
             sum(x.stop - x.start for x in spans) - waits,
-            max(links.disk.seconds - busy[0], links.host.seconds - busy[1]),  # type: ignore[union-attr]
+            max(link.seconds - before for link, before in zip(links, busy, strict=True)),
             llm.runtime.store.stats.bytes_read - read,
             tuple(r.token_ids for r in found),
         )

@@ -221,8 +221,8 @@ def made(hits: dict[str, list[list[int]]]) -> NeedleResult:
         Trial(cache, length, depth, i, length, "12345", "", i < count, -1.0 - i)
         for cache, table in hits.items()
         for length, row in zip((100, 200), table, strict=True)
-        for depth, count in zip((0.0, 1.0), row, strict=True)
         for i in range(2)
+        for depth, count in zip((0.0, 1.0), row, strict=True)
     ]
     return NeedleResult("m", settings, {name: CacheSetting() for name in hits}, tuple(trials))
 

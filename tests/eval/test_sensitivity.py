@@ -45,7 +45,7 @@ def test_every_matrix_is_there_with_its_bytes(
 ) -> None:
     for one in found:
         for form, nbytes in one.nbytes.items():
-            assert nbytes == one.weights * form.bits_per_weight / 8
+            assert nbytes == one.weights * (form.bits + 32 / form.group_size) / 8
     kinds = {one.name.rpartition(".")[2] for one in found}
     assert {"qkv_proj", "o_proj", "down_proj"} < kinds
     layers = {one.name.split(".")[2] for one in found}
@@ -73,7 +73,7 @@ def test_estimates_are_of_the_size_of_measured_losses(
 
 
 def test_estimates_repeat(model: Sensitivities, found: list[Sensitivity]) -> None:
-    again = Sensitivities(model._model, texts(8, 64), RTN).of(FORMATS[:1])
+    again = Sensitivities(Unconverted.of(model._source), texts(8, 64), RTN).of(FORMATS[:1])
     for one, other in zip(found, again, strict=True):
         assert other.loss[FORMATS[0]] == pytest.approx(one.loss[FORMATS[0]], rel=1e-4)
 

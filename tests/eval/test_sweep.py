@@ -16,9 +16,8 @@ from qoff.eval.perplexity.models import cached_reference
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample
 from qoff.eval.perplexity.windows import cut
-from qoff.eval.sweep.cells import CellResult, CellStore, as_csv, as_json, markdown
+from qoff.eval.sweep.cells import CellResult, as_csv, as_json, draw, markdown, pareto
 from qoff.eval.sweep.grid import Cell, Grid
-from qoff.eval.sweep.plots import draw, pareto
 from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.hf.load import load_tokenizer
 from tests.tiny_models import VOCAB, tiny_checkpoint, tiny_model
@@ -91,7 +90,7 @@ def test_a_sweep_computes_each_cell_once_and_a_damaged_one_again(
     sweep = Counted(source, sample, tmp_path, reference=reference)
     first = sweep.run(cells, lambda *both: done.append(both))
     assert done == [(i, 4) for i in range(1, 5)]
-    assert computed == [r.name for r in first] == names
+    assert computed == [f"{r.weights}; KV {r.kv}" for r in first] == names
     four, eight = first[0], first[2]
     assert four.found["mean_kl"] > 10 * eight.found["mean_kl"] > 0
     assert (four.bits_per_weight, eight.bits_per_weight) == (5.0, 9.0)
@@ -100,10 +99,11 @@ def test_a_sweep_computes_each_cell_once_and_a_damaged_one_again(
     files = sorted((tmp_path / "cells").glob("*.json"))
     assert len(files) == 4
     assert not list(tmp_path.glob(".weights-*"))
-    files[2].write_text(files[2].read_text()[:50])
-    computed.clear()
-    assert sweep.run(cells) == first
-    assert len(computed) == 1
+    for damage in (files[2].read_text()[:50], "{}"):
+        files[2].write_text(damage)
+        computed.clear()
+        assert sweep.run(cells) == first
+        assert len(computed) == 1
     other = Sample(sample.ids[:150], cut(150, 100), 2)
     Counted(source, other, tmp_path).run(cells[:1])
     assert computed[1:] == names[:1]
@@ -178,12 +178,3 @@ def test_plots_are_drawn_of_what_is_there(tmp_path: Path) -> None:
     found = draw([replace(r, found={**r.found, "mean_kl": 0.1}) for r in plain], tmp_path / "more")
     assert {p.stem for p in found} == {"perplexity", "kl"}
     assert all(p.stat().st_size > 1000 for p in found)
-
-
-def test_a_store_keeps_results_and_nothing_damaged(tmp_path: Path) -> None:
-    store, kept = CellStore(tmp_path), result()
-    assert store.read("a") is None
-    store.write("a", kept)
-    assert store.read("a") == kept
-    (tmp_path / "a.json").write_text("{}")
-    assert store.read("a") is None

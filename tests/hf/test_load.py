@@ -15,7 +15,14 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import qoff
-from qoff.errors import BudgetError, FormatError, QoffError, UnsupportedModelError
+from qoff.errors import (
+    ArgumentError,
+    BudgetError,
+    FormatError,
+    OpError,
+    QoffError,
+    UnsupportedModelError,
+)
 from qoff.hf.load import find_checkpoint, is_checkpoint
 from qoff.quant import QuantConfig
 from tests.tiny_models import QUANT, load_budgets, save_gguf
@@ -85,6 +92,40 @@ def test_a_checkpoint_is_taken_as_it_is(checkpoint: Path, conversions: list[Path
     assert is_checkpoint(checkpoint)
     assert find_checkpoint(str(checkpoint)) == checkpoint
     assert conversions == []
+
+
+def test_a_checkpoint_is_not_quantized_again(checkpoint: Path) -> None:
+    for load in (qoff.load, qoff.LLM):
+        with pytest.raises(ArgumentError, match="quantized already; leave quant out"):
+            load(checkpoint, quant=QUANT)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"context": 0}, {"batch_size": 0}, {"batch_size": None}], ids=str
+)
+def test_room_for_less_than_a_token_is_refused_before_a_conversion(
+    wrong: dict[str, Any], source: Path, conversions: list[Path]
+) -> None:
+    with pytest.raises(ArgumentError, match="use a whole number from 1"):
+        qoff.load(source, **wrong)
+    assert conversions == []
+
+
+def test_only_a_cache_that_cannot_be_packed_is_opened_in_floats(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qoff.hf import load as module
+
+    opened: list[object] = []
+
+    def failing(*_: object, kv: object, **__: object) -> None:
+        opened.append(kv)
+        raise OpError("something else")
+
+    monkeypatch.setattr(module, "Runtime", failing)
+    with pytest.raises(OpError, match="something else"):
+        qoff.load(checkpoint)
+    assert len(opened) == 1
 
 
 def test_a_hub_id_is_downloaded_and_converted_once(

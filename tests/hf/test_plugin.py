@@ -24,7 +24,7 @@ from qoff.errors import (
     QoffError,
     QuantizationError,
 )
-from qoff.hf.packed.embedding import QoffEmbedding
+from qoff.hf.packed.derived import QoffEmbedding
 from qoff.hf.packed.linear import QoffLinear
 from qoff.hf.plugin.install import packed_modules
 from qoff.kernels.layout.qtensor import QTensor

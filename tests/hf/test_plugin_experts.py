@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import qoff
 from qoff.errors import FormatError, OpError, UnsupportedModelError
+from qoff.hf.packed.derived import QoffRouter
 from qoff.hf.packed.experts import PackedExperts, QoffExperts
-from qoff.hf.packed.router import QoffRouter
 from tests.module_models import module_source
 from tests.tiny_models import EXPERTS, reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close

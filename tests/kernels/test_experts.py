@@ -15,7 +15,7 @@ from qoff.errors import OpError
 from qoff.kernels.cpu.jit.pool import Pool
 from qoff.kernels.cpu.linear.linear import w4_linear
 from qoff.kernels.cpu.moe.experts import experts
-from qoff.kernels.layout.qexperts import ACTIVATIONS, QExperts
+from qoff.kernels.layout.qexperts import ACTIVATIONS, ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_experts, random_weight
@@ -28,8 +28,12 @@ def routed(tokens: int, count: int, per_token: int) -> tuple[Tensor, Tensor]:
     return topk_ids, torch.rand(tokens, per_token).softmax(1)
 
 
-def expected(x: Tensor, *operands, **options) -> Tensor:
-    return reference_ops.experts(x.double(), *operands, **options)
+def expected(x: Tensor, *operands) -> Tensor:
+    return reference_ops.experts(x.double(), *operands)
+
+
+def random_mlp(count: int, hidden: int, inner: int, *options, activation="silu") -> ExpertsMlp:
+    return ExpertsMlp(*random_experts(count, hidden, inner, *options), activation)
 
 
 @given(
@@ -41,7 +45,6 @@ def expected(x: Tensor, *operands, **options) -> Tensor:
     bits=st.sampled_from([4, 8]),
     activation=st.sampled_from(ACTIVATIONS),
     with_bias=st.booleans(),
-    with_residual=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_equals_reference(
@@ -53,21 +56,17 @@ def test_equals_reference(
     bits: int,
     activation: str,
     with_bias: bool,
-    with_residual: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
     hidden, inner = (group_size * n for n in groups)
-    weights = random_experts(count, hidden, inner, bits, group_size)
+    mlp = random_mlp(count, hidden, inner, bits, group_size, activation=activation)
     x, routing = torch.randn(tokens, hidden), routed(tokens, count, min(per_token, count))
-    options = {"activation": activation}
     if with_bias:
-        options["gate_up_bias"] = torch.randn(count, 2 * inner)
-        options["down_bias"] = torch.randn(count, hidden)
-    if with_residual:
-        options["residual"] = torch.randn(tokens, hidden)
-    truth = expected(x, *routing, *weights, **options)
-    assert relative_rms(experts(x, *routing, *weights, **options), truth) < INT16_EXPERTS
+        biases = torch.randn(count, 2 * inner), torch.randn(count, hidden)
+        mlp = replace(mlp, gate_up_bias=biases[0], down_bias=biases[1])
+    found = experts(x, *routing, mlp)
+    assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS
 
 
 @pytest.mark.parametrize("packing", ["split32", "rows16"])
@@ -84,7 +83,8 @@ def test_the_reference_is_the_formula(activation: str, packing: str) -> None:
             (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7))
         ),
     }
-    found = reference_ops.experts(x, topk_ids, topk_weights, gate_up, down, activation=activation)
+    mlp = ExpertsMlp(gate_up, down, activation)
+    found = reference_ops.experts(x, topk_ids, topk_weights, mlp)
     for m in range(4):
         total = torch.zeros(64, dtype=torch.double)
         for e, s in zip(topk_ids[m].tolist(), topk_weights[m].tolist(), strict=True):
@@ -97,37 +97,34 @@ def test_the_reference_is_the_formula(activation: str, packing: str) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_large_gates(activation: str) -> None:
-    weights = random_experts(2, 64, 32)
+    mlp = random_mlp(2, 64, 32, activation=activation)
     x, routing = 40 * torch.randn(3, 64), routed(3, 2, 1)
-    truth = expected(x, *routing, *weights, activation=activation)
-    found = experts(x, *routing, *weights, activation=activation)
-    assert relative_rms(found, truth) < INT16_EXPERTS
+    found = experts(x, *routing, mlp)
+    assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS
 
 
 def test_float32_scales_and_strided_rows() -> None:
-    weights = random_experts(3, 64, 96, scale_dtype=torch.float32)
+    mlp = ExpertsMlp(*random_experts(3, 64, 96, scale_dtype=torch.float32), "silu")
     x, routing = torch.randn(5, 100)[:, 20:84], routed(5, 3, 2)
-    out = torch.zeros(5, 200)[:, 8:72]
-    experts(x, *routing, *weights, activation="silu", out=out)
-    truth = expected(x, *routing, *weights, activation="silu")
-    assert relative_rms(out, truth) < INT16_EXPERTS
+    found = experts(x, *routing, mlp)
+    assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS
 
 
 def test_one_expert_is_a_plain_mlp() -> None:
     gate_up, down = random_experts(1, 64, 96, 4, 32)
     x, ones = torch.randn(6, 64), torch.ones(6, 1)
     inner = w4_linear(x, gate_up.expert(0), silu_mul=True)
-    plain = w4_linear(inner, down.expert(0), residual=x)
-    found = experts(x, ones.long() - 1, ones, gate_up, down, activation="silu", residual=x)
+    plain = w4_linear(inner, down.expert(0))
+    found = experts(x, ones.long() - 1, ones, ExpertsMlp(gate_up, down, "silu"))
     assert torch.equal(found, plain)
 
 
 def test_many_tokens_of_one_expert() -> None:
     """More than a run that stays in the cache while weights pass by."""
-    weights = random_experts(2, 4096, 32, 4, 32)
+    mlp = random_mlp(2, 4096, 32, 4, 32, activation="gelu")
     x, (topk_ids, topk_weights) = torch.randn(70, 4096), routed(70, 2, 1)
-    found = experts(x, topk_ids * 0, topk_weights, *weights, activation="gelu")
-    truth = expected(x, topk_ids * 0, topk_weights, *weights, activation="gelu")
+    found = experts(x, topk_ids * 0, topk_weights, mlp)
+    truth = expected(x, topk_ids * 0, topk_weights, mlp)
     assert relative_rms(found, truth) < INT16_EXPERTS
 
 
@@ -136,94 +133,74 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
     topk_ids, topk_weights = routed(7, 2, 2)
     for q in (gate_up, down):
         q.scale_min[2:] = torch.nan
-    found = experts(torch.randn(7, 64), topk_ids, topk_weights, gate_up, down, activation="silu")
+    mlp = ExpertsMlp(gate_up, down, "silu")
+    found = experts(torch.randn(7, 64), topk_ids, topk_weights, mlp)
     assert torch.isfinite(found).all()
 
 
 def test_an_expert_chosen_twice_counts_twice() -> None:
-    weights = random_experts(3, 64, 64)
+    mlp = random_mlp(3, 64, 64)
     x, topk_ids, topk_weights = (
         torch.randn(1, 64),
         torch.tensor([[1, 1]]),
         torch.tensor([[0.25, 0.5]]),
     )
-    truth = expected(x, topk_ids, topk_weights, *weights, activation="silu")
-    found = experts(x, topk_ids, topk_weights, *weights, activation="silu")
+    truth = expected(x, topk_ids, topk_weights, mlp)
+    found = experts(x, topk_ids, topk_weights, mlp)
     assert relative_rms(found, truth) < INT16_EXPERTS
 
 
 @given(tokens=st.integers(1, 40), threads=st.integers(1, 4), seed=st.integers(0, 2**31))
 def test_bits_do_not_depend_on_batch_or_threads(tokens: int, threads: int, seed: int) -> None:
     torch.manual_seed(seed)
-    weights = random_experts(6, 64, 96)
+    mlp = random_mlp(6, 64, 96)
     x, (topk_ids, topk_weights) = torch.randn(tokens, 64), routed(tokens, 6, 3)
     alone = torch.cat(
         [
-            experts(
-                x[i : i + 1],
-                topk_ids[i : i + 1],
-                topk_weights[i : i + 1],
-                *weights,
-                activation="silu",
-            )
+            experts(x[i : i + 1], topk_ids[i : i + 1], topk_weights[i : i + 1], mlp)
             for i in range(tokens)
         ]
     )
     pool = Pool(threads)
     try:
-        together = experts(x, topk_ids, topk_weights, *weights, activation="silu", pool=pool)
+        together = experts(x, topk_ids, topk_weights, mlp, pool=pool)
     finally:
         pool.close()
     assert torch.equal(alone, together)
 
 
 def test_tokens_that_do_not_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = random_experts(4, 64, 64)
+    mlp = random_mlp(4, 64, 64)
     x, routing = torch.randn(11, 64), routed(11, 4, 2)
-    whole = experts(x, *routing, *weights, activation="silu", residual=x)
+    whole = experts(x, *routing, mlp)
     module = import_module(
         "qoff.kernels.cpu.moe.experts"
     )  # the package has the function of that name
     monkeypatch.setattr(module, "_WORKSPACE_BYTES", 10_000)
-    assert torch.equal(experts(x, *routing, *weights, activation="silu", residual=x), whole)
-
-
-def test_the_result_may_replace_x_or_the_residual() -> None:
-    weights = random_experts(4, 64, 64)
-    x, residual, routing = torch.randn(5, 64), torch.randn(5, 64), routed(5, 4, 2)
-    given_ = {"activation": "silu", "residual": residual}
-    found = experts(x, *routing, *weights, **given_)
-    replaced = residual.clone()
-    experts(x, *routing, *weights, activation="silu", residual=replaced, out=replaced)
-    assert torch.equal(replaced, found)
-    again = x.clone()
-    assert experts(again, *routing, *weights, **given_, out=again) is again
-    assert torch.equal(again, found)
+    assert torch.equal(experts(x, *routing, mlp), whole)
 
 
 def test_activations_of_8_bits() -> None:
-    weights = random_experts(4, 128, 64)
+    mlp = random_mlp(4, 128, 64)
     x, routing = torch.randn(9, 128), routed(9, 4, 2)
-    truth = expected(x, *routing, *weights, activation="silu")
-    found = experts(x, *routing, *weights, activation="silu", activation_bits=8)
-    assert INT16_EXPERTS < relative_rms(found, truth) < INT8_EXPERTS
+    found = experts(x, *routing, mlp, activation_bits=8)
+    assert INT16_EXPERTS < relative_rms(found, expected(x, *routing, mlp)) < INT8_EXPERTS
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_bad_activations_are_not_hidden(activation: str, bad: float) -> None:
-    weights = random_experts(2, 64, 32)
+    mlp = random_mlp(2, 64, 32, activation=activation)
     x, routing = torch.randn(2, 64), routed(2, 2, 1)
     x[1, 40] = bad
-    y = experts(x, *routing, *weights, activation=activation)
+    y = experts(x, *routing, mlp)
     assert torch.isfinite(y[0]).all()
     assert not torch.isfinite(y[1]).any()
 
 
 def test_no_tokens() -> None:
-    weights = random_experts(2, 64, 32)
     none = torch.empty(0, 2)
-    found = experts(torch.empty(0, 64), none.long(), none, *weights, activation="silu")
+    found = experts(torch.empty(0, 64), none.long(), none, random_mlp(2, 64, 32))
     assert found.shape == (0, 64)
 
 
@@ -239,31 +216,31 @@ def test_no_tokens() -> None:
         ({"topk_ids": torch.tensor([[0, 1], [1, 2], [3, 4]])}, "experts 0 to 4 .* 0 to 3"),
         ({"topk_ids": torch.tensor([[0, 1], [1, -1], [3, 3]])}, "experts -1 to 3"),
         ({"topk_weights": torch.zeros(3, 1)}, "topk_weights must be"),
-        ({"residual": torch.zeros(3, 63)}, "residual must be"),
-        ({"out": torch.zeros(2, 64)}, "out must be"),
+        ({"activation_bits": 4}, "8 or 16"),
+    ],
+)
+def test_wrong_operands_are_refused(change: dict, message: str) -> None:
+    topk_ids, topk_weights = routed(3, 4, 2)
+    operands = {"x": torch.ones(3, 64), "topk_ids": topk_ids, "topk_weights": topk_weights}
+    with pytest.raises(OpError, match=message):
+        experts(**{**operands, "mlp": random_mlp(4, 64, 32), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"gate_up_bias": torch.zeros(4, 32)}, "gate_up_bias must be"),
         ({"down_bias": torch.zeros(64)}, "down_bias must be"),
         ({"activation": "relu"}, "unknown activation 'relu'"),
-        ({"activation_bits": 4}, "8 or 16"),
         ({"gate_up": random_experts(4, 64, 32, packing="split32")[0]}, "gate_up needs packing"),
         ({"down": random_experts(3, 64, 32)[1]}, "of as many experts"),
         ({"down": random_experts(4, 64, 64)[1]}, "2I, H"),
     ],
 )
-def test_wrong_operands_are_refused(change: dict, message: str) -> None:
-    gate_up, down = random_experts(4, 64, 32)
-    topk_ids, topk_weights = routed(3, 4, 2)
-    operands = {
-        "x": torch.ones(3, 64),
-        "topk_ids": topk_ids,
-        "topk_weights": topk_weights,
-        "gate_up": gate_up,
-        "down": down,
-        "activation": "silu",
-        **change,
-    }
+def test_a_wrong_mlp_is_refused(change: dict, message: str) -> None:
+    mlp = random_mlp(4, 64, 32)
     with pytest.raises(OpError, match=message):
-        experts(**operands)
+        experts(torch.ones(3, 64), *routed(3, 4, 2), replace(mlp, **change))
 
 
 def test_experts_share_memory_with_their_matrices() -> None:
@@ -273,9 +250,8 @@ def test_experts_share_memory_with_their_matrices() -> None:
         again = QExperts.of([q.expert(e) for e in range(3)])
         assert again.codes.data_ptr() == q.codes.data_ptr()
         assert again.strides == q.strides
-        assert q.nbytes == q.expert(2).nbytes
         assert torch.equal(again.expert(2).dequantize(), q.expert(2).dequantize())
-    assert gate_up.strides == (gate_up.nbytes + down.nbytes,) * 2
+    assert gate_up.strides == (gate_up.expert(0).nbytes + down.expert(0).nbytes,) * 2
 
 
 def _apart(distances: list[int]) -> list[QTensor]:

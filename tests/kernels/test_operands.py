@@ -17,10 +17,9 @@ from qoff.kernels.triton.attention.append import kv_append
 from qoff.kernels.triton.attention.decode import decode_attention
 from qoff.kernels.triton.attention.merge import merge
 from qoff.kernels.triton.attention.prefill import prefill_attention
-from qoff.kernels.triton.elementwise.interleaved_silu_mul import gated_silu
+from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 from qoff.kernels.triton.elementwise.rope import rope
-from qoff.kernels.triton.elementwise.silu_mul import silu_mul
 from qoff.kernels.triton.launch.gpu import Gpu
 from tests.kernels.attention_operands import ints, random_cache
 
@@ -43,8 +42,7 @@ def samples() -> dict[Callable[..., Any], dict[str, Any]]:
     turn = {"x": half(3, 4, 64), "positions": ints([5, 0, 7]), "cos": cos, "sin": sin}
     return {
         rms_norm: {"x": half(3, 40), "weight": half(40), "eps": 1e-5, "residual": half(3, 40)},
-        silu_mul: {"gate_up": half(3, 40)},
-        gated_silu: {"z": half(3, 64), "out": half(3, 32)},
+        gated_silu: {"z": half(3, 64)},
         rope: turn,
         merge: {"outs": half(3, 2, 4, 64), "lses": torch.randn(3, 2, 4)},
         kv_append: {**fresh, "cache": some_cache(), "tables": (cos, sin)},
@@ -65,9 +63,7 @@ REFUSED = [
         lambda x: x[:2],
         r"residual is float16 \[3, 40\], not",
     ),
-    (silu_mul, "gate_up", lambda x: x[:, :7].contiguous(), "as many of up, not 7"),
     (gated_silu, "z", lambda x: x[:, :48].contiguous(), "not 48 columns"),
-    (gated_silu, "out", lambda x: x.float(), "out is float16"),
     (rope, "x", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "x must have contiguous"),
     (rope, "positions", lambda x: x.float(), r"positions is int32 or int64 \[3\], not float32"),
     (rope, "cos", lambda x: x.half(), r"cos is float32 \[P, R/2\], not float16"),
@@ -140,4 +136,4 @@ def test_wrong_caches(name: str | tuple[str, ...], change: Callable, message: st
 def test_a_gpu_before_8_0_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gpu, "of", lambda device: Gpu(75, 4))
     with pytest.raises(OpError, match=r"bfloat16, which a GPU of compute capability 7\.5 cannot"):
-        silu_mul(torch.zeros(2, 8).bfloat16())
+        gated_silu(torch.zeros(2, 32).bfloat16())

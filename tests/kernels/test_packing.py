@@ -13,11 +13,10 @@ from qoff.kernels.layout.packing import (
     pack_codes,
     pack_scale_min,
     packed_shapes,
-    repack_into,
     unpack_codes,
     unpack_scale_min,
 )
-from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.qtensor import QTensor, repack_into
 
 packings = st.sampled_from(list(PACKINGS))
 

@@ -55,19 +55,6 @@ def test_no_other_code_is_nearer(weight, dtype):
     assert bool((chosen <= distance.amin(2) + slack).all())
 
 
-@settings(deadline=None, max_examples=30)
-@given(weights(), st.sampled_from([4, 8]), st.integers(0, 5))
-def test_linear_is_the_product_with_the_dequantized_matrix(weight, bits, m):
-    w, group = weight
-    q = _packed(*quantization.quantize(w, bits, group), bits, group)
-    x = torch.randn(m, w.shape[1])
-    expected = x.double() @ q.dequantize().double().T
-    size = x.double().abs() @ q.dequantize().double().abs().T
-    assert bool(((quantization.linear(x, q) - expected).abs() <= size * 1e-5).all())
-    assert torch.equal(quantization.linear(x, q.to_packing("rows16")), quantization.linear(x, q))
-    assert quantization.linear(x.bfloat16(), q).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_weights_that_are_not_numbers_are_refused(bad):
     w = torch.randn(4, 64)

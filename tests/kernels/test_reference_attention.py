@@ -60,7 +60,7 @@ def test_decode(form: KVFormat, window: int) -> None:
     cache = random_cache(form, 2, [(2, 9), (0, 1), (1, 0)], ring=70)
     q = torch.randn(3, 6, form.head_dim, dtype=torch.float64)
     shape = HeadShape(6, 2, form.head_dim, 0.1, window)
-    out, _ = decode_attention(q, cache, shape, compute_dtype=torch.float64)
+    out, _ = decode_attention(q, cache, shape)
     for s in range(3):
         expected = _expected(q[s : s + 1], *_plain_cache(cache, s), 0.1, window)
         assert_close(out[s : s + 1], expected, tolerance=1e-6)
@@ -74,7 +74,7 @@ def test_prefill(form: KVFormat, window: int) -> None:
     q = torch.randn(75, 4, form.head_dim, dtype=torch.float64)
     k, v = torch.randn(2, 75, 2, form.head_dim, dtype=torch.float64)
     shape = HeadShape(4, 2, form.head_dim, 0.1, window)
-    out, _ = prefill_attention(q, k, v, cache, shape, compute_dtype=torch.float64)
+    out, _ = prefill_attention(q, k, v, cache, shape)
     for s in range(2):
         mine = slice(int(rows[s]), int(rows[s + 1]))
         pairs = zip(_plain_cache(cache, s, new=True), (k[mine], v[mine]), strict=True)
@@ -89,7 +89,7 @@ def test_log_sum_exp_soft_cap_and_sinks() -> None:
     q = torch.randn(2, 2, 64, dtype=torch.float64)
     sinks = torch.tensor([0.5, -2.0])
     shape = HeadShape(2, 1, 64, 0.3, soft_cap=5.0)
-    out, lse = decode_attention(q, cache, shape, sinks, compute_dtype=torch.float64)
+    out, lse = decode_attention(q, cache, shape, sinks)
     k, v = _plain_cache(cache, 0)
     scores = 5 * torch.tanh(0.3 * q[0] @ k[0].T / 5)
     total = scores.exp().sum(-1) + sinks.double().exp()

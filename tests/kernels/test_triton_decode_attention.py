@@ -38,6 +38,11 @@ def _shape(cache: DeviceLayerCache, heads: int, **options) -> HeadShape:
     return HeadShape(heads, kv_heads, dim, **{"scale": dim**-0.5, **options})
 
 
+def _runs(blocks: int) -> DecodeConfig:
+    """Runs of this many blocks, however few there are."""
+    return DecodeConfig(num_warps=1, programs=10**4, min_blocks=blocks)
+
+
 def _check(
     cache: DeviceLayerCache,
     q: torch.Tensor,
@@ -46,10 +51,9 @@ def _check(
     **options,
 ) -> torch.Tensor:
     shape = _shape(cache, q.shape[1], **options)
-    expected = reference_attention.decode_attention(
-        q.double(), cache, shape, sinks, compute_dtype=torch.float64
-    )
-    actual = decode_attention(q, cache, shape, sinks, run=run)
+    expected = reference_attention.decode_attention(q.double(), cache, shape, sinks)
+    config = None if run is None else _runs(run)
+    actual = decode_attention(q, cache, shape, sinks, config)
     assert actual[0].dtype == q.dtype
     assert_close(actual[0], expected[0], dtype=q.dtype)
     assert_close(actual[1], expected[1], dtype=q.dtype)
@@ -106,7 +110,7 @@ def test_blocks_that_are_elsewhere_are_not_read(window: int | None) -> None:
     cache = random_cache(KVFormat(64), 1, [(4, 10), (3, 64), (1, 0), (2, 5)])
     holes, rest = without_oldest(cache, [2, 0, 1, 2])
     q = torch.randn(4, 2, 64, dtype=torch.float16)
-    out, lse = decode_attention(q, holes, _shape(cache, 2, window=window), run=1)
+    out, lse = decode_attention(q, holes, _shape(cache, 2, window=window), config=_runs(1))
     # One that has no token at all attends to nothing.
     expected = _check(rest, q, window=window)
     assert_close(out, expected, dtype=torch.float16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.layout.qexperts import ACTIVATIONS, QExperts
+from qoff.kernels.layout.qexperts import ACTIVATIONS, ExpertsMlp, QExperts
 from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.reference.experts import activate
 from tests.kernels.operands import random_experts
 from tests.kernels.test_experts import routed
 from tests.tolerances import RELATIVE_RMS, assert_close
@@ -46,22 +48,18 @@ def case(
     bits: int = 4,
     group: int = 32,
     dtype: torch.dtype = torch.float16,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Operands and options of the op, everything in it."""
+    activation: str = "silu",
+) -> tuple[Tensor, Tensor, Tensor, ExpertsMlp]:
+    """Operands of the op, with biases."""
     weights = random_experts(experts, hidden, inner, bits, group, packing="split32")
-    x = torch.randn(tokens, hidden).to(dtype)
-    options = {
-        "gate_up_bias": torch.randn(experts, 2 * inner).to(dtype),
-        "down_bias": torch.randn(experts, hidden).to(dtype),
-        "residual": torch.randn(tokens, hidden).to(dtype),
-    }
-    return (x, *routed(tokens, experts, per_token), *weights), options
+    biases = torch.randn(experts, 2 * inner).to(dtype), torch.randn(experts, hidden).to(dtype)
+    mlp = ExpertsMlp(*weights, activation, *biases)
+    return (torch.randn(tokens, hidden).to(dtype), *routed(tokens, experts, per_token), mlp)
 
 
-def check(found: Tensor, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
+def check(found: Tensor, operands: tuple[Any, ...]) -> None:
     x = operands[0]
-    wide = {n: t.double() if isinstance(t, Tensor) else t for n, t in options.items()}
-    truth = reference_ops.experts(x.double(), *operands[1:], **wide)
+    truth = reference_ops.experts(x.double(), *operands[1:])
     assert found.dtype == x.dtype
     # Two steps are rounded: the activations and the result.
     assert_close(found.double(), truth, tolerance=2 * RELATIVE_RMS[x.dtype])
@@ -71,65 +69,54 @@ def check(found: Tensor, operands: tuple[Any, ...], options: dict[str, Any]) -> 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_reference(shape: tuple[int, ...], dtype: torch.dtype, block: int) -> None:
-    operands, options = case(*shape, dtype=dtype)
-    options["activation"] = "silu"
-    check(w4_experts.experts(*operands, **options, block=block), operands, options)
+    operands = case(*shape, dtype=dtype)
+    check(triton_ops.experts(*operands, block=block), operands)
 
 
 @pytest.mark.parametrize("block", [0, 16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, block: int) -> None:
-    operands, options = case(3, 4, 2, 64, 32)
-    operands = (4 * operands[0], *operands[1:])
-    options["activation"] = activation
-    check(w4_experts.experts(*operands, **options, block=block), operands, options)
+    x, *others = case(3, 4, 2, 64, 32, activation=activation)
+    operands = (4 * x, *others)
+    check(triton_ops.experts(*operands, block=block), operands)
 
 
 @pytest.mark.parametrize("activation", ["silu", ""])
 def test_without_tensor_cores(activation: str) -> None:
-    (x, topk_ids, topk_weights, gate_up, down), options = case(3, 4, 2, 96, 64)
+    x, topk_ids, topk_weights, mlp = case(3, 4, 2, 96, 64)
+    weight, bias = (mlp.gate_up, mlp.gate_up_bias) if activation else (mlp.down, mlp.down_bias)
+    x = x if activation else torch.randn(8, 64).half()
+    found = fma_pairs(Product(x, topk_ids, topk_weights, weight, bias, activation))
+    chosen = topk_ids.flatten().tolist()
+    z = torch.stack([weight.expert(e).dequantize() for e in chosen])
+    z = torch.einsum("prk,pk->pr", z, x.float().repeat_interleave(8 // len(x), 0))
+    z = z + bias.float()[chosen]
     if activation:
-        bias = options["gate_up_bias"]
-        one = Product.gate_up(x, topk_ids, topk_weights, gate_up, bias, activation)
-        fma_pairs(one)
-        z = torch.stack([gate_up.expert(e).dequantize() for e in topk_ids.flatten().tolist()])
-        z = torch.einsum("prk,pk->pr", z, x.float().repeat_interleave(2, 0))
-        from qoff.kernels.reference.experts import activate
-
-        expected = activate(z + bias.float()[topk_ids.flatten()], activation)
-        assert_close(one.out, expected.half())
+        assert_close(found, activate(z, activation).half())
     else:
-        inputs = torch.randn(8, 64).half()
-        two = Product.down(inputs, topk_ids, topk_weights, down, options["down_bias"])
-        fma_pairs(two)
-        z = torch.stack([down.expert(e).dequantize() for e in topk_ids.flatten().tolist()])
-        z = torch.einsum("prk,pk->pr", z, inputs.float())
-        z = (z + options["down_bias"].float()[topk_ids.flatten()]) * topk_weights.view(-1, 1)
-        assert_close(two.out, z, dtype=torch.float16)
+        assert_close(found, z * topk_weights.view(-1, 1), dtype=torch.float16)
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 40])
 def test_all_tokens_choose_one_expert(tokens: int) -> None:
-    (x, topk_ids, topk_weights, *weights), _ = case(6, tokens, 1, 32, 32)
-    operands = (x, torch.full_like(topk_ids, 4), topk_weights, *weights)
-    options = {"activation": "silu"}
-    check(triton_ops.experts(*operands, **options), operands, options)
+    x, topk_ids, topk_weights, mlp = case(6, tokens, 1, 32, 32)
+    operands = (x, torch.full_like(topk_ids, 4), topk_weights, mlp)
+    check(triton_ops.experts(*operands), operands)
 
 
 def test_tokens_one_part_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands, options = case(4, 5, 2, 32, 32)
-    options["activation"] = "silu"
+    operands = case(4, 5, 2, 32, 32)
     monkeypatch.setattr(w4_experts, "PAIRS_MAX", 5)
-    check(triton_ops.experts(*operands, **options), operands, options)
+    check(triton_ops.experts(*operands), operands)
 
 
-def test_the_result_goes_where_it_is_told() -> None:
-    operands, options = case(4, 3, 2, 32, 32)
-    options["activation"] = "silu"
-    found = triton_ops.experts(*operands, **options)
-    residual = options["residual"]
-    assert triton_ops.experts(*operands, **options, out=residual) is residual
-    assert torch.equal(residual, found)
+def test_without_biases_and_with_biases_of_another_dtype() -> None:
+    x, topk_ids, topk_weights, mlp = case(4, 3, 2, 32, 32)
+    wide = [bias.float() for bias in (mlp.gate_up_bias, mlp.down_bias)]
+    for biases in ((None, None), wide):
+        other = ExpertsMlp(mlp.gate_up, mlp.down, "silu", *biases)
+        operands = (x, topk_ids, topk_weights, other)
+        check(triton_ops.experts(*operands), operands)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -176,30 +163,28 @@ def moved(q: QExperts, by: int) -> QExperts:
         ({"topk_ids": torch.zeros(2, 2).long()}, r"topk_ids is int64 \[3, T\]"),
         ({"topk_ids": torch.zeros(3, 0).long()}, "at least one"),
         ({"topk_weights": torch.zeros(3, 2).half()}, "topk_weights is float32"),
-        ({"residual": torch.zeros(3, 63).half()}, "residual is"),
+        ({"topk_weights": torch.zeros(3, 2, device="meta")}, "topk_weights is on meta"),
+    ],
+)
+def test_wrong_operands_are_refused(change: dict, complaint: str) -> None:
+    names = ("x", "topk_ids", "topk_weights", "mlp")
+    operands = dict(zip(names, case(4, 3, 2, 64, 32), strict=True))
+    with pytest.raises(OpError, match=complaint):
+        triton_ops.experts(**{**operands, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
         ({"gate_up_bias": torch.zeros(4, 63).half()}, "gate_up_bias is"),
         ({"down_bias": torch.zeros(64).half()}, "down_bias is"),
         ({"activation": "tanh"}, "unknown activation"),
         ({"gate_up": random_experts(4, 64, 32)[0]}, "packing (rows16|split32)"),
         ({"down": random_experts(4, 32, 32, packing="split32")[1]}, "2I, H"),
         ({"down": moved(random_experts(4, 64, 32, packing="split32")[1], 8)}, "multiples of 16"),
-        ({"topk_weights": torch.zeros(3, 2, device="meta")}, "topk_weights is on meta"),
     ],
 )
-def test_wrong_operands_are_refused(change: dict, complaint: str) -> None:
-    (x, topk_ids, topk_weights, gate_up, down), options = case(4, 3, 2, 64, 32)
-    operands = {
-        "x": x,
-        "topk_ids": topk_ids,
-        "topk_weights": topk_weights,
-        "gate_up": gate_up,
-        "down": down,
-    }
+def test_a_wrong_mlp_is_refused(change: dict, complaint: str) -> None:
+    *operands, mlp = case(4, 3, 2, 64, 32)
     with pytest.raises(OpError, match=complaint):
-        triton_ops.experts(**{**operands, **options, "activation": "silu", **change})
-
-
-def test_an_out_that_does_not_fit_is_refused() -> None:
-    operands, _ = case(4, 3, 2, 64, 32)
-    with pytest.raises(OpError, match="out"):
-        triton_ops.experts(*operands, activation="silu", out=torch.zeros(3, 63).half())
+        triton_ops.experts(*operands, replace(mlp, **change))

@@ -43,9 +43,7 @@ def _check(
     qkv = torch.randn(sum(rows), heads[0] + 2 * heads[1], form.head_dim).to(dtype)
     q, k, v = qkv.split([heads[0], heads[1], heads[1]], dim=1)
     shape = HeadShape(*heads, form.head_dim, form.head_dim**-0.5, **options)
-    expected = reference_attention.prefill_attention(
-        q.double(), k, v, cache, shape, sinks, compute_dtype=torch.float64
-    )
+    expected = reference_attention.prefill_attention(q.double(), k, v, cache, shape, sinks)
     actual = prefill_attention(q, k, v, cache, shape, sinks, config=config)
     assert actual[0].dtype == dtype
     assert_close(actual[0], expected[0], dtype=dtype)
@@ -91,9 +89,7 @@ def test_blocks_that_are_elsewhere_are_not_read(window: int | None, config: Pref
     shape = HeadShape(2, 1, 64, 0.125, window)
     found = prefill_attention(q, k, v, holes, shape, config=config)
     for kept in (rest, holes):
-        expected = reference_attention.prefill_attention(
-            q.double(), k, v, kept, shape, compute_dtype=torch.float64
-        )
+        expected = reference_attention.prefill_attention(q.double(), k, v, kept, shape)
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other, dtype=torch.float16)
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from qoff.kernels.reference import elementwise as reference
-from qoff.kernels.reference import ops as reference_ops
-from qoff.kernels.triton.elementwise.rope import RopeConfig, rope
+from qoff.kernels.triton.elementwise.rope import rope
 from tests.tolerances import assert_close
 
 
@@ -17,7 +16,6 @@ def tables(positions, rotary):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "heads", "head_dim", "rotary"),
     [
@@ -29,43 +27,33 @@ def tables(positions, rotary):
         (2, 1, 256, 2),
     ],
 )
-def test_equals_the_reference(tokens, heads, head_dim, rotary, interleaved, dtype):
+def test_equals_the_reference(tokens, heads, head_dim, rotary, dtype):
     x = torch.randn(tokens, heads, head_dim).to(dtype)
     positions = torch.randint(0, 50, (tokens,))
     cos, sin = tables(50, rotary)
-    y = rope(x, positions, cos, sin, interleaved)
-    expected = reference.rope(x.double(), positions, cos.double(), sin.double(), interleaved)
+    y = rope(x, positions, cos, sin)
+    expected = reference.rope(x.double(), positions, cos.double(), sin.double())
     assert_close(y, expected, dtype=dtype)
     assert torch.equal(y[..., rotary:], x[..., rotary:])
 
 
-@pytest.mark.parametrize("heads", [1, 2, 8])
-def test_tokens_that_lie_apart_and_int32_positions(heads):
+def test_tokens_that_lie_apart_and_int32_positions():
     qkv = torch.randn(5, 3 * 64 * 3).half()
     x = qkv.view(5, 9, 64)[:, 3:6]
     cos, sin = tables(9, 64)
     positions = torch.tensor([8, 0, 3, 3, 1], dtype=torch.int32)
-    y = rope(x, positions, cos, sin, config=RopeConfig(heads, 1))
+    y = rope(x, positions, cos, sin)
     assert y.is_contiguous()
     assert_close(y, reference.rope(x, positions, cos, sin))
 
 
-def test_the_halves_are_those_of_the_decoder():
-    x, positions = torch.randn(4, 2, 64), torch.tensor([3, 0, 7, 1])
-    cos, sin = tables(8, 64)
-    expected = reference_ops.rotate(x, cos[positions][:, None], sin[positions][:, None])
-    assert torch.equal(reference.rope(x, positions, cos, sin), expected)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_the_reference_turns_complex_numbers(interleaved):
+def test_the_reference_turns_complex_numbers():
     x, positions = torch.randn(3, 2, 64).double(), torch.tensor([5, 0, 2])
     cos, sin = (t.double() for t in tables(6, 64))
-    y = reference.rope(x, positions, cos, sin, interleaved)
+    y = reference.rope(x, positions, cos, sin)
 
     def as_complex(z):
-        pairs = z.unflatten(-1, (32, 2)) if interleaved else z.unflatten(-1, (2, 32)).mT
-        return torch.view_as_complex(pairs.contiguous())
+        return torch.view_as_complex(z.unflatten(-1, (2, 32)).mT.contiguous())
 
     turned = as_complex(x) * torch.complex(cos, sin)[positions][:, None]
     assert_close(torch.view_as_real(as_complex(y)), torch.view_as_real(turned))

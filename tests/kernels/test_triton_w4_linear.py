@@ -42,9 +42,9 @@ def test_equals_the_product_with_the_dequantized_matrix(tokens, bits, group, row
 @pytest.mark.parametrize(
     "config",
     [
-        GemvConfig(16, 1, 2),
-        GemvConfig(32, 2, 3, splits=2),
-        GemvConfig(16, 4, 3, splits=5),  # the last programs have nothing to do
+        GemvConfig(block_n=16, warps=1, stages=2),
+        GemvConfig(block_n=32, warps=2, splits=2),
+        GemvConfig(block_n=16, splits=5),  # the last programs have nothing to do
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 16])
@@ -55,9 +55,9 @@ def test_gemv(tokens, config):
 @pytest.mark.parametrize(
     "config",
     [
-        SkinnyConfig(32, 64, 32, 2, 2, 2),
-        SkinnyConfig(32, 8, 64, 2, 2, 2, splits=2),
-        SkinnyConfig(16, 32, 128, 4, 4, 2, splits=3),
+        SkinnyConfig(block_n=32, block_m=64, row_bytes=32, parts=2, warps=2, stages=2),
+        SkinnyConfig(block_n=32, block_m=8, parts=2, warps=2, stages=2, splits=2),
+        SkinnyConfig(block_n=16, block_m=32, row_bytes=128, stages=2, splits=3),
     ],
 )
 @pytest.mark.parametrize(("group", "tokens"), [(32, 17), (64, 33), (128, 3)])
@@ -75,13 +75,17 @@ def test_scratch_in_several_pieces(tokens):
     check(tokens, 4, 32, 300, 96, torch.float16, ScratchConfig(nbytes=1))
 
 
-@pytest.mark.parametrize("config", [GemvConfig(16), SkinnyConfig(16), FmaConfig(), ScratchConfig()])
+@pytest.mark.parametrize(
+    "config", [GemvConfig(block_n=16), SkinnyConfig(block_n=16), FmaConfig(), ScratchConfig()]
+)
 def test_float32_scales(config):
     check(2, 4, 64, 20, 192, torch.float16, config, torch.float32)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("config", [GemvConfig(16), SkinnyConfig(16), FmaConfig(), ScratchConfig()])
+@pytest.mark.parametrize(
+    "config", [GemvConfig(block_n=16), SkinnyConfig(block_n=16), FmaConfig(), ScratchConfig()]
+)
 def test_without_bias(config, splits):
     if hasattr(config, "splits"):
         config = replace(config, splits=splits)
@@ -107,7 +111,7 @@ def test_large_mean_of_x_does_not_swamp_the_codes():
     """The offset that rides on the codes is taken off again with the sums of x."""
     q = quantized(16, 1024, 4, 64, offset=0.0)
     x = (torch.randn(1, 1024) + 8).half()
-    y = w4_linear(x, q, None, GemvConfig(16))
+    y = w4_linear(x, q, None, GemvConfig(block_n=16))
     exact = expected(x, q, None)
     size = x.double().abs() @ q.dequantize().double().abs().T
     assert bool(((y.double() - exact).abs() <= size * 2.0**-11).all())
@@ -116,7 +120,7 @@ def test_large_mean_of_x_does_not_swamp_the_codes():
 def test_splits_give_the_same_bits_each_time():
     q = quantized(16, 1024, 4, 64)
     x = torch.randn(2, 1024).half()
-    results = [w4_linear(x, q, None, GemvConfig(16, splits=2)) for _ in range(2)]
+    results = [w4_linear(x, q, None, GemvConfig(block_n=16, splits=2)) for _ in range(2)]
     assert torch.equal(*results)
 
 

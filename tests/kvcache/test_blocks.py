@@ -5,37 +5,45 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qoff.errors import ArgumentError
-from qoff.kvcache.store.allocator import BlockAllocator
+from qoff.errors import BudgetError
+from qoff.kvcache.store.pool import BlockPool
 
 
+@pytest.mark.parametrize("grows", [False, True])
 @given(
     moves=st.lists(
-        st.tuples(st.sampled_from(["allocate", "share", "release", "grow"]), st.integers(0, 9))
+        st.tuples(st.sampled_from(["allocate", "share", "release", "reserve"]), st.integers(0, 9))
     )
 )
-def test_counts_users_through_any_moves(moves: list[tuple[str, int]]) -> None:
-    allocator, users = BlockAllocator(2), Counter[int]()
+def test_counts_users_through_any_moves(grows: bool, moves: list[tuple[str, int]]) -> None:
+    memory = torch.empty(2, 1, 8, dtype=torch.uint8)
+    pool, users = BlockPool("host", [memory], 2, grows=grows), Counter[int]()
     for move, number in moves:
         held = sorted(users.elements())
-        if move == "grow":
-            allocator.grow(allocator.capacity + number)
+        if move == "reserve":
+            pool.reserve(pool.capacity + number)
         elif move == "allocate":
-            if allocator.free:
-                block = allocator.allocate()
-                assert users[block] == 0
-                assert 0 <= block < allocator.capacity
-                users[block] = 1
+            if grows or number <= pool.capacity - len(users):
+                blocks = pool.allocate(number)
+                assert len(set(blocks)) == number
+                assert users.keys().isdisjoint(blocks)
+                assert all(0 <= block < pool.capacity for block in blocks)
+                users.update(blocks)
             else:
-                with pytest.raises(ArgumentError, match="blocks of the KV cache are in use"):
-                    allocator.allocate()
+                with pytest.raises(BudgetError, match="KV blocks of the host are in use"):
+                    pool.allocate(number)
         elif held:
             block = held[number % len(held)]
-            getattr(allocator, move)([block])
+            if move == "share":
+                pool.users[block] += 1
+            else:
+                pool.release(block)
             users[block] += 1 if move == "share" else -1
         users = +users
-        assert allocator.free == allocator.capacity - len(users)
-        assert all(allocator.users(block) == count for block, count in users.items())
+        assert pool.used == len(users)
+        assert pool.capacity == len(pool.layers[0])
+        assert all(pool.users[block] == count for block, count in users.items())

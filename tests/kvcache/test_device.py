@@ -114,7 +114,7 @@ class Told:
         return known_k, known_v
 
     def _records(self, layer: int, slot: int) -> Tensor:
-        return self.cache.store.pools[layer].cpu()[self.cache.blocks[slot]]
+        return self.cache.store.pool.layers[layer].cpu()[self.cache.blocks[slot]]
 
     def _check_blocks(self, layer: int, slot: int, first: int) -> None:
         """The blocks from `first` on hold the tokens they ought to, but for codes one off."""
@@ -203,22 +203,34 @@ def test_any_moves(seed: int) -> None:
 def test_sequences_that_were_one_share_their_blocks() -> None:
     told = Told(1, 0)
     told.forward([64 * 3])
-    assert told.cache.store.used == 3
+    assert told.cache.store.pool.used == 3
     told.select([0] * 3)
-    assert told.cache.store.used == 3
+    assert told.cache.store.pool.used == 3
     told.forward([64] * 3)
-    assert told.cache.store.used == 6
+    assert told.cache.store.pool.used == 6
     told.select([2])
-    assert told.cache.store.used == 4
+    assert told.cache.store.pool.used == 4
 
 
 def test_room_that_was_asked_for_does_not_grow() -> None:
     cache = DeviceCache([SHAPE], FORMS[:1], 2, window=64, capacity=640, device=DEVICE)
-    before = cache.store.pools[0].data_ptr()
+    before = cache.store.pool.layers[0].data_ptr()
     ragged = Ragged.of([640, 600], [0, 0])
     cache.begin(ragged)
-    assert cache.store.pools[0].data_ptr() == before
-    assert cache.store.used == 17
+    assert cache.store.pool.layers[0].data_ptr() == before
+    assert cache.store.pool.used == 17
+
+
+def test_a_steady_cache_says_more_blocks_than_there_are_only_at_decode() -> None:
+    """Working space is counted for the blocks of a sequence; that of decode is bounded."""
+    cache = DeviceCache([SHAPE], FORMS[:1], 1, window=0, steady=True, device=DEVICE)
+    said = []
+    for count in (200, 100, 1, 1):
+        step = cache.begin(Ragged.of([count], cache.lengths))
+        said.append(step.open(0).step.max_packed)
+        step.close(0)
+        step.end()
+    assert said == [0, 192, 1024, 1024]
 
 
 @pytest.mark.parametrize(("tokens", "opened"), [(1, 0), (1, 1), (60, 1), (200, 0)])
@@ -233,7 +245,7 @@ def test_a_pass_that_failed_can_be_done_again(tokens: int, opened: int) -> None:
         triton_ops.attention(qkv, SHAPE, step.open(layer), ragged)
         step.close(layer)
     told.forward([tokens])
-    assert told.cache.store.used == told.packed[0] // 64
+    assert told.cache.store.pool.used == told.packed[0] // 64
 
 
 def test_a_long_pass_that_failed_between_layers_is_the_end() -> None:

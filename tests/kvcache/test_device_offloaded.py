@@ -20,9 +20,11 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache import CachePass, DeviceCache, KVPlacement
-from qoff.kvcache.device.write_back import WriteBackQueue
+from qoff.kvcache.device.blocks import DeviceBlocks, offloaded_blocks
+from qoff.kvcache.device.write_back import WriteBackBuffer, WriteBackQueue
 from qoff.kvcache.store.base import GrowingBlocks
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store.pool import BlockPool
 from qoff.kvcache.store.tiered import BlockPlan, TieredBlocks
 from qoff.memory.arena import Arena
 from qoff.memory.io.copies import Copies
@@ -38,6 +40,32 @@ GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE, WINDOWED = HeadShape(2, 1, 64, 0.125), HeadShape(2, 1, 64, 0.125, window=150)
 FORMS = (KVFormat(64), KVFormat(64, k_bits=8))
 HALF, NONE = KVPlacement(0.5, 0.5), KVPlacement(0, 1)
+
+
+BLOCKS = 32  # enough for every test, on each tier
+
+
+def buffers(count: int, nbytes: int) -> list[WriteBackBuffer]:
+    on_gpu = GPU.type == "cuda"
+    return [
+        WriteBackBuffer(
+            torch.empty(nbytes, dtype=torch.uint8, device=GPU),
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu),
+        )
+        for _ in range(count)
+    ]
+
+
+def in_host_memory(forms: Sequence[KVFormat], placement: KVPlacement) -> TieredBlocks:
+    """Blocks that are all attended to where they lie, so that nothing is copied."""
+    records = tuple(form.nbytes for form in forms)
+    plan = BlockPlan(records, {DEVICE: 0, HOST: BLOCKS, DISK: 0}, 0, True)
+    arenas = {tier: Arena(tier, plan.tier_bytes()[tier]) for tier in (DEVICE, HOST)}
+    heads = [1] * len(forms)
+    with closing(Copies()) as copies:
+        return TieredBlocks(
+            forms, heads, plan, placement, arenas, copies, None, instrumentation=POISON
+        )
 
 
 class Pair:
@@ -58,15 +86,24 @@ class Pair:
         shapes = [shape] * len(forms)
         options = {"window": 0, "capacity": capacity, "device": GPU, "dtype": dtype}
         self.resident = DeviceCache(shapes, forms, sequences, **options)
-        self.hybrid = DeviceCache(
-            shapes,
-            forms,
-            sequences,
-            **options,
-            placement=placement,
-            offloaded=offloaded,
-            instrumentation=POISON,
+        self.offloaded = offloaded or in_host_memory(forms, placement)
+        records = [(BLOCKS, 1, form.nbytes) for form in forms]
+        layers = [torch.empty(record, dtype=torch.uint8, device=GPU) for record in records]
+        queue = WriteBackQueue(
+            self.offloaded, buffers(2, BLOCKS * max(form.nbytes for form in forms)), POISON
         )
+        pool = BlockPool(DEVICE, layers, BLOCKS, poison=True)
+        store = DeviceBlocks(forms, pool, placement, self.offloaded, queue)
+        self.hybrid = DeviceCache(shapes, forms, sequences, **options, store=store)
+
+    @property
+    def offloaded_tokens(self) -> list[int]:
+        """How many tokens of each sequence, its oldest, are not on the device."""
+        return [64 * len(offloaded_blocks(blocks)) for blocks in self.hybrid.blocks]
+
+    @property
+    def used(self) -> int:
+        return self.hybrid.store.pool.used + self.offloaded.used(HOST)
 
     def both(self, move: Callable[[DeviceCache], object]) -> None:
         for cache in (self.resident, self.hybrid):
@@ -130,10 +167,10 @@ def test_ragged_passes_over_both_tiers(placement: KVPlacement) -> None:
     pair.forward([1, 1], [2, 0])
     pair.forward([2, 1], [2, 1])
     assert pair.hybrid.packed == [192, 64, 64]
-    assert pair.hybrid.offloaded_tokens == [128 if placement is HALF else 192, 64, 64]
+    assert pair.offloaded_tokens == [128 if placement is HALF else 192, 64, 64]
     pair.forward([70, 1, 130])
     assert pair.hybrid.packed == [256, 64, 192]
-    assert pair.hybrid.offloaded_tokens == ([128, 64, 128] if placement is HALF else [256, 64, 192])
+    assert pair.offloaded_tokens == ([128, 64, 128] if placement is HALF else [256, 64, 192])
     pair.forward([1, 1, 1])
 
 
@@ -141,14 +178,14 @@ def test_layers_of_their_own_forms_in_bfloat16() -> None:
     pair = Pair(1, dtype=torch.bfloat16, forms=(*FORMS, FORMS[0]))
     for counts in ([100], [28], [1]):
         pair.forward(counts)
-    assert pair.hybrid.offloaded_tokens == [128]
+    assert pair.offloaded_tokens == [128]
 
 
 def test_a_sliding_window_over_both_tiers() -> None:
     pair = Pair(2, shape=WINDOWED)
     for counts in ([200, 130], [1, 1], [60, 3], [1, 1]):
         pair.forward(counts)
-    assert pair.hybrid.offloaded_tokens == [128, 128]
+    assert pair.offloaded_tokens == [128, 128]
 
 
 def test_slots_are_filled_forked_and_emptied() -> None:
@@ -160,15 +197,14 @@ def test_slots_are_filled_forked_and_emptied() -> None:
     pair.both(lambda cache: cache.reset(0, 128))
     pair.both(lambda cache: cache.adopt(0, cache.blocks[2][:1]))
     pair.forward([70, 50], [0, 2])
-    assert pair.hybrid.offloaded_tokens == [64, 0, 128]
+    assert pair.offloaded_tokens == [64, 0, 128]
     assert pair.hybrid.packed == [128, 0, 192]
     pair.both(lambda cache: cache.select([2, 0, 2]))
     pair.both(lambda cache: cache.forget(100))
     pair.forward([1, 1, 1])
     for slot in range(3):
         pair.both(lambda cache, slot=slot: cache.reset(slot))
-    assert isinstance(pair.hybrid.store.offloaded, GrowingBlocks)
-    assert pair.hybrid.store.used == pair.hybrid.store.offloaded.used == 0
+    assert pair.used == 0
 
 
 def test_blocks_after_one_on_the_device_are_there_too() -> None:
@@ -180,7 +216,7 @@ def test_blocks_after_one_on_the_device_are_there_too() -> None:
     pair.both(lambda cache: cache.fork(0, 1))
     pair.forward([62], [1])
     assert pair.hybrid.packed == [128, 192]
-    assert pair.hybrid.offloaded_tokens == [64, 64]
+    assert pair.offloaded_tokens == [64, 64]
     assert [block >= 0 for block in pair.hybrid.blocks[1]] == [False, True, True]
     pair.forward([1, 1])
 
@@ -200,7 +236,7 @@ def test_a_pass_over_a_subset_beside_one_over_the_others() -> None:
         step.end()
     pair.check()
     assert pair.hybrid.lengths == [67, 128, 70]
-    assert pair.hybrid.offloaded_tokens == [64, 128, 64]
+    assert pair.offloaded_tokens == [64, 128, 64]
     pair.forward([1, 1, 1])
 
 
@@ -217,8 +253,7 @@ def test_a_pass_that_was_given_up_leaves_no_trace() -> None:
     with pytest.raises(ArgumentError, match="half-way"):
         pair.hybrid.begin(ragged)
     step.abandon()
-    assert isinstance(pair.hybrid.store.offloaded, GrowingBlocks)
-    assert pair.hybrid.store.used == pair.hybrid.store.offloaded.used == 0
+    assert pair.used == 0
 
 
 @pytest.mark.parametrize("attends_on_host", [True, False])
@@ -247,24 +282,17 @@ def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, attends_on_ho
         pair = Pair(2, placement, offloaded=offloaded, forms=FORMS)
         for counts in ([260, 70], [1, 1], [1, 60]):
             pair.forward(counts)
-        assert pair.hybrid.offloaded_tokens == [192, 128]
+        assert pair.offloaded_tokens == [192, 128]
         assert (offloaded.used(HOST), offloaded.used(DISK)) == (1, 4)
         for arena in arenas.values():
             arena.close()
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="on disk"):
-        DeviceCache([SHAPE], FORMS[:1], 1, device=GPU, placement=KVPlacement(0.5, 0.2))
-    with pytest.raises(ArgumentError, match="all blocks stay"):
-        DeviceCache([SHAPE], FORMS[:1], 1, device=GPU, offloaded=GrowingBlocks(FORMS[:1], [1]))
-
-
 def test_write_backs_arrive_in_any_order_and_dropped_ones_never() -> None:
     store = GrowingBlocks(FORMS, [2, 2])
     store.allocate(range(4), 4)
-    queue = WriteBackQueue(store, GPU, instrumentation=POISON)
-    before = [pool.clone() for pool in store.pools]
+    queue = WriteBackQueue(store, buffers(3, 2 * 2 * max(form.nbytes for form in FORMS)), POISON)
+    before = [layer.clone() for layer in store.pool.layers]
     dropped = queue.take(0, [0, 1])
     for pending, code in (
         (queue.take(1, [2]), 1),
@@ -281,8 +309,8 @@ def test_write_backs_arrive_in_any_order_and_dropped_ones_never() -> None:
     queue.send(last)
     while queue._sent:
         queue.deliver(queue._sent[-1:])
-    assert (store.pools[0][3] == 2).all()
-    assert (store.pools[1][2] == 1).all()
-    assert (store.pools[1][0] == 4).all()
-    assert torch.equal(store.pools[0][:3], before[0][:3])
-    assert queue.nbytes >= 2 * 3 * 2 * FORMS[0].nbytes
+    layers = store.pool.layers
+    assert (layers[0][3] == 2).all()
+    assert (layers[1][2] == 1).all()
+    assert (layers[1][0] == 4).all()
+    assert torch.equal(layers[0][:3], before[0][:3])

@@ -173,7 +173,7 @@ def test_any_moves(moves: list[tuple[str, int]], window: int) -> None:
 
 def used(cache: PackedCache) -> int:
     assert isinstance(cache.store, GrowingBlocks)
-    return cache.store.used
+    return cache.store.pool.used
 
 
 def test_sequences_that_were_one_share_their_blocks() -> None:

@@ -11,7 +11,15 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint, CheckpointWriter, read_weight
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import Tile, TiledMatrix, WeightStore
-from qoff.memory.plan import EMBEDDING, LM_HEAD, Unit, local_names, unit_files, unit_weights
+from qoff.memory.plan import (
+    EMBEDDING,
+    LM_HEAD,
+    Image,
+    Unit,
+    local_names,
+    unit_files,
+    unit_weights,
+)
 from tests.kernels.operands import random_weight
 
 HIDDEN, MLP, VOCAB = 64, 128, 100
@@ -115,9 +123,17 @@ class Truth:
         return [n for n in expected if n not in served or not same_bits(served[n], expected[n])]
 
 
+def units_of(store: WeightStore) -> tuple[Unit, ...]:
+    """All units in the order of a pass, tiled ones followed by their tiles."""
+    units: list[Unit] = []
+    for unit in unit_files(store.checkpoint):
+        units += [unit, *(tile for tile in store.residency.tiles if tile.unit == unit)]
+    return tuple(units)
+
+
 def check_pass(store: WeightStore, truth: Truth) -> None:
     """One pass in the default order; every unit and every tile is what the files say."""
-    units = iter(store.units)
+    units = iter(units_of(store))
     for unit in units:
         assert not isinstance(unit, Tile)
         with store.use(unit) as weights:
@@ -139,3 +155,8 @@ def check_pass(store: WeightStore, truth: Truth) -> None:
                         assert same_bits(served[name], expected.rows(row, tile.stop))
                     row = tile.stop
                 assert row == expected.shape[0]
+
+
+def file_bytes(image: Image) -> int:
+    """Bytes that are read from the file."""
+    return sum(r.nbytes for r in image.ranges)

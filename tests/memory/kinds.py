@@ -54,7 +54,7 @@ class SimulatedStream(CopyStream):
         assert source.shape == memory.shape
         job = _Job(source, memory, after)
         self.copies += 1
-        self._copier.submit([job])
+        self._copier.submit(job.run)
         return Copy(job.ended, job.started if timed else None)
 
     def recycle(self, memory: Tensor, poison: bool) -> Event:
@@ -69,7 +69,7 @@ class SimulatedStream(CopyStream):
 
     def close(self) -> None:
         last = _Job(torch.empty(0), torch.empty(0), None)
-        self._copier.submit([last])
+        self._copier.submit(last.run)
         last.ended.synchronize()
         self._copier.close()
 
@@ -86,9 +86,6 @@ class _Job:
         time.sleep(DELAYS.random() * 5e-4)
         self._memory.copy_(self._source)
         self.ended.happened.set()
-
-    def fail(self, error: Exception) -> None:
-        raise AssertionError from error
 
 
 def make(kind: str, reader: DiskReader | None = None) -> Transfers:

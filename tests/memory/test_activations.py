@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from qoff.errors import BudgetError, DiskReadError, DiskWriteError
 from qoff.memory.activations import ActivationStore
 from qoff.memory.arena import PAGE, Arena
-from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.disk import DiskReader
-from qoff.memory.io.link import Link, Links
 from qoff.memory.io.spill import SpillFile
+from tests.links import Link, behind
 
 TOKENS, HIDDEN = 40, 24
 TIERS = ["host", "disk"]
@@ -33,7 +32,7 @@ def store_of(
     """A store with exactly the memory that it says it takes."""
     sizes = ActivationStore.bytes_for(tier, batches, TOKENS, HIDDEN)
     arenas = {name: Arena(name, sizes[name]) for name in ("device", "host")}
-    hooks = Instrumentation(links=Links(host=Link(1e7) if slow else None))
+    hooks = behind(host=Link(1e7) if slow else None)
     options = {} if pwritev is None else {"pwritev": pwritev}
     with (
         closing(DiskReader(threads=1)) as reader,

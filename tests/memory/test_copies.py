@@ -12,8 +12,8 @@ import torch
 from qoff.errors import DiskReadError
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copies import Copies
-from qoff.memory.io.link import Link, Links
 from qoff.memory.io.timeline import Timeline
+from tests.links import Link, behind
 
 TIMEOUT_S = 30
 
@@ -85,8 +85,8 @@ def test_close_finishes_what_runs_fails_what_waits_and_closes_again() -> None:
 
 def test_copies_take_as_long_as_the_link_says_and_are_noted() -> None:
     timeline, source = Timeline(), torch.zeros(1 << 16, dtype=torch.uint8)
-    links = Links(host=Link(bytes_per_s=source.nbytes / 0.05))
-    with closing(Copies(instrumentation=Instrumentation(timeline, links=links))) as copies:
+    hooks = behind(host=Link(source.nbytes / 0.05), hooks=Instrumentation(timeline))
+    with closing(Copies(instrumentation=hooks)) as copies:
         start = time.perf_counter()
         futures = [
             copies.submit([(torch.empty_like(source), source)], "lane", "x") for _ in range(3)

@@ -73,9 +73,9 @@ def test_bytes_delivered_are_the_bytes_of_the_file(
             assert set(got[:shift] + got[shift + nbytes :]) <= {0xAA}, "wrote outside of dest"
         stats = reader.stats
         assert stats.bytes == sum(nbytes for *_, nbytes in wanted)
-        assert (stats.busy_s > 0) == (stats.reads > 0)
-        assert stats.direct_files | stats.buffered_files == {path}
-        assert direct or not stats.direct_files
+        assert (stats.busy_s > 0) == any(nbytes for *_, nbytes in wanted)
+        assert stats.buffered_files <= {path}
+        assert direct or stats.buffered_files
 
 
 @given(beyond=st.integers(1, 50_000), aligned=st.booleans(), direct=st.booleans())

@@ -10,7 +10,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.memory import WeightStore, plan_residency, residency_of
 from qoff.memory.plan import HEAD, streamed_images, unit_weights
-from tests.memory.checkpoints import all_names, write_checkpoint
+from tests.memory.checkpoints import all_names, units_of, write_checkpoint
 
 PACKINGS = ["rows16", "split32"]
 
@@ -47,7 +47,7 @@ def test_no_plan_exceeds_its_budget_and_no_store_its_plan(
     plan = plan_residency(checkpoint, budget, slots, workspace)
     assert plan.device_bytes <= budget
     with WeightStore(checkpoint, plan) as store:
-        for unit in [*store.units, *store.units]:
+        for unit in units_of(store) * 2:
             with store.use(unit):
                 pass
         assert store.stats.arena_peak == plan.device_bytes - workspace

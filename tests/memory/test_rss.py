@@ -25,7 +25,7 @@ checkpoint = Checkpoint.open(sys.argv[1])
 plan = plan_residency(checkpoint, int(sys.argv[2]))
 before, most, total = rss(), 0, 0
 with WeightStore(checkpoint, plan) as store:
-    for unit in store.units * 2:
+    for unit in (*range(len(checkpoint.layers)), "head") * 2:
         with store.use(unit):
             most = max(most, rss())
     print(most - before, store.stats.bytes_read, store.stats.arena_peak, rss() - before)

@@ -125,7 +125,7 @@ def test_a_file_system_that_refuses_direct_writes(
     tmp_path: Path, reader: DiskReader, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when both threads are refused at once."""
-    monkeypatch.setattr("qoff.memory.io.spill._try_direct", lambda fd: True)
+    monkeypatch.setattr("qoff.memory.io.spill.set_direct", lambda fd, direct: True)
     together = threading.Barrier(failures)
 
     def refuse(fd: int, views: Sequence[memoryview], offset: int) -> int:

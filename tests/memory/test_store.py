@@ -18,7 +18,6 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import (
     HEAD,
     DiskReader,
-    Residency,
     ThreadTransfers,
     Unit,
     WeightStore,
@@ -82,7 +81,6 @@ def test_every_residency_serves_the_same_bits(
     with WeightStore(
         checkpoint,
         plan,
-        packing=packing,
         transfers=racing_transfers(),
         instrumentation=POISON,
     ) as store:
@@ -94,13 +92,11 @@ def test_every_residency_serves_the_same_bits(
 @given(
     data=st.data(),
     slots=st.sampled_from([2, 3]),
-    order=st.lists(st.sampled_from(UNITS), max_size=8),
     acquired=st.lists(st.sampled_from(UNITS), max_size=10),
 )
 def test_any_order_of_acquisition_serves_the_same_bits(
     data: st.DataObject,
     slots: int,
-    order: list[Unit],
     acquired: list[Unit],
     checkpoint: Checkpoint,
     truth: dict[str, Truth],
@@ -110,9 +106,7 @@ def test_any_order_of_acquisition_serves_the_same_bits(
         checkpoint, plan, transfers=racing_transfers(), instrumentation=POISON
     ) as store:
         held: list[Unit] = []
-        for i, unit in enumerate(acquired):
-            if i == len(acquired) // 2:
-                store.set_order(order)
+        for unit in acquired:
             if unit not in held and len(set(held)) == slots:
                 store.release(held.pop(data.draw(st.integers(0, slots - 1)) % len(held)))
             if unit not in held and len(set(held)) == slots:
@@ -199,16 +193,14 @@ def test_a_released_slot_is_read_into_unasked_and_across_the_end_of_the_cycle(
 def test_following_the_order_reads_every_byte_once_a_cycle(small: Checkpoint) -> None:
     plan = residency_of(small, set())
     with WeightStore(small, plan, verify=False) as store:
-        order: list[Unit] = [3, 1, HEAD, 0, 2]
-        store.set_order(order)
-        for unit in order:  # what was read ahead for another order is gone by now
+        for unit in UNITS:
             with store.use(unit):
                 pass
         before = store.stats.bytes_read
-        for unit in order * 2:
+        for unit in UNITS * 2:
             with store.use(unit):
                 pass
-        for unit in order[: plan.slots]:  # wait for what is read ahead
+        for unit in UNITS[: plan.slots]:  # wait for what is read ahead
             store.acquire(unit)
         total = sum(f.nbytes - f.data_start for f in [*small.layers, small.outer])
         ahead = store.stats.bytes_read - before - 2 * total
@@ -220,7 +212,6 @@ def test_nothing_is_read_when_all_is_resident(checkpoint: Checkpoint) -> None:
         loaded = store.stats.bytes_read
         first = [store.acquire(unit) for unit in UNITS]
         again = [store.acquire(unit) for unit in UNITS]
-        store.set_order([HEAD])
         assert all(a is b for a, b in zip(first, again, strict=True))
         assert store.stats.bytes_read == loaded
         assert store.stats.wait_s == 0
@@ -283,13 +274,7 @@ def test_what_was_not_acquired_cannot_be_released(small: Checkpoint) -> None:
         with pytest.raises(ValueError, match="no unit 17"):
             store.acquire(17)
         with pytest.raises(ValueError, match="no unit 'tail'"):
-            store.set_order([0, "tail"])
-
-
-def test_a_residency_for_another_packing_is_refused(small: Checkpoint) -> None:
-    plan: Residency = plan_residency(small, None, packing="split32")
-    with pytest.raises(ValueError, match="split32"):
-        WeightStore(small, plan, packing="rows16")
+            store.acquire("tail")
 
 
 @given(ids=st.lists(st.integers(0, 99), max_size=40), resident=st.booleans())

@@ -22,8 +22,6 @@ from qoff.memory import (
     DiskReader,
     Residency,
     ThreadTransfers,
-    Tile,
-    Unit,
     WeightStore,
     plan_residency,
     residency_of,
@@ -79,7 +77,6 @@ def test_tiles_of_any_size_serve_every_row_once(
     with WeightStore(
         checkpoint,
         plan,
-        packing=packing,
         transfers=racing_transfers(),
         instrumentation=POISON,
     ) as store:
@@ -184,20 +181,6 @@ def test_rows_of_a_tied_embedding_in_tiles(tmp_path: Path, host: bool) -> None:
         assert bool(plan.host) == host
         with WeightStore(checkpoint, plan) as store:
             assert same_bits(store.gather_rows(EMBEDDING, ids), expected.dequantize()[ids])
-
-
-def test_a_tiled_unit_in_an_order_stands_for_its_tiles(checkpoint: Checkpoint) -> None:
-    plan = residency_of(checkpoint, [], tile_bytes=8192)
-    with WeightStore(checkpoint, plan, verify=False) as store:
-        tiles = [u for u in store.units if isinstance(u, Tile)]
-        order: list[Unit] = [2, 0]
-        store.set_order(order)
-        wanted = [t for u in order for t in tiles if t.unit == u]
-        assert list(store._ring._order) == wanted
-        store.set_order(store.units)
-        assert list(store._ring._order) == list(streamed_images(checkpoint, plan))
-        store.set_order([tiles[3], 2, tiles[1]])
-        assert store._ring._order[0] == tiles[3]
 
 
 def test_a_flipped_bit_in_a_tiled_file_is_found_when_the_store_is_opened(tmp_path: Path) -> None:

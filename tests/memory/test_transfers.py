@@ -31,11 +31,17 @@ from qoff.memory import (
     residency_of,
 )
 from qoff.memory.instrumentation import Instrumentation
-from qoff.memory.io.cuda_transfers import CudaTransfers
-from qoff.memory.io.staged_read import clip
+from qoff.memory.io.cuda_transfers import CudaTransfers, clip
 from qoff.memory.plan import EMBEDDING, FileRange, streamed_images
 from tests.instruments import POISON
-from tests.memory.checkpoints import Truth, all_names, check_pass, same_bits, write_checkpoint
+from tests.memory.checkpoints import (
+    Truth,
+    all_names,
+    check_pass,
+    file_bytes,
+    same_bits,
+    write_checkpoint,
+)
 from tests.memory.kinds import KINDS, STAGING, SimulatedStream, make
 
 LAYERS = 4
@@ -107,7 +113,6 @@ def opened(
     return WeightStore(
         checkpoint,
         plan,
-        packing=PACKING,
         transfers=racing_transfers(kind),
         instrumentation=instrumentation,
         **options,  # type: ignore[arg-type]
@@ -176,7 +181,7 @@ def test_a_read_error_is_raised_where_the_unit_is_acquired(
 
     plan = plan_for(kind, checkpoint)
     transfers = make(kind, DiskReader(preadv=faulty))
-    with WeightStore(checkpoint, plan, packing=PACKING, transfers=transfers) as store:
+    with WeightStore(checkpoint, plan, transfers=transfers) as store:
         for _ in range(2):
             for unit in UNITS:
                 if unit == 2:
@@ -222,9 +227,7 @@ def test_use_after_release_shows_as_nan(kind: str, pristine: Checkpoint) -> None
 
     plan = plan_for(kind, pristine)
     transfers = make(kind, DiskReader(preadv=gated))
-    with WeightStore(
-        pristine, plan, packing=PACKING, transfers=transfers, instrumentation=POISON
-    ) as store:
+    with WeightStore(pristine, plan, transfers=transfers, instrumentation=POISON) as store:
         store.acquire(1)
         matrix = store.acquire(0)["mlp.down_proj"]
         assert isinstance(matrix, QTensor)
@@ -242,7 +245,7 @@ def test_close_while_units_are_under_way(kind: str, pristine: Checkpoint) -> Non
 
     plan = plan_for(kind, pristine, sources=30_000)
     transfers = make(kind, DiskReader(threads=1, chunk=4096, preadv=slow))
-    store = WeightStore(pristine, plan, packing=PACKING, transfers=transfers, verify=False)
+    store = WeightStore(pristine, plan, transfers=transfers, verify=False)
     outcome: list[object] = []
 
     def consume() -> None:
@@ -277,7 +280,7 @@ def test_the_death_of_a_reading_thread_is_an_error(
     transfers = make(kind, DiskReader(preadv=deadly))
     plan = plan_for(kind, pristine)
     with (
-        WeightStore(pristine, plan, packing=PACKING, transfers=transfers) as store,
+        WeightStore(pristine, plan, transfers=transfers) as store,
         pytest.raises(DiskReadError),
     ):
         consume(store)
@@ -302,7 +305,7 @@ def test_timelines_have_every_link(kind: str, pristine: Checkpoint) -> None:
 def test_a_streamed_unit_is_one_copy(pristine: Checkpoint) -> None:
     plan = plan_for("simulated", pristine, sources=60_000)
     transfers = make("simulated")
-    with WeightStore(pristine, plan, packing=PACKING, transfers=transfers) as store:
+    with WeightStore(pristine, plan, transfers=transfers) as store:
         assert isinstance(transfers, CudaTransfers)
         stream = transfers.stream
         assert isinstance(stream, SimulatedStream)
@@ -331,8 +334,8 @@ def test_the_next_unit_is_read_while_one_is_copied(pristine: Checkpoint) -> None
     plan = plan_for("simulated", pristine)
     images = streamed_images(pristine, plan)
     transfers = CudaTransfers("cpu", stream=Held)
-    with WeightStore(pristine, plan, packing=PACKING, transfers=transfers, verify=False) as store:
-        wanted = images[0].file_bytes + images[1].file_bytes
+    with WeightStore(pristine, plan, transfers=transfers, verify=False) as store:
+        wanted = file_bytes(images[0]) + file_bytes(images[1])
         deadline = time.perf_counter() + 10
         while store.stats.bytes_read < wanted and time.perf_counter() < deadline:
             time.sleep(0.005)
@@ -346,7 +349,7 @@ def test_plans_that_do_not_fit_the_transfers_are_refused(tmp_path: Path) -> None
         plan = residency_of(checkpoint, [], packing="split32")
         transfers = make("simulated")
         with pytest.raises(ArgumentError, match=match):
-            WeightStore(checkpoint, plan, packing="split32", transfers=transfers)
+            WeightStore(checkpoint, plan, transfers=transfers)
     with pytest.raises(ArgumentError, match="too few"):
         CudaTransfers(host_staging=1)
 

@@ -4,62 +4,61 @@ import threading
 
 import pytest
 
-from qoff.errors import DiskReadError
+from qoff.errors import DiskReadError, DiskWriteError
 from qoff.memory.io.workers import Workers
 
-
-class Recorded:
-    """A job that runs `action`, and tells how it ended."""
-
-    def __init__(self, action: object = None) -> None:
-        self.started = threading.Event()
-        self.ended = threading.Event()
-        self.error: Exception | None = None
-        self._action = action
-
-    def run(self) -> None:
-        self.started.set()
-        if isinstance(self._action, BaseException):
-            raise self._action
-        if isinstance(self._action, threading.Event):
-            self._action.wait(20)
-        self.ended.set()
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.ended.set()
+TIMEOUT_S = 20
 
 
-@pytest.mark.parametrize("death", [SystemExit(3), KeyboardInterrupt(), RuntimeError("a bug")])
-def test_death_fails_the_job_at_hand_the_queued_and_the_later(death: BaseException) -> None:
+def end(how: BaseException) -> None:
+    raise how
+
+
+@pytest.mark.parametrize("death", [SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [DiskReadError, DiskWriteError])
+def test_death_fails_the_call_at_hand_the_queued_and_the_later(
+    death: BaseException, error: type[DiskReadError | DiskWriteError]
+) -> None:
     gate = threading.Event()
-    jobs = [Recorded(gate), Recorded(death), Recorded(), Recorded()]
-    workers = Workers(1, "qoff-test")
-    workers.submit(jobs)
+    workers = Workers(1, "qoff-test", error)
+    calls = [lambda: gate.wait(TIMEOUT_S), lambda: end(death), lambda: None, lambda: None]
+    first, *others = [workers.submit(call) for call in calls]
     gate.set()
-    assert all(job.ended.wait(20) for job in jobs)
-    assert jobs[0].error is None
-    assert all(isinstance(job.error, DiskReadError) for job in jobs[1:])
-    late = Recorded()
-    workers.submit([late])
-    assert repr(death) in str(late.error)
+    assert first.result(TIMEOUT_S)
+    for future in [*others, workers.submit(lambda: None)]:
+        with pytest.raises(error, match=r"qoff-test.*died") as found:
+            future.result(TIMEOUT_S)
+        assert repr(death) in str(found.value)
     workers.close()
     assert not workers.alive
 
 
-def test_close_fails_what_is_queued_and_finishes_what_runs() -> None:
-    gate = threading.Event()
-    running, queued = Recorded(gate), Recorded()
+def test_an_ordinary_error_is_of_its_call_alone() -> None:
     workers = Workers(1, "qoff-test")
-    workers.submit([running, queued])
+    failing, passing = workers.submit(lambda: end(RuntimeError("a bug"))), workers.submit(lambda: 7)
+    with pytest.raises(RuntimeError, match="a bug"):
+        failing.result(TIMEOUT_S)
+    assert passing.result(TIMEOUT_S) == 7
     assert workers.alive
-    assert running.started.wait(20)
+    workers.close()
+
+
+def test_close_fails_what_is_queued_and_finishes_what_runs() -> None:
+    started, gate = threading.Event(), threading.Event()
+
+    def run() -> bool:
+        started.set()
+        return gate.wait(TIMEOUT_S)
+
+    workers = Workers(1, "qoff-test")
+    running, queued = workers.submit(run), workers.submit(lambda: None)
+    assert workers.alive
+    assert started.wait(TIMEOUT_S)
     closing = threading.Thread(target=workers.close)
     closing.start()
-    assert queued.ended.wait(20)
+    with pytest.raises(DiskReadError, match="closed"):
+        queued.result(TIMEOUT_S)
     gate.set()
-    closing.join(20)
-    assert running.ended.is_set()
-    assert running.error is None
-    assert "closed" in str(queued.error)
+    closing.join(TIMEOUT_S)
+    assert running.result(0)
     assert not workers.alive

@@ -27,8 +27,8 @@ from qoff.errors import (
 )
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.convert.convert import convert
-from qoff.models.names import interleave16
 from qoff.quant import QuantConfig, quantize
+from tests.tiny_models import interleave16
 
 TINY: dict[str, Any] = {
     "vocab_size": 100,  # no multiple of 16

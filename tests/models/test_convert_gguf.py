@@ -19,10 +19,10 @@ from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import FormatError, QoffError, UnsupportedModelError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.convert.convert import convert
-from qoff.models.names import interleave16
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig, quantize
 from tests.quant.packed_matrices import gguf_blocks
+from tests.tiny_models import interleave16
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 32, 2
 CONFIG: dict[str, Any] = {
@@ -401,8 +401,8 @@ def _arch(model: Model) -> None:
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (_missing, FormatError, r"m.gguf: no tensor model.layers.1.mlp.up_proj.weight"),
-        (_shape, FormatError, r"up_proj.weight has shape \(64, 64\), but config.json wants \(96,"),
+        (_missing, FormatError, r"m.gguf: no tensor blk.1.ffn_up.weight"),
+        (_shape, FormatError, r"ffn_up.weight has shape \(64, 64\), but config.json wants \(96,"),
         (_nan, FormatError, r"m.gguf: tensor blk.1.attn_k.weight \(Q4_1\) holds NaN"),
         (_partial, UnsupportedModelError, r"rope.dimension_count is 16; supported: 32"),
         (_experts, UnsupportedModelError, r"llama.expert_count is 8; supported: 0"),

@@ -22,7 +22,6 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.names import interleave16
 from qoff.quant import QuantConfig, quantize
 from tests.quant.packed_matrices import (
     Matrix,
@@ -33,7 +32,7 @@ from tests.quant.packed_matrices import (
     gptq,
     random_matrix,
 )
-from tests.tiny_models import PlainRun
+from tests.tiny_models import PlainRun, interleave16
 from tests.tolerances import DECODER_LOGITS, assert_close
 
 TINY: dict[str, Any] = {

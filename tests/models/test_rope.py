@@ -53,13 +53,19 @@ def _reference(config: dict[str, Any], positions: int) -> tuple[torch.Tensor, to
     return cos[0, :, :half], sin[0, :, :half]
 
 
+def _table(config: dict[str, Any]) -> RotaryTable:
+    spec = DecoderSpec.from_config(config)
+    assert spec.rope is not None
+    return RotaryTable(spec, spec.rope)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("head_dim", "lengths"), [(64, (1024,)), (16, (1, 300, 301, 1000)), (6, (7,))]
 )
 def test_equals_transformers(kind: str, head_dim: int, lengths: tuple[int, ...]) -> None:
     config = _config(kind, head_dim)
-    table = RotaryTable(DecoderSpec.from_config(config))
+    table = _table(config)
     for length in lengths:
         cos, sin = table.upto(length)
         wanted_cos, wanted_sin = _reference(config, length)
@@ -69,7 +75,7 @@ def test_equals_transformers(kind: str, head_dim: int, lengths: tuple[int, ...])
 
 
 def test_a_long_enough_table_is_not_computed_again() -> None:
-    table = RotaryTable(DecoderSpec.from_config(_config("default", 16)))
+    table = _table(_config("default", 16))
     first, _ = table.upto(100)
     again, _ = table.upto(90)
     assert first.data_ptr() == again.data_ptr()
@@ -77,7 +83,7 @@ def test_a_long_enough_table_is_not_computed_again() -> None:
 
 
 def test_growing_leaves_older_views_valid() -> None:
-    table = RotaryTable(DecoderSpec.from_config(_config("yarn", 16)))
+    table = _table(_config("yarn", 16))
     cos, sin = table.upto(10)
     before = cos.clone(), sin.clone()
     grown, _ = table.upto(5000)
@@ -89,7 +95,8 @@ def test_growing_leaves_older_views_valid() -> None:
 @pytest.mark.parametrize("upto", [(1,), (256,), (257,), (100, 300, 301, 700)])
 def test_tables_take_no_more_than_is_said(upto: tuple[int, ...]) -> None:
     spec = DecoderSpec.from_config(_config("default", 16))
-    table = RotaryTable(spec)
+    assert spec.rope is not None
+    table = RotaryTable(spec, spec.rope)
     for positions in upto:
         table.upto(positions)
     held = table._cos.nbytes + table._sin.nbytes

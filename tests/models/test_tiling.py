@@ -34,6 +34,7 @@ from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from tests.instruments import POISON
+from tests.memory.checkpoints import units_of
 from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer
 from tests.tolerances import RELATIVE_RMS, assert_close
 
@@ -92,7 +93,7 @@ def finish(steps: Steps, store: WeightStore, asked: list[Unit] | None = None) ->
 def opened(
     checkpoint: Checkpoint, plan: Residency, ops: Ops | type[ContiguousOps] = cpu
 ) -> tuple[WeightStore, Decoder]:
-    store = WeightStore(checkpoint, plan, packing=plan.packing, instrumentation=POISON)
+    store = WeightStore(checkpoint, plan, instrumentation=POISON)
     spec = DecoderSpec.from_config(checkpoint.config)
     decoder = Decoder(spec, ops, lambda ids: store.gather_rows(EMBEDDING, ids))
     return store, decoder
@@ -147,7 +148,7 @@ def test_any_batch_asks_for_the_units_of_the_store_in_order(
     with store:
         steps = decoder.steps(next_pass(prompts, decoder.new_cache(len(prompts))))
         assert len(finish(steps, store, asked)) == sum(tokens)
-        assert tuple(asked) == store.units
+        assert tuple(asked) == units_of(store)
     assert {u.unit for u in asked if isinstance(u, Tile)} == {*range(decoder.spec.num_layers), HEAD}
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from qoff.models.convert.uniform_experts import with_uniform_experts
+from qoff.models.convert.builder import with_uniform_experts
 from qoff.quant import QTensor, quantize
 
 NAME = "model.layers.3.mlp.experts.{}.{}_proj"

@@ -60,16 +60,6 @@ def test_inputs_that_vary_alone_leave_nothing_to_make_up_for(form: Format) -> No
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(1, 40), st.sampled_from(FORMATS), st.integers(0, 2**31))
-def test_the_packing_changes_no_value(n: int, form: Format, seed: int) -> None:
-    w, moments = weights(n, 64, seed), alike(64, 4, seed)
-    found = compensated(w, moments, form)
-    packed = compensated(w, moments, form, packing="rows16")
-    assert packed.packing == "rows16"
-    assert torch.equal(packed.dequantize(), found.dequantize())
-
-
-@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), st.floats(1e-6, 1e6))
 def test_the_unit_of_the_inputs_does_not_matter(seed: int, factor: float) -> None:
     w, moments = weights(24, 64, seed), alike(64, 4, seed)

@@ -10,13 +10,18 @@ from qoff.quant import QuantConfig, matrix, quantize
 from tests.quant.test_solvers import weights
 from tests.triton_module import triton_module
 
-rtn = triton_module("linear.quantize").quantize
-CPU = torch.device("cpu")
+triton_module("linear.quantize")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
 )
+
+
+def by_kernel(w, config, rows=None):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix, "_has_kernel", lambda *_: True)
+        return matrix._quantize(w, config, rows, torch.device("cpu"))
 
 
 @settings(deadline=None, max_examples=25)
@@ -30,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 def test_the_kernel_has_the_bits_of_the_solver(weight, bits, packing, dtype, scale_dtype):
     w, group = weight[0].to(dtype), weight[1]
     config = QuantConfig(bits, group, "rtn", packing=packing, scale_dtype=scale_dtype)
-    found = matrix._quantize(w, config, 16, CPU, rtn)
+    found = by_kernel(w, config, 16)
     expected = quantize(w, bits, group, "rtn", packing, scale_dtype)
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.scale_min, expected.scale_min)
@@ -41,7 +46,7 @@ def test_what_the_kernel_marks_is_refused_with_the_reason(bad, reason):
     w = torch.randn(20, 64)
     w[17, 3] = bad
     with pytest.raises(QuantizationError, match=reason):
-        matrix._quantize(w, QuantConfig(4, 32, "rtn"), None, CPU, rtn)
+        by_kernel(w, QuantConfig(4, 32, "rtn"))
 
 
 def test_codes_can_be_buffers_of_a_module_that_is_trained() -> None:

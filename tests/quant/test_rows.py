@@ -7,33 +7,10 @@ from hypothesis import strategies as st
 
 from qoff.errors import QuantizationError
 from qoff.kernels.layout.packing import PACKINGS
-from qoff.quant import concat_rows, quantize, unpermute_rows
+from qoff.quant import concat_rows, quantize
 from qoff.quant.rows import reordered, whole_blocks
 
 packings = st.sampled_from(list(PACKINGS))
-
-
-def _permuted(w, n_head):
-    """The row order that llama.cpp's converter gives query and key projections."""
-    return (
-        w.reshape(n_head, 2, w.shape[0] // n_head // 2, *w.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(w.shape)
-    )
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from([4, 8]), packings)
-def test_unpermute_undoes_the_permutation(n_head, half_head, bits, packing):
-    w = torch.randn(n_head * half_head * 2, 64)
-    stored = quantize(_permuted(w, n_head), bits, 32, "rtn", packing)
-    expected = quantize(w, bits, 32, "rtn", packing)
-    got = unpermute_rows(stored, n_head)
-    assert got.packing == packing
-    assert torch.equal(got.codes, expected.codes)
-    assert torch.equal(got.scale_min, expected.scale_min)
-    assert torch.equal(unpermute_rows(_permuted(w, n_head), n_head), w)
-    assert torch.equal(unpermute_rows(_permuted(w[:, 0], n_head), n_head), w[:, 0])
 
 
 @settings(deadline=None, max_examples=30)
@@ -81,10 +58,6 @@ def test_rows_that_are_no_blocks_are_moved_one_by_one(order):
 
 def test_bad_requests_are_refused():
     q = quantize(torch.randn(12, 64), solver="rtn")
-    with pytest.raises(QuantizationError, match="12 rows are not 4 heads of an even"):
-        unpermute_rows(q, 4)
-    with pytest.raises(QuantizationError, match="not 0 heads"):
-        unpermute_rows(q, 0)
     with pytest.raises(QuantizationError, match="can be joined"):
         concat_rows([q, quantize(torch.randn(12, 128), solver="rtn")])
     with pytest.raises(QuantizationError, match="can be joined"):

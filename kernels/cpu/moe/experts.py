@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
-from qoff.kernels.layout.qexperts import ACTIVATIONS, QExperts, check_mlp
+from qoff.kernels.layout.qexperts import ACTIVATIONS, ExpertsMlp, QExperts
 
 from .job import (
     SCRATCH_BYTES,
@@ -32,57 +32,38 @@ def experts(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    gate_up: QExperts,
-    down: QExperts,
+    mlp: ExpertsMlp,
     *,
-    activation: str,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    residual: Tensor | None = None,
     activation_bits: int = 16,
-    out: Tensor | None = None,
     pool: Pool | None = None,
 ) -> Tensor:
-    """residual + sum over t of weight * (down @ f(gate_up @ x + bias) + bias), packed matrices.
+    """Return the sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
 
     x: float32 [M, H], rows contiguous. topk_ids: contiguous int64 [M, T], numbers of experts;
-    topk_weights: contiguous float32 [M, T]. gate_up: E x [2I, H], rows in blocks of 16 of gate and
-    of up in turn; down: E x [H, I]; packing rows16. activation: f, see
-    `reference.experts.activate`. Biases: float32 [E, 2I] in the order of the rows, and [E, H].
-    residual, out: float32 [M, H], rows contiguous; out may be residual or x itself.
-    activation_bits: 16 or 8, as for `w4_linear`. What a token gets depends on no other token.
-    Returns out. Raises OpError.
+    topk_weights: contiguous float32 [M, T]. mlp: packing rows16; biases float32. activation_bits:
+    16 or 8, as for `w4_linear`. What a token gets depends on no other token. Raises OpError.
     """
     pool = pool or default_pool()
-    check_mlp(gate_up, down, activation)
-    _check(x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias)
-    tokens, hidden = x.shape
-    if out is None:
-        out = torch.empty(tokens, hidden)
-    check_rows(_OP, "out", out, tokens, hidden)
-    if residual is not None:
-        check_rows(_OP, "residual", residual, tokens, hidden)
+    _check(x, topk_ids, topk_weights, mlp)
     if activation_bits not in (8, 16):
         fail(_OP, f"activation_bits is 8 or 16, not {activation_bits}")
+    out = torch.empty(x.shape)
     a = ExpertsArguments(
-        gate_up=_matrix(gate_up, gate_up_bias),
-        down=_matrix(down, down_bias),
+        gate_up=_matrix(mlp.gate_up, mlp.gate_up_bias),
+        down=_matrix(mlp.down, mlp.down_bias),
         x_stride=4 * x.stride(0),
         per_token=topk_ids.shape[1],
-        experts=gate_up.count,
-        activation=ACTIVATIONS.index(activation),
-        residual_stride=4 * residual.stride(0) if residual is not None else 0,
-        out_stride=4 * out.stride(0),
+        experts=mlp.gate_up.count,
+        activation=ACTIVATIONS.index(mlp.activation),
         planes=activation_bits // 8,
     )
     together = max(1, _WORKSPACE_BYTES // _pair_bytes(a) // topk_ids.shape[1])
     with pool.lock:
-        for first in range(0, tokens, together):
+        for first in range(0, len(x), together):
             rows = slice(first, first + together)
-            a.tokens = min(together, tokens - first)
+            a.tokens = min(together, len(x) - first)
             a.x, a.out = x[rows].data_ptr(), out[rows].data_ptr()
             a.topk_ids, a.topk_weights = topk_ids[rows].data_ptr(), topk_weights[rows].data_ptr()
-            a.residual = address(None if residual is None else residual[rows])
             _place(a, pool)
             pool.run(gate_up_job.address, ctypes.addressof(a))
             if a.pairs == 0:
@@ -142,24 +123,21 @@ def _place(a: ExpertsArguments, pool: Pool) -> None:
         matrix.low = matrix.high + matrix.k * pairs
 
 
-def _check(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    gate_up: QExperts,
-    down: QExperts,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> None:
+def _check(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> None:
     """Raise OpError for operands whose addresses the jobs cannot take."""
-    for name, weight in (("gate_up", gate_up), ("down", down)):
+    for name, weight, bias in (
+        ("gate_up", mlp.gate_up, mlp.gate_up_bias),
+        ("down", mlp.down, mlp.down_bias),
+    ):
         if weight.packing != "rows16":
             fail(_OP, f"{name} needs packing rows16, not {weight.packing}; repack it first")
         if not weight.codes.is_cpu:
             fail(_OP, f"{name} is on {weight.device}, not on the CPU")
+        if bias is not None:
+            check_dense(_OP, f"{name}_bias", bias, (weight.count, weight.shape[0]))
     if x.dim() != 2:
         fail(_OP, f"x must be [M, H], not {list(x.shape)}")
-    check_rows(_OP, "x", x, x.shape[0], gate_up.shape[1])
+    check_rows(_OP, "x", x, x.shape[0], mlp.gate_up.shape[1])
     if topk_ids.dim() != 2 or len(topk_ids) != len(x) or topk_ids.shape[1] < 1:
         fail(
             _OP, f"topk_ids must be [M, T] with M = {len(x)} and T > 0, not {list(topk_ids.shape)}"
@@ -167,7 +145,3 @@ def _check(
     if topk_ids.dtype != torch.int64 or not topk_ids.is_cpu or not topk_ids.is_contiguous():
         fail(_OP, f"topk_ids must be contiguous int64 on the CPU, not {topk_ids.dtype}")
     check_dense(_OP, "topk_weights", topk_weights, tuple(topk_ids.shape))
-    if gate_up_bias is not None:
-        check_dense(_OP, "gate_up_bias", gate_up_bias, (gate_up.count, gate_up.shape[0]))
-    if down_bias is not None:
-        check_dense(_OP, "down_bias", down_bias, (down.count, down.shape[0]))

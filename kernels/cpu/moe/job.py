@@ -39,16 +39,16 @@ class ExpertsArguments(ctypes.Structure):
         ("down", MatrixArguments),
         *int64s(
             "x", "x_stride", "tokens", "per_token", "experts", "topk_ids", "topk_weights",
-            "activation", "residual", "residual_stride", "out", "out_stride", "planes",
-            "pairs", "count", "order", "segments", "counts", "inner", "weighted", "scratch",
+            "activation", "out", "planes", "pairs", "count", "order", "segments", "counts", "inner",
+            "weighted", "scratch",
         ),
     )  # fmt: skip
 
 
 (N, K, CODES, CODES_STRIDE, SCALE_MIN, SCALE_MIN_STRIDE, WIDE, GROUP, BITS, BIAS, HIGH, LOW,
  SCALES) = offsets(MatrixArguments)  # fmt: skip
-(GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, RESIDUAL,
- RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, PAIRS, COUNT, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
+(GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, OUT,
+ PLANES, PAIRS, COUNT, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
  SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 SEGMENT_BYTES = 24  # of a segment: expert, first pair, pair after the last
@@ -214,23 +214,19 @@ def _multiply(pool, phase, thread, threads, args, matrix, gated):
 
 @inner
 def _add_up(pool, phase, args, matrix):
-    """Residual and a token's weighted outputs, in the order in which it chose its experts."""
+    """The sum of a token's weighted outputs, in the order in which it chose its experts."""
     tokens, per_token = simd.peek_i64(args + M), simd.peek_i64(args + PER_TOKEN)
     n = simd.peek_i64(matrix + N)
     parts = (n + _COLUMNS - 1) // _COLUMNS
-    residual = simd.peek_i64(args + RESIDUAL)
     item = take(pool, phase)
     while item < tokens * parts:
         token, first = item // parts, item % parts * _COLUMNS
-        to = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE)
-        plus = residual + token * simd.peek_i64(args + RESIDUAL_STRIDE)
+        to = simd.peek_i64(args + OUT) + token * 4 * n
         summands = simd.peek_i64(args + WEIGHTED) + token * per_token * 4 * n
         for column in range(4 * first, 4 * min(first + _COLUMNS, n), 64):
             total = simd.load_f32(summands + column)
             for t in range(1, per_token):
                 total = simd.add(total, simd.load_f32(summands + t * 4 * n + column))
-            if residual != 0:
-                total = simd.add(total, simd.load_f32(plus + column))
             simd.store_f32(to + column, total)
         item = take(pool, phase)
 

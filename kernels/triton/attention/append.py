@@ -4,31 +4,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.triton.elementwise.rope import check_tables
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.options import LAUNCH
 
 from .pack import load_half, load_turned, pack_channels, pack_tokens
-
-
-@dataclass(frozen=True)
-class KvAppendConfig:
-    """Warps of a program that packs a block; `heads` of a token in a program that writes it."""
-
-    pack_warps: int
-    heads: int
-    write_warps: int
 
 
 @triton.jit
@@ -41,24 +28,24 @@ def pack_kernel(
     row_start,
     recent_k,
     recent_v,
-    pool,
-    block_table,
-    before,
-    after,
     k_stride,  # from token to token
     v_stride,
     kv_heads,
     window,  # slots of a ring
+    pool,
+    block_table,
+    before,
+    after,
     table_stride,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROPE: tl.constexpr,
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
     PARTS: tl.constexpr,
     V_CODES: tl.constexpr,
     NBYTES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROPE: tl.constexpr,
 ):
     """Pack one block of one KV head, from the ring up to position start - 1 and from k, v after."""
     head = tl.program_id(0)
@@ -101,11 +88,11 @@ def write_kernel(
     row_start,
     recent_k,
     recent_v,
-    after,
     k_stride,
     v_stride,
     kv_heads,
     window,
+    after,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -141,14 +128,7 @@ def write_kernel(
 Tables = tuple[Tensor, Tensor]
 
 
-def kv_append(
-    k: Tensor,
-    v: Tensor,
-    cache: DeviceLayerCache,
-    tables: Tables | None = None,
-    interleaved: bool = False,
-    config: KvAppendConfig | None = None,
-) -> None:
+def kv_append(k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: Tables | None = None) -> None:
     """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
 
     k, v: [T, kv_heads, D], rows row_start[s]..row_start[s+1]-1 of `cache.step` belong to sequence
@@ -164,8 +144,8 @@ def kv_append(
     """
     step = cache.step
     blocks = NewBlocks(cache.pool, step.packed, step.after, step.max_new_blocks)
-    pack_blocks(k, v, cache, blocks, tables, interleaved, config)
-    write_recent(k, v, cache, step.after, tables, interleaved, config)
+    pack_blocks(k, v, cache, blocks, tables)
+    write_recent(k, v, cache, step.after, tables)
 
 
 class NewBlocks(NamedTuple):
@@ -178,130 +158,72 @@ class NewBlocks(NamedTuple):
 
 
 def pack_blocks(
-    k: Tensor,
-    v: Tensor,
-    cache: DeviceLayerCache,
-    blocks: NewBlocks,
-    tables: Tables | None = None,
-    interleaved: bool = False,
-    config: KvAppendConfig | None = None,
+    k: Tensor, v: Tensor, cache: DeviceLayerCache, blocks: NewBlocks, tables: Tables | None = None
 ) -> None:
     """The part of `kv_append` that packs. Raises OpError."""
-    cache.check_fresh(k, v)
-    kv_heads, window, form = k.shape[1], cache.recent_k.shape[1], cache.form
-    step, sequences = cache.step, len(blocks.before)
-    if not blocks.most or not sequences:
+    operands, turning = _operands(k, v, cache, tables)
+    form, table = cache.form, cache.step.table
+    if not blocks.most or not len(table):
         return
-    config = config or _configured(k.device, kv_heads, form.head_dim)
-    cos, sin, pairs = _tables(k, v, tables)
-    pack_kernel[(kv_heads, blocks.most, sequences)](
-        k,
-        v,
-        cos,
-        sin,
-        step.start,
-        step.row_start,
-        cache.recent_k,
-        cache.recent_v,
+    pack_kernel[(k.shape[1], blocks.most, len(table))](
+        *operands,
         blocks.pool,
-        step.table,
+        table,
         blocks.before,
         blocks.after,
-        k.stride(0),
-        v.stride(0),
-        kv_heads,
-        window,
-        step.table.stride(0),
-        **_row_constants(form, pairs, interleaved),
-        **_pack_constants(form),
-        num_warps=config.pack_warps,
+        table.stride(0),
+        **turning,
+        K_BITS=form.k_bits,
+        V_BITS=form.v_bits,
+        PARTS=form.parts,
+        V_CODES=form.v_codes,
+        NBYTES=form.nbytes,
+        num_warps=8 if form.head_dim > 128 else 4,  # 64 values of K a thread at most
         num_stages=1,
         **LAUNCH,
     )
 
 
 def write_recent(
-    k: Tensor,
-    v: Tensor,
-    cache: DeviceLayerCache,
-    after: Tensor,
-    tables: Tables | None = None,
-    interleaved: bool = False,
-    config: KvAppendConfig | None = None,
+    k: Tensor, v: Tensor, cache: DeviceLayerCache, after: Tensor, tables: Tables | None = None
 ) -> None:
     """The part of `kv_append` that writes tokens from after[s] (int32 [S]) on to the ring."""
-    cache.check_fresh(k, v)
-    step, (sequences, window, kv_heads, head_dim) = cache.step, cache.recent_k.shape
-    if not step.max_rows or not sequences:
+    operands, turning = _operands(k, v, cache, tables)
+    sequences, window, kv_heads, head_dim = cache.recent_k.shape
+    rows = cache.step.max_rows
+    if not rows or not sequences:
         return
-    config = config or _configured(k.device, kv_heads, head_dim)
-    cos, sin, pairs = _tables(k, v, tables)
-    grid = (triton.cdiv(kv_heads, config.heads), min(step.max_rows, window), sequences)
-    write_kernel[grid](
-        k,
-        v,
-        cos,
-        sin,
-        step.start,
-        step.row_start,
-        cache.recent_k,
-        cache.recent_v,
+    # Up to 1024 values of K in a program, 8 a thread.
+    padded = triton.next_power_of_2(head_dim)
+    heads = min(triton.next_power_of_2(kv_heads), max(1, 1024 // padded))
+    write_kernel[(triton.cdiv(kv_heads, heads), min(rows, window), sequences)](
+        *operands,
         after,
-        k.stride(0),
-        v.stride(0),
-        kv_heads,
-        window,
-        **_row_constants(cache.form, pairs, interleaved),
-        HEADS=config.heads,
-        num_warps=config.write_warps,
+        **turning,
+        HEADS=heads,
+        num_warps=max(1, heads * padded // 512),
         num_stages=1,
         **LAUNCH,
     )
 
 
-def _tables(k: Tensor, v: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, int]:
-    """cos, sin and the pairs they turn; without any, k and v stand in, which are not read."""
-    if tables is None:
-        return k, v, 0
-    check_tables(*tables, k.shape[2], k.device)
-    return *tables, tables[0].shape[1]
+def _operands(
+    k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: Tables | None
+) -> tuple[tuple[Tensor | int, ...], dict[str, Any]]:
+    """What both kernels take first, and the constants of their rows. Raises OpError."""
+    cache.check_fresh(k, v)
+    pairs = 0
+    if tables is not None:
+        check_tables(*tables, k.shape[2], k.device)
+        pairs = tables[0].shape[1]
+    step, rings = cache.step, (cache.recent_k, cache.recent_v)
+    # Without tables k and v stand in, which are not read.
+    tensors = (k, v, *(tables or (k, v)), step.start, step.row_start, *rings)
+    sizes = (k.stride(0), v.stride(0), k.shape[1], cache.recent_k.shape[1])
+    return (*tensors, *sizes), _row_constants(cache.form.half, pairs)
 
 
 @cache
-def _configured(device: torch.device, kv_heads: int, head_dim: int) -> KvAppendConfig:
-    entry = tuned.lookup("kv_append", device, f"{kv_heads}-{head_dim}")
-    return KvAppendConfig(**entry) if entry else _heuristic(kv_heads, head_dim)
-
-
-def _heuristic(kv_heads: int, head_dim: int) -> KvAppendConfig:
-    """A block: 64 values of K a thread at most. A token: up to 1024 values of K, 8 a thread."""
-    padded = triton.next_power_of_2(head_dim)
-    heads = min(triton.next_power_of_2(kv_heads), max(1, 1024 // padded))
-    return KvAppendConfig(
-        pack_warps=8 if head_dim > 128 else 4,
-        heads=heads,
-        write_warps=max(1, heads * padded // 512),
-    )
-
-
-@cache
-def _row_constants(form: KVFormat, pairs: int, interleaved: bool) -> dict[str, Any]:
-    if pairs == 0:
-        rope = "none"
-    elif interleaved:
-        rope = "interleaved"
-    else:
-        rope = "halves" if pairs == form.half else "split"
-    padded = triton.next_power_of_2(form.half)
-    return {"HALF": form.half, "PADDED": padded, "PAIRS": pairs, "ROPE": rope}
-
-
-@cache
-def _pack_constants(form: KVFormat) -> dict[str, Any]:
-    return {
-        "K_BITS": form.k_bits,
-        "V_BITS": form.v_bits,
-        "PARTS": form.parts,
-        "V_CODES": form.v_codes,
-        "NBYTES": form.nbytes,
-    }
+def _row_constants(half: int, pairs: int) -> dict[str, Any]:
+    rope = "halves" if pairs == half else "split" if pairs else "none"
+    return {"HALF": half, "PADDED": triton.next_power_of_2(half), "PAIRS": pairs, "ROPE": rope}

@@ -32,7 +32,7 @@ from qoff.kernels.triton.launch.options import LAUNCH
 from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .decode_tiles import attend_blocks, attend_ring, load_queries
-from .kv_tiles import LN2, LOG2E, TOKENS, form_constants
+from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, form_constants
 from .merge import merge, merge_bytes
 
 
@@ -111,11 +111,7 @@ def decode_attention_kernel(
             COLUMNS, HEAD_DIM, PAIRS, SOFT_CAP, ASM,
         )  # fmt: skip
         if SINKS:
-            sink = tl.load(sinks + head, mask=in_group < GROUP, other=0.0) * LOG2E
-            new_top = tl.maximum(top, sink)
-            fade = tl.exp2(top - new_top)
-            total = total * fade + tl.exp2(sink - new_top)
-            top = new_top
+            top, total, fade = add_sink(sinks, head, in_group < GROUP, top, total)
             o0 = o0 * fade[None, :]
             o1 = o1 * fade[None, :]
             o2 = o2 * fade[None, :]
@@ -152,13 +148,11 @@ def decode_attention(
     shape: HeadShape,
     sinks: Tensor | None = None,
     config: DecodeConfig | None = None,
-    run: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [S, Hq, D] in q's type and log-sum-exp float32 [S, Hq]: one query per sequence.
 
     Meaning and arguments are those of `reference.attention.decode_attention`. q: in the dtype of
-    the ring; its rows may lie apart. run: how many blocks a program attends to (default:
-    `blocks_per_run`). Raises OpError.
+    the ring; its rows may lie apart. Raises OpError.
     """
     cache.check_queries(q, shape, sinks)
     step, form, window = cache.step, cache.form, shape.window or 0
@@ -172,8 +166,7 @@ def decode_attention(
     if window:  # a window that starts inside a block reaches into one more
         blocks = min(blocks, window // BLOCK_TOKENS + 1)
     tiles = kv_heads * triton.cdiv(group, columns)
-    if run is None:
-        run = blocks_per_run(sequences * tiles, blocks, Gpu.of(q.device).processors, config)
+    run = blocks_per_run(sequences * tiles, blocks, Gpu.of(q.device).processors, config)
     parts = 1 + triton.cdiv(blocks, run)
     outs = torch.empty(parts, sequences, heads, form.head_dim, dtype=q.dtype, device=q.device)
     lses = torch.empty(parts, sequences, heads, dtype=torch.float32, device=q.device)
@@ -198,12 +191,16 @@ def decode_attention(
             cache.recent_k.shape[1],
             kv_heads,
             q.stride(0),
-            **_constants(form, group, config),
+            **form_constants(form),
+            GROUP=group,
+            COLUMNS=columns,
+            PAIRS=max(16, triton.next_power_of_2(form.head_dim // 4)),
             SOFT_CAP=shape.soft_cap != 0,
             WINDOW=window != 0,
             SINKS=sinks is not None,
             RESIDENT_FROM=step.resident_from is not None,
             PREFETCH=bool(config.prefetch) and use_asm(),
+            STAGES=config.num_stages,
             ASM=use_asm(),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -273,14 +270,3 @@ def _heuristic(capability: int, form: KVFormat, columns: int) -> DecodeConfig:
     small = form.head_dim <= 128
     warps = (1 if small else 2) * (columns // 8)
     return DecodeConfig(num_warps=warps, prefetch=int(small and capability in (90, 100)))
-
-
-@cache
-def _constants(form: KVFormat, group: int, config: DecodeConfig) -> dict[str, int | bool]:
-    return {
-        **form_constants(form),
-        "PAIRS": max(16, triton.next_power_of_2(form.head_dim // 4)),
-        "GROUP": group,
-        "COLUMNS": _columns(group),
-        "STAGES": config.num_stages,
-    }

@@ -11,8 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qoff.kernels.triton.linear.nibbles import dot16
+
 from .kv_pairs import halves, load_channel_pairs, load_code_pairs, raised_pairs
-from .kv_tiles import OFFSET, TOKENS, cap_scores, load_token_params, multiply, prefetch
+from .kv_tiles import OFFSET, TOKENS, cap_scores, load_token_params, prefetch
 
 # Probabilities are 2**6 times what they are, or float16 would round those of small values of V
 # away. V that spans more than 15 000 within a token would overflow.
@@ -61,8 +63,8 @@ def attend_ring(
         place = (position % ring)[:, None] * (row // 2) + pair[None, :]
         k0, k1, k2, k3 = _load_ring(keys, place, mask, HEAD_DIM)
         s = tl.zeros([RING_TOKENS, COLUMNS], tl.float32)
-        s = multiply(k1, q1, multiply(k0, q0, s, ASM), ASM)
-        s = multiply(k3, q3, multiply(k2, q2, s, ASM), ASM) * scale
+        s = dot16(k1, q1, dot16(k0, q0, s, ASM), ASM)
+        s = dot16(k3, q3, dot16(k2, q2, s, ASM), ASM) * scale
         if SOFT_CAP:
             s = cap_scores(s, soft_cap)
         s = tl.where(inside, s, -float("inf"))
@@ -73,10 +75,10 @@ def attend_ring(
         total = total * fade + tl.sum(p, 0)
         v0, v1, v2, v3 = _load_ring(values, place, mask, HEAD_DIM)
         p = p.to(v0.dtype)
-        o0 = multiply(tl.trans(v0), p, o0 * fade[None, :], ASM)
-        o1 = multiply(tl.trans(v1), p, o1 * fade[None, :], ASM)
-        o2 = multiply(tl.trans(v2), p, o2 * fade[None, :], ASM)
-        o3 = multiply(tl.trans(v3), p, o3 * fade[None, :], ASM)
+        o0 = dot16(tl.trans(v0), p, o0 * fade[None, :], ASM)
+        o1 = dot16(tl.trans(v1), p, o1 * fade[None, :], ASM)
+        o2 = dot16(tl.trans(v2), p, o2 * fade[None, :], ASM)
+        o3 = dot16(tl.trans(v3), p, o3 * fade[None, :], ASM)
     return o0, o1, o2, o3, top, total
 
 

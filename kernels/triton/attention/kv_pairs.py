@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kv_tiles import TOKENS
+from .kv_tiles import TOKENS, load_where
 
 # Four packed bytes $4, two pairs, to 1024 + nibble: low nibbles of the even bytes ($0) and of the
 # odd bytes ($1), and 1024 + 16 * the high nibbles ($2, $3). 0xea is (a & b) | c.
@@ -94,16 +94,11 @@ def load_code_pairs(codes, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, BITS: tl
     pair = tl.arange(0, PAIRS)
     place = tl.arange(0, TOKENS)[:, None] * WIDTH + pair[None, :]
     at = codes.to(tl.pointer_type(tl.uint16)) + place
-    if PAIRS == QUARTER:
-        first = tl.load(at)
-    else:
-        first = tl.load(at, mask=(pair < QUARTER)[None, :], other=0)
+    inside = (pair < QUARTER)[None, :]
+    first = load_where(at, inside, PAIRS == QUARTER)
     second = first
     if BITS == 8:
-        if PAIRS == QUARTER:
-            second = tl.load(at + QUARTER)
-        else:
-            second = tl.load(at + QUARTER, mask=(pair < QUARTER)[None, :], other=0)
+        second = load_where(at + QUARTER, inside, PAIRS == QUARTER)
     return first, second
 
 
@@ -122,12 +117,8 @@ def load_channel_pairs(params, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
     QUARTER: tl.constexpr = HEAD_DIM // 4
     pair = tl.arange(0, PAIRS)
     at = params.to(tl.pointer_type(tl.uint32)) + pair
-    if PAIRS == QUARTER:
-        first = tl.load(at)
-        second = tl.load(at + QUARTER)
-    else:
-        first = tl.load(at, mask=pair < QUARTER, other=0)
-        second = tl.load(at + QUARTER, mask=pair < QUARTER, other=0)
+    first = load_where(at, pair < QUARTER, PAIRS == QUARTER)
+    second = load_where(at + QUARTER, pair < QUARTER, PAIRS == QUARTER)
     a, b = halves(first, tl.float16)
     c, d = halves(second, tl.float16)
     return a, b, c, d

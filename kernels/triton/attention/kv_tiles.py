@@ -8,6 +8,8 @@ float16, and 11 bits of a query or probability are better than the 8 of bfloat16
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 
@@ -27,6 +29,7 @@ PREFETCH = tl.constexpr("""{
 }""")
 
 
+@cache
 def form_constants(form: KVFormat) -> dict[str, int | bool]:
     """The constants that describe `form` to the kernels of this module's users."""
     return {
@@ -42,6 +45,12 @@ def form_constants(form: KVFormat) -> dict[str, int | bool]:
 
 
 @triton.jit
+def load_where(at, inside, ALL: tl.constexpr):
+    """What lies at `at`, 0 where not inside. ALL: everything is inside, and no mask is needed."""
+    return tl.load(at) if ALL else tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
 def load_token_params(params, PARTS: tl.constexpr):
     """Scales of both planes and minima of both planes, float16 [64] each."""
     SECOND: tl.constexpr = (PARTS - 1) * TOKENS
@@ -51,15 +60,6 @@ def load_token_params(params, PARTS: tl.constexpr):
     c = tl.load(at + PARTS * TOKENS)
     d = tl.load(at + PARTS * TOKENS + SECOND)
     return a, b, c, d
-
-
-@triton.jit
-def multiply(a, b, acc, ASM: tl.constexpr):
-    """acc + a @ b in float32. Triton's interpreter cannot multiply bfloat16."""
-    if not ASM:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc=acc)
 
 
 @triton.jit
@@ -73,6 +73,15 @@ def prefetch(record, NBYTES: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def add_sink(sinks, head, inside, top, total):
+    """Maximum and sum of a softmax with a key without a value, and the factor for its values."""
+    sink = tl.load(sinks + head, mask=inside, other=0.0) * LOG2E
+    new_top = tl.maximum(top, sink)
+    fade = tl.exp2(top - new_top)
+    return new_top, total * fade + tl.exp2(sink - new_top), fade
 
 
 @triton.jit

@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -14,19 +11,9 @@ from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, require
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.options import LAUNCH
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@dataclass(frozen=True)
-class MergeConfig:
-    """`parts` whose loads are under way together, `rows` (a head of a token each) in a program."""
-
-    parts: int
-    rows: int
-    num_warps: int
+from .kv_tiles import LOG2E
 
 
 @triton.jit
@@ -76,62 +63,37 @@ def merge_bytes(tokens: int, heads: int, head_dim: int, itemsize: int) -> int:
     return tokens * heads * (head_dim * itemsize + 4)
 
 
-def merge(
-    outs: Tensor,
-    lses: Tensor,
-    dtype: torch.dtype | None = None,
-    config: MergeConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Join partial attention results outs [P, T, H, D] by their log-sum-exps, float32 [P, T, H].
 
-    outs: float16, bfloat16 or float32. Returns the output [T, H, D] in `dtype` (default: that of
-    outs) and its natural log-sum-exp [T, H]. A part with -inf counts nothing, whatever it holds;
-    where all have -inf, the output is 0 and the log-sum-exp -inf. Values are those of
-    `reference.kv_blocks.merge`. Raises OpError.
+    outs: float16, bfloat16 or float32. Returns the output [T, H, D] in their dtype and its natural
+    log-sum-exp [T, H]. A part with -inf counts nothing, whatever it holds; where all have -inf, the
+    output is 0 and the log-sum-exp -inf. Values are those of `reference.kv_blocks.merge`. Raises
+    OpError.
     """
     require("outs", outs, FLOATS_AND_32, ("P", "T", "H", "D"), outs.device)
     require("lses", lses, (torch.float32,), outs.shape[:3], outs.device)
     if not outs.shape[0]:
         raise OpError("there is nothing to merge: outs [P, T, H, D] has no parts")
     parts, tokens, heads, head_dim = outs.shape
-    out = torch.empty((tokens, heads, head_dim), dtype=dtype or outs.dtype, device=outs.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=outs.device)
-    rows = tokens * heads
-    config = config or _configured(outs.device, outs.dtype, parts, head_dim)
-    merge_kernel[(triton.cdiv(rows, config.rows),)](
+    out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+    padded = triton.next_power_of_2(head_dim)
+    together = min(32, triton.next_power_of_2(parts))  # parts whose loads are under way
+    rows = max(1, 1024 // (together * padded))  # a head of a token each, in a program
+    values = together * rows * padded
+    merge_kernel[(triton.cdiv(tokens * heads, rows),)](
         outs,
         lses,
         out,
         lse,
         parts,
-        rows,
-        **_constants(head_dim, config),
-        num_warps=config.num_warps,
+        tokens * heads,
+        D=head_dim,
+        D_PADDED=padded,
+        PARTS=together,
+        ROWS=rows,
+        num_warps=1 if values <= 1024 else min(8, values // 512),
         num_stages=1,
         **LAUNCH,
     )
     return out, lse
-
-
-@cache
-def _configured(device: torch.device, dtype: torch.dtype, parts: int, head_dim: int) -> MergeConfig:
-    entry = tuned.lookup("merge", device, f"{head_dim}-{dtype}-{parts}")
-    return MergeConfig(**entry) if entry else _heuristic(parts, head_dim)
-
-
-def _heuristic(parts: int, head_dim: int) -> MergeConfig:
-    """Up to 32 parts under way; a warp for 1024 values, which is the least, else one for 512."""
-    padded = triton.next_power_of_2(head_dim)
-    together = min(32, triton.next_power_of_2(parts))
-    rows = max(1, 1024 // (together * padded))
-    values = together * rows * padded
-    return MergeConfig(together, rows, 1 if values <= 1024 else min(8, values // 512))
-
-
-def _constants(head_dim: int, config: MergeConfig) -> dict[str, int]:
-    return {
-        "D": head_dim,
-        "D_PADDED": triton.next_power_of_2(head_dim),
-        "PARTS": config.parts,
-        "ROWS": config.rows,
-    }

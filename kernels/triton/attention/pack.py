@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qoff.kernels.triton.elementwise.rope import turned
+
 
 @triton.jit
 def load_half(rows, inside, FIRST: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
@@ -30,7 +32,7 @@ def load_turned(
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
-    ROPE: tl.constexpr,  # "none", "halves" (all channels, i with i + HALF), "split", "interleaved"
+    ROPE: tl.constexpr,  # "none", "halves" (all channels, i with i + HALF) or "split"
 ):
     """Both halves of the heads that start at pointers rows [N], turned and rounded to their dtype.
 
@@ -40,18 +42,16 @@ def load_turned(
         low = load_half(rows, inside, 0, HALF, PADDED)
         high = load_half(rows, inside, HALF, HALF, PADDED)
     elif ROPE == "halves":
-        DTYPE: tl.constexpr = rows.dtype.element_ty
         pair = tl.arange(0, PADDED)[None, :]
         angle = position.to(tl.int64)[:, None] * PAIRS + pair
         c = tl.load(cos + angle, mask=pair < PAIRS, other=0.0)
         s = tl.load(sin + angle, mask=pair < PAIRS, other=0.0)
-        a = load_half(rows, inside, 0, HALF, PADDED).to(tl.float32)
-        b = load_half(rows, inside, HALF, HALF, PADDED).to(tl.float32)
-        low = (a * c - b * s).to(DTYPE)
-        high = (b * c + a * s).to(DTYPE)
+        a = load_half(rows, inside, 0, HALF, PADDED)
+        b = load_half(rows, inside, HALF, HALF, PADDED)
+        low, high = turned(a, b, c, s, rows.dtype.element_ty)
     else:
-        low = _turned_half(rows, inside, position, cos, sin, 0, HALF, PADDED, PAIRS, ROPE)
-        high = _turned_half(rows, inside, position, cos, sin, HALF, HALF, PADDED, PAIRS, ROPE)
+        low = _turned_half(rows, inside, position, cos, sin, 0, HALF, PADDED, PAIRS)
+        high = _turned_half(rows, inside, position, cos, sin, HALF, HALF, PADDED, PAIRS)
     return low, high
 
 
@@ -66,33 +66,22 @@ def _turned_half(
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
-    ROPE: tl.constexpr,
 ):
-    """Half of the channels. In "split", a channel's partner may be in the other half."""
-    DTYPE: tl.constexpr = rows.dtype.element_ty
+    """Half of the channels, whose partners may be in the other half."""
     here = load_half(rows, inside, FIRST, HALF, PADDED).to(tl.float32)
     base = position.to(tl.int64)[:, None] * PAIRS
-    if ROPE == "interleaved":
-        index = tl.arange(0, PADDED // 2)[None, :]
-        turning = (index < HALF // 2) & (index + FIRST // 2 < PAIRS)
-        c = tl.load(cos + base + index + FIRST // 2, mask=turning, other=1.0)
-        s = tl.load(sin + base + index + FIRST // 2, mask=turning, other=0.0)
-        a, b = tl.split(tl.reshape(here, (here.shape[0], PADDED // 2, 2)))
-        both = tl.join(a * c - b * s, b * c + a * s)
-        turned = tl.reshape(both, (here.shape[0], PADDED))
-    else:
-        index = tl.arange(0, PADDED)[None, :]
-        channel = FIRST + index
-        turning = (index < HALF) & (channel < 2 * PAIRS)
-        second = channel >= PAIRS
-        pair = tl.where(second, channel - PAIRS, channel)
-        partner = tl.where(second, channel - PAIRS, channel + PAIRS)
-        c = tl.load(cos + base + pair, mask=turning, other=1.0)
-        s = tl.load(sin + base + pair, mask=turning, other=0.0)
-        there = tl.load(rows[:, None] + partner, mask=inside[:, None] & turning, other=0.0)
-        there = there.to(tl.float32)
-        turned = here * c + tl.where(second, there, -there) * s
-    return turned.to(DTYPE)
+    index = tl.arange(0, PADDED)[None, :]
+    channel = FIRST + index
+    turning = (index < HALF) & (channel < 2 * PAIRS)
+    second = channel >= PAIRS
+    pair = tl.where(second, channel - PAIRS, channel)
+    partner = tl.where(second, channel - PAIRS, channel + PAIRS)
+    c = tl.load(cos + base + pair, mask=turning, other=1.0)
+    s = tl.load(sin + base + pair, mask=turning, other=0.0)
+    there = tl.load(rows[:, None] + partner, mask=inside[:, None] & turning, other=0.0)
+    there = there.to(tl.float32)
+    both = here * c + tl.where(second, there, -there) * s
+    return both.to(rows.dtype.element_ty)
 
 
 @triton.jit

@@ -22,13 +22,12 @@ from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import LAUNCH, WARPS_OVER_ROWS
 from qoff.kernels.triton.linear.nibbles import use_asm
 
-from .kv_tiles import LN2, LOG2E, TOKENS
-from .prefill_scratch import dequantize_blocks, scratch_constants, scratch_heads
+from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, form_constants
+from .prefill_scratch import dequantize_blocks, scratch_heads
 from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
 
 
@@ -178,13 +177,9 @@ def prefill_attention_kernel(
         HALF, PAD, SOFT_CAP, WINDOW, True, False, 1, ASM,
     )  # fmt: skip
     if SINKS:
-        sink = tl.load(sinks + head, mask=inside, other=0.0) * LOG2E
-        new_top = tl.maximum(top, sink)
-        fade = tl.exp2(top - new_top)
-        total = total * fade + tl.exp2(sink - new_top)
+        top, total, fade = add_sink(sinks, head, inside, top, total)
         low = low * fade[:, None]
         high = high * fade[:, None]
-        top = new_top
     # A query sees itself, so that no total is 0.
     heads = kv_heads * GROUP
     tl.store(lse + place * heads + head, (top + tl.log2(total)) * LN2, mask=inside)
@@ -222,7 +217,7 @@ def prefill_attention(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if not tokens:
         return out, lse
-    config = config or _configured(q.device, form)
+    config = config or _configured(Gpu.of(q.device).capability, dim)
     blocks = step.max_packed // BLOCK_TOKENS
     tiles = triton.cdiv(step.max_rows * group, config.rows)
     piece = 0
@@ -231,7 +226,6 @@ def prefill_attention(
         piece = scratch_heads(values, kv_heads, config.scratch_mib)
     room = (2, sequences, piece, blocks * BLOCK_TOKENS, dim)
     scratch = torch.empty(room, dtype=torch.float16, device=q.device)
-    constants = scratch_constants(form)
     for first in range(0, kv_heads, piece or kv_heads):
         count = min(piece or kv_heads, kv_heads - first)
         if piece:
@@ -264,7 +258,8 @@ def prefill_attention(
             q.stride(0),
             k.stride(0),
             v.stride(0),
-            **constants,
+            **form_constants(form),
+            PAD=triton.next_power_of_2(form.half),
             GROUP=group,
             ROWS=config.rows,
             SOFT_CAP=shape.soft_cap != 0,
@@ -296,18 +291,13 @@ def prefill_bytes(
     Its results, and a scratch in which blocks are dequantized.
     """
     values = sequences * blocks * BLOCK_TOKENS * form.head_dim
-    scratch = min(4 * values * kv_heads, _configured(device, form).scratch_mib << 20)
+    config = _configured(Gpu.of(device).capability, form.head_dim)
+    scratch = min(4 * values * kv_heads, config.scratch_mib << 20)
     return tokens * heads * (form.head_dim * dtype.itemsize + 4) + scratch
 
 
 @cache
-def _configured(device: torch.device, form: KVFormat) -> PrefillConfig:
-    dim = form.head_dim
-    entry = tuned.lookup("prefill_attention", device, f"{dim}-k{form.k_bits}-v{form.v_bits}")
-    return PrefillConfig(**entry) if entry else _heuristic(Gpu.of(device).capability, dim)
-
-
-def _heuristic(capability: int, head_dim: int) -> PrefillConfig:
+def _configured(capability: int, head_dim: int) -> PrefillConfig:
     """As large a tile as registers and shared memory of the architecture hold."""
     if capability < 80:  # no tensor cores in Triton there: products take many registers
         return PrefillConfig(16, num_warps=8, num_stages=1, scratch_tiles=0, scratch_mib=1 << 14)

@@ -4,21 +4,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.triton.launch.options import LAUNCH
 from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .kv_tiles import TOKENS, form_constants
 from .prefill_tiles import load_packed_tile
-
-WARPS = 4
 
 
 @triton.jit
@@ -98,20 +93,15 @@ def dequantize_blocks(
         cache.pool.shape[1],
         first_head,
         tokens,
-        **scratch_constants(cache.form),
+        **form_constants(cache.form),
+        PAD=triton.next_power_of_2(cache.form.half),
         WINDOW=window != 0,
         RESIDENT_FROM=step.resident_from is not None,
         ASM=use_asm(),
-        num_warps=WARPS,
+        num_warps=4,
         num_stages=1,
         **LAUNCH,
     )
-
-
-@cache
-def scratch_constants(form: KVFormat) -> dict[str, int | bool]:
-    """`form`, with halves of a head padded to a power of two."""
-    return {**form_constants(form), "PAD": triton.next_power_of_2(form.half)}
 
 
 def scratch_heads(values: int, kv_heads: int, scratch_mib: int) -> int:

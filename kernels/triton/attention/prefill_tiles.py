@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qoff.kernels.triton.linear.nibbles import byte_values, low_high
+from qoff.kernels.triton.linear.nibbles import byte_values, dot16, low_high
 
-from .kv_tiles import TOKENS, cap_scores, load_token_params, multiply
+from .kv_tiles import TOKENS, cap_scores, load_token_params, load_where
 
 
 @triton.jit
@@ -23,16 +23,11 @@ def load_codes(codes, HEAD_DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.conste
     WIDTH: tl.constexpr = HEAD_DIM * BITS // 8
     channel = tl.arange(0, PAD)
     place = tl.arange(0, TOKENS)[:, None] * WIDTH + channel[None, :]
-    if PAD == HALF:
-        first = tl.load(codes + place)
-    else:
-        first = tl.load(codes + place, mask=(channel < HALF)[None, :], other=0)
+    inside = (channel < HALF)[None, :]
+    first = load_where(codes + place, inside, PAD == HALF)
     second = first
     if BITS == 8:
-        if PAD == HALF:
-            second = tl.load(codes + HALF + place)
-        else:
-            second = tl.load(codes + HALF + place, mask=(channel < HALF)[None, :], other=0)
+        second = load_where(codes + HALF + place, inside, PAD == HALF)
     return first, second
 
 
@@ -41,17 +36,11 @@ def load_channel_params(params, HEAD_DIM: tl.constexpr, PAD: tl.constexpr):
     """Scales of both planes and minima of both planes, float16 [PAD] each."""
     HALF: tl.constexpr = HEAD_DIM // 2
     at = params.to(tl.pointer_type(tl.float16)) + tl.arange(0, PAD)
-    if PAD == HALF:
-        a = tl.load(at)
-        b = tl.load(at + HALF)
-        c = tl.load(at + HEAD_DIM)
-        d = tl.load(at + HEAD_DIM + HALF)
-    else:
-        inside = tl.arange(0, PAD) < HALF
-        a = tl.load(at, mask=inside, other=0)
-        b = tl.load(at + HALF, mask=inside, other=0)
-        c = tl.load(at + HEAD_DIM, mask=inside, other=0)
-        d = tl.load(at + HEAD_DIM + HALF, mask=inside, other=0)
+    inside = tl.arange(0, PAD) < HALF
+    a = load_where(at, inside, PAD == HALF)
+    b = load_where(at + HALF, inside, PAD == HALF)
+    c = load_where(at + HEAD_DIM, inside, PAD == HALF)
+    d = load_where(at + HEAD_DIM + HALF, inside, PAD == HALF)
     return a, b, c, d
 
 
@@ -91,17 +80,11 @@ def load_halves(base, row, inside, HALF: tl.constexpr, PAD: tl.constexpr, MASK: 
     """Both halves of the rows at `base + row`, [rows, PAD] each; 0 where not inside."""
     channel = tl.arange(0, PAD)
     at = base + row[:, None] + channel[None, :]
+    mask = (channel < HALF)[None, :]
     if MASK:
-        mask = inside[:, None] & (channel < HALF)[None, :]
-        low = tl.load(at, mask=mask, other=0)
-        high = tl.load(at + HALF, mask=mask, other=0)
-    elif PAD != HALF:
-        mask = (channel < HALF)[None, :]
-        low = tl.load(at, mask=mask, other=0)
-        high = tl.load(at + HALF, mask=mask, other=0)
-    else:
-        low = tl.load(at)
-        high = tl.load(at + HALF)
+        mask = inside[:, None] & mask
+    low = load_where(at, mask, PAD == HALF and not MASK)
+    high = load_where(at + HALF, mask, PAD == HALF and not MASK)
     return low, high
 
 
@@ -112,8 +95,8 @@ def attend(
 ):  # fmt: skip
     """Online softmax over one tile of keys; `seen` [rows, keys] says which count if MASK."""
     s = tl.zeros([q_low.shape[0], k_low.shape[0]], tl.float32)
-    s = multiply(q_low, tl.trans(k_low), s, ASM)
-    s = multiply(q_high, tl.trans(k_high), s, ASM)
+    s = dot16(q_low, tl.trans(k_low), s, ASM)
+    s = dot16(q_high, tl.trans(k_high), s, ASM)
     if SOFT_CAP:
         s = cap_scores(s * scale, soft_cap)
     if MASK:
@@ -126,8 +109,8 @@ def attend(
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(p, 1)
     p = p.to(v_low.dtype)
-    low = multiply(p, v_low, low * fade[:, None], ASM)
-    high = multiply(p, v_high, high * fade[:, None], ASM)
+    low = dot16(p, v_low, low * fade[:, None], ASM)
+    high = dot16(p, v_high, high * fade[:, None], ASM)
     return low, high, new_top, total
 
 

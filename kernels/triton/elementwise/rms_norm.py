@@ -4,25 +4,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.operands import FLOATS_AND_32, require
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.options import LAUNCH
-
-
-@dataclass(frozen=True)
-class RmsNormConfig:
-    """`rows` in a program: short rows (the norm of a head) share one."""
-
-    rows: int
-    num_warps: int
 
 
 @triton.jit
@@ -56,11 +44,7 @@ def rms_norm_kernel(
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    residual: Tensor | None = None,
-    config: RmsNormConfig | None = None,
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return norm(x + residual) * weight and x + residual; without a residual the latter is x.
 
@@ -75,8 +59,9 @@ def rms_norm(
         require("residual", residual, (x.dtype,), x.shape, x.device)
     out = torch.empty_like(x)
     new_residual = x if residual is None else torch.empty_like(x)
-    config = config or _configured(x.device, columns)
-    rms_norm_kernel[(triton.cdiv(tokens, config.rows),)](
+    width = triton.next_power_of_2(columns)
+    rows = max(1, 1024 // width)  # short rows (the norm of a head) share a program
+    rms_norm_kernel[(triton.cdiv(tokens, rows),)](
         x,
         x if residual is None else residual,
         weight,
@@ -85,24 +70,12 @@ def rms_norm(
         tokens,
         columns,
         eps,
-        ROWS=config.rows,
-        COLUMNS=triton.next_power_of_2(columns),
+        ROWS=rows,
+        COLUMNS=width,
         ADD=residual is not None,
-        num_warps=config.num_warps,
+        # 16 values a thread, so that a row needs few loads one after another.
+        num_warps=min(32, max(1, rows * width // 512)),
         num_stages=1,
         **LAUNCH,
     )
     return out, new_residual
-
-
-@cache
-def _configured(device: torch.device, columns: int) -> RmsNormConfig:
-    entry = tuned.lookup("rms_norm", device, f"{columns}")
-    return RmsNormConfig(**entry) if entry else _heuristic(columns)
-
-
-def _heuristic(columns: int) -> RmsNormConfig:
-    """16 values a thread, so that a row needs few loads one after another; at most 32 warps."""
-    width = triton.next_power_of_2(columns)
-    rows = max(1, 1024 // width)
-    return RmsNormConfig(rows, min(32, max(1, rows * width // 512)))

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -14,16 +13,7 @@ from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, INTS, require
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.options import LAUNCH
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """`heads` of a token in a program."""
-
-    heads: int
-    num_warps: int = 4
 
 
 @triton.jit
@@ -47,7 +37,6 @@ def rope_kernel(
     REST: tl.constexpr,  # D - R
     REST_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ):
     """Turn HEADS heads of one token."""
     D: tl.constexpr = 2 * PAIRS + REST
@@ -60,21 +49,12 @@ def rope_kernel(
     s = tl.load(sin + angle, mask=pair < PAIRS, other=0.0)
     source = x + token * token_stride + head[:, None] * D
     target = out + token * heads * D + head[:, None] * D
-    if INTERLEAVED:
-        channel = tl.arange(0, 2 * PAIRS_PADDED)[None, :]
-        mask = (head < heads)[:, None] & (channel < 2 * PAIRS)
-        both = tl.load(source + channel, mask=mask, other=0.0)
-        a, b = tl.split(tl.reshape(both, (HEADS, PAIRS_PADDED, 2)))
-        a, b = turned(a, b, c, s, DTYPE)
-        both = tl.reshape(tl.join(a, b), (HEADS, 2 * PAIRS_PADDED))
-        tl.store(target + channel, both, mask=mask)
-    else:
-        mask = (head < heads)[:, None] & (pair < PAIRS)
-        a = tl.load(source + pair, mask=mask, other=0.0)
-        b = tl.load(source + PAIRS + pair, mask=mask, other=0.0)
-        a, b = turned(a, b, c, s, DTYPE)
-        tl.store(target + pair, a, mask=mask)
-        tl.store(target + PAIRS + pair, b, mask=mask)
+    mask = (head < heads)[:, None] & (pair < PAIRS)
+    a = tl.load(source + pair, mask=mask, other=0.0)
+    b = tl.load(source + PAIRS + pair, mask=mask, other=0.0)
+    a, b = turned(a, b, c, s, DTYPE)
+    tl.store(target + pair, a, mask=mask)
+    tl.store(target + PAIRS + pair, b, mask=mask)
     if REST > 0:
         channel = tl.arange(0, REST_PADDED)[None, :]
         mask = (head < heads)[:, None] & (channel < REST)
@@ -82,30 +62,22 @@ def rope_kernel(
         tl.store(target + channel + 2 * PAIRS, kept, mask=mask)
 
 
-def rope(
-    x: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    config: RopeConfig | None = None,
-) -> Tensor:
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x [T, H, D] with pairs of its first R channels turned by the angles of positions [T].
 
     x: float16, bfloat16 or float32; its tokens may lie apart (a slice of a fused projection), each
     token's heads are contiguous. positions: int32 or int64, below P (not checked, as that would
-    wait for the GPU). cos, sin: float32 [P, R/2]. Column i turns channels i and i + R/2, or with
-    `interleaved` 2i and 2i + 1; channels from R on are copied. Values are those of
-    `reference.elementwise.rope`: float32 inside, rounded once. Raises OpError.
+    wait for the GPU). cos, sin: float32 [P, R/2]. Column i turns channels i and i + R/2; channels
+    from R on are copied. Values are those of `reference.elementwise.rope`: float32 inside, rounded
+    once. Raises OpError.
     """
     require("x", x, FLOATS_AND_32, ("T", "H", "D"), x.device, rows_apart=True)
     tokens, heads, head_dim = x.shape
     require("positions", positions, INTS, (tokens,), x.device)
     check_tables(cos, sin, head_dim, x.device)
-    pairs = cos.shape[1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    config = config or _configured(x.device, heads, head_dim)
-    rope_kernel[(tokens, triton.cdiv(heads, config.heads))](
+    options = _options(heads, head_dim, cos.shape[1])
+    rope_kernel[(tokens, triton.cdiv(heads, options["HEADS"]))](
         x,
         positions,
         cos,
@@ -113,8 +85,7 @@ def rope(
         out,
         heads,
         x.stride(0),
-        **_constants(head_dim, pairs, interleaved, config),
-        num_warps=config.num_warps,
+        **options,
         num_stages=1,
         **LAUNCH,
     )
@@ -133,28 +104,15 @@ def check_tables(cos: Tensor, sin: Tensor, head_dim: int, device: torch.device) 
 
 
 @cache
-def _configured(device: torch.device, heads: int, head_dim: int) -> RopeConfig:
-    entry = tuned.lookup("rope", device, f"{heads}-{head_dim}")
-    return RopeConfig(**entry) if entry else _heuristic(heads, head_dim)
-
-
-def _heuristic(heads: int, head_dim: int) -> RopeConfig:
+def _options(heads: int, head_dim: int, pairs: int) -> dict[str, int]:
     """Up to 2048 values in a program, 16 a thread."""
-    padded = triton.next_power_of_2(head_dim)
+    padded, rest = triton.next_power_of_2(head_dim), head_dim - 2 * pairs
     together = min(max(1, 2048 // padded), triton.next_power_of_2(heads))
-    return RopeConfig(together, max(1, together * padded // 512))
-
-
-@cache
-def _constants(
-    head_dim: int, pairs: int, interleaved: bool, config: RopeConfig
-) -> dict[str, int | bool]:
-    rest = head_dim - 2 * pairs
     return {
         "PAIRS": pairs,
         "PAIRS_PADDED": triton.next_power_of_2(pairs),
         "REST": rest,
         "REST_PADDED": triton.next_power_of_2(max(rest, 1)),
-        "HEADS": config.heads,
-        "INTERLEAVED": interleaved,
+        "HEADS": together,
+        "num_warps": max(1, together * padded // 512),
     }

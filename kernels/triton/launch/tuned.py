@@ -28,15 +28,19 @@ def file_name(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
 
 
-def lookup(op: str, device: torch.device, key: str) -> dict[str, int] | None:
-    """The measured configuration of `op` for `key` on the GPU `device`; None where there is none.
+def entries(op: str, device: torch.device) -> Mapping[str, Mapping[str, int]]:
+    """All that was measured of `op` on the GPU `device`, by key.
 
     Raises FormatError for a file that is not as this module says.
     """
     if device.type != "cuda":
-        return None
-    found = _read(FOLDER / file_name(torch.cuda.get_device_name(device))).get(op, {}).get(key)
-    return None if found is None else dict(found)
+        return {}
+    return _read(FOLDER / file_name(torch.cuda.get_device_name(device))).get(op, {})
+
+
+def lookup(op: str, device: torch.device, key: str) -> Mapping[str, int] | None:
+    """The measured configuration of `op` for `key`; None where there is none."""
+    return entries(op, device).get(key)
 
 
 @cache

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -15,7 +14,6 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.options import LAUNCH
 
 from .nibbles import byte_values, load_scale_min, low_high, use_asm
@@ -31,18 +29,14 @@ class DequantizeConfig:
 
 @triton.jit
 def dequantize_kernel(
-    codes,
-    scale_min,
-    out,
-    runs,  # of RUN code bytes with one scale: N * K / group in all
-    groups,  # K / group
-    scale_stride,  # pairs from one group of a row to its next
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-    BITS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """out[run] = codes[run] * scale + minimum for RUNS runs, which lie row after row."""
+    codes, scale_min, out, runs, groups, scale_stride,
+    RUN: tl.constexpr, RUNS: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """out[run] = codes[run] * scale + minimum for RUNS of all `runs`, which lie row after row.
+
+    A run is RUN bytes of codes with one scale. groups: runs of a row. scale_stride: pairs from one
+    group of a row to its next.
+    """
     DTYPE: tl.constexpr = out.dtype.element_ty
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     inside = run < runs
@@ -96,7 +90,7 @@ def dequantize_into(
     """
     if not codes.numel():
         return
-    config = config or _configured(codes.device, bits, group_size)
+    config = config or DequantizeConfig()
     run = group_size * bits // 8
     per_program = max(1, config.block // run)
     runs = codes.numel() // run
@@ -115,8 +109,3 @@ def dequantize_into(
         num_stages=1,
         **LAUNCH,
     )
-
-
-@cache
-def _configured(device: torch.device, bits: int, group: int) -> DequantizeConfig:
-    return DequantizeConfig(**(tuned.lookup("dequantize", device, f"{bits}-{group}") or {}))

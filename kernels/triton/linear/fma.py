@@ -9,18 +9,17 @@ weight, which such GPUs have. Every token reads the codes anew.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.options import LAUNCH
 
-from .nibbles import byte_values, load_scale_min, low_high, use_asm
+from .nibbles import byte_values, load_scale_min, low_high
+from .product import form
 
 TOKENS_MAX = 4
 
@@ -33,22 +32,22 @@ class FmaConfig:
     block_bytes: int = 1024
     warps: int = 4
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the compiler."""
+        return {"num_warps": self.warps, "num_stages": 1, **LAUNCH}
+
 
 @triton.jit
-def fma_sums(
-    x,  # the token's row
-    codes,
-    scale_min,
-    row,  # [BLOCK_N], those from N on are read as the last one
-    N,
-    row_bytes,
-    GROUP_BYTES: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Rows of W times a token, GROUPS groups at a time: float32 [BLOCK_N]."""
+def fma_sums(x, codes, scale_min, row, N, row_bytes, FORM: tl.constexpr):
+    """Rows of W times a token, whose row `x` is, GROUPS groups at a time: float32 [BLOCK_N].
+
+    row: [BLOCK_N], those from N on are read as the last one.
+    """
     BLOCK_N: tl.constexpr = row.shape[0]
+    BITS: tl.constexpr = FORM.bits
+    GROUPS: tl.constexpr = FORM.groups
+    GROUP_BYTES: tl.constexpr = FORM.group_bytes
     SPREAD: tl.constexpr = 8 // BITS
     safe_row = tl.minimum(row, N - 1)
     group = tl.arange(0, GROUPS)
@@ -72,41 +71,25 @@ def fma_sums(
         values = tl.load(x_here, mask=x_wide, other=0.0).to(tl.float32)
         x_sum = values
         if BITS == 4:
-            low, high = low_high(packed, tl.float16, ASM)
+            low, high = low_high(packed, tl.float16, FORM.asm)
             second = tl.load(x_here + 16, mask=x_wide, other=0.0).to(tl.float32)
             part = low.to(tl.float32) * values + high.to(tl.float32) * second
             x_sum += second
         else:
-            part = byte_values(packed, tl.float16, ASM).to(tl.float32) * values
+            part = byte_values(packed, tl.float16, FORM.asm).to(tl.float32) * values
         total += part * scale[:, :, None]
         total += x_sum * minimum[:, :, None]
     return tl.sum(tl.reshape(total, (BLOCK_N, GROUPS * GROUP_BYTES)), axis=1)
 
 
 @triton.jit
-def fma_kernel(
-    x,
-    codes,
-    scale_min,
-    bias,
-    out,
-    N,
-    row_bytes,
-    x_stride,
-    GROUP_BYTES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BIAS: tl.constexpr,
-    ASM: tl.constexpr,
-):
+def fma_kernel(x, codes, scale_min, bias, out, N, row_bytes, x_stride, FORM: tl.constexpr):
     """Rows program_id(0) * BLOCK_N .. of W times token program_id(1)."""
+    BLOCK_N: tl.constexpr = FORM.config.block_n
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1).to(tl.int64)
-    y = fma_sums(
-        x + token * x_stride, codes, scale_min, row, N, row_bytes, GROUP_BYTES, BITS, GROUPS, ASM
-    )
-    if BIAS:
+    y = fma_sums(x + token * x_stride, codes, scale_min, row, N, row_bytes, FORM)
+    if FORM.bias:
         y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)
     tl.store(out + token * N + row, y.to(out.dtype.element_ty), mask=row < N)
 
@@ -115,15 +98,12 @@ def fma(
     x: Tensor, weight: QTensor, bias: Tensor | None = None, config: FmaConfig | None = None
 ) -> Tensor:
     """x @ W.T + bias; operands as `w4_linear` takes them."""
-    n, row_bytes = weight.codes.shape
-    bits, group_size = weight.bits, weight.group_size
-    config = config or _configured(x.device, bits, group_size, n, x.shape[1])
-    group_bytes = group_size * bits // 8
-    groups = min(
-        config.block_bytes // group_bytes, triton.next_power_of_2(row_bytes // group_bytes)
-    )
-    out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-    fma_kernel[(triton.cdiv(n, config.block_n), x.shape[0])](
+    (n, row_bytes), bits, config = weight.codes.shape, weight.bits, config or FmaConfig()
+    group_bytes = weight.group_size * bits // 8
+    groups = triton.next_power_of_2(row_bytes // group_bytes)
+    groups = min(config.block_bytes // group_bytes, groups)
+    out = x.new_empty(len(x), n)
+    fma_kernel[(triton.cdiv(n, config.block_n), len(x))](
         x,
         weight.codes,
         weight.scale_min,
@@ -132,19 +112,7 @@ def fma(
         n,
         row_bytes,
         x.stride(0),
-        GROUP_BYTES=group_bytes,
-        BITS=bits,
-        BLOCK_N=config.block_n,
-        GROUPS=groups,
-        BIAS=bias is not None,
-        ASM=use_asm(),
-        num_warps=config.warps,
-        num_stages=1,
-        **LAUNCH,
+        FORM=form(config, bits, group_bytes, False, bias is not None, groups),
+        **config.options,
     )
     return out
-
-
-@cache
-def _configured(device: torch.device, bits: int, group: int, n: int, k: int) -> FmaConfig:
-    return FmaConfig(**(tuned.lookup("w4_fma", device, f"{bits}-{group}-{n}x{k}") or {}))

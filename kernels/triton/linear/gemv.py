@@ -34,9 +34,9 @@ from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 
 from .nibbles import byte_values, dot16, load_scale_min, low_high
-from .product import SPLITS_MAX, ends, multiply
+from .product import SPLITS_MAX, Config, multiply, write
 
-COLUMNS = 8  # of the right operand: the narrowest that tensor cores take
+COLUMNS = tl.constexpr(8)  # of the right operand: the narrowest that tensor cores take
 STEP_BYTES_MIN = 32  # of a row that tensor cores take at once
 STEP_BYTES = 128  # of a row that a warp takes at once: a cache line
 
@@ -46,83 +46,62 @@ _ONES_BF16 = tl.constexpr("mov.b32 $0, 0x3f803f80; mov.b32 $1, 0x3f803f80; // $2
 
 
 @dataclass(frozen=True)
-class GemvConfig:
-    """What a program of the kernel does, and how often K is split.
-
-    block_n: rows of a program, a multiple of 16. warps: how many share each step along K.
-    stages: of the software pipeline. splits: programs along K.
-    registers: of a thread at most; 0 leaves it to the compiler.
-    """
+class GemvConfig(Config):
+    """block_n: rows of a program, a multiple of 16. All warps share each step along K."""
 
     block_n: int = 32
-    warps: int = 4
-    stages: int = 3
-    splits: int = 1
-    registers: int = 168
 
 
 @triton.jit
 def _ones(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """A tile of ones of the shape of `codes` (uint8), in the layout of the codes."""
     if ASM:
-        if tl.float16 == DTYPE:
-            ones = tl.inline_asm_elementwise(
-                _ONES_F16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
-            )
-        else:
-            ones = tl.inline_asm_elementwise(
-                _ONES_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
-            )
+        ones = tl.inline_asm_elementwise(
+            _ONES_F16 if tl.float16 == DTYPE else _ONES_BF16,
+            "=r,=r,r",
+            [codes],
+            dtype=DTYPE.value,
+            is_pure=True,
+            pack=4,
+        )
     else:
         ones = tl.full(codes.shape, 1.0, DTYPE)
     return ones
 
 
 @triton.jit
-def _group_sums(codes, first, second, BITS: tl.constexpr, ASM: tl.constexpr):
+def _group_sums(codes, first, second, FORM: tl.constexpr):
     """Sums over groups of (offset + code) * x, and of x; `second` is x of the high nibbles."""
     SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1], first.shape[2]]
     zero = tl.zeros(SHAPE, tl.float32)
-    ones = _ones(codes, first.dtype, ASM)
-    x_sum = dot16(ones, first, zero, ASM)
-    if BITS == 4:
-        low, high = low_high(codes, first.dtype, ASM, True)
-        code_sum = dot16(low, first, zero, ASM)
-        code_sum = dot16(high, second, code_sum, ASM)
-        x_sum = dot16(ones, second, x_sum, ASM)
+    ones = _ones(codes, first.dtype, FORM.asm)
+    x_sum = dot16(ones, first, zero, FORM.asm)
+    if FORM.bits == 4:
+        low, high = low_high(codes, first.dtype, FORM.asm, True)
+        code_sum = dot16(low, first, zero, FORM.asm)
+        code_sum = dot16(high, second, code_sum, FORM.asm)
+        x_sum = dot16(ones, second, x_sum, FORM.asm)
     else:
-        code_sum = dot16(byte_values(codes, first.dtype, ASM), first, zero, ASM)
+        code_sum = dot16(byte_values(codes, first.dtype, FORM.asm), first, zero, FORM.asm)
     return code_sum, x_sum
 
 
 @triton.jit
 def gemv_sums(
-    x,
-    codes,
-    scale_min,
-    row,  # [BLOCK_N], those from N on are read as the last one
-    M,
-    N,
-    row_bytes,  # of the codes of a row
-    x_stride,
-    start,  # first piece of GROUPS groups along K
-    steps,
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_BYTES: tl.constexpr,
-    BITS: tl.constexpr,
-    WARPS: tl.constexpr,
-    COLS: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    x, codes, scale_min, row, M, N, row_bytes, x_stride, start, steps, FORM: tl.constexpr
 ):
-    """Rows of W times up to TOKENS rows of x: float32 [BLOCK_N, COLS // GROUPS].
+    """Rows of W times up to FORM.tokens rows of x: float32 [BLOCK_N, COLS // GROUPS].
 
-    GROUPS groups for each of WARPS in a step. Column c of a product is token c // GROUPS and group
-    c % GROUPS of the step.
+    row: [BLOCK_N], those from N on are read as the last one. start: first of the pieces of GROUPS
+    groups along K; each of WARPS takes one in a step. Column c of a product is token c // GROUPS
+    and group c % GROUPS of the step.
     """
     BLOCK_N: tl.constexpr = row.shape[0]
+    BITS: tl.constexpr = FORM.bits
+    GROUPS: tl.constexpr = FORM.groups
+    GROUP_BYTES: tl.constexpr = FORM.group_bytes
+    WARPS: tl.constexpr = FORM.config.warps
+    COLS: tl.constexpr = max(COLUMNS, FORM.tokens)
     BYTES: tl.constexpr = GROUPS * GROUP_BYTES  # of a row, for a warp in a step
     SPREAD: tl.constexpr = 8 // BITS  # elements in a byte
     IN_FLOAT16: tl.constexpr = x.dtype.element_ty == tl.float16
@@ -133,7 +112,7 @@ def gemv_sums(
     column = tl.arange(0, COLS)
     token = column // GROUPS
     group = column % GROUPS
-    used = token < tl.minimum(TOKENS, M)
+    used = token < tl.minimum(FORM.tokens, M)
 
     element = byte if BITS == 8 else (byte // 16) * 32 + byte % 16
     mine = used[None, :] & ((byte // GROUP_BYTES)[:, None] == group[None, :])
@@ -155,9 +134,9 @@ def gemv_sums(
     first_group = ((start + part) * GROUPS)[:, None, None] + scale_group[None, None, :]
     pair = first_group * N + safe_row[None, :, None]
     total = tl.zeros((WARPS, BLOCK_N, COLS), tl.float32)
-    for step in tl.range(0, steps, num_stages=STAGES):
+    for step in tl.range(0, steps, num_stages=FORM.config.stages):
         done = step * (WARPS * BYTES)
-        if EVEN:
+        if FORM.even:
             packed = tl.load(code_pointer + done)
             inside = mine
             live = scaled
@@ -173,7 +152,7 @@ def gemv_sums(
             second = tl.load(x_pointer + done * SPREAD + 16, mask=inside, other=0.0)
         index = pair + step * (WARPS * GROUPS) * N
         scale, minimum = load_scale_min(scale_min, index, live)
-        code_sum, x_sum = _group_sums(packed, first, second, BITS, ASM)
+        code_sum, x_sum = _group_sums(packed, first, second, FORM)
         total += code_sum * scale
         total += x_sum * (minimum - OFFSET * scale)
 
@@ -183,60 +162,15 @@ def gemv_sums(
 
 @triton.jit(do_not_specialize=["M", "steps"])
 def gemv_kernel(
-    x,
-    codes,
-    scale_min,
-    bias,
-    out,  # [M, N], or float32 [splits, M, N] of partial sums
-    M,
-    N,
-    row_bytes,  # of the codes of a row
-    x_stride,
-    steps,  # of a program along K
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_BYTES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr,
-    COLS: tl.constexpr,
-    BIAS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    x, codes, scale_min, bias, out, M, N, row_bytes, x_stride, steps, FORM: tl.constexpr
 ):
-    """Rows program_id(0) * BLOCK_N .. of y, part program_id(1) of K; see `gemv_sums`."""
+    """Rows program_id(0) * BLOCK_N .., part program_id(1) of K; see `gemv_sums` and `write`."""
+    BLOCK_N: tl.constexpr = FORM.config.block_n
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    y = gemv_sums(
-        x,
-        codes,
-        scale_min,
-        row,
-        M,
-        N,
-        row_bytes,
-        x_stride,
-        tl.program_id(1) * steps * WARPS,
-        steps,
-        TOKENS,
-        GROUPS,
-        GROUP_BYTES,
-        BITS,
-        WARPS,
-        COLS,
-        EVEN,
-        STAGES,
-        ASM,
-    )
-    which = tl.arange(0, COLS // GROUPS)
-    keep = (row < N)[:, None] & (which < tl.minimum(TOKENS, M))[None, :]
-    if BIAS:
-        y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)[:, None]
-    target = out + which[None, :].to(tl.int64) * N + row[:, None]
-    if PARTIAL:
-        target += tl.program_id(1).to(tl.int64) * M * N
-    tl.store(target, y.to(out.dtype.element_ty), mask=keep)
+    start = tl.program_id(1) * steps * FORM.config.warps
+    y = gemv_sums(x, codes, scale_min, row, M, N, row_bytes, x_stride, start, steps, FORM)
+    token = tl.arange(0, y.shape[1])
+    write(y, row, token, tl.minimum(FORM.tokens, M), tl.program_id(1), bias, out, M, N, FORM)
 
 
 def tokens_max(group_bytes: int) -> int:
@@ -246,7 +180,7 @@ def tokens_max(group_bytes: int) -> int:
 
 def groups_per_step(tokens: int, group_bytes: int) -> int:
     """Groups of a row that a warp takes in a step: as columns and STEP_BYTES allow."""
-    return max(1, min(COLUMNS // tokens, STEP_BYTES // group_bytes))
+    return max(1, min(COLUMNS.value // tokens, STEP_BYTES // group_bytes))
 
 
 def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -> GemvConfig:
@@ -270,15 +204,12 @@ def gemv(
 ) -> Tensor:
     """x @ W.T + bias for up to `tokens_max` rows of x; operands as `w4_linear` takes them."""
     bits, group, (n, k) = weight.bits, weight.group_size, weight.shape
-    group_bytes, row_bytes = group * bits // 8, weight.codes.shape[1]
     tokens = triton.next_power_of_2(x.shape[0])
     config = config or _configured(x.device, x.dtype, bits, group, tokens, n, k)
-    step = groups_per_step(tokens, group_bytes) * group_bytes * config.warps * config.splits
-    steps = triton.cdiv(row_bytes, step)
-    even = steps * step == row_bytes
-    fixed = constants(config, tokens, group_bytes, bits, even, bias is not None)
+    groups = groups_per_step(tokens, group * bits // 8)
+    step = groups * group * bits // 8 * config.warps
     grid = (triton.cdiv(n, config.block_n), config.splits)
-    return multiply(gemv_kernel, grid, x, weight, bias, steps, fixed, config)
+    return multiply(gemv_kernel, grid, x, weight, bias, config, step, tokens, groups)
 
 
 @cache
@@ -289,20 +220,3 @@ def _configured(
     if entry:
         return GemvConfig(**entry)
     return choose(tokens, n, k * bits // 8, group * bits // 8, Gpu.of(device))
-
-
-@cache
-def constants(
-    config: GemvConfig, tokens: int, group_bytes: int, bits: int, even: bool, bias: bool
-) -> dict[str, int | bool]:
-    """The constants of `gemv_kernel` but ASM."""
-    return {
-        "TOKENS": tokens,
-        "GROUPS": groups_per_step(tokens, group_bytes),
-        "GROUP_BYTES": group_bytes,
-        "BITS": bits,
-        "BLOCK_N": config.block_n,
-        "WARPS": config.warps,
-        "COLS": max(COLUMNS, tokens),
-        **ends(config, even, bias),
-    }

@@ -99,17 +99,24 @@ def _scratch_rows(n: int, k: int, config: ScratchConfig) -> int:
     return min(n, max(128, config.nbytes // (2 * k) // 128 * 128))
 
 
-def linear_bytes(tokens: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The most bytes `w4_linear` allocates for up to `tokens` rows of x by W [N, K].
+def linear_bytes(
+    tokens: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    silu_mul: bool = False,
+) -> int:
+    """The most bytes the decoder's op allocates for up to `tokens` rows of x by W [N, K].
 
-    Its result and, in whichever way takes most, sums of programs along K or the scratch; not what
-    cuBLAS takes for itself, `CUBLAS_BYTES`.
+    The normalized input, bias, product and gated result and, in whichever way takes most, sums of
+    programs along K or the scratch; not what cuBLAS takes for itself, `CUBLAS_BYTES`.
     """
-    gpu = Gpu.of(device)
-    work = sums_bytes(min(tokens, SKINNY_MAX), n, gpu)
-    if tokens > SKINNY_MAX or gpu.capability < 80:
+    work = sums_bytes(min(tokens, SKINNY_MAX), n, k, device)
+    if tokens > SKINNY_MAX or Gpu.of(device).capability < 80:
         work = max(work, _scratch_rows(n, k, ScratchConfig()) * k * dtype.itemsize)
-    return tokens * n * dtype.itemsize + work
+    values = tokens * (n + k) + n + tokens * n // 2 * silu_mul
+    return values * dtype.itemsize + work
 
 
 _WAYS: dict[type[Config], Callable[..., Tensor]] = {

@@ -19,10 +19,6 @@ import os
 import triton
 import triton.language as tl
 
-# What `low_high` with OFFSET adds to each code.
-FLOAT16_OFFSET = tl.constexpr(1024.0)
-BFLOAT16_OFFSET = tl.constexpr(128.0)
-
 # Four packed bytes $4 to low nibbles ($0, $1) and high nibbles ($2, $3), offsets left in. `prmt`
 # puts a byte of the second source (the exponent, four times) above each nibble.
 _SPLIT = """{{
@@ -90,24 +86,16 @@ def low_high(codes, DTYPE: tl.constexpr, ASM: tl.constexpr, OFFSET: tl.constexpr
     With OFFSET every value is too large by 1024 (float16) or 128 (bfloat16).
     """
     if ASM:
-        if tl.float16 == DTYPE:
-            low, high = tl.inline_asm_elementwise(
-                SPLIT_F16 if OFFSET else EXACT_F16,
-                "=r,=r,=r,=r,r",
-                [codes],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            low, high = tl.inline_asm_elementwise(
-                SPLIT_BF16 if OFFSET else EXACT_BF16,
-                "=r,=r,=r,=r,r",
-                [codes],
-                dtype=(tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=4,
-            )
+        F16: tl.constexpr = SPLIT_F16 if OFFSET else EXACT_F16
+        BF16: tl.constexpr = SPLIT_BF16 if OFFSET else EXACT_BF16
+        low, high = tl.inline_asm_elementwise(
+            F16 if tl.float16 == DTYPE else BF16,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(DTYPE.value, DTYPE.value),
+            is_pure=True,
+            pack=4,
+        )
     else:
         EXPONENT: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
         wide = codes.to(tl.uint16)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -16,7 +15,6 @@ from qoff.errors import OpError
 from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS_AND_32, require
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.options import LAUNCH
 
 
@@ -38,17 +36,13 @@ def _levels(w, minimum, scale, TOP: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(
-    w,
-    codes,
-    scale_min,
-    runs,  # of GROUP weights: N * K / GROUP
-    groups,  # K / GROUP
-    rows,  # N
-    GROUP: tl.constexpr,
-    RUNS: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Quantize RUNS groups. Each is read as its first and second half of every 32 weights."""
+    w, codes, scale_min, runs, groups, rows,
+    GROUP: tl.constexpr, RUNS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Quantize RUNS of the N * K / GROUP `runs` of a matrix with `groups` runs in each of `rows`.
+
+    Each is read as its first and second half of every 32 weights.
+    """
     TOP: tl.constexpr = 2.0**BITS - 1.0
     HALF: tl.constexpr = GROUP // 2
     SCALE: tl.constexpr = scale_min.dtype.element_ty
@@ -102,26 +96,22 @@ def quantize(
     codes_shape, scale_min_shape = packed_shapes(shape, bits, group_size, "split32")
     codes = torch.empty(codes_shape, dtype=torch.uint8, device=w.device)
     scale_min = torch.empty(scale_min_shape, dtype=scale_dtype, device=w.device)
-    config = config or _configured(w.device, bits, group_size)
+    config = config or QuantizeConfig()
     runs = w.numel() // group_size
     per_program = max(1, config.block // group_size)
-    quantize_kernel[(triton.cdiv(runs, per_program),)](
-        w,
-        codes,
-        scale_min,
-        runs,
-        w.shape[1] // group_size,
-        w.shape[0],
-        GROUP=group_size,
-        RUNS=per_program,
-        BITS=bits,
-        num_warps=config.num_warps,
-        num_stages=1,
-        **LAUNCH,
-    )
+    with torch.cuda.device_of(w):  # Triton launches on the current GPU
+        quantize_kernel[(triton.cdiv(runs, per_program),)](
+            w,
+            codes,
+            scale_min,
+            runs,
+            w.shape[1] // group_size,
+            w.shape[0],
+            GROUP=group_size,
+            RUNS=per_program,
+            BITS=bits,
+            num_warps=config.num_warps,
+            num_stages=1,
+            **LAUNCH,
+        )
     return QTensor(codes, scale_min, shape, bits, group_size, "split32")
-
-
-@cache
-def _configured(device: torch.device, bits: int, group: int) -> QuantizeConfig:
-    return QuantizeConfig(**(tuned.lookup("quantize", device, f"{bits}-{group}") or {}))

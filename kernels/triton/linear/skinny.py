@@ -25,27 +25,19 @@ from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 
 from .nibbles import byte_values, dot16, load_scale_min, low_high
-from .product import SPLITS_MAX, ends, multiply
+from .product import SPLITS_MAX, Config, multiply, write
 
 
 @dataclass(frozen=True)
-class SkinnyConfig:
-    """What a program of the kernel does, and how often K is split.
+class SkinnyConfig(Config):
+    """block_n, block_m: rows of W (a multiple of 16) and tokens of a program. row_bytes: bytes of
+    codes of a row in a step, 32 at least. parts: steps that different warps do at once."""
 
-    block_n, block_m: rows of W (a multiple of 16) and tokens of a program. row_bytes: bytes of
-    codes of a row in a step, 32 at least. parts: steps that different warps do at once. warps: in
-    all. stages: of the software pipeline. splits: programs along K.
-    registers: of a thread at most; 0 leaves it to the compiler.
-    """
-
+    registers: int = 255
     block_n: int = 64
     block_m: int = 16
     row_bytes: int = 64
     parts: int = 4
-    warps: int = 4
-    stages: int = 3
-    splits: int = 1
-    registers: int = 255
 
 
 @triton.jit
@@ -71,29 +63,27 @@ def _weights(codes, OFFSET: tl.constexpr, factor, middle, ASM: tl.constexpr):
 
 
 @triton.jit
+def _load(pointer, inside, EVEN: tl.constexpr):
+    """Zero where it is not inside; with EVEN everything is."""
+    return tl.load(pointer) if EVEN else tl.load(pointer, mask=inside, other=0)
+
+
+@triton.jit
 def skinny_sums(
-    x,
-    codes,
-    scale_min,
-    row,  # [BLOCK_N], those from N on are read as the last one
-    token,  # [BLOCK_M], rows of x
-    N,
-    row_bytes,  # of the codes of a row
-    x_stride,
-    start,  # first piece of BYTES along K
-    steps,
-    GROUP_BYTES: tl.constexpr,
-    BITS: tl.constexpr,
-    BYTES: tl.constexpr,  # of a row in a step, a multiple of GROUP_BYTES or a part of it
-    PARTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    x, codes, scale_min, row, token, N, row_bytes, x_stride, start, steps, FORM: tl.constexpr
 ):
-    """Rows of W times rows of x: float32 [BLOCK_N, BLOCK_M]."""
+    """Rows of W times rows of x: float32 [BLOCK_N, BLOCK_M].
+
+    row: [BLOCK_N], those from N on are read as the last one. token: [BLOCK_M], rows of x. start:
+    first of the pieces of BYTES along K, which is a multiple of GROUP_BYTES or a part of it.
+    """
     BLOCK_N: tl.constexpr = row.shape[0]
     BLOCK_M: tl.constexpr = token.shape[0]
     DTYPE: tl.constexpr = x.dtype.element_ty
+    BITS: tl.constexpr = FORM.bits
+    GROUP_BYTES: tl.constexpr = FORM.group_bytes
+    BYTES: tl.constexpr = FORM.config.row_bytes
+    PARTS: tl.constexpr = FORM.config.parts
     GROUPS: tl.constexpr = max(1, BYTES // GROUP_BYTES)
     SPREAD: tl.constexpr = 8 // BITS  # elements in a byte
     CENTRE: tl.constexpr = 8.0 if BITS == 4 else 128.0
@@ -111,97 +101,52 @@ def skinny_sums(
     x_pointer = x_row + (first_byte * SPREAD)[:, None, None] + element[None, :, None]
     every = (part >= 0)[:, None, None] & (row >= 0)[None, :, None]
     total = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
-    for step in tl.range(0, steps, num_stages=STAGES):
+    for step in tl.range(0, steps, num_stages=FORM.config.stages):
         done = step * (PARTS * BYTES)
-        if EVEN:
-            packed = tl.load(code_pointer + done)
-            first = tl.load(x_pointer + done * SPREAD)
-            second = first
-            if BITS == 4:
-                second = tl.load(x_pointer + done * SPREAD + 16)
-            live = every & (group >= 0)[None, None, :]
-        else:
-            left = row_bytes - done - first_byte
-            inside = every & (byte[None, None, :] < left[:, None, None])
-            packed = tl.load(code_pointer + done, mask=inside, other=0)
-            inside = (byte[None, :, None] < left[:, None, None]) & column[None, None, :]
-            first = tl.load(x_pointer + done * SPREAD, mask=inside, other=0.0)
-            second = first
-            if BITS == 4:
-                second = tl.load(x_pointer + done * SPREAD + 16, mask=inside, other=0.0)
-            live = every & ((group * GROUP_BYTES)[None, None, :] < left[:, None, None])
+        left = (row_bytes - done - first_byte)[:, None, None]
+        inside = every & (byte[None, None, :] < left)
+        packed = _load(code_pointer + done, inside, FORM.even)
+        inside = (byte[None, :, None] < left) & column[None, None, :]
+        first = _load(x_pointer + done * SPREAD, inside, FORM.even)
+        second = first
+        if BITS == 4:
+            second = _load(x_pointer + done * SPREAD + 16, inside, FORM.even)
+        live = every & (group >= 0)[None, None, :]
+        if not FORM.even:
+            live = live & ((group * GROUP_BYTES)[None, None, :] < left)
         first_group = (first_byte + done) // GROUP_BYTES
         pair = (first_group[:, None, None] + group[None, None, :]) * N + safe_row[None, :, None]
         scale, minimum = load_scale_min(scale_min, pair, live)
         factor = _spread(scale, DTYPE, BYTES // GROUPS)
         middle = _spread(minimum + CENTRE * scale, DTYPE, BYTES // GROUPS)
         if BITS == 4:
-            low, high = low_high(packed, DTYPE, ASM, True)
+            low, high = low_high(packed, DTYPE, FORM.asm, True)
             OFFSET: tl.constexpr = (1024.0 if tl.float16 == DTYPE else 128.0) + CENTRE
-            low = _weights(low, OFFSET, factor, middle, ASM)
-            high = _weights(high, OFFSET, factor, middle, ASM)
-            total = dot16(low, first, total, ASM)
-            total = dot16(high, second, total, ASM)
+            low = _weights(low, OFFSET, factor, middle, FORM.asm)
+            high = _weights(high, OFFSET, factor, middle, FORM.asm)
+            total = dot16(low, first, total, FORM.asm)
+            total = dot16(high, second, total, FORM.asm)
         else:
-            values = byte_values(packed, DTYPE, ASM)
-            values = _weights(values, CENTRE, factor, middle, ASM)
-            total = dot16(values, first, total, ASM)
+            values = byte_values(packed, DTYPE, FORM.asm)
+            values = _weights(values, CENTRE, factor, middle, FORM.asm)
+            total = dot16(values, first, total, FORM.asm)
     return tl.sum(total, axis=0)  # [BLOCK_N, BLOCK_M]
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
 def skinny_kernel(
-    x,
-    codes,
-    scale_min,
-    bias,
-    out,  # [M, N], or float32 [splits, M, N] of partial sums
-    M,
-    N,
-    row_bytes,  # of the codes of a row
-    x_stride,
-    steps,  # of a program along K
-    GROUP_BYTES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BYTES: tl.constexpr,  # of a row in a step, a multiple of GROUP_BYTES or a part of it
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    x, codes, scale_min, bias, out, M, N, row_bytes, x_stride, steps, FORM: tl.constexpr
 ):
-    """Rows program_id(0) * BLOCK_N .. of W times tokens program_id(1) * BLOCK_M .. ."""
+    """Rows program_id(0) * BLOCK_N .. of W times tokens program_id(1) * BLOCK_M .., part
+    program_id(2) of K; see `skinny_sums` and `write`."""
+    BLOCK_N: tl.constexpr = FORM.config.block_n
+    BLOCK_M: tl.constexpr = FORM.config.block_m
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    y = skinny_sums(
-        x,
-        codes,
-        scale_min,
-        row,
-        tl.minimum(token, M - 1),
-        N,
-        row_bytes,
-        x_stride,
-        tl.program_id(2) * steps * PARTS,
-        steps,
-        GROUP_BYTES,
-        BITS,
-        BYTES,
-        PARTS,
-        EVEN,
-        STAGES,
-        ASM,
-    )
-    if BIAS:
-        y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)[:, None]
-    target = out + token[None, :].to(tl.int64) * N + row[:, None]
-    if PARTIAL:
-        target += tl.program_id(2).to(tl.int64) * M * N
-    keep = (row < N)[:, None] & (token < M)[None, :]
-    tl.store(target, y.to(out.dtype.element_ty), mask=keep)
+    some = tl.minimum(token, M - 1)
+    start = tl.program_id(2) * steps * FORM.config.parts
+    y = skinny_sums(x, codes, scale_min, row, some, N, row_bytes, x_stride, start, steps, FORM)
+    write(y, row, token, M, tl.program_id(2), bias, out, M, N, FORM)
 
 
 def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -> SkinnyConfig:
@@ -228,14 +173,11 @@ def skinny(
     x: Tensor, weight: QTensor, bias: Tensor | None = None, config: SkinnyConfig | None = None
 ) -> Tensor:
     """x @ W.T + bias; operands as `w4_linear` takes them."""
-    m, bits, group, (n, k) = x.shape[0], weight.bits, weight.group_size, weight.shape
+    m, bits, group, (n, k) = len(x), weight.bits, weight.group_size, weight.shape
     config = config or _configured(x.device, x.dtype, bits, group, m, n, k)
-    row_bytes, step = weight.codes.shape[1], config.parts * config.row_bytes * config.splits
-    steps = triton.cdiv(row_bytes, step)
-    even = steps * step == row_bytes
-    fixed = constants(config, group * bits // 8, bits, even, bias is not None)
     grid = (triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m), config.splits)
-    return multiply(skinny_kernel, grid, x, weight, bias, steps, fixed, config)
+    step = config.parts * config.row_bytes
+    return multiply(skinny_kernel, grid, x, weight, bias, config, step)
 
 
 @cache
@@ -247,19 +189,3 @@ def _configured(
     if entry:
         return SkinnyConfig(**entry)
     return choose(m, n, k * bits // 8, group * bits // 8, Gpu.of(device))
-
-
-@cache
-def constants(
-    config: SkinnyConfig, group_bytes: int, bits: int, even: bool, bias: bool
-) -> dict[str, int | bool]:
-    """The constants of `skinny_kernel` but ASM."""
-    return {
-        "GROUP_BYTES": group_bytes,
-        "BITS": bits,
-        "BLOCK_N": config.block_n,
-        "BLOCK_M": config.block_m,
-        "BYTES": config.row_bytes,
-        "PARTS": config.parts,
-        **ends(config, even, bias),
-    }

@@ -7,7 +7,8 @@ A pair is a token and one of its experts; pair p is column p % T of token p // T
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,80 +16,78 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.triton.linear.fma import FmaConfig
+from qoff.kernels.triton.linear.gemv import GemvConfig
+from qoff.kernels.triton.linear.product import form
+from qoff.kernels.triton.linear.skinny import SkinnyConfig
 
 UNIT = 16  # bytes, in which distances of experts are told: what 128-bit loads are aligned to
 TURN = tl.constexpr(16)  # rows of gate, then as many of up
 
 
 class Product(NamedTuple):
-    """One of the two products, out[p] = f(W[expert of p] x[p // per_token] + bias).
+    """One of the two products, out[p] = f(W[expert of p] x[row of p] + bias).
 
     f is the activation of gate and up, whose rows alternate in blocks of 16, or, with activation
     "", the pair's topk_weights times the sum.
     """
 
-    x: Tensor  # float16 or bfloat16 [pairs / per_token, K], contiguous
-    per_token: int
+    x: Tensor  # float16 or bfloat16, contiguous, a row of K for each token, or for each pair
     topk_ids: Tensor  # int64 [M, T]
     topk_weights: Tensor  # float32 [M, T]
     weight: QExperts  # E x [N, K], packing split32
     bias: Tensor | None  # [E, N] in the dtype of x
-    activation: str
-    out: Tensor  # [pairs, N / 2] in the dtype of x; float32 [pairs, N] without an activation
+    activation: str = ""
 
     @property
     def pairs(self) -> int:
         return self.topk_ids.numel()
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What every kernel of a product takes first."""
-        weight = self.weight
-        bias, topk_weights, out = self.bias, self.topk_weights, self.out
-        return self.x, weight.codes, weight.scale_min, bias, topk_weights, out
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """per_token, distances of experts in units of 16 bytes, rows, bytes of a row, K."""
-        codes, scale_min = self.weight.strides
-        rows, k = self.weight.shape
-        return self.per_token, codes // UNIT, scale_min // UNIT, rows, self.row_bytes, k
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of the codes of a row."""
-        return self.weight.codes.shape[2]
-
-    @property
     def group_bytes(self) -> int:
         return self.weight.group_size * self.weight.bits // 8
 
-    @classmethod
-    def gate_up(
-        cls,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weight: QExperts,
-        bias: Tensor | None,
-        activation: str,
-    ) -> Product:
-        """The first product, with memory for its result."""
-        out = x.new_empty(topk_ids.numel(), weight.shape[0] // 2)
-        return cls(x, topk_ids.shape[1], topk_ids, topk_weights, weight, bias, activation, out)
+    def compute(
+        self,
+        kernel: Any,
+        programs: int,
+        which: Sequence[Tensor | int],
+        config: GemvConfig | SkinnyConfig | FmaConfig,
+        step: int = 0,
+        groups: int = 1,
+    ) -> Tensor:
+        """Launch a kernel with a row of programs for each of `programs` pairs or tiles.
 
-    @classmethod
-    def down(
-        cls,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weight: QExperts,
-        bias: Tensor | None,
-    ) -> Product:
-        """The second product, of a row of x for each pair, with memory for its result."""
-        out = x.new_empty(topk_ids.numel(), weight.shape[0], dtype=torch.float32)
-        return cls(x, 1, topk_ids, topk_weights, weight, bias, "", out)
+        which: what tells it their pairs. step: bytes of a row that a program takes at once, if the
+        kernel is told how often. groups: see `Form`. Returns [pairs, N / 2] in the dtype of x, or
+        float32 [pairs, N] without an activation.
+        """
+        x, weight, pairs, activation = self.x, self.weight, self.pairs, self.activation
+        (n, k), row_bytes = weight.shape, weight.codes.shape[2]
+        if activation:
+            out = x.new_empty(pairs, n // 2)
+        else:
+            out = x.new_empty(pairs, n, dtype=torch.float32)
+        steps = (triton.cdiv(row_bytes, step),) if step else ()
+        even, with_bias = bool(step) and row_bytes % step == 0, self.bias is not None
+        kernel[(triton.cdiv(n, config.block_n), programs)](
+            x,
+            weight.codes,
+            weight.scale_min,
+            self.bias,
+            self.topk_weights,
+            out,
+            *which,
+            pairs // len(x),
+            *(distance // UNIT for distance in weight.strides),
+            n,
+            row_bytes,
+            k,
+            *steps,
+            FORM=form(config, weight.bits, self.group_bytes, even, with_bias, groups, activation),
+            **config.options,
+        )
+        return out
 
 
 @triton.jit
@@ -116,26 +115,17 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    y,  # float32 [BLOCK_N, C]
-    first_row,
-    pair,  # [C]
-    keep,  # bool [C]
-    bias,  # of the expert
-    topk_weights,
-    out,
-    N,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    """Add the bias, activate or weigh, and write rows first_row .. of the pairs to keep."""
+def finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM: tl.constexpr):
+    """Add the bias to y [BLOCK_N, COLS], activate or weigh it, and write rows first_row .. of the
+    pairs [COLS] to keep [COLS]."""
     BLOCK_N: tl.constexpr = y.shape[0]
     COLS: tl.constexpr = y.shape[1]
     row = first_row + tl.arange(0, BLOCK_N)
-    if BIAS:
-        y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
+    if FORM.bias:
+        expert_bias = tl.load(bias + expert * N + row, mask=row < N, other=0.0)
+        y += expert_bias.to(tl.float32)[:, None]
     to = pair.to(tl.int64)
-    if ACTIVATION == "":
+    if FORM.activation == "":
         y *= tl.load(topk_weights + pair, mask=keep, other=0.0)[None, :]
         tl.store(out + to[None, :] * N + row[:, None], y, mask=(row < N)[:, None] & keep[None, :])
     else:
@@ -143,7 +133,7 @@ def finish(
         is_gate = (tl.arange(0, 2) == 0)[None, :, None, None]
         gate = tl.sum(tl.where(is_gate, turns, 0.0), axis=1)
         up = tl.sum(tl.where(is_gate, 0.0, turns), axis=1)
-        value = tl.reshape(_activate(gate, up, ACTIVATION), (BLOCK_N // 2, COLS))
+        value = tl.reshape(_activate(gate, up, FORM.activation), (BLOCK_N // 2, COLS))
         column = first_row // 2 + tl.arange(0, BLOCK_N // 2)
         target = out + to[None, :] * (N // 2) + column[:, None]
         inside = (column < N // 2)[:, None] & keep[None, :]

@@ -9,15 +9,13 @@ rows of x gathered.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qoff.kernels.triton.linear.nibbles import use_asm
-from qoff.kernels.triton.linear.product import options
 from qoff.kernels.triton.linear.skinny import SkinnyConfig, skinny_sums
 
 from .product import Product, expert_of, finish
@@ -37,65 +35,25 @@ class Tiles(NamedTuple):
     do_not_specialize=["per_token", "code_distance", "scale_distance", "steps", "tile_count"]
 )
 def experts_tile_kernel(
-    x,
-    codes,
-    scale_min,
-    bias,
-    topk_weights,
-    out,
-    order,
-    table,
-    tile_count,
-    per_token,
-    code_distance,
-    scale_distance,
-    N,
-    row_bytes,
-    x_stride,
-    steps,
-    GROUP_BYTES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BYTES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    x, codes, scale_min, bias, topk_weights, out, order, table, tile_count, per_token,
+    code_distance, scale_distance, N, row_bytes, x_stride, steps, FORM: tl.constexpr,
+):  # fmt: skip
     """Rows program_id(0) * BLOCK_N .. of tile program_id(1); see `skinny_sums` and `finish`."""
+    BLOCK_N: tl.constexpr = FORM.config.block_n
     tile = tl.program_id(1)
     first_row = tl.program_id(0) * BLOCK_N
+    row = first_row + tl.arange(0, BLOCK_N)
     expert = tl.load(table + tile).to(tl.int64)
     first = tl.load(table + tile_count + tile)
     last = tl.load(table + 2 * tile_count + tile)
-    place = first + tl.arange(0, BLOCK_M)
+    place = first + tl.arange(0, FORM.config.block_m)
     keep = place < last
     pair = tl.load(order + place, mask=keep, other=0)
-    expert_codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
-    y = skinny_sums(
-        x,
-        expert_codes,
-        scales,
-        first_row + tl.arange(0, BLOCK_N),
-        pair // per_token,
-        N,
-        row_bytes,
-        x_stride,
-        0,
-        tl.where(last > first, steps, 0),
-        GROUP_BYTES,
-        BITS,
-        BYTES,
-        PARTS,
-        EVEN,
-        STAGES,
-        ASM,
-    )
-    expert_bias = bias + expert * N if BIAS else bias
-    finish(y, first_row, pair, keep, expert_bias, topk_weights, out, N, BIAS, ACTIVATION)
+    token = pair // per_token
+    codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
+    steps = tl.where(last > first, steps, 0)
+    y = skinny_sums(x, codes, scales, row, token, N, row_bytes, x_stride, 0, steps, FORM)
+    finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM)
 
 
 def tiles(topk_ids: Tensor, experts: int, block: int) -> Tiles:
@@ -142,46 +100,7 @@ def config_for(block: int, group_bytes: int) -> SkinnyConfig:
     return SkinnyConfig(block_n=32, block_m=min(block, most), row_bytes=32)
 
 
-def tile_product(p: Product, tiles_: Tiles, config: SkinnyConfig) -> None:
-    """Compute the product; the tiles are of `config.block_m` pairs."""
-    step = config.parts * config.row_bytes
-    steps = triton.cdiv(p.row_bytes, step)
-    n, count = p.weight.shape[0], tiles_.table.shape[1]
-    experts_tile_kernel[(triton.cdiv(n, config.block_n), count)](
-        *p.tensors,
-        tiles_.order,
-        tiles_.table,
-        count,
-        *p.sizes,
-        steps,
-        **_constants(
-            config,
-            p.group_bytes,
-            p.weight.bits,
-            steps * step == p.row_bytes,
-            p.bias is not None,
-            p.activation,
-        ),
-        ASM=use_asm(),
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **options(config),
-    )
-
-
-def _constants(
-    config: SkinnyConfig, group_bytes: int, bits: int, even: bool, bias: bool, activation: str
-) -> dict[str, Any]:
-    """The constants of `experts_tile_kernel` but ASM."""
-    return {
-        "GROUP_BYTES": group_bytes,
-        "BITS": bits,
-        "BLOCK_N": config.block_n,
-        "BLOCK_M": config.block_m,
-        "BYTES": config.row_bytes,
-        "PARTS": config.parts,
-        "BIAS": bias,
-        "ACTIVATION": activation,
-        "EVEN": even,
-        "STAGES": config.stages,
-    }
+def tile_product(p: Product, tiles_: Tiles, config: SkinnyConfig) -> Tensor:
+    """The product; the tiles are of `config.block_m` pairs."""
+    count, step = tiles_.table.shape[1], config.parts * config.row_bytes
+    return p.compute(experts_tile_kernel, count, (*tiles_, count), config, step)

@@ -122,14 +122,13 @@ def ggml(name: str) -> RoundTrip:
     """
     if name not in GGML_TYPES:
         raise ArgumentError(f"no KV cache type of llama.cpp is {name!r}; {', '.join(GGML_TYPES)}")
-    return lambda k, v, layer: (ggml_values(k, name), ggml_values(v, name))
-
-
-def ggml_values(x: Tensor, name: str) -> Tensor:
-    """What a type of llama.cpp leaves of values, float32 of the same shape."""
     kind = gguf.GGMLQuantizationType[name.upper()]
-    rows = x.float().contiguous().numpy()
-    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind))
+
+    def kept(x: Tensor) -> Tensor:
+        rows = x.float().contiguous().numpy()
+        return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind))
+
+    return lambda k, v, layer: (kept(k), kept(v))
 
 
 def ggml_bits(name: str) -> float:

@@ -30,12 +30,10 @@ class KVSetting:
 
     @property
     def round_trip(self) -> RoundTrip | None:
-        """What every token goes through; None for a real cache."""
-        if not self.every_token:
-            return None
+        """What every token goes through; None for a real cache, and for float32."""
         if self.ggml is not None:
             return ggml(self.ggml)
-        return None if self.quant is None else packed(self.quant)
+        return packed(self.quant) if self.every_token and self.quant is not None else None
 
     @property
     def name(self) -> str:
@@ -54,12 +52,10 @@ class KVSetting:
 
     def bytes_per_token(self, spec: DecoderSpec) -> float:
         """Of an old token, in all layers; those in the window take what float32 takes."""
+        layers = range(spec.num_layers)
         if self.ggml is not None:
-            values = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-            return values * ggml_bits(self.ggml) / 8
-        total = 0.0
-        for layer in range(spec.num_layers):
-            form = None if self.quant is None else self.quant.form(spec.head_dim, layer)
-            each = 8 * spec.head_dim if form is None else form.nbytes / BLOCK_TOKENS
-            total += spec.num_kv_heads * each
-        return total
+            each = [2 * spec.head_dim * ggml_bits(self.ggml) / 8 for _ in layers]
+        else:
+            forms = [self.quant and self.quant.form(spec.head_dim, layer) for layer in layers]
+            each = [form.nbytes / BLOCK_TOKENS if form else 8 * spec.head_dim for form in forms]
+        return spec.num_kv_heads * sum(each)

@@ -36,18 +36,18 @@ def mixed_for_bits(model: Sensitivities, found: Sequence[Sensitivity], bits: flo
     If one format for all matrices also fits and measures better, that one is returned. found: of
     `model`. Raises ArgumentError for fewer bits than the smallest formats take.
     """
-    weights = sum(one.weights for one in found)
+    sizes, weights = _values(found, "nbytes"), sum(one.weights for one in found)
     limit = int(bits * weights / 8)
-    chosen = choose(_losses(found), _sizes(found), limit)
+    chosen = choose(_values(found, "loss"), sizes, limit)
     if chosen is None:
-        least = sum(min(one.nbytes.values()) for one in found) * 8 / weights
+        least = sum(map(min, sizes)) * 8 / weights
         raise ArgumentError(
             f"{bits:g} bits a weight are too few; the smallest formats take {least:.3f}, scales "
             "and minima included"
         )
     mix = _mix(model, found, chosen)
     same = _one_format(found, limit)
-    if same is None or dict(mix.formats) == dict.fromkeys(mix.formats, same):
+    if same is None or set(mix.formats.values()) == {same}:
         return mix
     alike = _mix(model, found, [list(one.nbytes).index(same) for one in found])
     return min(mix, alike, key=lambda x: x.loss)
@@ -60,7 +60,7 @@ def mixed_for_loss(model: Sensitivities, found: Sequence[Sensitivity], most: flo
     the next choice is made: four at most. found: of `model`. Raises ArgumentError if the largest
     formats lose more.
     """
-    sizes, losses, factor = _sizes(found), _losses(found), 1.0
+    sizes, losses, factor = _values(found, "nbytes"), _values(found, "loss"), 1.0
     largest = [min(range(len(item)), key=item.__getitem__) for item in losses]
     best: Mix | None = None
     for _ in range(_TRIES):
@@ -112,12 +112,9 @@ def _one_format(found: Sequence[Sensitivity], nbytes: int) -> Format | None:
     return max(fitting, key=sizes.__getitem__, default=None)
 
 
-def _sizes(found: Sequence[Sensitivity]) -> list[list[int]]:
-    return [list(one.nbytes.values()) for one in found]
-
-
-def _losses(found: Sequence[Sensitivity]) -> list[list[float]]:
-    return [[one.loss[form] for form in one.nbytes] for one in found]
+def _values(found: Sequence[Sensitivity], name: str) -> list[list[float]]:
+    """A number for each format of each matrix, in the same order for both names."""
+    return [list(getattr(one, name).values()) for one in found]
 
 
 def _mix(model: Sensitivities, found: Sequence[Sensitivity], chosen: Sequence[int]) -> Mix:

@@ -3,14 +3,13 @@
 The loss is the Kullback-Leibler divergence of the predicted tokens, in nats a token. To second
 order it is half the mean square of g . e, summed over outputs of the matrix: e the error of an
 output on a text, g the gradient of the log-likelihood there, for tokens drawn from the model's own
-prediction (the Fisher information). Errors of rounding have any sign, so that products of two
-outputs, or of two tokens, are left out: they are 0 in the mean, and noise on a short text.
+prediction (the Fisher information). Products of two outputs, or of two tokens, are left out: errors
+of rounding have any sign, so they are 0 in the mean, and noise on a short text.
 
-That takes one pass forward and one backward for all matrices and formats, a layer at a time: in
-memory are one layer in float32, and hidden states; those before each layer are in a file without a
-name. What is left out is not 0 for all kinds of matrices: an error of a key is the same for all
-queries. So the estimates of each kind (QKV, output, up, down) are scaled to the true loss of all
-matrices of that kind together, one pass forward for each.
+That takes one pass forward and one backward for all matrices and formats, a layer at a time, with
+one layer in float32 in memory. What is left out is not 0 for all kinds of matrices: an error of a
+key is the same for all queries. So the estimates of each kind (QKV, output, up, down) are scaled to
+the true loss of all matrices of that kind together, one pass forward for each.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO
 
 import numpy as np
 import torch
@@ -29,7 +27,7 @@ from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
-from qoff.quant import Format, QTensor, QuantConfig, quantize
+from qoff.quant import Format, QTensor, QuantConfig
 
 FORMATS = (Format(4, 128), Format(4, 64), Format(4, 32), Format(8, 128), Format(8, 64))
 _Products = list[tuple[Tensor, Tensor]]  # inputs [M, K] and gradients of outputs [M, N]
@@ -47,31 +45,45 @@ class Sensitivity:
 
 
 class Sensitivities:
-    """Measures one model on texts, int64 [texts, tokens]. Raises as `Layerwise` does.
+    """Measures one model on texts, int64 [texts, tokens].
 
-    quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn.
+    quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn. Raises
+    as `Layerwise` does, and QuantizationError for weights that are quantized already.
     """
 
     def __init__(
         self, model: Unconverted, ids: Tensor, quant: QuantConfig | None = None, seed: int = 0
     ) -> None:
-        self._model, self._quant = model, replace(quant or QuantConfig(), weights={})
+        self._source, self._units = model.source, model.units
+        self._quant = replace(quant or QuantConfig(), weights={})
         self._floats = Builder(model.source, self._quant, requantize=True)
         self._check_floats()
         self._run = Layerwise(model.spec, ids)
         self._random = torch.Generator().manual_seed(seed)
-        self._outer = {w.name: self._floats.floats(w) for w in model.units[-1][1]}
-        self._final: Tensor | None = None  # hidden states of the model as it is
+        self._outer = {w.name: self._floats.floats(w) for w in self._units[-1][1]}
+        self._forward()
 
     def _check_floats(self) -> None:
-        for prefix, weights in self._model.units[:-1]:
+        for prefix, weights in self._units[:-1]:
             for weight in weights:
                 if weight.columns is not None and self._floats.format(prefix, weight)[1]:
                     raise QuantizationError(
-                        f"{self._model.source.path}: {prefix}{weight.name} is quantized already, "
+                        f"{self._source.path}: {prefix}{weight.name} is quantized already, "
                         "and its codes are taken over; choose formats for the model of which it "
                         "was made"
                     )
+
+    @torch.no_grad()
+    def _forward(self) -> None:
+        """Run the model as it is; hidden states before each layer go to a file without a name."""
+        hidden = self._run.embedded(self._outer[EMBEDDING])
+        shape = (self._run.spec.num_layers, *hidden.shape)
+        with tempfile.TemporaryFile() as file:
+            self._states = np.memmap(file, np.float32, "w+", shape=shape)
+        for layer, before in enumerate(self._states):
+            before[:] = hidden.numpy()
+            hidden = self._run.run(layer, self._weights(layer), hidden)
+        self._final = hidden
 
     def of(
         self, formats: Sequence[Format] = FORMATS, progress: Progress | None = None
@@ -81,19 +93,15 @@ class Sensitivities:
         In file order. progress: of the way back, which takes most of the time. Raises
         QuantizationError where no group fits a matrix.
         """
-        found: list[list[Sensitivity]] = []
-        count = self._model.spec.num_layers
-        with tempfile.TemporaryFile() as file:
-            states = self._forward(file)
-            gradient = self._drawn_gradient()
-            for layer in reversed(range(count)):
-                weights = self._weights(layer)
-                before = torch.from_numpy(states[layer].copy())
-                gradient, products = self._back(layer, weights, before, gradient)
-                found.append(self._losses(layer, weights, products, formats))
-                if progress is not None:
-                    progress(len(found), count)
-        return self._scaled([one for layer in reversed(found) for one in layer])
+        found: list[Sensitivity] = []
+        gradient, count = self._drawn_gradient(), len(self._states)
+        for done, layer in enumerate(reversed(range(count)), 1):
+            weights = self._weights(layer)
+            gradient, products = self._back(layer, weights, gradient)
+            found = self._losses(layer, weights, products, formats) + found
+            if progress is not None:
+                progress(done, count)
+        return self._scaled(found)
 
     def _scaled(self, found: Sequence[Sensitivity]) -> list[Sensitivity]:
         """Estimates whose sum over a kind of matrix, in its smallest formats, is what it loses."""
@@ -107,10 +115,7 @@ class Sensitivities:
             loss = self.measured(smallest) - nothing
             factors[kind] = loss / estimate if loss > 0 and estimate > 0 else 1.0
         return [
-            replace(
-                one,
-                loss={form: x * factors[_kind(one.name)] for form, x in one.loss.items()},
-            )
+            replace(one, loss={f: x * factors[_kind(one.name)] for f, x in one.loss.items()})
             for one in found
         ]
 
@@ -120,15 +125,11 @@ class Sensitivities:
 
         Embedding and head are quantized as they are stored, layers' other matrices are not.
         """
-        builder = Builder(self._model.source, replace(self._quant, weights=weights), True)
-        outer = {w.name: _as_floats(builder.build("", w)) for w in self._model.units[-1][1]}
-        if self._final is None:
-            with tempfile.TemporaryFile() as file:
-                self._forward(file)
-        assert self._final is not None
+        builder = Builder(self._source, replace(self._quant, weights=weights), True)
+        stored = {w.name: builder.build("", w) for w in self._units[-1][1]}
+        outer = {n: w.dequantize() if isinstance(w, QTensor) else w for n, w in stored.items()}
         hidden = self._run.embedded(outer[EMBEDDING])
-        for layer in range(self._model.spec.num_layers):
-            prefix, parts = self._model.units[layer]
+        for layer, (prefix, parts) in enumerate(self._units[:-1]):
             built = {
                 w.name: builder.build(prefix, w)
                 if builder.quant.chosen(prefix + w.name)
@@ -136,43 +137,24 @@ class Sensitivities:
                 for w in parts
             }
             hidden = self._run.run(layer, built, hidden)
-        return self._divergence(self._final, hidden, outer)
-
-    def _embedded(self) -> Tensor:
-        return self._run.embedded(self._outer[EMBEDDING])
+        return self._divergence(hidden, outer)
 
     def _weights(self, layer: int) -> dict[str, Tensor]:
-        return {w.name: self._floats.floats(w) for w in self._model.units[layer][1]}
-
-    @torch.no_grad()
-    def _forward(self, file: IO[bytes]) -> np.ndarray:
-        """Run the model as it is; hidden states before each layer go to a file."""
-        hidden = self._embedded()
-        shape = (self._model.spec.num_layers, *hidden.shape)
-        states = np.memmap(file, np.float32, "w+", shape=shape)
-        for layer in range(len(states)):
-            states[layer] = hidden.numpy()
-            hidden = self._run.run(layer, self._weights(layer), hidden)
-        self._final = hidden
-        return states
+        return {w.name: self._floats.floats(w) for w in self._units[layer][1]}
 
     def _drawn_gradient(self) -> Tensor:
         """The gradient of the log-likelihood of drawn tokens by the final hidden states."""
-        assert self._final is not None
-        out = torch.empty_like(self._final)
-        for rows, place in zip(
-            self._final.split(self._run.logit_rows), out.split(self._run.logit_rows), strict=True
-        ):
+        out = []
+        for rows in self._final.split(self._run.logit_rows):
             leaf = rows.detach().requires_grad_()
             with torch.enable_grad():
                 likely = self._run.logits(self._outer, leaf).log_softmax(-1)
                 drawn = torch.multinomial(likely.detach().exp(), 1, generator=self._random)
-                (gradient,) = torch.autograd.grad(likely.gather(1, drawn).sum(), leaf)
-            place.copy_(gradient)
-        return out
+                out += torch.autograd.grad(likely.gather(1, drawn).sum(), leaf)
+        return torch.cat(out)
 
     def _back(
-        self, layer: int, weights: Mapping[str, Tensor], before: Tensor, gradient: Tensor
+        self, layer: int, weights: Mapping[str, Tensor], gradient: Tensor
     ) -> tuple[Tensor, dict[str, _Products]]:
         """The gradient before a layer, and inputs and gradients of the outputs of its matrices."""
         called = {id(w): name for name, w in weights.items()}
@@ -183,7 +165,7 @@ class Sensitivities:
             into = products.setdefault(called[id(matrix)], [])
             y.register_hook(lambda g: into.append((inputs, g)))
 
-        leaf = before.requires_grad_()
+        leaf = torch.from_numpy(self._states[layer].copy()).requires_grad_()
         with torch.enable_grad(), torch.autograd.graph.allow_mutation_on_saved_tensors():
             after = self._run.run(layer, weights, leaf, seen)
             (back,) = torch.autograd.grad(after, leaf, gradient)
@@ -197,7 +179,7 @@ class Sensitivities:
         products: Mapping[str, _Products],
         formats: Sequence[Format],
     ) -> list[Sensitivity]:
-        prefix, parts = self._model.units[layer]
+        prefix, parts = self._units[layer]
         found = []
         for weight in parts:
             if weight.columns is None or weight.sensitive:
@@ -211,46 +193,26 @@ class Sensitivities:
                 )
             losses, sizes = {}, {}
             for form in fitting:
-                q = self._quantized(matrix, form, name)
-                error = q.dequantize().sub_(matrix)
-                losses[form] = _loss(error, products[weight.name])
+                q = self._floats.quantized(matrix, form, name)
+                losses[form] = _loss(q.dequantize().sub_(matrix), products[weight.name])
                 sizes[form] = q.nbytes
             found.append(Sensitivity(name, matrix.numel(), sizes, losses))
         return found
 
-    def _quantized(self, matrix: Tensor, form: Format, name: str) -> QTensor:
-        quant = self._quant
-        return quantize(
-            matrix,
-            form.bits,
-            form.group_size,
-            quant.data_free,
-            quant.packing,
-            quant.scale_dtype,
-            name=name,
-        )
-
-    def _divergence(self, wanted: Tensor, found: Tensor, outer: Mapping[str, Tensor]) -> float:
-        """Mean KL divergence of the predictions from two sets of final hidden states.
-
-        outer: the weights that turn the second one into predictions.
-        """
+    def _divergence(self, found: Tensor, outer: Mapping[str, Tensor]) -> float:
+        """Mean KL divergence of the predictions from final hidden states and weights `outer`."""
         total = 0.0
         step = self._run.logit_rows
-        for a, b in zip(wanted.split(step), found.split(step), strict=True):
+        for a, b in zip(self._final.split(step), found.split(step), strict=True):
             p = self._run.logits(self._outer, a).log_softmax(-1)
             q = self._run.logits(outer, b).log_softmax(-1)
             total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-        return total / len(wanted)
+        return total / len(found)
 
 
 def _kind(name: str) -> str:
     """What a matrix is called in every layer."""
     return name.rpartition(".")[2]
-
-
-def _as_floats(weight: QTensor | Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QTensor) else weight
 
 
 def _loss(error: Tensor, products: _Products) -> float:

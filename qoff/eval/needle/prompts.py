@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -29,10 +30,10 @@ class NeedleSettings:
     """What a needle test asks. Raises ArgumentError for values out of range.
 
     lengths: tokens of prompt and answer together, at most. depths: where the needle lies, from 0,
-    before all other text, to 1, after it. repetitions: prompts for each of both, with other keys
-    and other text; they depend on `seed`, length and repetition alone, so that prompts of other
-    depths differ in the needle's place only. filler: text to hide it in; empty: the one that comes
-    with qoff. answer_tokens: of an answer, at most.
+    before all other text, to 1, after it. Both are sorted, each value once. repetitions: prompts
+    for each of both, with other keys and other text; they depend on `seed`, length and repetition
+    alone, so that prompts of other depths differ in the needle's place only. filler: text to hide
+    it in; empty: the one that comes with qoff. answer_tokens: of an answer, at most.
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
@@ -53,6 +54,8 @@ class NeedleSettings:
         ):
             if not good:
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; use {wanted}")
+        for name in ("lengths", "depths"):
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
 
 
 @dataclass(frozen=True)
@@ -68,28 +71,27 @@ class NeedlePrompt:
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, settings: NeedleSettings) -> Iterator[NeedlePrompt]:
-    """All prompts of a test, shortest lengths first.
+    """All prompts of a test, shortest lengths first, by the chat template if there is one.
 
     Each is as long as whole sentences of filler allow. Raises ArgumentError for a length without
     room for needle and question, and for keys of more tokens than an answer has.
     """
-    writer = _Writer(tokenizer)
     text = settings.filler or read_text()
     sentences = [s for s in _SENTENCE_END.split(" ".join(text.split())) if s]
-    for length in sorted(set(settings.lengths)):
+    for length in settings.lengths:
         room = length - settings.answer_tokens
         for repetition in range(settings.repetitions):
             rng = random.Random(f"{settings.seed} {length} {repetition}")
             key = str(rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS))
-            filler = writer.enough(endless(sentences, rng), room)
-            key_tokens = writer.key_tokens(key)
+            filler = _enough(tokenizer, endless(sentences, rng), room)
+            key_tokens = _key_tokens(tokenizer, key)
             if len(key_tokens) > settings.answer_tokens:
                 raise ArgumentError(
                     f"a key of {_DIGITS} digits has {len(key_tokens)} tokens, an answer "
                     f"{settings.answer_tokens}; use more answer_tokens"
                 )
-            for depth in sorted(set(settings.depths)):
-                tokens = writer.longest(filler, key, depth, room)
+            for depth in settings.depths:
+                tokens = _longest(tokenizer, filler, key, depth, room)
                 yield NeedlePrompt(length, depth, repetition, key, tokens, key_tokens)
 
 
@@ -98,60 +100,54 @@ def endless(sentences: Sequence[str], rng: random.Random) -> Iterator[str]:
     return islice(cycle(sentences), rng.randrange(len(sentences)), None)
 
 
-class _Writer:
-    """Turns sentences and a key into a prompt, by the chat template if the tokenizer has one."""
+def _enough(tokenizer: PreTrainedTokenizerBase, sentences: Iterator[str], room: int) -> list[str]:
+    """The first sentences, a little more than fit in `room` tokens."""
+    found: list[str] = []
+    tokens = 0
+    while tokens <= room + room // 8:  # what is joined may have a few tokens less
+        found.append(next(sentences))
+        tokens += len(tokenizer.encode(found[-1], add_special_tokens=False))
+    return found
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template)
 
-    def enough(self, sentences: Iterator[str], room: int) -> list[str]:
-        """The first sentences, a little more than fit in `room` tokens."""
-        found: list[str] = []
-        tokens = 0
-        while tokens <= room + room // 8:  # what is joined may have a few tokens less
-            found.append(next(sentences))
-            tokens += len(self._tokenizer.encode(found[-1], add_special_tokens=False))
-        return found
+def _longest(
+    tokenizer: PreTrainedTokenizerBase, filler: Sequence[str], key: str, depth: float, room: int
+) -> list[int]:
+    """The prompt with most of the filler's first sentences that has `room` tokens at most."""
 
-    def longest(self, filler: Sequence[str], key: str, depth: float, room: int) -> list[int]:
-        """The prompt with most of the filler's first sentences that has `room` tokens at most."""
-        found = self.tokens(self.text([], key, depth))
-        if len(found) > room:
-            raise ArgumentError(
-                f"needle and question alone are {len(found)} tokens, and there is room for {room}; "
-                "use longer lengths"
-            )
-        least, most = 0, len(filler)  # sentences that fit; sentences that may fit
-        while least < most:
-            middle = (least + most + 1) // 2
-            tokens = self.tokens(self.text(filler[:middle], key, depth))
-            if len(tokens) <= room:
-                least, found = middle, tokens
-            else:
-                most = middle - 1
-        return found
+    def tokens(sentences: int) -> list[int]:
+        return _encoded(tokenizer, _text(tokenizer, filler[:sentences], key, depth))
 
-    def text(self, filler: Sequence[str], key: str, depth: float) -> str:
-        """The whole prompt, up to where the key has to follow."""
-        at = round(depth * len(filler))
-        body = " ".join([*filler[:at], NEEDLE.format(key=key), *filler[at:]])
-        content = f"{INTRODUCTION}\n\n{body}\n\n{QUESTION}"
-        if not self._chat:
-            return f"{content} {OPENING}"
-        message = [{"role": "user", "content": content}]
-        chat = self._tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, tokenize=False
+    if (frame := len(tokens(0))) > room:
+        raise ArgumentError(
+            f"needle and question alone are {frame} tokens, and there is room for {room}; "
+            "use longer lengths"
         )
-        return f"{chat}{OPENING}"
+    counts = range(1, len(filler) + 1)
+    return tokens(bisect_right(counts, room, key=lambda count: len(tokens(count))))
 
-    def tokens(self, text: str) -> list[int]:
-        special = not self._chat  # a template has them already
-        return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
-    def key_tokens(self, key: str) -> list[int]:
-        """What follows a prompt's tokens when the key follows its text."""
-        text = self.text([], key, 0)
-        before, whole = self.tokens(text), self.tokens(f"{text} {key}")
-        if whole[: len(before)] == before:
-            return whole[len(before) :]
-        return list(self._tokenizer.encode(f" {key}", add_special_tokens=False))
+def _text(tokenizer: PreTrainedTokenizerBase, filler: Sequence[str], key: str, depth: float) -> str:
+    """The whole prompt, up to where the key has to follow."""
+    at = round(depth * len(filler))
+    body = " ".join([*filler[:at], NEEDLE.format(key=key), *filler[at:]])
+    content = f"{INTRODUCTION}\n\n{body}\n\n{QUESTION}"
+    if not tokenizer.chat_template:
+        return f"{content} {OPENING}"
+    message = [{"role": "user", "content": content}]
+    chat = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return f"{chat}{OPENING}"
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    special = not tokenizer.chat_template  # which has them already
+    return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
+
+
+def _key_tokens(tokenizer: PreTrainedTokenizerBase, key: str) -> list[int]:
+    """What follows a prompt's tokens when the key follows its text."""
+    text = _text(tokenizer, [], key, 0)
+    before, whole = _encoded(tokenizer, text), _encoded(tokenizer, f"{text} {key}")
+    if whole[: len(before)] == before:
+        return whole[len(before) :]
+    return list(tokenizer.encode(f" {key}", add_special_tokens=False))

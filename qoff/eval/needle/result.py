@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from qoff.errors import ArgumentError
 from qoff.eval.charts import new_figure, save
@@ -53,36 +55,26 @@ class Trial:
 
 @dataclass(frozen=True)
 class NeedleResult:
-    """All trials of a test, by cache, length, repetition, depth."""
+    """All trials of a test, by cache, length, repetition and depth."""
 
     model: str
     settings: NeedleSettings
     caches: Mapping[str, CacheSetting]
     trials: tuple[Trial, ...]
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The lengths, shortest first, each once."""
-        return tuple(sorted(set(self.settings.lengths)))
-
-    @property
-    def depths(self) -> tuple[float, ...]:
-        """The depths, from the beginning of the text on, each once."""
-        return tuple(sorted(set(self.settings.depths)))
-
     def retrieved(self, cache: str) -> list[list[float]]:
-        """Parts of the keys that were retrieved, [length][depth]."""
-        return self._table(cache, [float(trial.retrieved) for trial in self.trials])
+        """Fractions of the keys that were retrieved, [length][depth]."""
+        return self._means(cache, "retrieved")
 
     def log_probabilities(self, cache: str) -> list[list[float]]:
         """Mean log-probabilities of the right key, nats, [length][depth]."""
-        return self._table(cache, [trial.log_probability for trial in self.trials])
+        return self._means(cache, "log_probability")
 
     def lost_at(self) -> dict[str, int | None]:
         """The shortest length at which fewer than half of the keys are retrieved; None: at none."""
         lost: dict[str, int | None] = {}
         for cache in self.caches:
-            rows = zip(self.lengths, self.retrieved(cache), strict=True)
+            rows = zip(self.settings.lengths, self.retrieved(cache), strict=True)
             few = (length for length, row in rows if fmean(row) < LOST_BELOW)
             lost[cache] = next(few, None)
         return lost
@@ -90,47 +82,39 @@ class NeedleResult:
     def as_dict(self) -> dict[str, Any]:
         """Settings, tables and all trials, as JSON takes them."""
         return {
-            "model": self.model,
-            "settings": asdict(self.settings),
-            "caches": {name: asdict(cache) for name, cache in self.caches.items()},
-            "lengths": self.lengths,
-            "depths": self.depths,
+            **asdict(self),
+            "lengths": self.settings.lengths,
+            "depths": self.settings.depths,
             "retrieved": {cache: self.retrieved(cache) for cache in self.caches},
             "log_probability": {cache: self.log_probabilities(cache) for cache in self.caches},
             "lost_at": self.lost_at(),
-            "trials": [asdict(trial) for trial in self.trials],
         }
 
     def markdown(self) -> str:
-        """A line for each cache, then a table for each: parts retrieved (log-probability)."""
-        lost, rows = self.lost_at(), []
-        for cache in self.caches:
-            found = fmean([fmean(row) for row in self.retrieved(cache)])
-            score = fmean([fmean(row) for row in self.log_probabilities(cache)])
-            at = "-" if lost[cache] is None else f"{lost[cache]} tokens"
-            rows.append((cache, f"{found:.0%}", f"{score:.2f}", at))
+        """A line for each cache, then a table for each: fraction retrieved (log-probability)."""
         header = ("cache", "retrieved", "log-probability of the key", "lost at")
-        parts = [tables.markdown(header, rows, right=3)]
-        for cache in self.caches:
-            parts += ["", f"{cache}, by tokens and depth:", "", self._by_length(cache)]
-        return "\n".join(parts) + "\n"
-
-    def _by_length(self, cache: str) -> str:
-        both = zip(self.retrieved(cache), self.log_probabilities(cache), strict=True)
-        rows = [
-            [str(length), *(f"{f:.0%} ({s:.2f})" for f, s in zip(found, scores, strict=True))]
-            for length, (found, scores) in zip(self.lengths, both, strict=True)
-        ]
-        header = ["tokens", *(f"{depth:.0%}" for depth in self.depths)]
-        return tables.markdown(header, rows, right=len(self.depths))
+        depths = ["tokens", *(f"{depth:.0%}" for depth in self.settings.depths)]
+        rows, parts = [], []
+        for cache, lost in self.lost_at().items():
+            found, scores = self.retrieved(cache), self.log_probabilities(cache)
+            means = f"{fmean(map(fmean, found)):.0%}", f"{fmean(map(fmean, scores)):.2f}"
+            rows.append((cache, *means, "-" if lost is None else f"{lost} tokens"))
+            lines = [
+                [str(length), *(f"{f:.0%} ({s:.2f})" for f, s in zip(*both, strict=True))]
+                for length, *both in zip(self.settings.lengths, found, scores, strict=True)
+            ]
+            table = tables.markdown(depths, lines, right=len(depths) - 1)
+            parts.append(f"\n{cache}, by tokens and depth:\n\n{table}")
+        return "\n".join([tables.markdown(header, rows, right=3), *parts]) + "\n"
 
     def plot(self, path: Path) -> list[Path]:
         """Heat maps of both tables for each cache, length by depth: `path`.png and .svg.
 
         Raises QoffError where matplotlib is missing.
         """
-        width = len(self.caches) * (len(self.depths) * _CELL[0] + _MARGIN[0]) + 1
-        figure = new_figure(width, 2 * (len(self.lengths) * _CELL[1] + _MARGIN[1]))
+        lengths, depths = self.settings.lengths, self.settings.depths
+        width = len(self.caches) * (len(depths) * _CELL[0] + _MARGIN[0]) + 1
+        figure = new_figure(width, 2 * (len(lengths) * _CELL[1] + _MARGIN[1]))
         axes = figure.subplots(2, len(self.caches), squeeze=False)
         scores = [self.log_probabilities(cache) for cache in self.caches]
         lowest = min(value for table in scores for row in table for value in row)
@@ -147,20 +131,21 @@ class NeedleResult:
     ) -> None:
         """One table [length][depth] as colours with numbers."""
         axes.imshow(table, aspect="auto", cmap="RdYlGn", alpha=0.75, vmin=low, vmax=high)
-        axes.set_xticks(range(len(self.depths)), [f"{depth:.0%}" for depth in self.depths])
-        axes.set_yticks(range(len(self.lengths)), [str(length) for length in self.lengths])
+        depths = [f"{depth:.0%}" for depth in self.settings.depths]
+        axes.set_xticks(range(len(depths)), depths)
+        axes.set_yticks(range(len(table)), [str(length) for length in self.settings.lengths])
         axes.set_xlabel("depth")
         for y, row in enumerate(table):
             for x, value in enumerate(row):
                 axes.text(x, y, form.format(value), ha="center", va="center", fontsize="small")
 
-    def _table(self, cache: str, values: Sequence[float]) -> list[list[float]]:
-        """Means over repetitions, [length][depth], of a value for each trial."""
-        cells: dict[tuple[int, float], list[float]] = {}
-        for trial, value in zip(self.trials, values, strict=True):
-            if trial.cache == cache:
-                cells.setdefault((trial.length, trial.depth), []).append(value)
-        return [[fmean(cells[length, depth]) for depth in self.depths] for length in self.lengths]
+    def _means(self, cache: str, name: str) -> list[list[float]]:
+        """Means over repetitions of a field of the trials, [length][depth]."""
+        asked = self.settings
+        values = [float(getattr(trial, name)) for trial in self.trials if trial.cache == cache]
+        shape = len(asked.lengths), asked.repetitions, len(asked.depths)
+        means: list[list[float]] = np.reshape(values, shape).mean(axis=1).tolist()
+        return means
 
 
 def is_retrieved(answer: str, key: str) -> bool:

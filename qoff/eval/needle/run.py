@@ -61,9 +61,10 @@ def run(
     asked = list(prompts(load_tokenizer(path), settings))
     trials: list[Trial] = []
     for name, cache in caches.items():
-        answers = _unpacked if cache.kv is None else _packed
-        for prompt, answer, score in answers(path, asked, settings, cache, resources):
-            trials.append(_trial(name, prompt, answer, score))
+        for prompt, answer, score in _answers(path, asked, settings, cache, resources):
+            where = prompt.length, prompt.depth, prompt.repetition, len(prompt.tokens)
+            right = is_retrieved(answer, prompt.key)
+            trials.append(Trial(name, *where, prompt.key, answer, right, score))
             if progress is not None:
                 progress(len(trials), len(asked) * len(caches))
     names = list(caches)  # trials come as they are done
@@ -71,23 +72,29 @@ def run(
     return NeedleResult(str(model_path), settings, dict(caches), tuple(trials))
 
 
-_Answers = Iterator[tuple[NeedlePrompt, str, float]]  # the answer, the key's log-probability
-
-
-def _packed(
+def _answers(
     path: Path,
     asked: Sequence[NeedlePrompt],
     settings: NeedleSettings,
     cache: CacheSetting,
     resources: NeedleResources,
-) -> _Answers:
-    """Through `qoff.LLM`."""
-    assert cache.kv is not None
-    options = dict(resources.options)
+) -> Iterator[tuple[NeedlePrompt, str, float]]:
+    """Prompts, their answers and the log-probabilities of their keys, as they are done.
+
+    Packed caches through `qoff.LLM`, others through `qoff.load`, one prompt at a time.
+    """
+    context, options = max(settings.lengths), dict(resources.options)
+    if cache.kv is None:
+        model, tokenizer = load(path, context=context, kv=None, **options)
+        with model, torch.inference_mode():
+            for prompt in asked:
+                found, score = _ask(model, prompt, settings.answer_tokens)
+                yield prompt, str(tokenizer.decode(found, skip_special_tokens=True)), score
+        return
     planned = {name: options.pop(name) for name in ("slots", "activation_bits") if name in options}
     plan = Plan(
         batch_size=2,  # an answer and the key of each prompt
-        context=max(settings.lengths),
+        context=context,
         prefill_tokens=resources.prefill_tokens,
         kv=cache.kv,
         kv_placement=cache.placement,
@@ -100,29 +107,12 @@ def _packed(
         for result in llm.stream(texts, params, keys):
             if result.finish_reason == "error":
                 raise ArgumentError(result.error)
-            other = halves.pop(result.index, None)
-            if other is None:
-                halves[result.index] = result
-                continue
-            answer, key = sorted((result, other), key=lambda half: half.finish_reason == "given")
-            assert key.cumulative_logprob is not None
-            yield asked[result.index], answer.text, key.cumulative_logprob
-
-
-def _unpacked(
-    path: Path,
-    asked: Sequence[NeedlePrompt],
-    settings: NeedleSettings,
-    cache: CacheSetting,
-    resources: NeedleResources,
-) -> _Answers:
-    """Through the model of `qoff.load`, one prompt at a time."""
-    context = max(settings.lengths)
-    model, tokenizer = load(path, context=context, kv=None, **resources.options)
-    with model, torch.inference_mode():
-        for prompt in asked:
-            answer, score = _ask(model, prompt, settings.answer_tokens)
-            yield prompt, str(tokenizer.decode(answer, skip_special_tokens=True)), score
+            other = halves.setdefault(result.index, result)
+            if other is not result:
+                given = result.finish_reason == "given"
+                answer, key = (other, result) if given else (result, other)
+                assert key.cumulative_logprob is not None
+                yield asked[result.index], answer.text, key.cumulative_logprob
 
 
 def _ask(model: QoffForCausalLM, prompt: NeedlePrompt, most: int) -> tuple[list[int], float]:
@@ -148,15 +138,9 @@ def _ask(model: QoffForCausalLM, prompt: NeedlePrompt, most: int) -> tuple[list[
     return out[0, read:].tolist(), float(chosen.sum())
 
 
-def _trial(cache: str, prompt: NeedlePrompt, answer: str, score: float) -> Trial:
-    where = prompt.length, prompt.depth, prompt.repetition, len(prompt.tokens)
-    return Trial(cache, *where, prompt.key, answer, is_retrieved(answer, prompt.key), score)
-
-
 def _check_positions(path: Path, tokens: int) -> None:
     """Refuse lengths beyond the positions that a model was trained for."""
-    config = Checkpoint.open(path).config
-    limit = config.get("max_position_embeddings")
+    limit = Checkpoint.open(path).config.get("max_position_embeddings")
     if limit is not None and tokens > limit:
         raise ArgumentError(
             f"{path}: a length of {tokens} tokens, but the model has {limit} positions; "

@@ -27,9 +27,6 @@ class Scores:
     kl: Floats | None = None
     same_top: NDArray[np.bool_] | None = None
 
-    def __len__(self) -> int:
-        return len(self.nll)
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -59,7 +56,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over all tokens that were scored."""
+    """Means over all tokens that were scored; the divergence from a reference, if there is one."""
 
     tokens: int
     perplexity: Estimate
@@ -67,24 +64,21 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: numbers, with errors beside them."""
-        out: dict[str, Any] = {"tokens": self.tokens, **_pair("perplexity", self.perplexity)}
-        if self.divergence is not None:
-            for name, value in vars(self.divergence).items():
-                out |= _pair(name, value) if isinstance(value, Estimate) else {name: value}
+        out: dict[str, Any] = {"tokens": self.tokens}
+        far = {} if self.divergence is None else vars(self.divergence)
+        for name, value in {"perplexity": self.perplexity, **far}.items():
+            estimated = isinstance(value, Estimate)
+            out |= {name: value.value, f"{name}_error": value.error} if estimated else {name: value}
         return out
 
 
 def summarize(scores: Scores) -> Summary:
     """Means over all scored tokens. Raises ValueError without any."""
-    if not len(scores):
+    if not len(scores.nll):
         raise ValueError("no tokens were scored")
-    perplexity = _exp_mean(scores.nll)
-    if scores.kl is None or scores.reference_nll is None or scores.same_top is None:
-        return Summary(len(scores), perplexity)
-    return Summary(
-        len(scores),
-        perplexity,
-        Divergence(
+    divergence = None
+    if scores.kl is not None and scores.reference_nll is not None and scores.same_top is not None:
+        divergence = Divergence(
             _exp_mean(scores.nll - scores.reference_nll),
             _mean(scores.kl),
             float(np.median(scores.kl)),
@@ -92,8 +86,8 @@ def summarize(scores: Scores) -> Summary:
             float(scores.kl.max()),
             _mean(scores.same_top.astype(np.float64)),
             _exp_mean(scores.reference_nll),
-        ),
-    )
+        )
+    return Summary(len(scores.nll), _exp_mean(scores.nll), divergence)
 
 
 def _mean(values: Floats) -> Estimate:
@@ -104,7 +98,3 @@ def _mean(values: Floats) -> Estimate:
 def _exp_mean(values: Floats) -> Estimate:
     mean = _mean(values)
     return Estimate(math.exp(mean.value), math.exp(mean.value) * mean.error)
-
-
-def _pair(name: str, estimate: Estimate) -> dict[str, float]:
-    return {name: estimate.value, f"{name}_error": estimate.error}

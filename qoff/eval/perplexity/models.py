@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -83,12 +82,11 @@ def subject_of(
 
     With a packed cache, tokens of a piece attend to each other unpacked.
     """
-    whole = kv is not None and kv.every_token
-    return QoffSubject(runtime, name, None if whole else piece)
+    return QoffSubject(runtime, name, None if kv is not None and kv.every_token else piece)
 
 
-def open_float(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of transformers with its weights in floats: a directory, GGUF file or hub id.
+def open_float(path: str | Path) -> Any:
+    """A model of transformers with its weights in float32: a directory, GGUF file or hub id.
 
     Weights that are packed there are dequantized. Raises FormatError where transformers cannot
     load it.
@@ -99,21 +97,11 @@ def open_float(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
         where, options = str(Path(path).parent), {"gguf_file": Path(path).name}
     try:
         with redirect_stderr(StringIO()):  # a progress bar for GGUF that cannot be turned off
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
     except Exception as error:  # transformers raises many kinds
         reason = " ".join(str(error).split())
         raise FormatError(f"{path}: not a model that transformers loads ({reason})") from error
     return model.eval()
-
-
-@contextmanager
-def open_reference_model(path: str | Path, name: str) -> Iterator[Subject]:
-    """A reference: a qoff checkpoint as it is, anything else in float32 through transformers."""
-    if exists(path) and is_checkpoint(Path(path)):
-        with open_runtime(Path(path)) as runtime:
-            yield subject_of(runtime, name, piece=256)
-        return
-    yield TransformersSubject(open_float(path), name)
 
 
 def cached_reference(
@@ -126,8 +114,9 @@ def cached_reference(
 ) -> Reference:
     """The predictions of a text by a model, from `folder` (by default in qoff's cache directory).
 
-    It is found by the files of the model and by the text's tokens and windows, and computed if it
-    is missing or damaged. tokenizer: of what is to be compared; ArgumentError if the reference's
+    A qoff checkpoint runs as it is, anything else in float32 through transformers. The predictions
+    are found by the files of the model and by the text's tokens and windows, and computed if they
+    are missing or damaged. tokenizer: of what is to be compared; ArgumentError if the reference's
     own splits text differently. Other errors are those of loading the model.
     """
     ours, theirs = (
@@ -142,8 +131,14 @@ def cached_reference(
     try:
         return Reference(path)
     except FormatError:  # there is none yet, or it is damaged
-        with open_reference_model(source, source.name) as subject:
+        pass
+    if exists(source) and is_checkpoint(source):
+        with open_runtime(source) as runtime:
+            subject = subject_of(runtime, source.name, piece=256)
             return make_reference(subject, sample, path, progress)
+    return make_reference(
+        TransformersSubject(open_float(source), source.name), sample, path, progress
+    )
 
 
 def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
@@ -159,10 +154,7 @@ def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
 
 def bits_per_weight(checkpoint: Path) -> float:
     """Bits of the layers' matrices, scales and minima included; embedding and head left out."""
-    nbytes = weights = 0
-    for file in Checkpoint.open(checkpoint).layers:
-        for entry in file.weights.values():
-            if isinstance(entry, QuantEntry):
-                nbytes += entry.nbytes
-                weights += entry.shape[0] * entry.shape[1]
-    return 8 * nbytes / weights if weights else 0.0
+    layers = Checkpoint.open(checkpoint).layers
+    entries = [e for file in layers for e in file.weights.values() if isinstance(e, QuantEntry)]
+    weights = sum(entry.shape[0] * entry.shape[1] for entry in entries)
+    return 8 * sum(entry.nbytes for entry in entries) / weights if weights else 0.0

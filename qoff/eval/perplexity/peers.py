@@ -1,8 +1,7 @@
 """Other packages' 4-bit weights, evaluated like ours: same model, same text, same windows.
 
-Each quantizes the matrices of a float model and dequantizes them by its own code; the model with
-these is evaluated. So accuracy is compared, not kernels. All of them leave embedding and head
-alone, and here qoff does, too.
+Each quantizes and dequantizes the matrices of a float model by its own code, but for embedding and
+head, and the model is evaluated with these. So accuracy is compared, not kernels.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from qoff.quant.solvers import SOLVERS
 from .models import open_float
 from .subjects import TransformersSubject
 
+_GROUP = 64  # columns that share a scale
 Change = Callable[[Tensor], Tensor]  # a matrix float32 [N, K] to what it becomes
 
 
@@ -40,39 +40,31 @@ class Peer:
     change: Change
 
 
-def nf4(w: Tensor, block: int) -> Tensor:
+def _nf4(w: Tensor) -> Tensor:
     """bitsandbytes' NF4, largest magnitudes of blocks in 16 bits."""
     functional: Any = import_module("bitsandbytes.functional")
-    codes, state = functional.quantize_4bit(w.contiguous(), blocksize=block, quant_type="nf4")
+    codes, state = functional.quantize_4bit(w.contiguous(), blocksize=64, quant_type="nf4")
     state.absmax = state.absmax.half().float()
     return functional.dequantize_4bit(codes, state).float()
 
 
-def hqq(w: Tensor, group: int) -> Tensor:
+def _hqq(w: Tensor) -> Tensor:
     """The hqq package's optimizer, scales and zero points in 16 bits."""
     quantizer: Any = import_module("hqq.core.quantize").Quantizer
     codes, meta = quantizer.quantize(
-        w.clone(),
-        nbits=4,
-        channel_wise=True,
-        group_size=group,
-        optimize=True,
-        round_zero=False,
-        axis=1,
-        bitpack=False,
-        compute_dtype=torch.float32,
-        device="cpu",
-    )
+        w.clone(), nbits=4, channel_wise=True, group_size=_GROUP, optimize=True, round_zero=False,
+        axis=1, bitpack=False, compute_dtype=torch.float32, device="cpu",
+    )  # fmt: skip
     scale, zero = (meta[key].half().float() for key in ("scale", "zero"))
     return ((codes.float() - zero) * scale).reshape(w.shape)
 
 
-def _torchao(w: Tensor, group: int) -> Tensor:
+def _torchao(w: Tensor) -> Tensor:
     """What its int4 weight-only config does, whose packings need a GPU: bfloat16 scales and zeros,
     the zero point in floats, as torch's int4 matmul takes them.
     """
     ao: Any = import_module("torchao.quantization.quant_primitives")
-    block, bounds = (1, group), {"quant_min": 0, "quant_max": 15}
+    block, bounds = (1, _GROUP), {"quant_min": 0, "quant_max": 15}
     half = w.bfloat16()
     scale, zero = ao._choose_qparams_affine_tinygemm(
         half, ao.MappingType.ASYMMETRIC, block, torch.int32, eps=1e-6,
@@ -83,26 +75,22 @@ def _torchao(w: Tensor, group: int) -> Tensor:
     return found.float()
 
 
-def _quanto(w: Tensor, group: int) -> Tensor:
+def _quanto(w: Tensor) -> Tensor:
     quanto: Any = import_module("optimum.quanto")
-    scale, shift = quanto.MaxOptimizer()(w, quanto.qint4, 0, group)
-    packed = quanto.quantize_weight(w, quanto.qint4, 0, scale, shift, group)
-    return packed.dequantize().float()
+    scale, shift = quanto.MaxOptimizer()(w, quanto.qint4, 0, _GROUP)
+    return quanto.quantize_weight(w, quanto.qint4, 0, scale, shift, _GROUP).dequantize().float()
 
 
-def _ours(w: Tensor, group: int, solver: str) -> Tensor:
-    return quantize(w, 4, group, solver).dequantize()
+def _ours(w: Tensor, solver: str) -> Tensor:
+    return quantize(w, 4, _GROUP, solver).dequantize()
 
 
 PEERS = (
-    *(
-        Peer(f"qoff {solver}, group 64", "qoff", 4.5, partial(_ours, group=64, solver=solver))
-        for solver in SOLVERS
-    ),
-    Peer("bitsandbytes NF4, block 64", "bitsandbytes", 4.25, partial(nf4, block=64)),
-    Peer("HQQ, group 64", "hqq", 4.5, partial(hqq, group=64)),
-    Peer("torchao int4, group 64", "torchao", 4.5, partial(_torchao, group=64)),
-    Peer("optimum-quanto qint4, group 64", "optimum.quanto", 4.5, partial(_quanto, group=64)),
+    *(Peer(f"qoff {name}, group 64", "qoff", 4.5, partial(_ours, solver=name)) for name in SOLVERS),
+    Peer("bitsandbytes NF4, block 64", "bitsandbytes", 4.25, _nf4),
+    Peer("HQQ, group 64", "hqq", 4.5, _hqq),
+    Peer("torchao int4, group 64", "torchao", 4.5, _torchao),
+    Peer("optimum-quanto qint4, group 64", "optimum.quanto", 4.5, _quanto),
 )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,30 +44,28 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with self._damage():
             self._file = ZipFile(path)
             self.meta = ReferenceMeta(**json.loads(self._file.read("meta.json")))
             self.nll: Any = np.frombuffer(self._file.read("nll"))
-        except (OSError, ValueError, TypeError, KeyError, BadZipFile, zlib.error) as error:
-            raise self._damaged(error) from error
 
     def log_probabilities(self, first: int, count: int) -> Tensor:
         """float32 [count, vocab_size] of scored tokens from number `first` on."""
-        try:
-            rows = [
-                _decode(self._file.read(str(number)), self.meta.vocab_size)
-                for number in range(first, first + count)
-            ]
-        except (OSError, ValueError, KeyError, BadZipFile, zlib.error) as error:
-            raise self._damaged(error) from error
+        numbers, size = range(first, first + count), self.meta.vocab_size
+        with self._damage():
+            rows = [_decode(self._file.read(str(number)), size) for number in numbers]
         return torch.log_softmax(torch.stack(rows), dim=-1)
 
     def close(self) -> None:
-        """Close its file."""
         self._file.close()
 
-    def _damaged(self, why: object) -> FormatError:
-        return FormatError(f"{self.path}: not a reference, or damaged ({why}); remove it")
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, TypeError, KeyError, BadZipFile, zlib.error) as error:
+            what = f"not a reference, or damaged ({error}); remove it"
+            raise FormatError(f"{self.path}: {what}") from error
 
 
 def write_reference(
@@ -80,10 +79,9 @@ def write_reference(
         with ZipFile(partial, "w", ZIP_DEFLATED, compresslevel=_LEVEL) as file:
             for logits, tokens in found:
                 logs = torch.log_softmax(logits.double(), dim=-1)
-                wanted = -logs.gather(1, tokens[:, None])[:, 0]
                 for number, row in enumerate(logs.float(), len(nll)):
                     file.writestr(str(number), _encode(row))
-                nll += wanted.tolist()
+                nll += (-logs.gather(1, tokens[:, None])[:, 0]).tolist()
             file.writestr("nll", np.array(nll).tobytes())
             file.writestr("meta.json", json.dumps(asdict(meta)))
         partial.replace(path)

@@ -51,8 +51,7 @@ def predictions(
     """
     done = 0
     numbered = enumerate(sample.windows)
-    alike = groupby(numbered, key=lambda x: (x[1].stop - x[1].start, x[1].place))
-    for (_, place), group in alike:
+    for (_, place), group in groupby(numbered, key=lambda x: (x[1].stop - x[1].start, x[1].place)):
         members = list(group)
         for start in range(0, len(members), batch):
             part = members[start : start + batch]
@@ -85,12 +84,12 @@ def evaluate(
     for number, found, tokens in predictions(subject, sample, batch, progress):
         first = int(starts[number]) + found.place - sample.windows[number].place
         for start in range(0, len(tokens), _ROWS):
-            part = slice(start, min(start + _ROWS, len(tokens)))
-            rows = slice(first + part.start, first + part.stop)
-            logs = torch.log_softmax(found.logits[part].cpu().float(), dim=-1)
-            nll[rows] = -logs.gather(1, tokens[part, None])[:, 0].double().numpy()
+            wanted, logits = (x[start : start + _ROWS] for x in (tokens, found.logits))
+            rows = slice(first + start, first + start + len(wanted))
+            logs = torch.log_softmax(logits.cpu().float(), dim=-1)
+            nll[rows] = -logs.gather(1, wanted[:, None])[:, 0].double().numpy()
             if reference is not None:
-                truth = reference.log_probabilities(rows.start, rows.stop - rows.start)
+                truth = reference.log_probabilities(rows.start, len(wanted))
                 kl[rows] = (truth.exp() * (truth - logs)).sum(1).clamp_min(0).double().numpy()
                 same[rows] = (truth.argmax(1) == logs.argmax(1)).numpy()
     if not np.isfinite(nll).all():

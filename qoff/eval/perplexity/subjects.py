@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,32 @@ class Predictions:
     logits: Tensor  # float32 [r, vocab_size]
 
 
+@torch.inference_mode()
+def read(
+    runtime: Runtime, sequences: Sequence[Tensor], places: Sequence[int], piece: int
+) -> Iterator[Predictions]:
+    """Read sequences, int64 [T], the longest first, `piece` tokens of each at a time.
+
+    Yields predictions of the tokens from a place >= 1 of each on, up to the one behind its last. A
+    piece attends to those before it through the runtime's KV cache, in the form that it has.
+    """
+    longest = len(sequences[0])
+    cache = runtime.new_cache(len(sequences), longest)
+    for past in range(0, longest, piece):
+        parts = [tokens[past : past + piece] for tokens in sequences if len(tokens) > past]
+        ragged = Ragged.of([len(part) for part in parts], [past] * len(parts))
+        wanted = [  # rows of each sequence
+            range(span.start + max(0, place - 1 - past), span.start + span.count)
+            for span, place in zip(ragged.spans, places, strict=False)
+        ]
+        rows = torch.tensor([*chain(*wanted)] or [0])  # a pass without any still asks for one
+        logits = runtime.forward(ForwardPass(torch.cat(parts), ragged, cache, rows))
+        for number, mine in enumerate(wanted):
+            if mine:
+                yield Predictions(number, max(past + 1, places[number]), logits[: len(mine)])
+                logits = logits[len(mine) :]
+
+
 class Subject(Protocol):
     """A model that can be evaluated."""
 
@@ -38,33 +65,15 @@ class Subject(Protocol):
 
 
 class QoffSubject:
-    """A qoff checkpoint. A window is read in pieces, each of which attends to those before it
-    through the KV cache, in the form that the runtime has for it.
-
-    piece: tokens of a piece; None reads a window whole, so that a packed cache takes no part.
-    """
+    """A qoff checkpoint. piece: tokens read at a time; None: a whole window, unpacked."""
 
     def __init__(self, runtime: Runtime, name: str, piece: int | None = PIECE) -> None:
         self.name, self._runtime, self._piece = name, runtime, piece
         self.vocab_size = runtime.spec.vocab_size
 
-    @torch.inference_mode()
     def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
-        count, length = windows.shape
-        piece = self._piece or length
-        cache = self._runtime.new_cache(count, length)
-        for past in range(0, length - 1, piece):
-            tokens = windows[:, past : min(past + piece, length - 1)]
-            width = tokens.shape[1]
-            ragged = Ragged.of([width] * count, [past] * count)
-            first = min(max(place - 1 - past, 0), width - 1)  # the first row that is wanted
-            rows = torch.arange(count * width).view(count, width)[:, first:].flatten()
-            batch = ForwardPass(tokens.flatten(), ragged, cache, rows)
-            logits = self._runtime.forward(batch).view(count, width - first, -1)
-            if past + width < place:
-                continue
-            for number, found in enumerate(logits):
-                yield Predictions(number, past + first + 1, found)
+        read_at_once = self._piece or windows.shape[1]
+        return read(self._runtime, [*windows[:, :-1]], [place] * len(windows), read_at_once)
 
 
 class TransformersSubject:
@@ -81,13 +90,10 @@ class TransformersSubject:
         cache = DynamicCache(config=self._model.config)
         piece = max(1, min(length, _LOGITS // (count * self.vocab_size)))
         for past in range(0, length - 1, piece):
-            tokens = windows[:, past : min(past + piece, length - 1)]
-            end = past + tokens.shape[1]
+            end = min(past + piece, length - 1)
             kept = max(1, min(end - place + 1, end - past))
-            out = self._model(
-                tokens, past_key_values=cache, use_cache=True, logits_to_keep=kept
-            ).logits
-            if end < place:
-                continue
-            for number, found in enumerate(out.float().cpu()):
-                yield Predictions(number, end - kept + 1, found)
+            options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": kept}
+            out = self._model(windows[:, past:end], **options)
+            if end >= place:
+                for number, found in enumerate(out.logits.float().cpu()):
+                    yield Predictions(number, end - kept + 1, found)

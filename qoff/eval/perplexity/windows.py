@@ -2,24 +2,18 @@
 
 Three definitions are in use, and give different perplexities for the same model and text:
 
-strided: windows of `length` tokens, each `stride` after the last; each scores what no window before
-it has, but not its own first token, which nothing comes before. With a stride of the length nothing
-is read twice; below it, every token but the text's first is scored once, and from the second window
-on predicted from at least `length - stride` others.
-
-llama.cpp: windows that do not overlap, the second half of each is scored, a rest is left out
-(`llama-perplexity`, b4000 and later).
-
-lm_eval: windows that do not overlap, each of which reads the last token before it, the first the
-end-of-text token; a short last one is filled up with what comes before it
-(`loglikelihood_rolling`).
+- strided: windows of `length` tokens, each `stride` after the last. Each scores what no window
+  before it has, but not its own first token, which nothing comes before.
+- llama.cpp: windows that do not overlap; the second half of each is scored, a rest is left out
+  (`llama-perplexity`, b4000 and later).
+- lm_eval: windows that do not overlap, each of which reads the last token before it, the first the
+  end-of-text token; a short last one begins earlier (`loglikelihood_rolling`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -38,7 +32,6 @@ class Window:
 
     @property
     def scored(self) -> int:
-        """How many tokens."""
         return self.stop - self.first
 
     @property
@@ -49,10 +42,7 @@ class Window:
     def tokens(self, ids: Tensor, prefix_token: int | None) -> Tensor:
         """What is read and predicted: int64 [prefix + stop - start]."""
         part = ids[self.start : self.stop]
-        if not self.prefix:
-            return part
-        assert prefix_token is not None
-        return torch.cat((torch.tensor([prefix_token]), part))
+        return torch.cat((torch.tensor([prefix_token]), part)) if self.prefix else part
 
 
 def _strided(total: int, length: int, stride: int) -> list[Window]:
@@ -86,9 +76,11 @@ def _lm_eval(total: int, length: int, _: int) -> list[Window]:
 
 
 # Of a text of so many tokens: windows of a length, a stride apart.
-DEFINITIONS: Mapping[str, Callable[[int, int, int], list[Window]]] = MappingProxyType(
-    {"strided": _strided, "llama.cpp": _llama_cpp, "lm_eval": _lm_eval}
-)
+DEFINITIONS: Mapping[str, Callable[[int, int, int], list[Window]]] = {
+    "strided": _strided,
+    "llama.cpp": _llama_cpp,
+    "lm_eval": _lm_eval,
+}
 
 
 def cut(

@@ -1,4 +1,4 @@
-"""Results of a sweep's cells: files that let an interrupted sweep continue, and tables."""
+"""Results of a sweep's cells: tables, and charts of what is lost against what is saved."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from qoff.eval.charts import new_figure, save
 from qoff.measure import tables
 
-VERSION = 2
+_SIZE = (8.0, 5.0)  # inches
+_LABELS = {"perplexity": "perplexity", "mean_kl": "mean KL from the reference, nats"}
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -24,39 +27,10 @@ class CellResult:
     tokens_per_s: float | None
     found: Mapping[str, float]
 
-    @property
-    def name(self) -> str:
-        """Of weights and cache."""
-        return f"{self.weights}; KV {self.kv}"
-
     def as_dict(self) -> dict[str, Any]:
         """All numbers side by side, for JSON and CSV."""
         plain = asdict(self)
-        return {**plain, **plain.pop("found")}
-
-
-class CellStore:
-    """A folder with a file for each cell that is done."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def read(self, key: str) -> CellResult | None:
-        """The result of a cell; None if there is none, or its file is damaged."""
-        try:
-            return CellResult(**json.loads(self._path(key).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def write(self, key: str, result: CellResult) -> None:
-        """Keep a result, all of it or nothing."""
-        partial = self._path(key).with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(result)))
-        partial.replace(self._path(key))
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}.json"
+        return plain | plain.pop("found")
 
 
 def _found(name: str, form: str, error: str = "") -> Callable[[CellResult], str]:
@@ -101,3 +75,46 @@ def as_csv(results: Sequence[CellResult]) -> str:
 def as_json(results: Sequence[CellResult]) -> str:
     """The same as a list of objects."""
     return json.dumps([result.as_dict() for result in results], indent=1) + "\n"
+
+
+def pareto(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats: none has less of both, or less of one and as much of the other."""
+    best: list[Point] = []
+    for point in sorted(points):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
+def draw(results: Sequence[CellResult], folder: Path) -> list[Path]:
+    """Draw perplexity and KL against bits per weight, or bytes of the cache if only those differ.
+
+    Raises QoffError without matplotlib.
+    """
+    paths = []
+    for name, what in (("perplexity", "perplexity"), ("kl", "mean_kl")):
+        shown = [result for result in results if what in result.found]
+        if len(shown) > 1:
+            paths += _draw(shown, what, folder / name)
+    return paths
+
+
+def _draw(results: Sequence[CellResult], what: str, path: Path) -> list[Path]:
+    by_weights = len({r.bits_per_weight for r in results}) > 1
+    points: dict[str, list[Point]] = {}  # by what the other axis of the grid is
+    for r in results:
+        x = r.bits_per_weight if by_weights else r.kv_bytes_per_token
+        points.setdefault(r.kv if by_weights else r.weights, []).append((x, r.found[what]))
+    figure = new_figure(*_SIZE)
+    axes = figure.add_subplot()
+    for name, mine in points.items():
+        axes.scatter(*zip(*mine, strict=True), label=name, s=24)
+    front = pareto([point for mine in points.values() for point in mine])
+    axes.plot(*zip(*front, strict=True), "k--", linewidth=1, label="Pareto front")
+    if what == "mean_kl" and min(r.found[what] for r in results) > 0:
+        axes.set_yscale("log")
+    axes.set_xlabel("bits per weight" if by_weights else "KV bytes per token")
+    axes.set_ylabel(_LABELS[what])
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend(fontsize="small")
+    return save(figure, path)

@@ -39,17 +39,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """The values of each axis.
-
-    A KV cache in float32, or of a type of llama.cpp, is one cell, whatever its other axes say.
-    """
+    """The values of each axis; float32 and llama.cpp's types of KV caches have no other axes."""
 
     bits: tuple[int, ...] = (4, 8)
     group: tuple[int, ...] = (64,)
     solver: tuple[str, ...] = ("hqq",)
     kv: tuple[str, ...] = (FLOAT, "4:4", "8:4", "8:8", "q4_0")  # bits of K and V
     window: tuple[str, ...] = (EVERY,)  # newest tokens unpacked; "every": none, not even its own
-    head_bits: int = 8
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -57,7 +53,7 @@ class Grid:
 
         Raises ArgumentError for an unknown axis or value.
         """
-        known = {f.name: f for f in fields(cls) if f.name != "head_bits"}
+        known = [f.name for f in fields(cls)]
         found: dict[str, Any] = {}
         for part in text.split():
             name, _, values = part.partition("=")
@@ -80,12 +76,9 @@ class Grid:
         """
         weights: list[QuantConfig | None] = [None]
         if convertible:
-            weights = [
-                QuantConfig(bits, group, solver, self.head_bits)
-                for bits, group, solver in product(self.bits, self.group, self.solver)
-            ]
-        caches = list(dict.fromkeys(self._caches()))
-        return [Cell(w, kv) for w in weights for kv in caches]
+            axes = product(self.bits, self.group, self.solver)
+            weights = [QuantConfig(*values) for values in axes]
+        return [Cell(w, kv) for w in weights for kv in dict.fromkeys(self._caches())]
 
     def _caches(self) -> Iterable[KVSetting]:
         for bits, window in product(self.kv, self.window):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -28,19 +29,20 @@ from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
 
-from .cells import VERSION, CellResult, CellStore
+from .cells import CellResult
 from .grid import Cell
 
 Rate = Callable[[Path, KVQuant | None, Tensor], float]
 _PROMPT, _NEW, _ROUNDS = 256, 32, 3  # of the rate: tokens before, tokens of a round, rounds
+_VERSION = 2  # of the files of cells
 
 
 class Sweep:
     """The cells of one model over one text, against one reference.
 
     source: a qoff checkpoint, whose weights are taken as they are, or a model to quantize. folder:
-    results of cells, in `cells`. rate: as `decode_rate`; None: not measured. calibration: token
-    ids, int64 [texts, tokens], for solvers that want them.
+    `cells` in it has a file for each cell that is done. rate: as `decode_rate`; None: not measured.
+    calibration: token ids, int64 [texts, tokens], for solvers that want them.
     """
 
     def __init__(
@@ -56,65 +58,54 @@ class Sweep:
         self._source, self._sample, self._folder = source, sample, folder
         self._reference, self._rate = reference, rate
         self._calibration = calibration
-        self._store = CellStore(folder / "cells")
 
     def run(self, cells: Sequence[Cell], progress: Progress | None = None) -> list[CellResult]:
         """Results of all cells, in their order; those that are there already are not computed.
 
         A damaged file of a cell is computed again. Raises what conversion and evaluation raise.
         """
-        results: list[CellResult] = []
-        for weights, group in groupby(cells, key=lambda cell: cell.weights):
-            with self._converted(weights) as checkpoint:
-                for cell in group:
-                    key = self._key(cell)
-                    known = self._store.read(key)
-                    if known is None:
-                        known = self._compute(cell, checkpoint())
-                        self._store.write(key, known)
-                    results.append(known)
-                    if progress is not None:
-                        progress(len(results), len(cells))
-        return results
-
-    @contextmanager
-    def _converted(self, weights: QuantConfig | None) -> Iterator[Callable[[], Path]]:
-        """A function that gives the checkpoint of some weights, made when it is first called."""
-        if (weights is None) != is_checkpoint(self._source):
+        stored = is_checkpoint(self._source)
+        if any((cell.weights is None) != stored for cell in cells):
             raise ArgumentError(
                 f"{self._source}: a qoff checkpoint is evaluated as it is, and anything else "
                 "quantized"
             )
-        with tempfile.TemporaryDirectory(prefix=".weights-", dir=self._folder) as folder:
-            target = Path(folder) / "checkpoint"
+        (self._folder / "cells").mkdir(parents=True, exist_ok=True)
+        results: list[CellResult] = []
+        for weights, group in groupby(cells, key=lambda cell: cell.weights):
+            with tempfile.TemporaryDirectory(prefix=".weights-", dir=self._folder) as folder:
+                converted = Path(folder) / "checkpoint"
+                for cell in group:
+                    results.append(self._result(cell, weights, converted))
+                    if progress is not None:
+                        progress(len(results), len(cells))
+        return results
 
-            def checkpoint() -> Path:
-                if weights is None:
-                    return self._source
-                if not target.exists():
-                    ids = self._ids(weights)
-                    convert(self._source, target, quant=weights, for_cpu=True, calibration=ids)
-                return target
-
-            yield checkpoint
-
-    def _ids(self, weights: QuantConfig | None) -> Tensor | None:
-        """What a solver is calibrated on, if it is."""
-        return self._calibration if weights is not None and weights.solver in CALIBRATED else None
-
-    def _key(self, cell: Cell) -> str:
+    def _result(self, cell: Cell, weights: QuantConfig | None, converted: Path) -> CellResult:
+        """Of one cell, whose weights are, or will be, at `converted` if they are quantized."""
+        ids = self._calibration if weights is not None and weights.solver in CALIBRATED else None
         reference = None if self._reference is None else self._reference.meta
         made_of = source_stamps(self._source), self._sample.digest, reference
-        rated = self._rate is not None
-        return digest(VERSION, *made_of, rated, repr(cell), self._ids(cell.weights))
+        key = digest(_VERSION, *made_of, self._rate is not None, repr(cell), ids)
+        file = self._folder / "cells" / f"{key}.json"
+        try:
+            return CellResult(**json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError):  # there is none yet, or it is damaged
+            pass
+        if weights is not None and not converted.exists():
+            convert(self._source, converted, quant=weights, for_cpu=True, calibration=ids)
+        result = self._compute(cell, self._source if weights is None else converted)
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(result)))
+        partial.replace(file)
+        return result
 
     def _compute(self, cell: Cell, checkpoint: Path) -> CellResult:
-        kv = cell.kv
+        kv, rate = cell.kv, None
         with open_runtime(checkpoint, kv) as runtime:
             subject = subject_of(runtime, cell.name, kv)
             found = summarize(evaluate(subject, self._sample, self._reference)).as_dict()
             kv_bytes = kv.bytes_per_token(runtime.spec)
-        rate = None
         if self._rate is not None and not kv.ggml:
             prompt = self._sample.tokens(self._sample.windows[0])[:_PROMPT]
             rate = self._rate(checkpoint, kv.quant, prompt)  # with a real cache
@@ -122,13 +113,12 @@ class Sweep:
         return CellResult(cell.weights_name, kv.name, bits, kv_bytes, rate, found)
 
 
-@torch.inference_mode()
 def decode_rate(checkpoint: Path, kv: KVQuant | None, prompt: Tensor) -> float:
     """Tokens per second after a prompt, int64 [T]: the median of three rounds after a warm-up.
 
     A rough figure, of one sequence; `qoff bench` measures with care. Errors are those of `Runtime`.
     """
-    with Runtime(checkpoint, kv=kv) as runtime, one_torch_thread():
+    with Runtime(checkpoint, kv=kv) as runtime, one_torch_thread(), torch.inference_mode():
         sequence = Sequences(runtime, 1, len(prompt) + _NEW * (1 + _ROUNDS))
         token, seconds = sequence.read(prompt[None]), []
         for _ in range(1 + _ROUNDS):

@@ -29,9 +29,7 @@ class QoffLM(HFLM):
     pass_tokens: of a sequence that is scored, in one pass; a packed cache is packed between passes.
     Where a bound of memory has no room for their logits, fewer sequences are read together, and
     fewer tokens only where one sequence does not fit.
-    add_bos_token: whether special tokens are added to texts; None: as the tokenizer does.
-    prefix_token_id: what comes before a text without context; None: bos, else eos.
-    max_batch_size is accepted, as the harness passes it, and not used.
+    add_bos_token, prefix_token_id: as for HFLM. max_batch_size is ignored.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Tasks of lm-evaluation-harness on a qoff model, among them a few that need no network.
-
-`task_data` holds these: qoff_knowledge, qoff_prose and qoff_words.
-"""
+"""Tasks of lm-evaluation-harness on a qoff model; those in `task_data` need no network."""
 
 from __future__ import annotations
 
@@ -36,11 +33,10 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness, by name, tag or group, on the model of a path.
 
-    model_path, options (device, device_memory, host_memory, kv, ...): as for
-    `qoff.load`. limit: documents of each task, the first ones. num_fewshot: examples before each
-    question; None: as the task says. batch_size, pass_tokens, max_length: see `harness.QoffLM`.
-    chat: through the model's chat template. seed: of what examples are drawn. include_path: a
-    folder with more tasks. Other tasks than qoff's own fetch their data from the hub.
+    model_path, options (device, device_memory, host_memory, kv, ...): as for `qoff.load`. limit:
+    documents of each task, the first ones. num_fewshot: examples before each question; None: as the
+    task says. batch_size, pass_tokens, max_length: see `harness.QoffLM`. chat: through the model's
+    chat template. seed: of what examples are drawn. include_path: a folder with more tasks.
 
     Returns "results", {task: {metric: value}}, errors as "metric_stderr"; "samples", documents by
     task; "versions" of the tasks; "higher_is_better"; and what was asked. Raises QoffError where
@@ -51,29 +47,17 @@ def run_tasks(
         if value is not None and (not isinstance(value, int) or value < least):
             raise ArgumentError(f"{name} is {value!r}; use a whole number from {least}, or None")
     manager = manager_of(tasks, [] if include_path is None else [include_path])
-    harness = extra("qoff.eval.tasks.harness")
-    lm = harness.QoffLM(
-        str(model_path),
-        batch_size=batch_size,
-        pass_tokens=pass_tokens,
-        max_length=max_length,
-        **options,
-    )
+    chosen: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "chat": chat}
+    chosen["seed"] = seed
+    sizes = {"batch_size": batch_size, "pass_tokens": pass_tokens, "max_length": max_length}
+    lm = extra("qoff.eval.tasks.harness").QoffLM(str(model_path), **sizes, **options)
     with closing(lm.model):
-        chosen: dict[str, Any] = {
-            "limit": limit,
-            "num_fewshot": num_fewshot,
-            "chat": chat,
-            "seed": seed,
-        }
         found = evaluate(lm, tasks, manager, **chosen)
-    asked = {
-        **chosen,
-        "batch_size": batch_size,
-        "pass_tokens": pass_tokens,
-        "max_length": lm.max_length,
-        **{name: _plain(value) for name, value in options.items()},
+    plain = {  # as JSON takes them
+        name: value if isinstance(value, bool | int | float | None) else str(value)
+        for name, value in options.items()
     }
+    asked = {**chosen, **sizes, "max_length": lm.max_length, **plain}
     return {"model": str(model_path), "tasks": list(tasks), "settings": asked, **found}
 
 
@@ -87,10 +71,7 @@ def evaluate(
     chat: bool = False,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Run tasks on a model of the harness, whatever its kind; manager: of `manager_of`.
-
-    Arguments, errors and what it returns are those of `run_tasks`.
-    """
+    """As `run_tasks`, on any model of the harness; manager: of `manager_of`."""
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     simple_evaluate = extra("lm_eval").simple_evaluate
     try:
@@ -106,9 +87,9 @@ def evaluate(
                 log_samples=False,
                 **dict.fromkeys(seeds, seed),
             )
+    except QoffError:
+        raise
     except OSError as error:  # among them what the hub's client and `datasets` raise
-        if isinstance(error, QoffError):
-            raise
         reason = " ".join(str(error).split())
         raise QoffError(
             f"the data of a task cannot be read ({reason}); check the network and the task's name "
@@ -166,8 +147,3 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, int | float) and kind:
             found[metric if kind == "none" else f"{metric} ({kind})"] = float(value)
     return found
-
-
-def _plain(value: Any) -> Any:
-    """As JSON takes it."""
-    return value if isinstance(value, bool | int | float | None) else str(value)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import ops_for
-from qoff.kernels.reference.experts import activate
+from qoff.kernels.reference.experts import expert
 from qoff.kernels.reference.experts import experts as dense_experts
 from qoff.models.names import from_halves, from_pairs
 
@@ -22,17 +22,7 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of transformers' experts modules
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class Operands(NamedTuple):
-    """What experts compute with: matrices and biases, rows of gate and up in blocks of 16."""
-
-    gate_up: QExperts
-    down: QExperts
-    activation: str
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
-def packed_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, operands: Operands) -> Tensor:
+def packed_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, [M, H] in the dtype of x.
 
     x: [M, H] of any float dtype, under autocast cast to its dtype. topk_ids: int64 [M, T].
@@ -44,19 +34,19 @@ def packed_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, operands: 
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-        result: Tensor = _PackedExperts.apply(x, topk_ids, topk_weights, operands)
+        result: Tensor = _PackedExperts.apply(x, topk_ids, topk_weights, mlp)
         return result
-    return _forward(x, topk_ids, topk_weights, operands)
+    return _forward(x, topk_ids, topk_weights, mlp)
 
 
 class _PackedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, operands: Operands
+        ctx: Any, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp
     ) -> Tensor:
         ctx.save_for_backward(x, topk_ids, topk_weights)
-        ctx.operands = operands
-        return _forward(x, topk_ids, topk_weights, operands)
+        ctx.mlp = mlp
+        return _forward(x, topk_ids, topk_weights, mlp)
 
     @staticmethod
     @once_differentiable
@@ -68,23 +58,14 @@ class _PackedExperts(torch.autograd.Function):
             rows = x[token].detach().requires_grad_()
             weights = topk_weights[token, place].detach().requires_grad_()
             with torch.enable_grad():
-                found = _one_expert(rows, e, ctx.operands) * weights[:, None].to(x.dtype)
+                found = expert(rows, ctx.mlp, e) * weights[:, None].to(x.dtype)
             by_rows, by_weights = torch.autograd.grad(found, (rows, weights), grad[token])
             of_x.index_add_(0, token, by_rows)
             of_share[token, place] = by_weights
         return of_x, None, of_share, None
 
 
-def _one_expert(x: Tensor, e: int, operands: Operands) -> Tensor:
-    """The MLP of an expert on rows x [m, H]."""
-    z = x @ operands.gate_up.expert(e).dequantize(x.dtype).T
-    if operands.gate_up_bias is not None:
-        z = z + operands.gate_up_bias[e].to(x.dtype)
-    z = activate(z, operands.activation) @ operands.down.expert(e).dequantize(x.dtype).T
-    return z if operands.down_bias is None else z + operands.down_bias[e].to(x.dtype)
-
-
-def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, operands: Operands) -> Tensor:
+def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:
     if not len(x):
         return torch.zeros_like(x)
     on_cpu = x.device.type == "cpu"
@@ -93,41 +74,34 @@ def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, operands: Operan
         compute: Callable[..., Tensor] = ops_for(x.device).experts
     else:
         compute = dense_experts  # no kernel takes this dtype
-    biases = [None if b is None else b.detach() for b in (operands[3], operands[4])]
+    biases = (
+        None if bias is None else bias.detach().to(taken.dtype)
+        for bias in (mlp.gate_up_bias, mlp.down_bias)
+    )
     y = compute(
         taken.contiguous(),
         topk_ids.contiguous(),
         topk_weights.detach().float().contiguous(),
-        operands.gate_up,
-        operands.down,
-        activation=operands.activation,
-        gate_up_bias=biases[0] if biases[0] is None else biases[0].to(taken.dtype),
-        down_bias=biases[1] if biases[1] is None else biases[1].to(taken.dtype),
+        ExpertsMlp(mlp.gate_up, mlp.down, mlp.activation, *biases),
     )
     return y.to(x.dtype)
 
 
 class PackedExperts(CodesModule):
-    """The matrices of all experts, [experts, N, K]; in the packing of the device they are on."""
+    """The matrices of all experts, [experts, N, K]."""
 
     def __init__(self, packed: QExperts, dtype: torch.dtype) -> None:
         """dtype: of the dense weight."""
         super().__init__()
-        self.packed_shape = packed.shape
-        self.hold_codes(packed, dtype)
+        self.hold(packed, dtype)
 
     @property
     def qexperts(self) -> QExperts:
-        """All of them; repacked once on a device whose kernels read another packing."""
-        codes, scale_min = self.codes, self.scale_min
-        packed: QExperts | None = self.__dict__.get("_packed")
-        if packed is None or packed.codes is not codes or packed.scale_min is not scale_min:
-            packed = qexperts_of(codes, scale_min, self.packed_shape)
-        if packed.packing != packing_for(packed.device):
-            packed = stacked([packed.expert(e) for e in range(packed.count)])
-            self.codes, self.scale_min = packed.codes, packed.scale_min
-        self.__dict__["_packed"] = packed
-        return packed
+        """All of them, in the packing of the device that they are on."""
+        found: QExperts = self._held(
+            qexperts_of, lambda packed: stacked([packed.expert(e) for e in range(packed.count)])
+        )
+        return found
 
 
 class QoffExperts(nn.Module):
@@ -176,19 +150,17 @@ class QoffExperts(nn.Module):
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """hidden_states: [..., H]; topk_ids: int64 [M, T]; topk_weights: [M, T]. Same shape."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        found = packed_experts(x, topk_ids, topk_weights, self.operands())
+        found = packed_experts(x, topk_ids, topk_weights, self.mlp())
         return found.view(hidden_states.shape)
 
-    def operands(self) -> Operands:
+    def mlp(self) -> ExpertsMlp:
         """What it computes with."""
         matrices = self.matrices
         gate_up, down = matrices[GATE_UP].qexperts, matrices[DOWN].qexperts
         if not self.has_bias:
-            return Operands(gate_up, down, self.activation, None, None)
-        bias: Tensor = getattr(self, f"{GATE_UP}_bias")
-        return Operands(
-            gate_up, down, self.activation, self._in_blocks(bias), getattr(self, f"{DOWN}_bias")
-        )
+            return ExpertsMlp(gate_up, down, self.activation)
+        bias = self._in_blocks(getattr(self, f"{GATE_UP}_bias"))
+        return ExpertsMlp(gate_up, down, self.activation, bias, getattr(self, f"{DOWN}_bias"))
 
     def dense(self, dtype: torch.dtype) -> nn.Module:
         """The module that it replaced, with dequantized weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qoff.errors import OpError
+from qoff.kernels.layout.packing import ROW_BLOCK
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import ops_for
 
-from .module import PackedModule, row_pieces
+from .module import PackedModule
 
 _PIECE = 1 << 22  # weights that are dequantized at a time: 16 MiB in float32
 _HALVES = (torch.float16, torch.bfloat16)
@@ -52,7 +54,13 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _backward(grad, ctx.packed), None, None
+        """grad [M, N] @ W, in the dtype of grad; on a CPU computed in float32."""
+        dtype = torch.float32 if grad.device.type == "cpu" else grad.dtype
+        shape = len(grad), ctx.packed.shape[1]
+        wide = torch.zeros(shape, dtype=torch.float32, device=grad.device)
+        for rows, dense in _pieces(ctx.packed, dtype):
+            wide += grad[:, rows].to(dtype) @ dense
+        return wide.to(grad.dtype), None, None
 
 
 def _forward(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
@@ -60,28 +68,22 @@ def _forward(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
     if not len(x):
         return x.new_empty(0, packed.shape[0])
     on_cpu = x.device.type == "cpu"
-    if not on_cpu and x.dtype not in _HALVES:
-        return _by_pieces(x, packed, bias)
+    if not on_cpu and x.dtype not in _HALVES:  # no kernel takes this dtype
+        y = torch.cat([x @ dense.T for _, dense in _pieces(packed, x.dtype)], dim=1)
+        return y if bias is None else y + bias.to(y.dtype)
     taken = x.float() if on_cpu else x
     dense_bias = None if bias is None else bias.detach().to(taken.dtype)
     y = ops_for(x.device).w4_linear(taken.detach().contiguous(), packed, bias=dense_bias)
     return y.to(x.dtype)
 
 
-def _by_pieces(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
-    """The same where no kernel takes the dtype of x."""
-    pieces = row_pieces(packed, _PIECE)
-    y = torch.cat([x @ packed.rows(a, b).dequantize(x.dtype).T for a, b in pieces], dim=1)
-    return y if bias is None else y + bias.to(y.dtype)
-
-
-def _backward(grad: Tensor, packed: QTensor) -> Tensor:
-    """grad [M, N] @ W, in the dtype of grad; on a CPU computed in float32."""
-    dtype = torch.float32 if grad.device.type == "cpu" else grad.dtype
-    wide = torch.zeros(len(grad), packed.shape[1], dtype=torch.float32, device=grad.device)
-    for start, stop in row_pieces(packed, _PIECE):
-        wide += grad[:, start:stop].to(dtype) @ packed.rows(start, stop).dequantize(dtype)
-    return wide.to(grad.dtype)
+def _pieces(packed: QTensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of a matrix piece by piece, whole blocks of 16, dequantized."""
+    n, k = packed.shape
+    rows = max(1, _PIECE // k // ROW_BLOCK) * ROW_BLOCK
+    for start in range(0, n, rows):
+        stop = min(n, start + rows)
+        yield slice(start, stop), packed.rows(start, stop).dequantize(dtype)
 
 
 class QoffLinear(PackedModule, nn.Linear):

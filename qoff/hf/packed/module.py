@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qoff.kernels.layout.packing import ROW_BLOCK
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 
@@ -36,19 +35,34 @@ def qtensor_of(codes: Tensor, scale_min: Tensor, shape: tuple[int, int]) -> QTen
 class CodesModule(nn.Module):
     """A module with the buffers `codes` and `scale_min`; `to(dtype)` casts neither.
 
-    What they make up is kept in `_packed` for as long as they are the same.
+    What they make up is kept in `_packed` for as long as they are the same. On a device whose
+    kernels read another packing, they are repacked once, when they are needed.
     """
 
     codes: Tensor
     scale_min: Tensor
+    packed_shape: tuple[int, int]  # of a matrix
 
-    def hold_codes(self, packed: QTensor | QExperts, dtype: torch.dtype) -> None:
+    def hold(self, packed: QTensor | QExperts, dtype: torch.dtype) -> None:
         """Take codes. dtype: of the weight that they stand for; it follows `to(dtype)`."""
+        self.packed_shape = packed.shape
         self.register_buffer("codes", packed.codes)
         self.register_buffer("scale_min", packed.scale_min)
         like = torch.empty(0, dtype=dtype, device=packed.device)
         self.register_buffer("dtype_like", like, persistent=False)
         self.__dict__["_packed"] = packed
+
+    def _held(self, made: Callable[..., Any], repacked: Callable[[Any], Any]) -> Any:
+        """What the codes make up: as they are, and in the packing of the device."""
+        codes, scale_min = self.codes, self.scale_min
+        packed = self.__dict__.get("_packed")
+        if packed is None or packed.codes is not codes or packed.scale_min is not scale_min:
+            packed = made(codes, scale_min, self.packed_shape)
+        if packed.packing != packing_for(packed.device):
+            packed = repacked(packed)
+            self.codes, self.scale_min = packed.codes, packed.scale_min
+        self.__dict__["_packed"] = packed
+        return packed
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """As nn.Module does, but scales are moved only, never cast."""
@@ -69,15 +83,7 @@ class CodesModule(nn.Module):
 
 
 class PackedModule(CodesModule):
-    """A module whose codes are a matrix, or which is tied to another that has it.
-
-    On a device whose kernels read another packing, they are repacked once, when they are needed.
-    """
-
-    def hold(self, packed: QTensor, dtype: torch.dtype) -> None:
-        """Take a matrix. dtype: of `weight`; it follows `to(dtype)`, scales never do."""
-        self.packed_shape = packed.shape
-        self.hold_codes(packed, dtype)
+    """A module whose codes are a matrix, or which is tied to another that has it."""
 
     def tie(self, owner: PackedModule) -> None:
         """Use the matrix of another module, now and whatever becomes of it."""
@@ -92,18 +98,10 @@ class PackedModule(CodesModule):
     @property
     def qtensor(self) -> QTensor:
         """The matrix, in the packing of the device that it is on."""
-        owner = self.owner
-        if owner is not self:
-            return owner.qtensor
-        codes, scale_min = self.codes, self.scale_min
-        packed: QTensor | None = self.__dict__.get("_packed")
-        if packed is None or packed.codes is not codes or packed.scale_min is not scale_min:
-            packed = qtensor_of(codes, scale_min, self.packed_shape)
-        packed = packed.to_packing(packing_for(packed.device))
-        if packed.codes is not codes:
-            self.codes, self.scale_min = packed.codes, packed.scale_min
-        self.__dict__["_packed"] = packed
-        return packed
+        found: QTensor = self.owner._held(
+            qtensor_of, lambda packed: packed.to_packing(packing_for(packed.device))
+        )
+        return found
 
     @property
     def weight(self) -> PackedWeight:
@@ -119,10 +117,3 @@ class PackedModule(CodesModule):
     def dequantize(self) -> Tensor:
         """Return the whole matrix [N, K] in the dtype of `weight`."""
         return self.qtensor.dequantize(self.dtype_of_weight)
-
-
-def row_pieces(packed: QTensor, elements: int) -> list[tuple[int, int]]:
-    """First and last row but one of pieces of about so many elements, whole blocks of 16 rows."""
-    n, k = packed.shape
-    rows = max(1, elements // k // ROW_BLOCK) * ROW_BLOCK
-    return [(start, min(n, start + rows)) for start in range(0, n, rows)]

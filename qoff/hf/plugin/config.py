@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -87,10 +86,4 @@ class QoffConfig(QuantizationConfigMixin):
             )
         if self.solver == IMPORTED:
             raise QuantizationError(f"solver {IMPORTED!r} describes codes that are there; use hqq")
-        return replace(
-            QuantConfig(),
-            bits=self.bits,
-            group_size=self.group_size,
-            solver=self.solver,
-            head_bits=self.head_bits,
-        )
+        return QuantConfig(self.bits, self.group_size, self.solver, self.head_bits)

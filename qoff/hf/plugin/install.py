@@ -9,11 +9,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qoff.errors import UnsupportedModelError
-from qoff.hf.packed.embedding import QoffEmbedding, packed_embedding
+from qoff.hf.packed.derived import (
+    QoffEmbedding,
+    QoffRouter,
+    dense_like,
+    is_router,
+    packed_like,
+)
 from qoff.hf.packed.experts import QoffExperts, is_experts
 from qoff.hf.packed.linear import QoffLinear
 from qoff.hf.packed.module import PackedModule
-from qoff.hf.packed.router import QoffRouter, is_router, packed_router
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 
@@ -37,7 +42,7 @@ def install(model: PreTrainedModel, name: str, packed: QTensor) -> set[str]:
     model.set_submodule(name, made)
     tied = {t for t, source in model.all_tied_weights_keys.items() if source == parameter}
     for target in tied:
-        _tie(model, target.removesuffix(".weight"), cast(PackedModule, made))
+        _tie(model, target.removesuffix(".weight"), made)
         _forget_tie(model, target)
     return {parameter, *tied}
 
@@ -65,10 +70,15 @@ def packed_modules(model: nn.Module) -> dict[str, PackedModule]:
     return {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
 
 
-def packed_experts(model: nn.Module) -> dict[str, QExperts]:
-    """The packed experts of a model by the names of transformers' parameters."""
-    found = ((n, m) for n, m in model.named_modules() if isinstance(m, QoffExperts))
-    return {f"{n}.{key}": part.qexperts for n, m in found for key, part in m.matrices.items()}
+def parameters_of(model: nn.Module) -> dict[str, Packed | Tensor]:
+    """The parameters of a model, those that are packed by the names of transformers', too."""
+    found: dict[str, Packed | Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        if isinstance(module, PackedModule):
+            found[f"{name}.weight"] = module.qtensor
+        elif isinstance(module, QoffExperts):
+            found |= {f"{name}.{key}": part.qexperts for key, part in module.matrices.items()}
+    return found
 
 
 def restore(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -87,38 +97,28 @@ def restore(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
-def _packed(module: nn.Module, packed: QTensor, name: str) -> nn.Module:
-    made: nn.Module
-    if isinstance(module, nn.Embedding):
-        made = packed_embedding(module, packed, module.weight.dtype)
-    elif isinstance(module, nn.Linear):
+def _packed(module: nn.Module, packed: QTensor, name: str) -> PackedModule:
+    made: PackedModule
+    if isinstance(module, nn.Linear):
         made = QoffLinear(packed, module.bias, module.weight.dtype)
-    elif is_router(module):
-        made = packed_router(module, packed, cast(Tensor, module.weight).dtype)
+    elif isinstance(module, nn.Embedding) or is_router(module):
+        made = packed_like(module, packed, cast(nn.Parameter, module.weight).dtype)
     else:
         raise UnsupportedModelError(
             f"{name}: is a {type(module).__name__}; only linears, embeddings and routers can be "
             "packed"
         )
-    return made.train(module.training)
+    made.train(module.training)
+    return made
 
 
 def _dense(module: PackedModule, weight: nn.Parameter) -> nn.Module:
-    made: nn.Module
     if isinstance(module, QoffEmbedding | QoffRouter):
-        bases = type(module).__mro__
-        kind = nn.Embedding if bases[0] is QoffEmbedding else cast(type[nn.Module], bases[1])
-        made = kind.__new__(kind)
-        kept = {k: v for k, v in module.__dict__.items() if k not in ("_packed", "_dense")}
-        made.__dict__.update(kept)
-        packed = ("codes", "scale_min", "dtype_like")
-        made._buffers = {k: v for k, v in module._buffers.items() if k not in packed}
-        made._parameters = {**module._parameters, "weight": weight}
-    else:
-        with torch.device("meta"):
-            made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        made.register_parameter("weight", weight)
-        made.register_parameter("bias", cast("nn.Parameter | None", module.bias))
+        return dense_like(module, weight).train(module.training)
+    with torch.device("meta"):
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.register_parameter("weight", weight)
+    made.register_parameter("bias", cast("nn.Parameter | None", module.bias))
     return made.train(module.training)
 
 

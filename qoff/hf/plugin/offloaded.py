@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -29,13 +28,6 @@ from .wanted import activation_of
 _Find = Callable[[Weights], Packed]
 
 
-class Turn(NamedTuple):
-    """What all offloaded layers of a model share; one of them runs at a time."""
-
-    store: WeightStore
-    lock: threading.Lock
-
-
 class _Place(NamedTuple):
     """A packed module, what finds its codes among a layer's weights, and what it has without."""
 
@@ -51,7 +43,7 @@ class _Place(NamedTuple):
 
 
 class OffloadedLayer:
-    """Takes the place of a layer's `forward`. It can be neither trained nor copied.
+    """Takes the place of a layer's `forward`, which can be neither trained nor copied then.
 
     Raises ArgumentError where a backward pass would need it, and for a second thread in any layer.
     """
@@ -60,20 +52,20 @@ class OffloadedLayer:
         self,
         model: PreTrainedModel,
         path: str,
-        turn: Turn,
+        store: WeightStore,
+        turn: threading.Lock,
         unit: int,
         streamed: Sequence[Stored],
         file: WeightFile,
     ) -> None:
-        """unit: what the store calls the layer at `path`. streamed: its matrices, all of `file`."""
+        """turn: one for all layers. unit: what the store calls the layer at `path`. streamed: its
+        matrices, all of `file`.
+        """
         self._layer = model.get_submodule(path)
         self._own = self._layer.forward
-        self._turn, self._unit = turn, unit
+        self._store, self._turn, self._unit = store, turn, unit
         self._places = list(_packed_places(model, unit, streamed, file))
         functools.update_wrapper(self, self._own)
-
-    def install(self) -> None:
-        """Become the layer's `forward`."""
         self._layer.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,32 +76,25 @@ class OffloadedLayer:
                     "a layer that streams has no backward pass; use torch.no_grad(), or load the "
                     "model without offloading to train adapters"
                 )
-        with self._bound():
-            return self._own(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ArgumentError(
-            "a model whose layers stream can be neither copied nor pickled; load it again"
-        )
-
-    @contextmanager
-    def _bound(self) -> Iterator[None]:
-        if not self._turn.lock.acquire(blocking=False):
+        if not self._turn.acquire(blocking=False):
             raise ArgumentError(
                 "a model whose layers stream runs one forward pass at a time, and another thread "
                 "is in one; take turns, or load it with qoff.LLM"
             )
         try:
-            with self._turn.store.use(self._unit) as weights:
-                try:
-                    for place in self._places:
-                        place.put(place.find(weights))
-                    yield
-                finally:
-                    for place in self._places:
-                        place.put(place.empty)
+            with self._store.use(self._unit) as weights:
+                for place in self._places:
+                    place.put(place.find(weights))
+                return self._own(*args, **kwargs)
         finally:
-            self._turn.lock.release()
+            for place in self._places:
+                place.put(place.empty)
+            self._turn.release()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ArgumentError(
+            "a model whose layers stream can be neither copied nor pickled; load it again"
+        )
 
 
 def _packed_places(
@@ -119,17 +104,17 @@ def _packed_places(
     names = local_names(unit, [stored.name for stored in streamed])
     experts: dict[str, list[Stored]] = {}
     for stored in streamed:
-        entry, weight = file.weights[stored.name], stored.weight
+        entry = file.weights[stored.name]
         assert isinstance(entry, QuantEntry)
         if stored.expert is not None:
             experts.setdefault(stored.targets[0], []).append(stored)
             continue
-        for number, (part, target) in enumerate(zip(weight.parts, stored.targets, strict=True)):
+        for order, target in zip(stored.orders, stored.targets, strict=True):
             path = target.removesuffix(".weight")
-            empty = _empty((part.rows, entry.shape[1]), entry)
+            empty = _empty((len(order), entry.shape[1]), entry)
             install(model, path, empty)
-            order = weight.destination(number, 0, part.rows)
-            yield _place(model, path, _rows(names[stored.name], order, weight.rows), empty)
+            module = cast(CodesModule, model.get_submodule(path))
+            yield _Place(module, _rows(names[stored.name], order, entry.shape[0]), empty)
     for target, found in experts.items():
         path, _, parameter = target.rpartition(".")
         entry = file.weights[found[0].name]
@@ -138,13 +123,8 @@ def _packed_places(
         codes, scale_min = (x.expand(len(found), *x.shape) for x in (one.codes, one.scale_min))
         none = QExperts(codes, scale_min, one.shape, one.bits, one.group_size, one.packing)
         experts_module(model, path, activation_of(model)).hold(parameter, none)
-        yield _place(model, target, _all_of([names[stored.name] for stored in found]), none)
-
-
-def _place(model: PreTrainedModel, path: str, find: _Find, empty: Packed) -> _Place:
-    module = model.get_submodule(path)
-    assert isinstance(module, CodesModule)
-    return _Place(module, find, empty)
+        module = cast(CodesModule, model.get_submodule(target))
+        yield _Place(module, _all_of([names[stored.name] for stored in found]), none)
 
 
 def _rows(name: str, order: Tensor, rows: int) -> _Find:
@@ -174,7 +154,6 @@ def _all_of(names: Sequence[str]) -> _Find:
 
 
 def _empty(shape: tuple[int, int], entry: QuantEntry) -> QTensor:
-    """A matrix of an entry's format, without memory."""
     codes, scale_min = packed_shapes(shape, entry.bits, entry.group_size, "split32")
     return QTensor(
         torch.empty(codes, dtype=torch.uint8, device="meta"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,16 +14,29 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import CODES, SCALE_MIN
 from qoff.errors import FormatError, QoffError
+from qoff.hf.packed.derived import is_router
 from qoff.hf.packed.experts import DOWN, GATE_UP, stacked
 from qoff.hf.packed.module import packing_for, qtensor_of
-from qoff.hf.packed.router import is_router
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig, quantize
 
 from .install import experts_module, install
 from .stored import Stored, check_stored, stored_weights
-from .wanted import Wanted, activation_of, experts_of
+from .wanted import activation_of, experts_of
+
+
+@dataclass(frozen=True)
+class Into:
+    """Where tensors go. name: the first parameter that they become; missing: not loaded so far."""
+
+    model: PreTrainedModel
+    name: str = ""
+    missing: set[str] = field(default_factory=set)
+
+    def put(self, parameter: str, packed: QTensor) -> None:
+        here = packed.to_packing(packing_for(packed.device))
+        self.missing.difference_update(install(self.model, parameter.removesuffix(".weight"), here))
 
 
 class Operation(ConversionOps):
@@ -51,29 +65,22 @@ class Operation(ConversionOps):
         """Return what transformers shall store itself, by name; the rest is in its modules."""
         found = {key: self.given(x) for key, x in input_dict.items()}
         ordered = {key: found[key] for key in source_patterns if key in found} or found
+        into = Into(about["model"], about["full_layer_name"], about["missing_keys"])
         try:
             if not self._errors:
-                name, missing = about["full_layer_name"], about["missing_keys"]
-                return self.load(ordered, about["model"], name, missing)
+                return self.load(ordered, into)
         except QoffError as error:
             self._errors.append(error)
-        about["missing_keys"].clear()
+        into.missing.clear()
         return {}
 
     def given(self, tensors: Any) -> Any:
         """What `load` gets of the tensors of a pattern: the only one there is."""
         return tensors[0] if isinstance(tensors, list) else tensors
 
-    def load(
-        self, found: dict[str, Any], model: PreTrainedModel, name: str, missing: set[str]
-    ) -> dict[str, Tensor]:
-        """Take tensors in the order of their patterns. name: the first parameter they become."""
+    def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
+        """Take tensors in the order of their patterns; return what is to be stored, by name."""
         raise NotImplementedError
-
-    @staticmethod
-    def put(model: PreTrainedModel, parameter: str, packed: QTensor, missing: set[str]) -> None:
-        here = packed.to_packing(packing_for(packed.device))
-        missing -= install(model, parameter.removesuffix(".weight"), here)
 
 
 class Unfuse(Operation):
@@ -83,18 +90,16 @@ class Unfuse(Operation):
         super().__init__(errors)
         self._stored = stored
 
-    def load(
-        self, found: dict[str, Tensor], model: PreTrainedModel, name: str, missing: set[str]
-    ) -> dict[str, Tensor]:
+    def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
         stored, weight, tensors = self._stored, self._stored.weight, tuple(found.values())
         if weight.columns is None:
             parts = stored.split(tensors[0])
-            dtypes = {key: model.get_parameter(key).dtype for key in parts}
+            dtypes = {key: into.model.get_parameter(key).dtype for key in parts}
             return {k: v.to(dtypes[k]) for k, v in parts.items() if isinstance(v, Tensor)}
         whole = qtensor_of(tensors[0], tensors[1], (weight.rows, weight.columns))
         for target, part in stored.split(whole).items():
             assert isinstance(part, QTensor)
-            self.put(model, target, part, missing)
+            into.put(target, part)
         return {}
 
 
@@ -109,64 +114,58 @@ class PlaceExperts(Operation):
     def given(self, tensors: Any) -> Any:
         return tensors if self._apart else super().given(tensors)
 
-    def load(
-        self, found: dict[str, Any], model: PreTrainedModel, name: str, missing: set[str]
-    ) -> dict[str, Tensor]:
-        path, _, parameter = name.rpartition(".")
-        module = experts_module(model, path, activation_of(model))
+    def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
+        path, _, parameter = into.name.rpartition(".")
+        module = experts_module(into.model, path, activation_of(into.model))
         shape = module.dense_shape(parameter)
         parts = [list(x) for x in found.values()]
         if len(parts) != 2 or len(parts[0]) != shape[0] or len(parts[1]) != shape[0]:
             raise FormatError(
-                f"{name}: {shape[0]} experts have {CODES} and {SCALE_MIN} each, but here are those "
-                f"of {[len(x) for x in parts]}; convert or save the model again"
+                f"{into.name}: {shape[0]} experts have {CODES} and {SCALE_MIN} each, but here are "
+                f"those of {[len(x) for x in parts]}; convert or save the model again"
             )
         matrices = [qtensor_of(c, s, shape[1:]) for c, s in zip(*parts, strict=True)]
         module.hold(parameter, stacked(matrices))
-        missing.discard(name)
+        into.missing.discard(into.name)
         return {}
 
 
 class PlaceTensors(Operation):
     """Codes and scales that were saved under the name of their module, to that module."""
 
-    def load(
-        self, found: dict[str, Tensor], model: PreTrainedModel, name: str, missing: set[str]
-    ) -> dict[str, Tensor]:
-        module = model.get_submodule(name.removesuffix(".weight"))
+    def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
+        module = into.model.get_submodule(into.name.removesuffix(".weight"))
         fits = isinstance(module, nn.Linear | nn.Embedding) or is_router(module)
         if len(found) != 2 or not fits:
             raise FormatError(
-                f"{name}: linears, embeddings and routers have {CODES} and {SCALE_MIN}, here is "
-                f"a {type(module).__name__} with {len(found)} of them; save the model again"
+                f"{into.name}: linears, embeddings and routers have {CODES} and {SCALE_MIN}, here "
+                f"is a {type(module).__name__} with {len(found)} of them; save the model again"
             )
-        (n, k), (codes, scale_min) = model.get_parameter(name).shape, found.values()
-        self.put(model, name, qtensor_of(codes, scale_min, (n, k)), missing)
+        (n, k), (codes, scale_min) = into.model.get_parameter(into.name).shape, found.values()
+        into.put(into.name, qtensor_of(codes, scale_min, (n, k)))
         return {}
 
 
 class Quantize(Operation):
-    """A float weight, quantized as it arrives."""
+    """Float weights, quantized as they arrive. bits: of each, by name."""
 
-    def __init__(self, quant: QuantConfig, wanted: Wanted, errors: list[QoffError]) -> None:
+    def __init__(self, quant: QuantConfig, bits: dict[str, int], errors: list[QoffError]) -> None:
         super().__init__(errors)
-        self._quant, self._wanted = quant, wanted
+        self._quant, self._bits = quant, bits
 
-    def load(
-        self, found: dict[str, Tensor], model: PreTrainedModel, name: str, missing: set[str]
-    ) -> dict[str, Tensor]:
+    def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
         for key, weight in found.items():
             if weight.dim() == 2:
-                self.put(model, key, self._packed(key, weight), missing)
+                into.put(key, self._packed(key, weight))
             else:
-                self._experts(key, weight, model, missing)
+                self._experts(key, weight, into)
         return {}
 
     def _packed(self, name: str, weight: Tensor) -> QTensor:
         quant = self._quant
         return quantize(
             weight,
-            self._wanted.bits[name],
+            self._bits[name],
             quant.group_size,
             quant.solver,
             packing_for(weight.device),
@@ -174,16 +173,14 @@ class Quantize(Operation):
             name=name,
         )
 
-    def _experts(
-        self, name: str, weight: Tensor, model: PreTrainedModel, missing: set[str]
-    ) -> None:
+    def _experts(self, name: str, weight: Tensor, into: Into) -> None:
         """weight: [experts, N, K], or [experts, K, N] where the module has them transposed."""
         path, _, parameter = name.rpartition(".")
-        module = experts_module(model, path, self._wanted.activation)
+        module = experts_module(into.model, path, activation_of(into.model))
         order = module.packed_rows(parameter).argsort().to(weight.device)
         dense = (x.T if module.replaced.is_transposed else x for x in weight)
         module.hold(parameter, stacked([self._packed(name, x[order].contiguous()) for x in dense]))
-        missing.discard(name)
+        into.missing.discard(name)
 
 
 def unfusing(model: PreTrainedModel, folder: str, errors: list[QoffError]) -> list[WeightConverter]:
@@ -192,14 +189,20 @@ def unfusing(model: PreTrainedModel, folder: str, errors: list[QoffError]) -> li
     Raises FormatError, or UnsupportedModelError for one that the model has no place for.
     """
     checkpoint = Checkpoint.open(folder)
-    spec = DecoderSpec.from_config(checkpoint.config)
-    units = stored_weights(spec, model)
+    units = stored_weights(DecoderSpec.from_config(checkpoint.config), model)
     check_stored(checkpoint, units)
-    found = [
-        _unfusing(stored, errors) for unit in units for stored in unit if stored.expert is None
-    ]
-    firsts = [stored for unit in units for stored in unit if stored.expert == 0]
-    return [*found, *(_placing_experts(stored, errors) for stored in firsts)]
+    found, of_experts = [], []
+    for stored in (stored for unit in units for stored in unit):
+        parts = ("",) if stored.weight.columns is None else (CODES, SCALE_MIN)
+        if stored.expert is None:
+            sources = ["^" + _end(stored.name + part) for part in parts]
+            found.append(WeightConverter(sources, [*stored.targets], [Unfuse(stored, errors)]))
+        elif stored.expert == 0:  # for the matrices of a layer that are like this one
+            before, after = (re.escape(x) for x in stored.name.split(".experts.0."))
+            sources = [rf"^{before}\.experts\.\d+\.{after}{_end(part)}" for part in parts]
+            place: list[ConversionOps] = [PlaceExperts(True, errors)]
+            of_experts.append(WeightConverter(sources, [*stored.targets], place))
+    return found + of_experts
 
 
 def placing(model: PreTrainedModel, errors: list[QoffError]) -> list[WeightConverter]:
@@ -212,19 +215,6 @@ def placing(model: PreTrainedModel, errors: list[QoffError]) -> list[WeightConve
             sources = [_end(f"{target}{part}") for part in (CODES, SCALE_MIN)]
             found.insert(0, WeightConverter(sources, target, places))
     return found
-
-
-def _unfusing(stored: Stored, errors: list[QoffError]) -> WeightConverter:
-    parts = ("",) if stored.weight.columns is None else (CODES, SCALE_MIN)
-    sources = ["^" + _end(stored.name + part) for part in parts]
-    return WeightConverter(sources, list(stored.targets), [Unfuse(stored, errors)])
-
-
-def _placing_experts(first: Stored, errors: list[QoffError]) -> WeightConverter:
-    """For the matrices of a layer that are like this one of the first expert."""
-    before, after = (re.escape(x) for x in first.name.split(".experts.0."))
-    sources = [rf"^{before}\.experts\.\d+\.{after}{_end(part)}" for part in (CODES, SCALE_MIN)]
-    return WeightConverter(sources, list(first.targets), [PlaceExperts(True, errors)])
 
 
 def _end(name: str) -> str:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # transformers imports this module on the way to its PreTrain
     from transformers.core_model_loading import ConversionOps, WeightConverter
 
     from .streaming import Streaming
-    from .wanted import Wanted
 
 _OFFLOADED = ("cpu", "disk")
 
@@ -31,13 +30,13 @@ class QoffHfQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QoffConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._wanted: Wanted | None = None  # what is quantized on the way
+        self._bits: dict[str, int] = {}  # of what is quantized on the way
         self._converters: list[WeightConverter] = []
         self._errors: list[QoffError] = []
         self._device_map: dict[str, Any] = {}  # one that offloads
         self._open: Callable[[torch.device], Streaming] | None = None
         self._streaming: Streaming | None = None
-        self._streams = False
+        self._streams = False  # some layers of the model do
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Raise ArgumentError for weights that cannot stream, QuantizationError for a solver.
@@ -98,7 +97,7 @@ class QoffHfQuantizer(HfQuantizer):
 
         config = self.quantization_config
         if not self.pre_quantized:
-            self._wanted = quantizable(model, config)
+            self._bits = quantizable(model, config)
         elif config.layout != LAYERS:
             self._converters = operations.placing(model, self._errors)
         elif checkpoint_files:
@@ -116,8 +115,8 @@ class QoffHfQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         from qoff.hf.adapters import check_shapes, load_adapter
         from qoff.hf.packed.experts import QoffExperts
+        from qoff.hf.packed.module import PackedModule
 
-        from .install import packed_modules
         from .save import save_pretrained
 
         if self._errors:
@@ -126,43 +125,36 @@ class QoffHfQuantizer(HfQuantizer):
             self._streaming.start()
         self._open = self._streaming = None  # they know the model
         model.__dict__["_weight_conversions"] = []  # what is saved needs none
-        model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
-        model.__dict__["load_adapter"] = MethodType(load_adapter, model)
-        if self._streams:
-            model.__dict__.update(save_pretrained=_refuse, load_adapter=_refuse)
+        for method in (save_pretrained, load_adapter):
+            own = _refuse if self._streams else MethodType(method, model)
+            model.__dict__[method.__name__] = own
         model.register_load_state_dict_pre_hook(check_shapes)
-        experts = [module for module in model.modules() if isinstance(module, QoffExperts)]
-        for module in (*packed_modules(model).values(), *experts):
-            module.requires_grad_(False)
+        for module in model.modules():
+            if isinstance(module, PackedModule | QoffExperts):
+                module.requires_grad_(False)
         return model
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        """Whether a parameter is quantized as it arrives."""
-        return self._wanted is not None and param_name in self._wanted.bits
+        return param_name in self._bits
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Any) -> float:
         """Bytes of one weight, codes, scale and minimum together, for `device_map="auto"`."""
         config = self.quantization_config
         module, _, name = param_name.rpartition(".")
-        if param.dim() < 2 or name == "bias" or not self._packs(model, param_name):
+        kept = tuple(config.modules_to_not_convert or ())
+        packed = param_name in self._bits
+        if self.pre_quantized:
+            packed = not param_name.removesuffix(".weight").endswith(kept)
+        if param.dim() < 2 or name == "bias" or not packed:
             return float(param.element_size())
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         sensitive = model.get_submodule(module) in ends
         return (config.head_bits if sensitive else config.bits) / 8 + 4 / config.group_size
 
-    def _packs(self, model: PreTrainedModel, param_name: str) -> bool:
-        """Whether a matrix is packed, now or in the checkpoint."""
-        if not self.pre_quantized:
-            return self.param_needs_quantization(model, param_name)
-        kept = self.quantization_config.modules_to_not_convert or ()
-        return not any(param_name.removesuffix(".weight").endswith(name) for name in kept)
-
     def get_quantize_ops(self) -> ConversionOps:
-        """What does that."""
         from .operations import Quantize
 
-        assert self._wanted is not None
-        return Quantize(self.quantization_config.quant(), self._wanted, self._errors)
+        return Quantize(self.quantization_config.quant(), self._bits, self._errors)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Those of a checkpoint with codes, which has no others."""
@@ -190,7 +182,6 @@ class QoffHfQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """Yes: see `save_pretrained`."""
         return True
 
     @property

@@ -21,7 +21,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.spec import DecoderSpec
 
 from .config import LAYERS, STATE_DICT, QoffConfig
-from .install import Packed, packed_experts, packed_modules
+from .install import Packed, parameters_of
 from .stored import Stored, stored_weights
 
 _OTHER_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -46,10 +46,9 @@ def save_pretrained(
     plain = not any(options.get(name) for name in ("state_dict", "push_to_hub"))
     adapters = getattr(self, "_hf_peft_config_loaded", False)
     units = _units(self) if plain and not adapters else None
-    if adapters:
-        type(self).save_pretrained(self, save_directory, is_main_process=is_main_process, **options)
-    elif units is None:
-        config.layout = STATE_DICT
+    if units is None:
+        if not adapters:
+            config.layout = STATE_DICT
         type(self).save_pretrained(self, save_directory, is_main_process=is_main_process, **options)
     elif is_main_process:
         config.layout = LAYERS
@@ -62,7 +61,7 @@ def _units(model: PreTrainedModel) -> list[list[Stored]] | None:
         units = stored_weights(DecoderSpec.from_config(_config(model)), model)
     except UnsupportedModelError:
         return None
-    parameters = _parameters(model)
+    parameters = parameters_of(model)
     fits = all(_joinable(stored, parameters) for unit in units for stored in unit)
     return units if fits else None
 
@@ -77,12 +76,6 @@ def _joinable(stored: Stored, parameters: Mapping[str, Packed | Tensor]) -> bool
     return None not in kinds and len(kinds) == 1
 
 
-def _parameters(model: PreTrainedModel) -> dict[str, Packed | Tensor]:
-    found: dict[str, Packed | Tensor] = dict(model.named_parameters())
-    found.update({f"{name}.weight": m.qtensor for name, m in packed_modules(model).items()})
-    return {**found, **packed_experts(model)}
-
-
 def _config(model: PreTrainedModel) -> dict[str, Any]:
     """The model's config.json, with its class and dtype, as transformers writes it."""
     model.config.architectures = [type(model).__name__]
@@ -93,7 +86,7 @@ def _config(model: PreTrainedModel) -> dict[str, Any]:
 
 def _write(model: PreTrainedModel, units: list[list[Stored]], folder: Path) -> None:
     """Write beside the other files of a directory, config.json last."""
-    parameters = _parameters(model)
+    parameters = parameters_of(model)
     packings = {p.packing for p in parameters.values() if not isinstance(p, Tensor)}
     packing = packings.pop() if len(packings) == 1 else "split32"
     config = _config(model)
@@ -105,7 +98,11 @@ def _write(model: PreTrainedModel, units: list[list[Stored]], folder: Path) -> N
         made = Path(place, "checkpoint")
         with CheckpointWriter(made) as writer:
             for layer, unit in enumerate(units):
-                weights = {stored.name: _joined(stored, parameters, packing) for stored in unit}
+                joined = {stored.name: stored.join(parameters) for stored in unit}
+                weights = {
+                    name: x.to_packing(packing) if isinstance(x, QTensor) else x.detach()
+                    for name, x in joined.items()
+                }
                 if layer < len(units) - 1:
                     writer.write_layer(layer, weights)
                 else:
@@ -120,10 +117,3 @@ def _write(model: PreTrainedModel, units: list[list[Stored]], folder: Path) -> N
             (made / name).replace(folder / name)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-def _joined(
-    stored: Stored, parameters: Mapping[str, Packed | Tensor], packing: str
-) -> QTensor | Tensor:
-    whole = stored.join(parameters)
-    return whole.to_packing(packing) if isinstance(whole, QTensor) else whole.detach()

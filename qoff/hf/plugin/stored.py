@@ -21,7 +21,7 @@ from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
 from qoff.quant.rows import concat_rows, reordered, whole_blocks
 
-from .install import Packed, packed_experts, packed_modules
+from .install import Packed, parameters_of
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")  # a matrix of one, in the names of a layer
 
@@ -38,10 +38,16 @@ class Stored:
     targets: tuple[str, ...]
     expert: int | None = None
 
+    @property
+    def orders(self) -> list[Tensor]:
+        """For each part the rows of the weight that it has, int64."""
+        parts = enumerate(self.weight.parts)
+        return [self.weight.destination(i, 0, part.rows) for i, part in parts]
+
     def split(self, whole: QTensor | Tensor) -> dict[str, QTensor | Tensor]:
         """Return the parameters: rows of a quantized matrix, in its packing, or of a vector."""
         parts: dict[str, QTensor | Tensor] = {}
-        orders = [self.weight.destination(i, 0, p.rows) for i, p in enumerate(self.weight.parts)]
+        orders = self.orders
         if isinstance(whole, QTensor) and any(whole_blocks(whole, o) is None for o in orders):
             whole = whole.to_packing("split32")  # once for all parts
         for part, target, order in zip(self.weight.parts, self.targets, orders, strict=True):
@@ -58,8 +64,7 @@ class Stored:
         if self.expert is not None:
             assert isinstance(found[0], QExperts)
             return found[0].expert(self.expert)
-        orders = [self.weight.destination(i, 0, p.rows) for i, p in enumerate(self.weight.parts)]
-        order = torch.cat(orders).argsort()
+        order = torch.cat(self.orders).argsort()
         matrices = [x for x in found if isinstance(x, QTensor)]
         if matrices:
             return reordered(concat_rows(matrices), order)
@@ -74,10 +79,32 @@ def stored_weights(spec: DecoderSpec, model: PreTrainedModel) -> list[list[Store
 
     Raises UnsupportedModelError for a parameter that the model does not have.
     """
-    called = _Names(model)
+    mapping = get_model_conversion_mapping(model)
+    renamings = [x for x in mapping if isinstance(x, WeightRenaming)]
+    converters = [x for x in mapping if isinstance(x, WeightConverter)]
+    there = dict.fromkeys(parameters_of(model), True)
+
+    def parameter(source: str, joining: list[WeightConverter]) -> str:
+        """The parameter that a tensor is, or that it is joined to others for."""
+        prefix = model.base_model_prefix
+        name, _ = rename_source_key(source, renamings, joining, prefix, there)
+        if name not in there:
+            raise UnsupportedModelError(
+                f"{source}: {type(model).__name__} has no such parameter; use qoff.load"
+            )
+        return str(name)
+
+    def stored(prefix: str, weight: Weight) -> Stored:
+        expert = _EXPERT.match(weight.name)
+        if expert is None:
+            targets = tuple(parameter(part.source, []) for part in weight.parts)
+            return Stored(prefix + weight.name, weight, targets)
+        target = parameter(weight.parts[0].source, converters)
+        return Stored(prefix + weight.name, weight, (target,), int(expert[1]))
+
     units = [(layer_prefix(i), layer_weights(spec, i)) for i in range(spec.num_layers)]
     units.append(("", outer_weights(spec)))
-    return [[called.stored(prefix, w) for w in weights] for prefix, weights in units]
+    return [[stored(prefix, weight) for weight in weights] for prefix, weights in units]
 
 
 def check_stored(checkpoint: Checkpoint, units: list[list[Stored]]) -> None:
@@ -98,35 +125,3 @@ def check_stored(checkpoint: Checkpoint, units: list[list[Stored]]) -> None:
                     f"{file.path}: {stored.name!r} has shape {entry.shape}, but config.json wants "
                     f"{wanted}; convert the model again"
                 )
-
-
-class _Names:
-    """What transformers' modules call the tensors of a family's checkpoints."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        mapping = get_model_conversion_mapping(model)
-        self._renamings = [x for x in mapping if isinstance(x, WeightRenaming)]
-        self._joining = [x for x in mapping if isinstance(x, WeightConverter)]
-        self._there = {name: True for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._there.update({f"{name}.weight": True for name in packed_modules(model)})
-        self._there.update(dict.fromkeys(packed_experts(model), True))
-
-    def stored(self, prefix: str, weight: Weight) -> Stored:
-        """A weight of a layer, and what it is in the model."""
-        found = _EXPERT.match(weight.name)
-        if found is None:
-            targets = tuple(self.parameter(part.source, []) for part in weight.parts)
-            return Stored(prefix + weight.name, weight, targets)
-        target = self.parameter(weight.parts[0].source, self._joining)
-        return Stored(prefix + weight.name, weight, (target,), int(found[1]))
-
-    def parameter(self, source: str, joining: list[WeightConverter]) -> str:
-        """The parameter that a tensor is, or that it is joined to others for."""
-        prefix = self._model.base_model_prefix
-        name, _ = rename_source_key(source, self._renamings, joining, prefix, self._there)
-        if name not in self._there:
-            raise UnsupportedModelError(
-                f"{source}: {type(self._model).__name__} has no such parameter; use qoff.load"
-            )
-        return str(name)

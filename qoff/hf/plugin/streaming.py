@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qoff.checkpoint import Checkpoint, read_weight
-from qoff.checkpoint.layout import QuantEntry, WeightFile, tensors_of
+from qoff.checkpoint.layout import QuantEntry, TensorEntry, WeightFile, tensors_of
 from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.packed.module import packing_for
 from qoff.memory import Residency, WeightStore, place_in_host, residency_of
@@ -28,8 +28,8 @@ from qoff.memory.plan.placement import spread_evenly
 from qoff.models.runtime import transfers_to
 from qoff.models.spec import DecoderSpec
 
-from .offloaded import OffloadedLayer, Turn
-from .operations import Unfuse
+from .offloaded import OffloadedLayer
+from .operations import Into, Unfuse
 from .stored import Stored, stored_weights
 
 
@@ -61,8 +61,12 @@ class Streaming:
         if everything <= budget:
             return {}
         plan = self._residency(range(len(files)))
-        vectors = sum(_nbytes(file, matrices=False) for file in files)
-        least = outer + plan.device_bytes + vectors + max(map(_rearranged, files))
+        vectors = sum(_nbytes(file, lambda _, e: not isinstance(e, QuantEntry)) for file in files)
+        copied = max(  # most that the parts of a layer's fused matrices take
+            _nbytes(file, lambda n, e: isinstance(e, QuantEntry) and not is_expert(n))
+            for file in files
+        )
+        least = outer + plan.device_bytes + vectors + copied
         if least > budget:
             raise BudgetError(
                 f"max_memory: {budget:,} bytes of {self.device} are too few; with its layers "
@@ -115,7 +119,7 @@ class Streaming:
 
         Raises what `WeightStore` does.
         """
-        model, numbers = self._model, list(self._places)
+        model, numbers, files = self._model, list(self._places), self._checkpoint.layers
         for name, parameter in self._hidden.items():
             module, own = self._owner(name)
             module._parameters[own] = parameter
@@ -123,14 +127,12 @@ class Streaming:
             self._read_kept(i)
         model.requires_grad_(False)
         plan = self._residency(numbers)
-        store = WeightStore(
-            self._part(numbers), plan, packing=plan.packing, transfers=transfers_to(self.device)
-        )
+        store = WeightStore(self._part(numbers), plan, transfers=transfers_to(self.device))
         weakref.finalize(model, store.close)
-        turn = Turn(store, threading.Lock())
+        turn = threading.Lock()
         for unit, i in enumerate(numbers):
             streamed = [s for s in self._units[i] if self._streams(i, s)]
-            OffloadedLayer(model, self._paths[i], turn, unit, streamed, self._file(i)).install()
+            OffloadedLayer(model, self._paths[i], store, turn, unit, streamed, files[i])
         paths = {self._paths[i]: place for i, place in self._places.items()}
         model.hf_device_map = {"": str(self.device), **paths}  # type: ignore[assignment]
         return store
@@ -142,9 +144,6 @@ class Streaming:
         path, _, own = parameter.rpartition(".")
         return self._model.get_submodule(path), own
 
-    def _file(self, i: int) -> WeightFile:
-        return self._checkpoint.layers[i]
-
     def _streams(self, i: int, stored: Stored) -> bool:
         """Whether a weight of a layer's file is a matrix inside of the layer."""
         inside = all(target.startswith(f"{self._paths[i]}.") for target in stored.targets)
@@ -152,20 +151,22 @@ class Streaming:
 
     def _read_kept(self, i: int) -> None:
         """Read what does not stream, of the file of a layer that does."""
+        file = self._checkpoint.layers[i]
         for stored in self._units[i]:
             if self._streams(i, stored):
                 continue
-            value = read_weight(self._file(i), self._file(i).weights[stored.name])
+            value = read_weight(file, file.weights[stored.name])
             tensors = [value] if isinstance(value, Tensor) else [value.codes, value.scale_min]
             found = {str(n): x.to(self.device) for n, x in enumerate(tensors)}
-            for name, x in Unfuse(stored, []).load(found, self._model, "", set()).items():
+            for name, x in Unfuse(stored, []).load(found, Into(self._model)).items():
                 module, own = self._owner(name)
                 module._parameters[own] = nn.Parameter(x, requires_grad=False)
 
     def _part(self, numbers: Sequence[int]) -> Checkpoint:
         """The checkpoint with these layers alone; files stream whole, so they are verified."""
+        layers = tuple(self._checkpoint.layers[i] for i in numbers)
         outer = replace(self._checkpoint.outer, weights={})
-        return replace(self._checkpoint, layers=tuple(map(self._file, numbers)), outer=outer)
+        return replace(self._checkpoint, layers=layers, outer=outer)
 
     def _residency(self, numbers: Sequence[int]) -> Residency:
         """Two slots, and host memory for the layers whose place that is."""
@@ -185,13 +186,9 @@ def _path_of(i: int, unit: Sequence[Stored]) -> str:
     return next(match[1] for match in found if match is not None)
 
 
-def _nbytes(file: WeightFile, matrices: bool = True) -> int:
-    """Bytes of the weights of a file, or of its vectors alone."""
-    entries = (e for e in file.weights.values() if matrices or not isinstance(e, QuantEntry))
-    return sum(tensor.nbytes for entry in entries for tensor in tensors_of(entry))
-
-
-def _rearranged(file: WeightFile) -> int:
-    """Bytes that the parts of a layer's fused matrices take at most, where they are copied."""
-    entries = (e for n, e in file.weights.items() if isinstance(e, QuantEntry) and not is_expert(n))
+def _nbytes(
+    file: WeightFile, counts: Callable[[str, QuantEntry | TensorEntry], bool] = lambda *_: True
+) -> int:
+    """Bytes of the weights of a file that count."""
+    entries = (entry for name, entry in file.weights.items() if counts(name, entry))
     return sum(tensor.nbytes for entry in entries for tensor in tensors_of(entry))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qoff.errors import QuantizationError, UnsupportedModelError
+from qoff.hf.packed.derived import is_router
 from qoff.hf.packed.experts import DOWN, GATE_UP
-from qoff.hf.packed.router import is_router
 from qoff.models.spec import DecoderSpec
 
 from .config import QoffConfig
@@ -21,16 +19,8 @@ from .config import QoffConfig
 _SHARED_GATE = "shared_expert_gate"  # how much the output of a shared expert counts
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which parameters are quantized, with how many bits; the activation of experts among them."""
-
-    bits: Mapping[str, int]
-    activation: str = ""
-
-
-def quantizable(model: PreTrainedModel, config: QoffConfig) -> Wanted:
-    """Which parameters of a model are quantized as they arrive.
+def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
+    """Which parameters of a model are quantized as they arrive, with how many bits.
 
     Raises QuantizationError where the group does not divide the columns, UnsupportedModelError for
     experts of a family that qoff has no decoder for.
@@ -51,9 +41,8 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> Wanted:
             found[f"{name}.weight"] = config.bits
         elif name in experts:
             found.update({f"{name}.{matrices}": config.bits for matrices in (GATE_UP, DOWN)})
-    activation = ""
     if experts:
-        activation = activation_of(model)
+        activation_of(model)
         found.update(dict.fromkeys(routers, config.head_bits))
     for target, source in model.all_tied_weights_keys.items():
         if (target in found) != (source in found):  # one of two that share a weight stays as it is
@@ -68,7 +57,7 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> Wanted:
                 f"{name}: group_size {config.group_size} does not divide its {columns} columns; "
                 "choose another, or name it in modules_to_not_convert"
             )
-    return Wanted(found, activation)
+    return found
 
 
 def experts_of(model: PreTrainedModel) -> dict[str, Any]:

@@ -3,171 +3,161 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from qoff.errors import BudgetError
 from qoff.kernels.layout.kv_format import KVFormat
-from qoff.kvcache.store.allocator import BlockAllocator
-from qoff.kvcache.store.base import BlockStore
-from qoff.kvcache.store.placement import DEVICE, KVPlacement
+from qoff.kvcache.store.base import Blocks
+from qoff.kvcache.store.placement import DEVICE, HOST, KVPlacement
+from qoff.kvcache.store.pool import BlockPool
 from qoff.kvcache.store.tiered import TieredBlocks
+from qoff.memory.arena import PAGE, Arena, round_up
 from qoff.memory.instrumentation import PLAIN, Instrumentation
+from qoff.memory.io.copies import Copies
+from qoff.memory.io.spill import SpillFile
 
+from .plan import PREFETCH_SLOTS, DeviceBlockPlan
 from .prefetch import BlockPrefetcher
-from .write_back import WriteBackQueue
-
-_GROWTH_BLOCKS = 16
+from .write_back import WRITE_BACK_BUFFERS, WriteBackBuffer, WriteBackQueue
 
 
-class DeviceBlocks:
-    """Packed blocks by number, one pool a layer.
+class DeviceBlocks(Blocks):
+    """Packed blocks by number: those of `pool` on the device, and negative ones elsewhere.
 
-    The pools grow as blocks are asked for, unless they are given: `pools`, of at least `blocks`
-    blocks, stay as they are. offloaded: where blocks lie that `placement` leaves off the device;
-    block b there is -1 - b here. They go there through `write_back`, and come back through
-    `prefetcher`, if there is one.
+    offloaded: where blocks lie that `placement` leaves off the device; block b there is -1 - b
+    here. They go there through `write_back`, and come back through `prefetcher`, if there is one.
     """
 
     def __init__(
         self,
         forms: Sequence[KVFormat],
-        kv_heads: Sequence[int],
-        device: torch.device,
-        blocks: int = 0,
+        pool: BlockPool,
         placement: KVPlacement | None = None,
-        offloaded: BlockStore | None = None,
-        *,
-        pools: Sequence[Tensor] | None = None,
+        offloaded: TieredBlocks | None = None,
         write_back: WriteBackQueue | None = None,
         prefetcher: BlockPrefetcher | None = None,
-        instrumentation: Instrumentation = PLAIN,
     ) -> None:
-        self.forms = tuple(forms)
-        self.device = device
+        self.forms, self.pool = tuple(forms), pool
         self.placement = placement or KVPlacement()
         self.offloaded, self.prefetcher = offloaded, prefetcher
         self.write_back = write_back
-        if offloaded is not None and write_back is None:
-            self.write_back = WriteBackQueue(offloaded, device, instrumentation)
-        self._poison = instrumentation.poison
-        self._grows = pools is None
-        self._allocator = BlockAllocator(blocks)
-        self.pools = list(pools or ()) or [
-            torch.empty(blocks, heads, form.nbytes, dtype=torch.uint8, device=device)
-            for heads, form in zip(kv_heads, self.forms, strict=True)
-        ]
-        if self._poison:
-            self._wipe(range(blocks))
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.layers[0].device
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device and in the store of offloaded blocks."""
-        return sum(pool.nbytes for pool in self.pools) + (
-            self.offloaded.nbytes if self.offloaded else 0
-        )
+        return self.pool.nbytes + (0 if self.offloaded is None else self.offloaded.nbytes)
 
-    @property
-    def used(self) -> int:
-        """Blocks on the device that somebody uses."""
-        return self._allocator.capacity - self._allocator.free
+    def bytes_for(self, blocks: int) -> int:
+        return self.nbytes - self.pool.nbytes + self.pool.bytes_for(blocks)
 
-    def users(self, block: int) -> int:
-        """How many sequences use a block."""
+    def reserve(self, blocks: int) -> None:
+        self.pool.reserve(blocks)
+
+    def place(self, block: int) -> tuple[BlockPool, int]:
         if block >= 0:
-            return self._allocator.users(block)
-        assert isinstance(self.offloaded, TieredBlocks)
-        return self.offloaded.users(-1 - block)
-
-    def tier(self, block: int) -> str:
-        """Where a block lies."""
-        if block >= 0:
-            return DEVICE
-        assert isinstance(self.offloaded, TieredBlocks)
-        return self.offloaded.tier(-1 - block)
+            return self.pool, block
+        assert self.offloaded is not None
+        return self.offloaded.place(-1 - block)
 
     def allocate(self, indices: Sequence[int], expected: int, on_device: bool = False) -> list[int]:
         """Return blocks, each with one user, for these places in a sequence that will have so many.
 
         on_device: whatever the placement says. Raises BudgetError for blocks there are not.
         """
-        count = 0
+        blocks: list[int] = []
         if self.offloaded is not None and not on_device:
             count = sum(self.placement.tier(index, expected) != DEVICE for index in indices)
-        if count < len(indices):
-            self._make_room(len(indices) - count)
-        blocks: list[int] = []
-        if self.offloaded is not None and count:
             blocks = [-1 - block for block in self.offloaded.allocate(indices[:count], expected)]
-        return blocks + [self._allocator.allocate() for _ in indices[count:]]
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """Count one user more of each block."""
-        resident, offloaded = _parted(blocks)
-        self._allocator.share(resident)
-        if self.offloaded is not None:
-            self.offloaded.share(offloaded)
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Count one user less of each block; without users it is free."""
-        resident, offloaded = _parted(blocks)
-        self._allocator.release(resident)
-        if self._poison:
-            self._wipe([block for block in resident if not self._allocator.users(block)])
-        if self.offloaded is not None:
-            self.offloaded.release(offloaded)
+        try:
+            return blocks + self.pool.allocate(len(indices) - len(blocks))
+        except BaseException:
+            self.release(blocks)
+            raise
 
     def read(self, layer: int, block: int) -> Tensor:
         """Return a block of a layer on the device, uint8 [kv_heads, form.nbytes]."""
         if block >= 0:
-            return self.pools[layer][block]
+            return self.pool.layers[layer][block]
         assert self.offloaded is not None
         return self.offloaded.read(layer, -1 - block).to(self.device)
 
-    def bytes_for(self, blocks: int) -> int:
-        """The most bytes allocated while the device's pools grow to `blocks` blocks."""
-        if not self._grows or blocks <= self._allocator.capacity:
-            return self.nbytes
-        each = sum(pool.shape[1] * pool.shape[2] for pool in self.pools)  # uint8
-        return blocks * each + max(pool.nbytes for pool in self.pools)
 
-    def reserve(self, blocks: int) -> None:
-        """Grow the device's pools to `blocks` blocks, used ones included."""
-        if not self._grows or blocks <= self._allocator.capacity:
-            return
-        for layer, pool in enumerate(self.pools):
-            if len(pool) < blocks:  # not yet, in a growth that ran out of memory
-                grown = pool.new_empty(blocks, *pool.shape[1:])
-                grown[: len(pool)] = pool
-                self.pools[layer] = grown
-        self._allocator.grow(blocks)
-
-    def _make_room(self, count: int) -> None:
-        if count <= self._allocator.free:
-            return
-        capacity = self._allocator.capacity
-        if not self._grows:
-            raise BudgetError(f"all {capacity} KV blocks of the device are in use")
-        self.reserve(capacity + max(count, _GROWTH_BLOCKS, capacity // 2))
-
-    def _wipe(self, blocks: Sequence[int]) -> None:
-        for pool in self.pools:
-            pool[list(blocks)] = 0xFF
-
-
-def offloaded_blocks(blocks: Sequence[int]) -> list[int]:
+def offloaded_blocks(blocks: Iterable[int]) -> list[int]:
     """The offloaded ones among a sequence's blocks, its oldest, by their numbers in their store."""
-    return _parted(blocks)[1]
+    return [-1 - block for block in blocks if block < 0]
 
 
-def _parted(blocks: Iterable[int]) -> tuple[list[int], list[int]]:
-    """Numbers of the blocks on the device, and of the others in their store."""
-    resident: list[int] = []
-    offloaded: list[int] = []
-    for block in blocks:
-        if block < 0:
-            offloaded.append(-1 - block)
-        else:
-            resident.append(block)
-    return resident, offloaded
+def open_device_blocks(
+    forms: Sequence[KVFormat],
+    kv_heads: Sequence[int],
+    plan: DeviceBlockPlan,
+    placement: KVPlacement,
+    arenas: dict[str, Arena],
+    copies: Copies,
+    spill: SpillFile | None,
+    *,
+    always_move: bool,
+    instrumentation: Instrumentation = PLAIN,
+) -> DeviceBlocks:
+    """Take what `plan` says from both arenas, and from the start of `spill`.
+
+    always_move: attention to offloaded blocks is on the device, never where they lie. copies: to
+    the device. Raises BudgetError.
+    """
+    layers, slots = _device_memory(kv_heads, plan, arenas[DEVICE])
+    pool = BlockPool(DEVICE, layers, plan.resident, poison=instrumentation.poison)
+    if placement.device_fraction >= 1:
+        return DeviceBlocks(forms, pool, placement)
+    host = arenas[HOST]
+    offloaded = TieredBlocks(
+        forms,
+        kv_heads,
+        plan.offloaded,
+        placement,
+        {DEVICE: host, HOST: host},  # the ring is in host memory
+        copies,
+        spill,
+        instrumentation=instrumentation,
+    )
+    buffers = [
+        WriteBackBuffer(
+            arenas[DEVICE].alloc(plan.write_back_bytes, "new KV blocks"),
+            host.alloc(plan.write_back_bytes, "new KV blocks"),
+        )
+        for _ in range(WRITE_BACK_BUFFERS)
+    ]
+    prefetcher = None
+    if slots:
+        bounces = [host.alloc(plan.bounce_bytes, "KV blocks from disk") for _ in slots]
+        prefetcher = BlockPrefetcher(
+            offloaded,
+            layers,
+            slots,
+            bounces,
+            copies,
+            plan,
+            always=always_move,
+            instrumentation=instrumentation,
+        )
+    write_back = WriteBackQueue(offloaded, buffers, instrumentation)
+    return DeviceBlocks(forms, pool, placement, offloaded, write_back, prefetcher)
+
+
+def _device_memory(
+    kv_heads: Sequence[int], plan: DeviceBlockPlan, arena: Arena
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The pools of all layers, and behind them the prefetch slots, to whose end pools reach."""
+    count = PREFETCH_SLOTS if plan.prefetched else 0
+    memory = arena.alloc(plan.pool_bytes + count * plan.slot_bytes, "KV blocks")
+    records = plan.offloaded.record_bytes
+    sizes = [round_up(plan.resident * record, PAGE) for record in records]
+    pools: list[Tensor] = []
+    for heads, record, start in zip(kv_heads, records, accumulate([0, *sizes[:-1]]), strict=True):
+        blocks = (len(memory) - start) // record if count else plan.resident
+        pools.append(memory[start : start + blocks * record].view(blocks, heads, record // heads))
+    return pools, list(memory[plan.pool_bytes :].split(plan.slot_bytes)) if count else []

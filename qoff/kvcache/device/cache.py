@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from qoff.errors import ArgumentError
+from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
-from qoff.kvcache.slots import SlotCache
-from qoff.kvcache.store.base import BlockStore, GrowingBlocks
-from qoff.kvcache.store.placement import DEVICE, KVPlacement
-from qoff.memory.instrumentation import PLAIN, Instrumentation
+from qoff.kvcache.slots import SlotCache, SlotPass
+from qoff.kvcache.store.base import BlockView
+from qoff.kvcache.store.placement import DEVICE
+from qoff.kvcache.store.pool import BlockPool
 
 from .blocks import DeviceBlocks, offloaded_blocks
-from .cache_pass import DeviceCachePass
-from .tables import DeviceTables
+from .prefetch import PrefetchedBlocks
+from .tables import DeviceTables, host_memory, pass_tables
+from .write_back import WriteBack
 
 
 class DeviceCache(SlotCache):
@@ -29,13 +34,8 @@ class DeviceCache(SlotCache):
     in which they do, whose attention still sees them unpacked. Sequences that were one before
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
     steady: what kernels are told of the number of blocks changes seldom, so that decoding can be
-    recorded and replayed. values_rotated: see `DeviceLayerCache`.
-
-    placement: which blocks stay on the device, of a sequence of `capacity` tokens or as many as
-    `reset` says. The others go to `offloaded`, whose blocks the CPU attends to while the GPU
-    attends to the rest (default: host memory that grows). store: blocks that this cache shares
-    with others, in place of those that the last three arguments speak of. Raises ArgumentError for
-    offloaded blocks of a form that the CPU does not attend to, or on disk without a store.
+    recorded and replayed. values_rotated: see `DeviceLayerCache`. store: blocks that this cache
+    shares with others, some of which may be offloaded; by default its own, which grow.
     """
 
     store: DeviceBlocks
@@ -52,38 +52,17 @@ class DeviceCache(SlotCache):
         values_rotated: bool = False,
         device: torch.device,
         dtype: torch.dtype = torch.float16,
-        placement: KVPlacement | None = None,
-        offloaded: BlockStore | None = None,
-        instrumentation: Instrumentation = PLAIN,
         store: DeviceBlocks | None = None,
     ) -> None:
-        expected = self.blocks_of(capacity, window, 0)
-        super().__init__(sequences, window, expected=expected)
-        self.steady = steady
-        self.values_rotated = values_rotated
+        super().__init__(sequences, window, expected=self.blocks_of(capacity, window, 0))
+        self.steady, self.values_rotated = steady, values_rotated
         self.group = max(shape.heads // shape.kv_heads for shape in shapes)
         if store is None:
-            placement = placement or KVPlacement()
-            kv_heads = [shape.kv_heads for shape in shapes]
-            if placement.device_fraction < 1:
-                offloaded = offloaded or _host_blocks(forms, kv_heads, placement)
-            elif offloaded is not None:
-                raise ArgumentError(
-                    "all blocks stay on the device; nothing would be in another store"
-                )
-            count = sequences * placement.capacity(expected)[DEVICE]
-            store = DeviceBlocks(
-                forms,
-                kv_heads,
-                device,
-                count,
-                placement,
-                offloaded,
-                instrumentation=instrumentation,
-            )
+            kv_heads, count = [shape.kv_heads for shape in shapes], sum(self.expected)
+            store = DeviceBlocks(forms, BlockPool.growing(DEVICE, forms, kv_heads, count, device))
         self.store = store
         self.tables = DeviceTables(sequences, device)
-        self.ring = window + BLOCK_TOKENS
+        self.ring = window + BLOCK_TOKENS  # tokens that there is room for unpacked
         rings = [(sequences, self.ring, shape.kv_heads, shape.head_dim) for shape in shapes]
         self.recent_k = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
         self.recent_v = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
@@ -98,25 +77,17 @@ class DeviceCache(SlotCache):
 
     @property
     def nbytes(self) -> int:
+        return self._beside_blocks + self.store.nbytes
+
+    @property
+    def _beside_blocks(self) -> int:
         rings = sum(t.nbytes for t in (*self.recent_k, *self.recent_v))
         away = 0 if self.store.write_back is None else self.store.write_back.nbytes
-        return self.store.nbytes + self.tables.nbytes + rings + away
+        return self.tables.nbytes + rings + away
 
     def bytes_for(self, tokens: int) -> int:
         copied = max(t.nbytes for t in self.recent_k)  # where sequences move to other rows
-        beside = self.nbytes - self.store.nbytes + copied
-        return beside + self.store.bytes_for(self._blocks_for(tokens))
-
-    def reserve(self, tokens: int) -> None:
-        self.store.reserve(self._blocks_for(tokens))
-
-    def _blocks_for(self, tokens: int) -> int:
-        return self.sequences * self.blocks_of(tokens, self.window, 0)
-
-    @property
-    def offloaded_tokens(self) -> list[int]:
-        """How many tokens of each sequence, its oldest, are not on the device."""
-        return [BLOCK_TOKENS * len(offloaded_blocks(blocks)) for blocks in self.blocks]
+        return self._beside_blocks + copied + super().bytes_for(tokens)
 
     def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> DeviceCachePass:
         return DeviceCachePass(self, ragged, slots)
@@ -156,9 +127,157 @@ class DeviceCache(SlotCache):
         self.tables.write(slot, 0, [max(block, 0) for block in self.blocks[slot]])
 
 
-def _host_blocks(
-    forms: Sequence[KVFormat], kv_heads: Sequence[int], placement: KVPlacement
-) -> BlockStore:
-    if placement.device_fraction + placement.host_fraction < 1 - 1e-9:
-        raise ArgumentError("blocks on disk need a store that keeps them there")
-    return GrowingBlocks(forms, kv_heads)
+class DeviceCachePass(SlotPass):
+    """Its tables, the blocks that it completes, and what brings offloaded ones."""
+
+    _cache: DeviceCache
+
+    def __init__(self, cache: DeviceCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
+        if slots is not None:
+            ragged = Ragged(tuple(replace(span, slot=slots[span.slot]) for span in ragged.spans))
+        super().__init__(cache, ragged, None)
+        self._packed = cache.packed
+        self._opened: dict[int, DeviceLayerCache] = {}
+        self._write_backs: dict[int, WriteBack] = {}
+        # What brings the offloaded blocks: to where the CPU attends to them, or to the device.
+        self._view: BlockView | PrefetchedBlocks | None = None
+        self._spans = spans = sorted(ragged.spans, key=lambda span: span.slot)
+        for span in spans:
+            if span.slot >= cache.sequences or span.past != cache.lengths[span.slot]:
+                raise ArgumentError(
+                    f"{span} does not continue a sequence of this cache, of lengths {cache.lengths}"
+                )
+        unpacked = [span.past + span.count - self._packed[span.slot] for span in spans]
+        # With more, tokens of before the pass are written over.
+        self._destroys = max(unpacked) > cache.ring
+        try:
+            for span, tokens in zip(spans, unpacked, strict=True):
+                count = max(0, tokens - cache.window) // BLOCK_TOKENS
+                if count:
+                    self._new[span.slot] = self._allocate(span.slot, count)
+            self._new_offloaded = [
+                b for blocks in self._new.values() for b in offloaded_blocks(blocks)
+            ]
+            self._tell_tables()
+            rows: list[list[int]] = [[] for _ in range(cache.sequences)]
+            for span in spans:
+                rows[span.slot] = offloaded_blocks(cache.blocks[span.slot])
+            self._view = self._find_offloaded(rows)
+            elsewhere = not isinstance(self._view, PrefetchedBlocks)
+            resident_from = [BLOCK_TOKENS * len(row) * elsewhere for row in rows]
+            tables = cache.tables
+            if slots is not None:  # may be under way together with another pass
+                tables = tables.select(range(cache.sequences))
+            self._step = pass_tables(
+                tables,
+                spans,
+                ragged,
+                packed=self._packed,
+                new=self._new,
+                resident_from=resident_from,
+                offloads=cache.store.offloaded is not None,
+                steady=cache.steady,
+            )
+            self._prefetched_table = self._prefetch_places(rows)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def prefetch(self, layer: int) -> None:
+        if self._view is not None:
+            self._view.prefetch(layer)
+
+    def open(self, layer: int) -> DeviceLayerCache:
+        """What the attention of a layer reads and appends to; the same until `close`."""
+        if layer not in self._opened:
+            cache, store, written, step = self._cache, self._cache.store, None, self._step
+            packed: tuple[PackedTokens, ...] = ()  # attended to elsewhere
+            if isinstance(self._view, PrefetchedBlocks):
+                assert self._prefetched_table is not None
+                numbers = self._prefetched_table + self._view.first(layer)
+                table = torch.where(self._prefetched_table >= 0, numbers, step.table)
+                step = replace(step, table=table)
+            elif self._view is not None:
+                packed = self._view.open(layer)
+            if self._new_offloaded:
+                assert store.write_back is not None
+                self._write_backs[layer] = store.write_back.take(layer, self._new_offloaded)
+                written = self._write_backs[layer].records
+            self._opened[layer] = DeviceLayerCache(
+                store.forms[layer],
+                store.pool.layers[layer],
+                cache.recent_k[layer],
+                cache.recent_v[layer],
+                step,
+                packed,
+                written,
+                cache.values_rotated,
+            )
+        return self._opened[layer]
+
+    def close(self, layer: int) -> None:
+        """Let go of the offloaded blocks; send the new ones to where they lie."""
+        if self._view is not None:
+            self._view.close(layer)
+        queue = self._cache.store.write_back
+        if queue is not None and layer in self._write_backs:
+            queue.send(self._write_backs[layer])
+
+    def end(self) -> None:
+        if self._cache.store.write_back is not None:
+            self._cache.store.write_back.deliver(list(self._write_backs.values()))
+        self._write_backs = {}
+        super().end()
+
+    @property
+    def spoils(self) -> bool:
+        return self._destroys and bool(self._opened)
+
+    def abandon(self) -> None:
+        if self._view is not None:
+            self._view.abandon()
+        if self._cache.store.write_back is not None:
+            self._cache.store.write_back.drop(list(self._write_backs.values()))
+        self._write_backs = {}
+        super().abandon()
+
+    def _allocate(self, slot: int, count: int) -> list[int]:
+        """New blocks of a slot; offloaded ones only where none of its blocks is on the device."""
+        cache, old = self._cache, len(self._cache.blocks[slot])
+        on_device = old > 0 and cache.blocks[slot][-1] >= 0
+        return cache.store.allocate(range(old, old + count), cache.expected[slot], on_device)
+
+    def _tell_tables(self) -> None:
+        """Blocks on the device by number, new offloaded ones by place in the write-back buffer."""
+        place = 0
+        for slot, blocks in self._new.items():
+            count = len(offloaded_blocks(blocks))
+            numbers = [*range(place, place + count), *blocks[count:]]
+            self._cache.tables.write(slot, self._packed[slot] // BLOCK_TOKENS, numbers)
+            place += count
+
+    def _find_offloaded(self, rows: Sequence[Sequence[int]]) -> BlockView | PrefetchedBlocks | None:
+        offloaded, prefetcher = self._cache.store.offloaded, self._cache.store.prefetcher
+        if offloaded is None or not any(rows):
+            return None
+        blocks = sorted({block for row in rows for block in row})
+        queries = self._cache.group * max(span.count for span in self._spans)
+        if prefetcher is not None and prefetcher.takes(blocks, queries):
+            return prefetcher.view(blocks)
+        ordered, row = [], 0  # the view's rows are in the order of the slots
+        for span in self._spans:
+            ordered.append(replace(span, start=row))
+            row += span.count
+        return offloaded.view(rows, Ragged(tuple(ordered)), 0)
+
+    def _prefetch_places(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
+        """int32 like the block table: the place in the prefetch slot, -1 for blocks not moved."""
+        if not isinstance(self._view, PrefetchedBlocks):
+            return None
+        device = self._cache.store.device
+        place = {block: i for i, block in enumerate(self._view.blocks)}
+        host = host_memory(self._step.table.numel(), torch.int32, device)
+        table = host.view(self._step.table.shape).fill_(-1)
+        for entries, row in zip(table, rows, strict=True):
+            entries[: len(row)] = torch.tensor([place[block] for block in row], dtype=torch.int32)
+        return table.to(device, non_blocking=True)

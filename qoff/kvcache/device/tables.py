@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.device_cache import PassTables
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.ragged import Ragged, Span
+
+_STEADY_BLOCKS = 16
 _COLUMNS = 16  # a block table grows by so many: its rows stay aligned
 _COUNTS = 7  # rows of counts, at most
 _ALIGN = 4  # numbers: what lies behind each other starts at multiples of 16 bytes
@@ -36,23 +42,15 @@ class DeviceTables:
         end = first + len(blocks)
         have = self._blocks.shape[1]
         if end > have:
-            grown = torch.zeros(
-                self._sequences, _columns(max(end, have + have // 2)), dtype=torch.int32
-            )
-            grown[:, :have] = self._blocks
-            self._blocks = grown
+            columns = _columns(max(end, have + have // 2))
+            self._blocks = torch.nn.functional.pad(self._blocks, (0, columns - have))
         self._blocks[slot, first:end] = torch.tensor(blocks, dtype=torch.int32)
         self._stale = True
 
     def select(self, sequences: Sequence[int]) -> DeviceTables:
-        """Tables of the given sequences, in this order."""
         kept = DeviceTables(len(sequences), self._device)
         kept._blocks = self._blocks[list(sequences)]
         return kept
-
-    def copy(self) -> DeviceTables:
-        """The same tables in memory of their own, for a pass beside another one."""
-        return self.select(range(self._sequences))
 
     def upload(self, counts: Sequence[Sequence[int]]) -> tuple[list[Tensor], Tensor]:
         """Bring counts, of up to S + 1 numbers each, and what is new of the block table.
@@ -73,6 +71,76 @@ class DeviceTables:
         rows = self._memory[:head].view(-1, self._width)
         found = [row[: len(numbers)] for row, numbers in zip(rows, counts, strict=True)]
         return found, self._memory[head:].view(self._sequences, -1)
+
+
+def pass_tables(
+    tables: DeviceTables,
+    spans: Sequence[Span],
+    ragged: Ragged,
+    *,
+    packed: Sequence[int],
+    new: Mapping[int, Sequence[int]],
+    resident_from: Sequence[int],
+    offloads: bool,
+    steady: bool,
+) -> PassTables:
+    """Upload what kernels read of a pass, whose `spans` are those of `ragged` in order of slots.
+
+    packed: tokens in blocks of each of the S slots. new: blocks that the pass fills, negative ones
+    elsewhere than on the device (offloads: there may be some). resident_from: tokens of each slot
+    that are attended to elsewhere. steady: the bound of packed tokens seldom changes at decode.
+    """
+    sequences = len(packed)
+    start, rows, length, before, after, until = ([0] * sequences for _ in range(6))
+    offloaded, in_pool = [0] * sequences, [0] * sequences  # new blocks, packed tokens
+    for span in spans:
+        slot, blocks = span.slot, new.get(span.slot, ())
+        start[slot], rows[slot], length[slot] = span.past, span.count, span.past + span.count
+        offloaded[slot] = sum(block < 0 for block in blocks)
+        before[slot] = packed[slot]
+        after[slot] = packed[slot] + BLOCK_TOKENS * len(blocks)
+        until[slot] = packed[slot] + BLOCK_TOKENS * offloaded[slot]
+        in_pool[slot] = packed[slot] - resident_from[slot]
+    numbers = [start, [0, *accumulate(rows)], length, before, after]
+    there, table = tables.upload([*numbers, resident_from, until] if offloads else numbers)
+    most = max(in_pool)
+    if steady and ragged.is_decode:
+        some = _STEADY_BLOCKS * BLOCK_TOKENS
+        most = min(-(-most // some) * some, table.shape[1] * BLOCK_TOKENS)
+    positions, order, slots = _row_tables(spans, ragged, there[0])
+    return PassTables(
+        start=there[0],
+        row_start=there[1],
+        length=there[2],
+        packed=there[3],
+        after=there[4],
+        table=table,
+        positions=positions,
+        order=order,
+        slots=slots,
+        max_rows=max(rows),
+        max_packed=most,
+        max_new_blocks=max((len(b) - offloaded[slot] for slot, b in new.items()), default=0),
+        resident_from=there[5] if any(resident_from) else None,
+        offloaded_until=there[6] if any(offloaded) else None,
+        max_offloaded_blocks=max(offloaded),
+    )
+
+
+def _row_tables(
+    spans: Sequence[Span], ragged: Ragged, start: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Position, place among the new tokens and slot of each row, in the order of the slots."""
+    sorted_already = tuple(spans) == ragged.spans
+    everyone = len(spans) == len(start)
+    if ragged.is_decode and sorted_already and everyone:
+        return start, None, None
+    order = ragged.slots.argsort(stable=True)
+    host = host_memory(3 * ragged.tokens, torch.int64, start.device).view(3, -1)
+    host[0], host[1], host[2] = ragged.positions[order], order, ragged.slots[order]
+    there = host.to(start.device, non_blocking=True)
+    by_slot = ragged.is_decode and not everyone
+    return there[0], None if sorted_already else there[1], there[2] if by_slot else None
 
 
 def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -98,5 +166,4 @@ def tables_bytes(sequences: int, blocks: int, tokens: int, prefetched: bool) -> 
 
 
 def _columns(blocks: int) -> int:
-    """Columns of a table of this many blocks."""
     return -(-max(blocks, 1) // _COLUMNS) * _COLUMNS

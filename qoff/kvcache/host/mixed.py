@@ -1,4 +1,4 @@
-"""A KV cache of which some layers are packed and others are not."""
+"""The cache in host memory that a `KVQuant` asks for; some of its layers may not be packed."""
 
 from __future__ import annotations
 
@@ -7,47 +7,55 @@ from itertools import compress
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache.base import CachePass, KVCache
+from qoff.kvcache.quant import KVQuant
 
 from .packed import PackedCache
 from .plain import PlainCache
 
 
+def host_cache(
+    shapes: Sequence[HeadShape], sequences: int, kv: KVQuant | None, capacity: int = 0
+) -> KVCache:
+    """An empty cache of layers of these shapes: float32 without `kv`, else packed as it says.
+
+    One in float32 has room for `capacity` tokens of each sequence at once. Raises OpError for a
+    head size that cannot be packed, ArgumentError for bits of a layer there is not.
+    """
+    forms = [] if kv is None else kv.forms([shape.head_dim for shape in shapes])
+    is_packed = [form is not None for form in forms]
+    if kv is None or not any(is_packed):
+        return PlainCache(shapes, sequences, capacity)
+    packed = PackedCache(
+        list(compress(shapes, is_packed)),
+        [form for form in forms if form is not None],
+        sequences,
+        window=kv.window,
+        sinks=kv.sinks,
+        attention_top=kv.attention_top,
+        values_rotated=kv.values_rotated,
+    )
+    return packed if all(is_packed) else MixedCache(packed, shapes, is_packed)
+
+
 class MixedCache(KVCache):
-    """A `PackedCache` of the layers that have a form, a `PlainCache` of those that have none."""
+    """The layers that `is_packed` names in a `PackedCache`, the others in a `PlainCache`."""
 
     def __init__(
-        self,
-        shapes: Sequence[HeadShape],
-        forms: Sequence[KVFormat | None],
-        sequences: int,
-        *,
-        window: int = 64,
-        sinks: int = 0,
-        attention_top: float = 1.0,
-        values_rotated: bool = False,
+        self, packed: PackedCache, shapes: Sequence[HeadShape], is_packed: Sequence[bool]
     ) -> None:
-        packed = [form is not None for form in forms]
-        self.packed = PackedCache(
-            list(compress(shapes, packed)),
-            [form for form in forms if form is not None],
-            sequences,
-            window=window,
-            sinks=sinks,
-            attention_top=attention_top,
-            values_rotated=values_rotated,
-        )
-        self.plain = PlainCache(list(compress(shapes, [not p for p in packed])), sequences)
+        self.packed = packed
+        rest = [shape for shape, there in zip(shapes, is_packed, strict=True) if not there]
+        self.plain = PlainCache(rest, packed.sequences)
         self._parts: tuple[KVCache, KVCache] = (self.packed, self.plain)
         # Which part each layer is in, and its number there.
         self._where = [
-            (0 if form is not None else 1, packed[:layer].count(form is not None))
-            for layer, form in enumerate(forms)
+            (0 if there else 1, is_packed[:layer].count(there))
+            for layer, there in enumerate(is_packed)
         ]
-        self.lengths = [0] * sequences
+        self.lengths = list(packed.lengths)
 
     @property
     def nbytes(self) -> int:
@@ -68,10 +76,7 @@ class MixedCache(KVCache):
     def select(self, sequences: Sequence[int]) -> None:
         for part in self._parts:
             part.select(sequences)
-        self.lengths = [self.lengths[i] for i in sequences]
-
-    def forget(self, tokens: int) -> None:
-        self.forget_each([tokens] * self.sequences)
+        self.lengths = list(self.plain.lengths)
 
     def forget_each(self, tokens: Sequence[int]) -> None:
         for part in self._parts:

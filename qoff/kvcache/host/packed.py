@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
-from qoff.kernels.reference.kv_blocks import dequantize_blocks
-from qoff.kvcache.slots import SlotCache
+from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
+from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockStore, GrowingBlocks
 
-from .packed_pass import PackedPass
 from .recent import RecentTokens, RecentWorkspace
 
 
@@ -24,8 +27,9 @@ class PackedCache(SlotCache):
     oldest `sinks`, a multiple of 16. A block is packed when 64 tokens have left the window, once
     and for all layers in the same forward pass. Sequences that were one before (`select`) share
     their blocks. attention_top: see `LayerCache.top`. store: where blocks lie, by default memory
-    that grows. workspace: for passes of many tokens, shared with other caches. values_rotated: see
-    `LayerCache`. Raises ArgumentError for `sinks` with layers that attend to a sliding window.
+    that grows. workspace: for passes of many tokens, shared with other caches; None: each pass has
+    its own. values_rotated: see `LayerCache`. Raises ArgumentError for `sinks` with layers that
+    attend to a sliding window.
     """
 
     store: BlockStore
@@ -52,7 +56,7 @@ class PackedCache(SlotCache):
         self.attention_top = attention_top
         self.values_rotated = values_rotated
         self.store = store or GrowingBlocks(forms, [shape.kv_heads for shape in shapes])
-        self.workspace = workspace or RecentWorkspace()
+        self.workspace = workspace
         self.recent = RecentTokens(self.shapes, sequences, self.recent_tokens(window, sinks))
 
     @staticmethod
@@ -66,13 +70,7 @@ class PackedCache(SlotCache):
 
     def bytes_for(self, tokens: int) -> int:
         copied = max(t.nbytes for t in self.recent.keys)  # where sequences move to other rows
-        return self.store.bytes_for(self._blocks_for(tokens)) + self.recent.nbytes + copied
-
-    def reserve(self, tokens: int) -> None:
-        self.store.reserve(self._blocks_for(tokens))
-
-    def _blocks_for(self, tokens: int) -> int:
-        return self.sequences * self.blocks_of(tokens, self.window, self.sinks)
+        return super().bytes_for(tokens) + self.recent.nbytes + copied
 
     def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> PackedPass:
         return PackedPass(self, ragged, slots)
@@ -92,3 +90,128 @@ class PackedCache(SlotCache):
             if self.values_rotated:
                 v = rotate_values(v, back=True)
             self.recent.write(layer, slot, self.sinks, k, v)
+
+
+class PackedPass(SlotPass):
+    """Its tokens in float32, and the blocks that they complete.
+
+    New tokens go after the unpacked ones; where there is no room for that, or with `slots`, the
+    unpacked tokens of the layer at hand are in the workspace meanwhile.
+    """
+
+    _cache: PackedCache
+
+    def __init__(self, cache: PackedCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
+        super().__init__(cache, ragged, slots)
+        rows = [cache.blocks[slot] for slot in self._slots]
+        self._packed = [BLOCK_TOKENS * len(blocks) for blocks in rows]
+        self._places = ragged.positions - torch.tensor(self._packed)[ragged.slots]
+        self._longest = int(self._places.max())
+        self._apart = slots is not None or self._longest >= cache.recent.capacity
+        self._unpacked = {
+            span.slot: span.past + span.count - self._packed[span.slot] for span in ragged.spans
+        }
+        self._workspace = cache.workspace or RecentWorkspace()
+        self._closed = 0  # layers whose unpacked tokens are those after the pass
+        self._view = cache.store.view(rows, ragged, cache.sinks)
+        try:
+            for place, tokens in self._unpacked.items():
+                count = cache.blocks_of(tokens, cache.window, cache.sinks)
+                if count:
+                    slot, old = self._slots[place], len(rows[place])
+                    places = range(old, old + count)
+                    self._new[slot] = cache.store.allocate(places, cache.expected[slot])
+        except BaseException:
+            self.abandon()
+            raise
+
+    def prefetch(self, layer: int) -> None:
+        self._view.prefetch(layer)
+
+    def open(self, layer: int) -> LayerCache:
+        keys, values = self._tokens(layer)
+        if self._apart:
+            self._copy_recent(layer, keys, values)
+        return LayerCache(
+            keys,
+            values,
+            self._places,
+            self._longest,
+            self._view.open(layer),
+            top=self._cache.attention_top,
+            values_rotated=self._cache.values_rotated,
+        )
+
+    def close(self, layer: int) -> None:
+        """Let go of the packed tokens; leave the unpacked ones of a workspace in the cache."""
+        self._view.close(layer)
+        if self._apart:
+            self._pack(layer)
+            self._closed += 1
+
+    def end(self) -> None:
+        """Pack what is complete; without a workspace no unpacked token has moved so far."""
+        if not self._apart and self._new:
+            for layer in range(len(self._cache.shapes)):
+                self._pack(layer)
+        super().end()
+
+    @property
+    def spoils(self) -> bool:
+        return self._closed > 0
+
+    def abandon(self) -> None:
+        self._view.abandon()
+        super().abandon()
+
+    def _tokens(self, layer: int) -> tuple[Tensor, Tensor]:
+        cache = self._cache
+        if not self._apart:
+            return cache.recent.keys[layer], cache.recent.values[layer]
+        return self._workspace.take(cache.shapes[layer], len(self._slots), self._longest + 1)
+
+    def _copy_recent(self, layer: int, to_keys: Tensor, to_values: Tensor) -> None:
+        recent = self._cache.recent
+        for span in self._ragged.spans:
+            slot = self._slots[span.slot]
+            tokens = span.past - self._packed[span.slot]
+            vectors = -(-tokens // KEYS_PER_VECTOR)
+            to_keys[span.slot, :, :vectors] = recent.keys[layer][slot, :, :vectors]
+            to_values[span.slot, :, :tokens] = recent.values[layer][slot, :, :tokens]
+
+    def _pack(self, layer: int) -> None:
+        """Pack new blocks of a layer, and put what is left unpacked at its place in the cache."""
+        cache, (keys, values) = self._cache, self._tokens(layer)
+        first = cache.sinks
+        for slot, tokens in self._unpacked.items():
+            blocks = self._new.get(self._slots[slot], [])
+            done = first + BLOCK_TOKENS * len(blocks)
+            if blocks:
+                k = keys[slot, :, first // KEYS_PER_VECTOR : done // KEYS_PER_VECTOR]
+                k = k.transpose(2, 3).flatten(1, 2)
+                v = values[slot, :, first:done]
+                # [kv_heads, tokens, D] -> [blocks, kv_heads, 64, D]
+                k, v = (x.unflatten(1, (-1, BLOCK_TOKENS)).transpose(0, 1) for x in (k, v))
+                if cache.values_rotated:
+                    v = rotate_values(v)
+                position = first + self._packed[slot] + BLOCK_TOKENS * torch.arange(len(blocks))
+                opening = (position == 0)[:, None]  # [blocks, 1]; none where there are sinks
+                records = quantize_blocks(k, v, cache.store.forms[layer], opening)
+                cache.store.write(layer, blocks, records)
+            if self._apart:
+                self._keep(layer, slot, 0, min(first, tokens), 0)
+            if tokens > done and (blocks or self._apart):
+                self._keep(layer, slot, done, tokens, first)
+
+    def _keep(self, layer: int, slot: int, start: int, stop: int, place: int) -> None:
+        """Move unpacked tokens from where this pass has them to a place in the cache."""
+        if stop <= start:
+            return
+        recent, (keys, values) = self._cache.recent, self._tokens(layer)
+        to = self._slots[slot]
+        first, last = start // KEYS_PER_VECTOR, -(-stop // KEYS_PER_VECTOR)
+        rest = keys[slot, :, first:last].clone()  # it may overlap with where it goes
+        at = place // KEYS_PER_VECTOR
+        recent.keys[layer][to, :, at : at + last - first] = rest
+        rest = values[slot, :, start:stop].clone()
+        recent.values[layer][to, :, place : place + stop - start] = rest

@@ -55,9 +55,6 @@ class PlainCache(KVCache):
     def select(self, sequences: Sequence[int]) -> None:
         self._rebuild(sequences, self.capacity)
 
-    def forget(self, tokens: int) -> None:
-        self.forget_each([tokens] * self.sequences)
-
     def forget_each(self, tokens: Sequence[int]) -> None:
         self.lengths = [max(0, n - t) for n, t in zip(self.lengths, tokens, strict=True)]
 

@@ -33,7 +33,6 @@ class RecentTokens:
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keep the given sequences, in this order."""
         for tensors in (self.keys, self.values):
             for layer, tensor in enumerate(tensors):
                 tensors[layer] = tensor[sequences].contiguous()
@@ -50,12 +49,11 @@ class RecentTokens:
 class RecentWorkspace:
     """Room for the unpacked tokens of one layer at a time, shared by all that take turns."""
 
-    def __init__(self, floats: int = 0) -> None:
-        self._memory = torch.empty(floats)
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
 
     @staticmethod
     def floats_for(shape: HeadShape, sequences: int, tokens: int) -> int:
-        """Floats that `take` takes."""
         return 2 * sequences * shape.kv_heads * shape.head_dim * _whole_vectors(tokens)
 
     def take(self, shape: HeadShape, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:

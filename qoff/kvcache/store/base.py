@@ -11,38 +11,16 @@ from torch import Tensor
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kvcache.base import LayerView
 
-from .allocator import BlockAllocator
+from .placement import HOST
+from .pool import BlockPool
 
-_GROWTH_BLOCKS = 16
-
-
-class BlockView(ABC):
-    """The packed tokens of the sequences of one forward pass, layer by layer."""
-
-    def prefetch(self, layer: int) -> None:  # noqa: B027 - most have everything at hand
-        """Start to bring what `open` will want, if there is room for it."""
-
-    @abstractmethod
-    def open(self, layer: int) -> tuple[PackedTokens, ...]:
-        """Return the packed tokens of a layer, oldest first, readable until `close`."""
-
-    def close(self, layer: int) -> None:  # noqa: B027
-        """The layer's attention is done."""
-
-    def abandon(self) -> None:  # noqa: B027
-        """The pass will not go on."""
+BlockView = LayerView[tuple[PackedTokens, ...]]  # of the sequences of a pass, the oldest first
 
 
-class BlockStore(ABC):
-    """Packed blocks by number; each has its place in every layer, and counts who uses it.
-
-    forms, kv_heads: of each layer.
-    """
-
-    def __init__(self, forms: Sequence[KVFormat], kv_heads: Sequence[int]) -> None:
-        self.forms = tuple(forms)
-        self.kv_heads = tuple(kv_heads)
+class Blocks(ABC):
+    """Packed blocks by number; each has its place in every layer, in the pool of a tier."""
 
     @property
     @abstractmethod
@@ -50,11 +28,44 @@ class BlockStore(ABC):
         """Bytes allocated in memory, used or not."""
 
     def bytes_for(self, blocks: int) -> int:
-        """The most bytes allocated while the store grows to `blocks` blocks, used ones included."""
+        """The most bytes allocated while there come to be `blocks` blocks, used ones included."""
         return self.nbytes
 
     def reserve(self, blocks: int) -> None:  # noqa: B027 - most are of a fixed size
         """Grow to `blocks` blocks, used ones included."""
+
+    @abstractmethod
+    def place(self, block: int) -> tuple[BlockPool, int]:
+        """The pool of a block, and its number there."""
+
+    def tier(self, block: int) -> str:
+        """Where a block lies."""
+        return self.place(block)[0].tier
+
+    def users(self, block: int) -> int:
+        """How many sequences use a block."""
+        pool, number = self.place(block)
+        return pool.users[number]
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Count one user more of each block."""
+        for pool, number in map(self.place, blocks):
+            pool.users[number] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Count one user less of each block; without users it is free."""
+        for pool, number in map(self.place, blocks):
+            pool.release(number)
+
+
+class BlockStore(Blocks):
+    """Blocks that attention on a CPU reads, from where they lie or brought there.
+
+    forms, kv_heads: of each layer.
+    """
+
+    def __init__(self, forms: Sequence[KVFormat], kv_heads: Sequence[int]) -> None:
+        self.forms, self.kv_heads = tuple(forms), tuple(kv_heads)
 
     @abstractmethod
     def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
@@ -62,14 +73,6 @@ class BlockStore(ABC):
 
         Raises BudgetError when there are none.
         """
-
-    @abstractmethod
-    def share(self, blocks: Iterable[int]) -> None:
-        """Count one user more of each block."""
-
-    @abstractmethod
-    def release(self, blocks: Iterable[int]) -> None:
-        """Count one user less of each block; without users it is free."""
 
     @abstractmethod
     def write(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
@@ -83,64 +86,35 @@ class BlockStore(ABC):
     def view(self, rows: Sequence[Sequence[int]], ragged: Ragged, first: int) -> BlockView:
         """The blocks of each slot of a forward pass; the oldest begins at position `first`."""
 
-    def flush(self) -> None:  # noqa: B027 - most have nothing on its way
-        """Return when everything written is where it belongs. Raises what went wrong."""
-
 
 class GrowingBlocks(BlockStore):
-    """Blocks in host memory, one pool a layer, which grow as they are asked for."""
+    """Blocks in host memory that grow as they are asked for."""
 
     def __init__(self, forms: Sequence[KVFormat], kv_heads: Sequence[int]) -> None:
         super().__init__(forms, kv_heads)
-        self._allocator = BlockAllocator(0)
-        self.pools = [
-            torch.empty(0, heads, form.nbytes, dtype=torch.uint8)
-            for heads, form in zip(self.kv_heads, self.forms, strict=True)
-        ]
+        self.pool = BlockPool.growing(HOST, forms, kv_heads)
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.nbytes for pool in self.pools)
-
-    @property
-    def used(self) -> int:
-        """Blocks somebody uses."""
-        return self._allocator.capacity - self._allocator.free
+        return self.pool.nbytes
 
     def bytes_for(self, blocks: int) -> int:
-        if blocks <= self._allocator.capacity:
-            return self.nbytes
-        sizes = [h * form.nbytes for h, form in zip(self.kv_heads, self.forms, strict=True)]
-        return blocks * sum(sizes) + max(pool.nbytes for pool in self.pools)
+        return self.pool.bytes_for(blocks)
 
     def reserve(self, blocks: int) -> None:
-        if blocks <= self._allocator.capacity:
-            return
-        for layer, pool in enumerate(self.pools):
-            if len(pool) < blocks:  # not yet, in a growth that ran out of memory
-                grown = torch.empty(blocks, *pool.shape[1:], dtype=torch.uint8)
-                grown[: len(pool)] = pool
-                self.pools[layer] = grown
-        self._allocator.grow(blocks)
+        self.pool.reserve(blocks)
+
+    def place(self, block: int) -> tuple[BlockPool, int]:
+        return self.pool, block
 
     def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
-        count = len(indices)
-        if count > self._allocator.free:
-            capacity = self._allocator.capacity
-            self.reserve(capacity + max(count, _GROWTH_BLOCKS, capacity // 2))
-        return [self._allocator.allocate() for _ in range(count)]
-
-    def share(self, blocks: Iterable[int]) -> None:
-        self._allocator.share(blocks)
-
-    def release(self, blocks: Iterable[int]) -> None:
-        self._allocator.release(blocks)
+        return self.pool.allocate(len(indices))
 
     def write(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
-        self.pools[layer][list(blocks)] = records
+        self.pool.layers[layer][list(blocks)] = records
 
     def read(self, layer: int, block: int) -> Tensor:
-        return self.pools[layer][block]
+        return self.pool.layers[layer][block]
 
     def view(self, rows: Sequence[Sequence[int]], ragged: Ragged, first: int) -> BlockView:
         return _GrowingView(self, rows, ragged, first)
@@ -156,7 +130,8 @@ class _GrowingView(BlockView):
     def open(self, layer: int) -> tuple[PackedTokens, ...]:
         if self._table is None:
             return ()
-        return (PackedTokens(self._store.forms[layer], self._store.pools[layer], self._table),)
+        store = self._store
+        return (PackedTokens(store.forms[layer], store.pool.layers[layer], self._table),)
 
 
 def block_table(rows: Sequence[Sequence[int]], ragged: Ragged, first: Sequence[int]) -> BlockTable:

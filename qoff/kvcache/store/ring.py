@@ -1,29 +1,62 @@
-"""A few slots that the blocks of a layer are brought to before attention reads them."""
+"""A few slots that the blocks of a layer are brought to before attention reads them.
+
+Which blocks a pass brings where is the same in every layer, so it is found once.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from qoff.errors import DiskReadError
+from qoff.kvcache.base import LayerView
 from qoff.memory.instrumentation import Instrumentation
 
 _WATCH_S = 1.0
 
-Fill = Callable[[Tensor], Sequence[Future[None]]]
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring blocks of a tier, and neighbouring places that they are brought to."""
+
+    at: int  # the first place
+    local: int  # the first block's number in its tier
+    count: int
 
 
+@dataclass(frozen=True)
+class CopyPlan:
+    """How `count` blocks come to the places from 0 on."""
+
+    count: int
+    from_disk: tuple[Run, ...]
+    from_host: tuple[Run, ...]
+
+
+def runs(pairs: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+    """Pairs of place and number as runs in which both go up one by one."""
+    found: list[Run] = []
+    for at, local in pairs:
+        last = found[-1] if found else Run(-1, -1, 0)
+        if last.count and (at, local) == (last.at + last.count, last.local + last.count):
+            found[-1] = Run(last.at, last.local, last.count + 1)
+        else:
+            found.append(Run(at, local, 1))
+    return tuple(found)
+
+
+@dataclass(eq=False)
 class Fetch:
     """What is on its way into a slot, or there."""
 
-    def __init__(self, slot: int, memory: Tensor, futures: Sequence[Future[None]]) -> None:
-        self.slot = slot
-        self.memory = memory
-        self.futures = futures
-        self.in_use = False
+    slot: int
+    memory: Tensor
+    futures: Sequence[Future[None]]
+    dropped: bool = False
 
 
 class BlockRing:
@@ -48,7 +81,7 @@ class BlockRing:
         for memory in slots:
             self._wipe(memory)
 
-    def start(self, fill: Fill, must: bool) -> Fetch | None:
+    def start(self, fill: Callable[[Tensor], Sequence[Future[None]]], must: bool) -> Fetch | None:
         """Start a fetch; None when no slot is free, unless it must: another one is dropped then."""
         if not self._free:
             if not must:
@@ -62,14 +95,9 @@ class BlockRing:
         self._ahead.append(fetch)
         return fetch
 
-    def holds(self, fetch: Fetch) -> bool:
-        """Whether a fetch has not been dropped."""
-        return fetch.in_use or fetch in self._ahead
-
     def use(self, fetch: Fetch) -> Tensor:
         """Wait until a fetch has arrived; its memory, until `drop`. Raises what went wrong."""
         self._ahead.remove(fetch)
-        fetch.in_use = True
         start = time.perf_counter()
         try:
             self._settle(fetch)
@@ -81,12 +109,12 @@ class BlockRing:
 
     def drop(self, fetch: Fetch) -> None:
         """Give the slot of a fetch back."""
-        if not self.holds(fetch):
+        if fetch.dropped:
             return
         self._settle(fetch)
         if fetch in self._ahead:
             self._ahead.remove(fetch)
-        fetch.in_use = False
+        fetch.dropped = True
         self._wipe(fetch.memory)
         self._free.append(fetch.slot)
 
@@ -100,3 +128,37 @@ class BlockRing:
     def _wipe(self, memory: Tensor) -> None:
         if self._poison:
             memory.fill_(0xFF)
+
+
+class LayerFetches(LayerView[Tensor]):
+    """The blocks of one forward pass, which come to slots of a ring layer by layer.
+
+    bring: starts to bring those of a layer into a slot.
+    """
+
+    def __init__(
+        self, ring: BlockRing, bring: Callable[[int, Tensor], Sequence[Future[None]]]
+    ) -> None:
+        self._ring, self._bring = ring, bring
+        self._fetches: dict[int, Fetch] = {}
+
+    def prefetch(self, layer: int, must: bool = False) -> None:
+        fetch = self._fetches.get(layer)
+        if fetch is None or fetch.dropped:
+            fetch = self._ring.start(lambda slot: self._bring(layer, slot), must)
+            if fetch is not None:
+                self._fetches[layer] = fetch
+
+    def open(self, layer: int) -> Tensor:
+        """Wait for the blocks of a layer; their slot, valid until `close`."""
+        self.prefetch(layer, must=True)
+        return self._ring.use(self._fetches[layer])
+
+    def close(self, layer: int) -> None:
+        fetch = self._fetches.pop(layer, None)
+        if fetch is not None:
+            self._ring.drop(fetch)
+
+    def abandon(self) -> None:
+        for layer in list(self._fetches):
+            self.close(layer)

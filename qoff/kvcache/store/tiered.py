@@ -10,7 +10,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from qoff.errors import BudgetError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
@@ -19,11 +18,10 @@ from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.spill import SpillFile
 
-from .allocator import BlockAllocator
 from .base import BlockStore, BlockView, block_table
-from .copy_plan import CopyPlan, runs
 from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
-from .ring import BlockRing, Fetch
+from .pool import BlockPool
+from .ring import BlockRing, CopyPlan, LayerFetches, Run, runs
 
 RING_SLOTS = 2  # one is filled while another is read
 _STAGE_BLOCKS = 8  # written to disk together at most
@@ -98,19 +96,14 @@ class TieredBlocks(BlockStore):
         super().__init__(forms, kv_heads)
         self.plan, self.placement = plan, placement
         self.spill, self._copies = spill, copies
-        self._poison = instrumentation.poison
         self._bases: dict[str, int] = {}  # first number of each tier's blocks
-        self._allocators: dict[str, BlockAllocator] = {}
-        self.pools: dict[str, list[Tensor]] = {}
+        self.pools: dict[str, BlockPool] = {}
         base = 0
         for tier in TIERS:
             count = plan.blocks[tier]
             self._bases[tier], base = base, base + count
-            self._allocators[tier] = BlockAllocator(count)
-            if tier != DISK:
-                self.pools[tier] = [
-                    self._pool(arenas[tier], layer, count) for layer in range(len(self.forms))
-                ]
+            layers = [] if tier == DISK else self._memory(arenas[tier], count)
+            self.pools[tier] = BlockPool(tier, layers, count, poison=instrumentation.poison)
         slots = [
             arenas[DEVICE].alloc(plan.slot_bytes, f"KV ring slot {i}")
             for i in range(RING_SLOTS if plan.slot_bytes else 0)
@@ -130,56 +123,31 @@ class TieredBlocks(BlockStore):
 
     def used(self, tier: str) -> int:
         """Blocks of a tier that somebody uses."""
-        allocator = self._allocators[tier]
-        return allocator.capacity - allocator.free
+        return self.pools[tier].used
 
     def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
         blocks: list[int] = []
-        for index in indices:
-            tier = self.placement.tier(index, expected)
-            allocator = self._allocators[tier]
-            if not allocator.free:
-                self.release(blocks)
-                raise BudgetError(f"all {allocator.capacity} KV blocks of the {tier} are in use")
-            blocks.append(self._bases[tier] + allocator.allocate())
+        try:
+            for index in indices:
+                tier = self.placement.tier(index, expected)
+                blocks.append(self._bases[tier] + self.pools[tier].allocate(1)[0])
+        except BaseException:
+            self.release(blocks)
+            raise
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            tier, local = self.place(block)
-            self._allocators[tier].share([local])
-
-    def release(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            tier, local = self.place(block)
-            allocator = self._allocators[tier]
-            allocator.release([local])
-            if self._poison and tier != DISK and not allocator.users(local):
-                for pool in self.pools[tier]:
-                    pool[local] = 0xFF
-
-    def users(self, block: int) -> int:
-        """How many sequences use a block."""
-        tier, local = self.place(block)
-        return self._allocators[tier].users(local)
-
-    def tier(self, block: int) -> str:
-        """Where a block lies."""
-        return self.place(block)[0]
-
-    def place(self, block: int) -> tuple[str, int]:
-        """The tier of a block, and its number there."""
+    def place(self, block: int) -> tuple[BlockPool, int]:
         tier = next(tier for tier in reversed(TIERS) if block >= self._bases[tier])
-        return tier, block - self._bases[tier]
+        return self.pools[tier], block - self._bases[tier]
 
     def write(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
         on_disk = []
         for block, record in zip(blocks, records, strict=True):
-            tier, local = self.place(block)
-            if tier == DISK:
+            pool, local = self.place(block)
+            if pool.tier == DISK:
                 on_disk.append((local, record))
             else:
-                self.pools[tier][layer][local] = record
+                pool.layers[layer][local] = record
         on_disk.sort(key=lambda pair: pair[0])
         for run in runs(enumerate(local for local, _ in on_disk)):
             neighbours = on_disk[run.at : run.at + run.count]
@@ -187,31 +155,27 @@ class TieredBlocks(BlockStore):
                 self._spill(layer, neighbours[start : start + _STAGE_BLOCKS])
 
     def read(self, layer: int, block: int) -> Tensor:
-        tier, local = self.place(block)
-        shape = (self.kv_heads[layer], self.forms[layer].nbytes)
-        if tier != DISK:
-            return self.pools[tier][layer][local]
+        pool, local = self.place(block)
+        if pool.tier != DISK:
+            return pool.layers[layer][local]
         assert self.spill is not None
         self._settle(layer, [local])
         memory = torch.empty(self.plan.stride, dtype=torch.uint8)
         self.spill.read(self._offset(layer, local), memory).result()
-        return memory[: shape[0] * shape[1]].view(shape)
+        record = memory[: self.plan.record_bytes[layer]]
+        return record.view(self.kv_heads[layer], self.forms[layer].nbytes)
 
     def view(self, rows: Sequence[Sequence[int]], ragged: Ragged, first: int) -> BlockView:
         return _TieredView(self, rows, ragged, first)
 
-    def flush(self) -> None:
-        for write in self._writes.values():
-            write.result()
-        self._writes.clear()
-
     def copy_plan(self, blocks: Sequence[int]) -> CopyPlan:
         """The way of blocks that are not on the device to consecutive places of a ring slot."""
         placed = [(at, *self.place(block)) for at, block in enumerate(blocks)]
-        by_tier = (
-            runs((at, local) for at, tier, local in placed if tier == name) for name in (DISK, HOST)
-        )
-        return CopyPlan(len(blocks), *by_tier)
+
+        def of(tier: str) -> tuple[Run, ...]:
+            return runs((at, local) for at, pool, local in placed if pool.tier == tier)
+
+        return CopyPlan(len(blocks), of(DISK), of(HOST))
 
     def bring(self, layer: int, copy_plan: CopyPlan, memory: Tensor) -> list[Future[None]]:
         """Start bringing blocks of a layer into a ring slot."""
@@ -224,7 +188,7 @@ class TieredBlocks(BlockStore):
             dest = memory[run.at * stride : (run.at + run.count) * stride]
             futures.append(self.spill.read(self._offset(layer, run.local), dest))
         places = memory[: copy_plan.count * stride].view(copy_plan.count, stride)[:, :record]
-        pool = self.pools[HOST][layer].flatten(1)
+        pool = self.pools[HOST].layers[layer].flatten(1)
         pairs = [
             (places[run.at : run.at + run.count], pool[run.local : run.local + run.count])
             for run in copy_plan.from_host
@@ -233,12 +197,13 @@ class TieredBlocks(BlockStore):
             futures.append(self._copies.submit(pairs, "host to device", f"KV of layer {layer}"))
         return futures
 
-    def _pool(self, arena: Arena, layer: int, count: int) -> Tensor:
-        heads, nbytes = self.kv_heads[layer], self.forms[layer].nbytes
-        memory = arena.alloc(count * heads * nbytes, f"KV blocks of layer {layer}")
-        if self._poison:
-            memory.fill_(0xFF)
-        return memory.view(count, heads, nbytes)
+    def _memory(self, arena: Arena, blocks: int) -> list[Tensor]:
+        return [
+            arena.alloc(blocks * heads * form.nbytes, f"KV blocks of layer {layer}").view(
+                blocks, heads, form.nbytes
+            )
+            for layer, (heads, form) in enumerate(zip(self.kv_heads, self.forms, strict=True))
+        ]
 
     def _offset(self, layer: int, local: int) -> int:
         return (layer * self.plan.blocks[DISK] + local) * self.plan.stride
@@ -277,60 +242,42 @@ class _TieredView(BlockView):
     ) -> None:
         self._store = store
         staged = {DISK} if store.plan.attends_on_host else {DISK, HOST}
-        moved = sorted({b for row in rows for b in row if store.place(b)[0] in staged})
+        places = {block: store.place(block) for row in rows for block in row}
+        moved = sorted(block for block, (pool, _) in places.items() if pool.tier in staged)
         index = {block: i for i, block in enumerate(moved)}
         self._copy_plan = store.copy_plan(moved)
         self._far_table = self._table(rows, ragged, first, index)
-        self._near: list[tuple[str, BlockTable]] = []
-        for tier in TIERS:
-            if tier not in staged:
-                places = ((b, store.place(b)) for row in rows for b in row)
-                table = self._table(
-                    rows, ragged, first, {b: i for b, (t, i) in places if t == tier}
-                )
-                if table is not None:
-                    self._near.append((tier, table))
-        self._fetches: dict[int, Fetch] = {}
+        self._near: list[tuple[BlockPool, BlockTable]] = []
+        for pool in (store.pools[tier] for tier in TIERS if tier not in staged):
+            local = {block: i for block, (there, i) in places.items() if there is pool}
+            table = self._table(rows, ragged, first, local)
+            if table is not None:
+                self._near.append((pool, table))
+        self._fetches = LayerFetches(
+            store.ring, lambda layer, slot: store.bring(layer, self._copy_plan, slot)
+        )
 
     def prefetch(self, layer: int) -> None:
-        if self._copy_plan.count and not self._fetched(layer):
-            self._fetch(layer, must=False)
+        if self._copy_plan.count:
+            self._fetches.prefetch(layer)
 
     def open(self, layer: int) -> tuple[PackedTokens, ...]:
         store, form = self._store, self._store.forms[layer]
         parts = []
         if self._far_table is not None:
-            if not self._fetched(layer):
-                self._fetch(layer, must=True)
-            memory = store.ring.use(self._fetches[layer])
-            record = store.plan.record_bytes[layer]
-            count = self._copy_plan.count
-            places = memory[: count * store.plan.stride].view(count, -1)
-            pool = places[:, :record].unflatten(1, (store.kv_heads[layer], form.nbytes))
-            parts.append(PackedTokens(form, pool, self._far_table))
-        for tier, table in self._near:
-            parts.append(PackedTokens(form, store.pools[tier][layer], table))
+            record, count = store.plan.record_bytes[layer], self._copy_plan.count
+            places = self._fetches.open(layer)[: count * store.plan.stride].view(count, -1)
+            blocks = places[:, :record].unflatten(1, (store.kv_heads[layer], form.nbytes))
+            parts.append(PackedTokens(form, blocks, self._far_table))
+        for pool, table in self._near:
+            parts.append(PackedTokens(form, pool.layers[layer], table))
         return tuple(parts)
 
     def close(self, layer: int) -> None:
-        fetch = self._fetches.pop(layer, None)
-        if fetch is not None:
-            self._store.ring.drop(fetch)
+        self._fetches.close(layer)
 
     def abandon(self) -> None:
-        for layer in list(self._fetches):
-            self.close(layer)
-
-    def _fetched(self, layer: int) -> bool:
-        fetch = self._fetches.get(layer)
-        return fetch is not None and self._store.ring.holds(fetch)
-
-    def _fetch(self, layer: int, must: bool) -> None:
-        fetch = self._store.ring.start(
-            lambda memory: self._store.bring(layer, self._copy_plan, memory), must
-        )
-        if fetch is not None:
-            self._fetches[layer] = fetch
+        self._fetches.abandon()
 
     @staticmethod
     def _table(

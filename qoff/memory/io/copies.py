@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,13 +20,14 @@ class Copies:
 
     device: where one side of them may be. On a GPU each copy is behind the work that is on the
     caller's current stream, beside what comes there later, and ended when its future is done.
+    Futures end with DiskReadError when the thread is gone.
     """
 
     def __init__(
         self, device: torch.device | None = None, instrumentation: Instrumentation = PLAIN
     ) -> None:
         self._workers = Workers(1, "qoff-copy")
-        self._timeline, self._link = instrumentation.timeline, instrumentation.links.host
+        self._instrumentation = instrumentation
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self.bytes = 0
@@ -38,13 +38,9 @@ class Copies:
         return self._workers.alive
 
     def submit(self, pairs: Sequence[tuple[Tensor, Tensor]], lane: str, name: str) -> Future[None]:
-        """Start copying from the second of each pair to the first; neither is touched meanwhile.
-
-        The future ends with DiskReadError when the thread is gone.
-        """
-
+        """Start copying from the second of each pair to the first; neither is touched meanwhile."""
         nbytes = sum(source.nbytes for _, source in pairs)
-        return self.call(lambda: self.copy(pairs), nbytes, lane, name)
+        return self.call(partial(self.copy, pairs), nbytes, lane, name)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy from the second of each pair to the first, in a `move` of `call`, as its last."""
@@ -59,15 +55,13 @@ class Copies:
         after = None
         if self._stream is not None:
             after = torch.cuda.current_stream(self._stream.device).record_event()
-        job = _Job(self, move, nbytes, lane, name, after)
-        self._workers.submit([job])
-        return job.done
+        return self._workers.submit(partial(self._run, move, nbytes, lane, name, after))
 
     def close(self) -> None:
         """Fail what waits and join the thread."""
         self._workers.close()
 
-    def run(
+    def _run(
         self,
         move: Callable[[], None],
         nbytes: int,
@@ -75,54 +69,15 @@ class Copies:
         name: str,
         after: torch.cuda.Event | None,
     ) -> None:
-        """Move in the calling thread, at the speed of the link, and note it."""
-        start = time.perf_counter()
-        if self._link is not None:
-            self._link.pass_through(nbytes)
-        with self._on_stream(after):
-            move()
+        with self._instrumentation.span(lane, name, nbytes):
+            self._instrumentation.on_copy(nbytes)
+            if self._stream is None or after is None:
+                move()
+            else:
+                self._stream.wait_event(after)
+                try:
+                    with torch.cuda.stream(self._stream):
+                        move()
+                finally:  # nothing is written to memory any more whose move has failed
+                    self._stream.synchronize()
         self.bytes += nbytes
-        if self._timeline is not None:
-            self._timeline.add(lane, name, start, time.perf_counter(), nbytes)
-
-    @contextmanager
-    def _on_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """Have copies on the stream, behind `after`, and wait for them."""
-        if self._stream is None or after is None:
-            yield
-            return
-        self._stream.wait_event(after)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:  # nothing is written to memory any more whose move has failed
-            self._stream.synchronize()
-
-
-class _Job:
-    """One move and its future."""
-
-    def __init__(
-        self,
-        copies: Copies,
-        move: Callable[[], None],
-        nbytes: int,
-        lane: str,
-        name: str,
-        after: torch.cuda.Event | None,
-    ) -> None:
-        self.done: Future[None] = Future()
-        self._copies = copies
-        self._what = (move, nbytes, lane, name, after)
-
-    def run(self) -> None:
-        try:
-            self._copies.run(*self._what)
-        except Exception as error:
-            self.fail(error)
-        else:
-            self.done.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,7 +27,6 @@ class DirectFile:
         self.path = path
         self.direct = direct
         self._preadv = preadv
-        self._lock = threading.Lock()
         try:
             self._fd = self._open()
         except OSError as error:
@@ -92,15 +90,20 @@ class DirectFile:
             return self._preadv(self._fd, [view], offset)
         except OSError as error:
             if error.errno == errno.EINVAL and direct:
-                self._give_up_direct()
+                set_direct(self._fd, False)
+                self.direct = False
                 return self._read_once(offset, view)
             raise DiskReadError(
                 f"{self.path}: reading {len(view):,} bytes at offset {offset:,} failed: "
                 f"{error.strerror or error}"
             ) from error
 
-    def _give_up_direct(self) -> None:
-        with self._lock:
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-            self.direct = False
+
+def set_direct(fd: int, direct: bool) -> bool:
+    """Turn O_DIRECT of an open file on or off; false where that cannot be."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
+    except OSError:
+        return False
+    return True

@@ -6,9 +6,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from qoff.errors import DiskReadError
 
-from .direct import BLOCK, DirectFile, Preadv
+from .direct import DirectFile, Preadv
 from .workers import Workers
 
 _BOUNCE = 128 << 10  # bytes per thread for what is not aligned
@@ -27,66 +28,42 @@ class DiskStats:
     """What a reader has done so far."""
 
     bytes: int  # delivered
-    reads: int  # chunks
     busy_s: float  # seconds in which at least one read was in flight
-    direct_files: frozenset[Path]  # read around the page cache
     buffered_files: frozenset[Path]  # their file systems refused O_DIRECT
 
 
 class ReadRequest(Future[None]):
     """The future of one `submit`: done when no byte of it will be written any more."""
 
-    def __init__(self, what: str, chunks: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.abandoned = False
-        self._what = what
-        self._left = chunks
-        self._error: Exception | None = None
+        self._left = 0
+        self._error: BaseException | None = None
         self._guard = threading.Lock()
-        if chunks == 0:
-            self.set_result(None)
 
     def abandon(self) -> None:
         """Skip the chunks that have not started; the request then ends with an error."""
         self.abandoned = True
 
-    def finish_chunk(self, error: Exception | None) -> None:
-        """Count one chunk as done, or failed; the last one completes the future."""
+    def follow(self, chunks: Sequence[Future[None]]) -> None:
+        """End when all of `chunks` have, with the error of the first that failed."""
+        self._left = len(chunks)
+        for chunk in chunks:
+            chunk.add_done_callback(self._ended)
+        if not chunks:
+            self.set_result(None)
+
+    def _ended(self, chunk: Future[None]) -> None:
         with self._guard:
-            self._error = self._error or error
+            self._error = self._error or chunk.exception()
             self._left -= 1
-            if self._left != 0:
+            if self._left:
                 return
         if self._error is None:
             self.set_result(None)
         else:
             self.set_exception(self._error)
-
-
-@dataclass(frozen=True, eq=False)
-class _Chunk:
-    """A job: one read of at most `chunk` bytes."""
-
-    reader: DiskReader
-    request: ReadRequest
-    file: DirectFile
-    offset: int
-    dest: memoryview
-    address: int
-
-    def run(self) -> None:
-        if self.request.abandoned:
-            self.fail(DiskReadError(f"{self.file.path}: the read was abandoned"))
-            return
-        try:
-            self.reader.read_now(self.file, self.offset, self.dest, self.address)
-        except Exception as error:
-            self.fail(error)
-        else:
-            self.request.finish_chunk(None)
-
-    def fail(self, error: Exception) -> None:
-        self.request.finish_chunk(error)
 
 
 class DiskReader:
@@ -107,11 +84,6 @@ class DiskReader:
         direct: bool = True,
         preadv: Preadv = os.preadv,
     ) -> None:
-        if threads < 1 or chunk < BLOCK or chunk % BLOCK:
-            raise ValueError(
-                f"{threads} threads and chunks of {chunk} bytes: wanted at least one thread and "
-                f"a multiple of {BLOCK} bytes"
-            )
         self._chunk = chunk
         self._direct = direct
         self._preadv = preadv
@@ -123,7 +95,6 @@ class DiskReader:
         self._busy_since = 0.0
         self._busy_s = 0.0
         self._bytes = 0
-        self._reads = 0
         self._workers = Workers(threads, "qoff-disk")
 
     @property
@@ -138,9 +109,8 @@ class DiskReader:
             busy = self._busy_s
             if self._in_flight:
                 busy += time.perf_counter() - self._busy_since
-            direct = frozenset(p for p, f in self._files.items() if f.direct)
-            buffered = frozenset(self._files) - direct
-            return DiskStats(self._bytes, self._reads, busy, direct, buffered)
+            buffered = frozenset(p for p, f in self._files.items() if not f.direct)
+            return DiskStats(self._bytes, busy, buffered)
 
     def submit(
         self, path: str | Path, offset: int, dest: Tensor, urgent: bool = False
@@ -150,43 +120,30 @@ class DiskReader:
         An urgent request goes before all that wait. The future ends with DiskReadError, naming file
         and offset, when the file cannot be opened or read or is too short.
         """
-        if dest.dtype != torch.uint8 or not dest.is_contiguous() or dest.device.type != "cpu":
-            raise ValueError("reads land in contiguous uint8 memory of the host")
-        path = Path(path)
-        nbytes, address = dest.numel(), dest.data_ptr()
-        memory = dest.numpy().data
-        pieces = list(_split(offset, nbytes, self._chunk))
-        request = ReadRequest(str(path), len(pieces))
-        try:
-            file = self._file(path)
-        except DiskReadError as error:
-            for _ in pieces:
-                request.finish_chunk(error)
-            return request
-        chunks = [
-            _Chunk(self, request, file, offset + start, memory[start:stop], address + start)
-            for start, stop in pieces
-        ]
-        self._workers.submit(chunks, urgent)
-        return request
+        return self.submit_parts(path, [(offset, dest)], urgent)
 
-    def read_now(self, file: DirectFile, offset: int, dest: memoryview, address: int) -> None:
-        """Read one chunk in the calling thread, and count it."""
-        with self._lock:
-            if self._in_flight == 0:
-                self._busy_since = time.perf_counter()
-            self._in_flight += 1
-        done = 0
+    def submit_parts(
+        self, path: str | Path, parts: Sequence[tuple[int, Tensor]], urgent: bool = False
+    ) -> ReadRequest:
+        """`submit` for several (offset, dest) of a file at once."""
+        request = ReadRequest()
         try:
-            file.read(offset, dest, address, self._bounce())
-            done = len(dest)
-        finally:
-            with self._lock:
-                self._bytes += done
-                self._reads += 1
-                self._in_flight -= 1
-                if self._in_flight == 0:
-                    self._busy_s += time.perf_counter() - self._busy_since
+            file = self._file(Path(path))
+        except DiskReadError as error:
+            request.set_exception(error)
+            return request
+        chunks = []
+        for offset, dest in parts:
+            if dest.dtype != torch.uint8 or not dest.is_contiguous() or dest.device.type != "cpu":
+                raise ValueError("reads land in contiguous uint8 memory of the host")
+            memory, address = dest.numpy().data, dest.data_ptr()
+            for start, stop in _split(offset, dest.numel(), self._chunk):
+                piece = memory[start:stop]
+                chunks.append(
+                    partial(self._read, request, file, offset + start, piece, address + start)
+                )
+        request.follow([self._workers.submit(chunk, urgent) for chunk in chunks])
+        return request
 
     def forget(self, path: Path) -> None:
         """Close a file that will not be read again under this path. No read may be in progress."""
@@ -205,6 +162,27 @@ class DiskReader:
             self._files.clear()
         for file in files:
             file.close()
+
+    def _read(
+        self, request: ReadRequest, file: DirectFile, offset: int, dest: memoryview, address: int
+    ) -> None:
+        """Read one chunk in the calling thread, and count it."""
+        if request.abandoned:
+            raise DiskReadError(f"{file.path}: the read was abandoned")
+        with self._lock:
+            if self._in_flight == 0:
+                self._busy_since = time.perf_counter()
+            self._in_flight += 1
+        done = 0
+        try:
+            file.read(offset, dest, address, self._bounce())
+            done = len(dest)
+        finally:
+            with self._lock:
+                self._bytes += done
+                self._in_flight -= 1
+                if self._in_flight == 0:
+                    self._busy_s += time.perf_counter() - self._busy_since
 
     def _file(self, path: Path) -> DirectFile:
         with self._lock:

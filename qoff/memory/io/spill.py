@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from qoff.errors import BudgetError, DiskReadError, DiskWriteError
 from qoff.memory.arena import PAGE
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
+from .direct import set_direct
 from .disk import DiskReader, ReadRequest
 from .workers import Workers
 
@@ -45,13 +45,13 @@ class SpillFile:
         self.nbytes = nbytes
         self.folder = folder
         self.written = 0  # bytes
-        self.timeline = instrumentation.timeline
+        self._instrumentation = instrumentation
         self._reader = reader
         self._pwritev = pwritev
         self._fd = _nameless(folder)
         try:
             _allocate(self._fd, folder, nbytes)
-            self._direct = _try_direct(self._fd)
+            self._direct = set_direct(self._fd, True)
         except BaseException:
             os.close(self._fd)
             raise
@@ -59,7 +59,7 @@ class SpillFile:
         self._path = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
         self._reads: set[Future[None]] = set()  # under way
         self._lock = threading.Lock()
-        self._workers = Workers(2, "qoff-spill")
+        self._workers = Workers(2, f"qoff-spill {folder}", DiskWriteError)
 
     def read(self, offset: int, dest: Tensor) -> ReadRequest:
         """Start reading into `dest`, uint8 on the host; whole pages are read directly.
@@ -81,9 +81,7 @@ class SpillFile:
         """
         assert offset % PAGE == source.nbytes % PAGE == source.data_ptr() % PAGE == 0
         assert offset + source.nbytes <= self.nbytes
-        job = _Write(self, offset, source)
-        self._workers.submit([job])
-        return job.done
+        return self._workers.submit(partial(self._write, offset, source))
 
     def close(self) -> None:
         """Wait for reads and running writes, fail the other writes, give the space back.
@@ -98,58 +96,32 @@ class SpillFile:
         os.close(self._fd)
         self._fd = -1
 
-    def write_now(self, offset: int, source: memoryview) -> None:
+    def _write(self, offset: int, source: Tensor) -> None:
         """Write in the calling thread, all of it."""
-        done = 0
-        while done < len(source):
-            direct = self._direct  # the other thread may turn it off meanwhile
-            try:
-                count = self._pwritev(self._fd, [source[done:]], offset + done)
-            except OSError as error:
-                if error.errno == errno.EINVAL and direct:
-                    self._direct = False
-                    _set_direct(self._fd, 0)
-                    continue
-                raise DiskWriteError(
-                    f"{self.folder}: writing {len(source):,} bytes to the spill file failed: "
-                    f"{error.strerror or error}"
-                ) from error
-            if count == 0:
-                raise DiskWriteError(f"{self.folder}: the spill file takes no more bytes")
-            done += count
+        done, left = 0, source.numpy().data
+        with self._instrumentation.span("host to disk", "spill", source.nbytes):
+            while left:
+                count = self._write_once(offset + done, left, source.nbytes)
+                done, left = done + count, left[count:]
         with self._lock:
             self.written += done
 
-
-class _Write:
-    """A job: one write."""
-
-    def __init__(self, file: SpillFile, offset: int, source: Tensor) -> None:
-        self.done: Future[None] = Future()
-        self._file = file
-        self._offset = offset
-        self._source = source
-
-    def run(self) -> None:
-        start = time.perf_counter()
+    def _write_once(self, offset: int, view: memoryview, total: int) -> int:
+        direct = self._direct  # the other thread may turn it off meanwhile
         try:
-            self._file.write_now(self._offset, self._source.numpy().data)
-        except Exception as error:
-            self.fail(error)
-            return
-        timeline = self._file.timeline
-        if timeline is not None:
-            stop, nbytes = time.perf_counter(), self._source.nbytes
-            timeline.add("host to disk", "spill", start, stop, nbytes)
-        self.done.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        if self.done.done():
-            return
-        if not isinstance(error, DiskWriteError):
-            cause, error = error, DiskWriteError(f"{self._file.folder}: not written: {error}")
-            error.__cause__ = cause
-        self.done.set_exception(error)
+            count = self._pwritev(self._fd, [view], offset)
+        except OSError as error:
+            if error.errno == errno.EINVAL and direct:
+                set_direct(self._fd, False)
+                self._direct = False
+                return self._write_once(offset, view, total)
+            raise DiskWriteError(
+                f"{self.folder}: writing {total:,} bytes to the spill file failed: "
+                f"{error.strerror or error}"
+            ) from error
+        if count == 0:
+            raise DiskWriteError(f"{self.folder}: the spill file takes no more bytes")
+        return count
 
 
 def _nameless(folder: Path) -> int:
@@ -181,16 +153,3 @@ def _allocate(fd: int, folder: Path, nbytes: int) -> None:
             f"{free.f_bavail * free.f_frsize:,} bytes free ({error.strerror}); "
             "name another spill_folder"
         ) from error
-
-
-def _try_direct(fd: int) -> bool:
-    try:
-        _set_direct(fd, os.O_DIRECT)
-    except OSError:
-        return False
-    return True
-
-
-def _set_direct(fd: int, direct: int) -> None:
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, (flags & ~os.O_DIRECT) | direct)

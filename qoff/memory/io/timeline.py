@@ -39,6 +39,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._intervals: list[Interval] = []
+        self._arrived: dict[str, float] = {}  # by lane, when the last transfer did
         self._lock = threading.Lock()
 
     def add(self, lane: str, name: str, start: float, stop: float, nbytes: int = 0) -> None:
@@ -46,14 +47,23 @@ class Timeline:
         with self._lock:
             self._intervals.append(Interval(lane, name, start, stop, nbytes))
 
+    def arrived(self, lane: str, name: str, asked: float, nbytes: int) -> None:
+        """Note a transfer that has just ended, of a lane on which several are queued.
+
+        It began when it was asked for, or when the one before it had arrived.
+        """
+        with self._lock:
+            stop = time.perf_counter()
+            start = max(asked, self._arrived.get(lane, 0.0))
+            self._arrived[lane] = stop
+            self._intervals.append(Interval(lane, name, start, stop, nbytes))
+
     @contextmanager
     def span(self, lane: str, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Note how long a `with` block takes."""
+        """Note how long a `with` block takes that raises nothing."""
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(lane, name, start, time.perf_counter(), nbytes)
+        yield
+        self.add(lane, name, start, time.perf_counter(), nbytes)
 
     @property
     def intervals(self) -> tuple[Interval, ...]:

@@ -1,142 +1,252 @@
 """Transfers: the one interface to asynchrony.
 
-The weight store says what shall lie where and waits for it; how the bytes travel is decided by the
-implementations: `thread_transfers` with host threads, `cuda_transfers` with streams and events.
+The weight store says what shall lie where and waits for it; how the bytes travel to the device is
+decided by the implementations: `thread_transfers` with host threads, `cuda_transfers` with streams
+and events. Both read files into host memory in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from hashlib import sha256
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from qoff.checkpoint import check_digest
 from qoff.errors import DiskReadError
-from qoff.memory.arena import Arena
+from qoff.kernels.layout.qtensor import QTensor, repack_into
+from qoff.memory.arena import Arena, TierArenas
 from qoff.memory.instrumentation import PLAIN, Instrumentation
-from qoff.memory.plan import Image, Residency
+from qoff.memory.plan import FileRange, Image, Residency, view
 
-from .disk import DiskReader
+from .copies import Copies
+from .copy_stream import CopyStream, Event
+from .disk import DiskReader, ReadRequest
+from .workers import Workers, join
 
-_WATCH_S = 1.0  # how often a waiting thread looks whether the reading ones still live
-
-Mark = object  # a point in the order of computations; opaque, made by `recycle`
-
-
-@dataclass(frozen=True)
-class Arenas:
-    """The memory of both tiers."""
-
-    device: Arena
-    host: Arena
+Mark: TypeAlias = Event | None  # a point in the order of computations, made by `recycle`
 
 
-class UnitRead(Protocol):
-    """A transfer under way."""
+class FileDigest:
+    """The checksum of a file whose whole data section passes by in a raw image, piece by piece."""
+
+    def __init__(self, reader: DiskReader, image: Image) -> None:
+        assert image.data_at is not None
+        self._reader, self._file = reader, image.file
+        self._start = image.data_at
+        self._stop = image.data_at + image.file.nbytes - image.file.data_start
+        self._digest = sha256()
+
+    def update(self, at: int, piece: Tensor) -> None:
+        """Add the bytes of the raw image that start at `at`, where the last ones ended.
+
+        Reads the header from the file first. Raises DiskReadError, and with the last bytes
+        ChecksumError when this is not the file's checksum.
+        """
+        if at == 0:
+            header = torch.empty(self._file.data_start, dtype=torch.uint8)
+            self._reader.submit(self._file.path, 0, header, urgent=True).result()
+            self._digest.update(header.numpy().data)
+        first, stop = max(self._start - at, 0), min(self._stop - at, len(piece))
+        if first < stop:
+            self._digest.update(piece[first:stop].numpy().data)
+        if at < self._stop <= at + len(piece):
+            check_digest(self._file, self._digest.hexdigest())
+
+
+class UnitRead:
+    """An image on its way to `memory`.
+
+    futures: of all that moves it; on a GPU the last gives the event of its last copy. With
+    `verify`, an image that has its whole file in it is checked on the way.
+    """
+
+    def __init__(
+        self, transfers: Transfers, image: Image, memory: Tensor, verify: bool = False
+    ) -> None:
+        self.image, self.memory = image, memory
+        checked = verify and image.data_at is not None
+        self.digest = FileDigest(transfers.reader, image) if checked else None
+        self.futures: list[Future[Any]] = []
+        self.requests: list[ReadRequest] = []
+        self._transfers = transfers
+        self._abandoned = False
 
     def wait(self) -> None:
         """Return when computations may use the weights. Raises what went wrong on the way."""
+        event = self._event()
+        if event is not None:
+            self._transfers.stream.order_after(event)
 
     def finish(self) -> None:
         """Return when the weights are there, for every thread and stream. Raises as `wait`."""
+        event = self._event()
+        if event is not None:
+            event.synchronize()
 
     def abandon(self) -> None:
         """Do no more of it than is already started; `wait` then raises DiskReadError."""
+        self._abandoned = True
+        for request in self.requests:
+            request.abandon()
 
     def settle(self) -> None:
         """Return when nothing that this has not ordered before later uses of the memory is written.
 
         Then `recycle` may be called, whether it went well or not.
         """
+        lost = f"{self.image.file.path}: the reading threads died or were forked away"
+        for parts in (self.futures, self.requests):
+            join(parts, lambda: self._transfers.alive, lost)
+
+    def add(self, request: ReadRequest) -> None:
+        """Take note of reads that an `abandon` has to reach."""
+        self.requests.append(request)
+        if self._abandoned:
+            request.abandon()
+
+    def check(self) -> None:
+        """Raise DiskReadError when this was abandoned."""
+        if self._abandoned:
+            raise DiskReadError(f"{self.image.file.path}: the read was abandoned")
+
+    def _event(self) -> Event | None:
+        self.settle()
+        event: Event | None = None
+        for future in self.futures:
+            event = future.result()
+        return event
 
 
-class Transfers(Protocol):
-    """Moves weights from files and host memory to the device, beside the computation."""
+class Transfers(ABC):
+    """Moves weights from files and host memory to the device, beside the computation.
 
-    host_staging: int  # buffers in host memory that it needs; see `plan_residency`
+    host_staging: buffers in host memory that it needs; see `plan_residency`. copied_bytes: that
+    `copy_unit` has brought from host memory to the device.
+    """
+
+    host_staging = 0
+
+    def __init__(self, device: torch.device, reader: DiskReader | None = None) -> None:
+        self.device = device
+        self.reader = reader if reader is not None else DiskReader()
+        self.copied_bytes = 0
+        self._instrumentation = PLAIN
+        self._finisher = Workers(1, "qoff-transfer")
+        self._threads: list[Workers | Copies] = [self._finisher]
+        self._stream: CopyStream | None = None  # of a GPU
+        self._tiers: TierArenas | None = None
+        self._staging = torch.empty(0, dtype=torch.uint8)
 
     @property
-    def device(self) -> torch.device:
-        """Where weights are brought."""
+    def alive(self) -> bool:
+        """Whether all threads are there."""
+        return self.reader.alive and all(threads.alive for threads in self._threads)
 
     @property
-    def reader(self) -> DiskReader:
-        """What reads the files; also for small reads straight into host memory."""
+    def stream(self) -> CopyStream:
+        """The copy stream of a GPU. Raises DiskReadError when it is not open."""
+        if self._stream is None:
+            raise DiskReadError("the transfers are closed")
+        return self._stream
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that `copy_unit` has brought from host memory to the device."""
-
-    def open(self, residency: Residency, instrumentation: Instrumentation = PLAIN) -> Arenas:
-        """Allocate what a residency calls for: the arenas, and staging memory in them.
+    def open(
+        self, residency: Residency, instrumentation: Instrumentation = PLAIN
+    ) -> Mapping[str, Arena]:
+        """Allocate the arenas "device" and "host" of a residency, and staging memory in them.
 
         Raises BudgetError.
         """
+        self._instrumentation = instrumentation
+        sizes = {"device": residency.device_bytes, "host": residency.host_bytes}
+        self._tiers = TierArenas(sizes, self._stream)
+        return self._tiers.arenas
 
-    def read_unit(self, image: Image, memory: Tensor, verify: bool, after: Mark | None) -> UnitRead:
+    @abstractmethod
+    def read_unit(self, image: Image, memory: Tensor, verify: bool, after: Mark) -> UnitRead:
         """Start filling device memory with an image, once the computations up to `after` are done.
 
         Units arrive in the order of the calls. With `verify`, an image that has its whole file in
         it is compared with the file's checksum (ChecksumError).
         """
 
-    def load_host(self, image: Image, memory: Tensor, verify: bool) -> UnitRead:
-        """Start filling host memory with an image, as it shall lie on the device."""
-
-    def copy_unit(
-        self, image: Image, source: Tensor, memory: Tensor, after: Mark | None
-    ) -> UnitRead:
+    @abstractmethod
+    def copy_unit(self, image: Image, source: Tensor, memory: Tensor, after: Mark) -> UnitRead:
         """Start copying an image from host memory to the device, after `after`, in call order."""
 
+    @abstractmethod
     def recycle(self, memory: Tensor) -> Mark:
         """Mark the end of all use of `memory`, which now holds nothing."""
 
+    def load_host(
+        self, image: Image, memory: Tensor, verify: bool, lane: str = "disk to host"
+    ) -> UnitRead:
+        """Start filling host memory with an image, as it shall lie on the device.
+
+        Weights are read straight into their places. Repacking and checksums take one more thread;
+        the staging memory for repacking holds one unit.
+        """
+        read = UnitRead(self, image, memory, verify)
+        if not image.repacked:
+            read.futures.append(self._start(read, image.ranges, memory, lane))
+        if image.repacked or read.digest is not None:
+            read.futures.append(self._finisher.submit(partial(self._finish, read, lane)))
+        return read
+
     def close(self) -> None:
-        """Stop; transfers under way fail. Joins all threads."""
+        """Stop; transfers under way fail. Joins all threads, gives the arenas up."""
+        self.reader.close()  # which ends what the others wait for
+        for threads in self._threads:
+            threads.close()
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        if self._tiers is not None:
+            self._tiers.close()
+
+    def _start(
+        self, read: UnitRead, ranges: Sequence[FileRange], memory: Tensor, lane: str
+    ) -> ReadRequest:
+        """Start reading ranges of the image's file to their places in `memory`."""
+        parts = [(r.offset, memory[r.at : r.at + r.nbytes]) for r in ranges]
+        request = self.reader.submit_parts(read.image.file.path, parts)
+        read.add(request)
+        timeline, asked = self._instrumentation.timeline, time.perf_counter()
+        label, nbytes = read.image.label, sum(r.nbytes for r in ranges)
+
+        def note(ended: Future[None]) -> None:  # without `read`: a circle would keep its memory
+            if timeline is not None and ended.exception() is None:
+                timeline.arrived(lane, label, asked, nbytes)
+
+        request.add_done_callback(note)
+        return request
+
+    def _finish(self, read: UnitRead, lane: str) -> None:
+        """Check and repack an image; one that is repacked is read by this, too."""
+        image, raw = read.image, read.memory
+        if image.repacked:
+            raw = self._staging[: image.raw_bytes]
+            self._start(read, image.ranges, raw, lane)
+        read.requests[-1].result()
+        if read.digest is not None:
+            read.digest.update(0, raw)
+        if image.repacked:
+            _repack(image, raw, read.memory)
 
 
-class Threads(Protocol):
-    """What futures depend on."""
-
-    @property
-    def alive(self) -> bool: ...
-
-
-def join(futures: Sequence[Future[None]], threads: Threads, image: Image) -> None:
-    """Wait until all futures have ended. Raises DiskReadError when the threads are gone."""
-    for future in futures:
-        while not future.done():
-            if wait([future], timeout=_WATCH_S).not_done and not threads.alive:
-                path = image.file.path
-                raise DiskReadError(f"{path}: the reading threads died or were forked away")
-
-
-class FileDigest:
-    """The checksum of a file whose whole data section passes by in a raw image, piece by piece.
-
-    Reads the header from the file. Raises DiskReadError.
-    """
-
-    def __init__(self, reader: DiskReader, image: Image) -> None:
-        assert image.data_at is not None
-        self._file = image.file
-        self._start = image.data_at
-        self._stop = image.data_at + image.file.nbytes - image.file.data_start
-        header = torch.empty(image.file.data_start, dtype=torch.uint8)
-        reader.submit(image.file.path, 0, header, urgent=True).result()
-        self._digest = sha256(header.numpy().data)
-
-    def update(self, at: int, piece: Tensor) -> None:
-        """Add the bytes of the raw image that start at `at`, where the last ones ended."""
-        first, stop = max(self._start - at, 0), min(self._stop - at, len(piece))
-        if first < stop:
-            self._digest.update(piece[first:stop].numpy().data)
-
-    def check(self) -> None:
-        """Raise ChecksumError when this is not the file's checksum."""
-        check_digest(self._file, self._digest.hexdigest())
+def _repack(image: Image, raw: Tensor, memory: Tensor) -> None:
+    """Write every weight of the raw image into its place, in its packing there."""
+    for name, target in image.views(memory).items():
+        source = view(image.raw[name], raw)
+        if isinstance(source, Tensor) and isinstance(target, Tensor):
+            target.copy_(source)
+        elif isinstance(source, QTensor) and isinstance(target, QTensor):
+            if source.packing != target.packing:
+                repack_into(source, target)
+            else:
+                target.codes.copy_(source.codes)
+                target.scale_min.copy_(source.scale_min)

@@ -1,36 +1,34 @@
-"""Workers: daemon threads that take jobs from one queue, and whose death is never silent."""
+"""Workers: daemon threads that take calls from one queue, and whose death is never silent."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
-from qoff.errors import DiskReadError
+from qoff.errors import DiskReadError, DiskWriteError
 
-
-class Job(Protocol):
-    """One piece of work. Exactly one of the two is called to its end, unless its thread dies."""
-
-    def run(self) -> None:
-        """Do the work; ordinary errors are the job's own to report."""
-
-    def fail(self, error: Exception) -> None:
-        """Report that the work will not be done; may follow a `run` that was cut short."""
+T = TypeVar("T")
+_WATCH_S = 1.0  # how often a waiting thread looks whether those it waits for still live
 
 
 class Workers:
-    """Threads that run jobs in the order of submission and sleep in the kernel without any.
+    """Threads that make calls in the order of submission and sleep in the kernel without any.
 
-    When a thread dies, all of them stop, and every job that is queued or comes later fails.
+    A thread dies of what is no `Exception`. Then all of them stop, and every call that is queued or
+    comes later ends with an `error`.
     """
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(
+        self, threads: int, name: str, error: type[DiskReadError | DiskWriteError] = DiskReadError
+    ) -> None:
         self._name = name
-        self._jobs: deque[Job] = deque()
+        self._error = error
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._changed = threading.Condition()
-        self._refusal: DiskReadError | None = None  # why no job is taken any more
+        self._refusal: Exception | None = None  # why no call is taken any more
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
@@ -43,52 +41,64 @@ class Workers:
         """Whether every thread is there; false in a process forked from the one that made them."""
         return all(thread.is_alive() for thread in self._threads)
 
-    def submit(self, jobs: Sequence[Job], urgent: bool = False) -> None:
-        """Queue jobs, in order; urgent ones go before all that wait. Fails them when stopped."""
+    def submit(self, call: Callable[[], T], urgent: bool = False) -> Future[T]:
+        """Queue a call, an urgent one before all that wait; its future has what comes of it."""
+        future: Future[T] = Future()
         with self._changed:
             refusal = self._refusal
             if refusal is None:
-                if urgent:
-                    self._jobs.extendleft(reversed(jobs))
-                else:
-                    self._jobs.extend(jobs)
-                self._changed.notify(len(jobs))
+                (self._calls.appendleft if urgent else self._calls.append)((call, future))
+                self._changed.notify()
         if refusal is not None:
-            for job in jobs:
-                job.fail(refusal)
+            future.set_exception(refusal)
+        return future
 
     def close(self) -> None:
-        """Fail the queued jobs, wait for the running ones and join the threads."""
-        self._stop(DiskReadError(f"{self._name}: closed before the read was done"))
+        """Fail the queued calls, wait for the running ones and join the threads."""
+        self._stop(self._error(f"{self._name}: closed before it was done"))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def _run(self) -> None:
-        job: Job | None = None
-        try:
-            while (job := self._take()) is not None:
-                job.run()
-                job = None  # or the memory it filled would live as long as the thread
-        except BaseException as cause:
-            error = DiskReadError(f"{self._name}: a reading thread died: {cause!r}")
-            error.__cause__ = cause
-            if job is not None:
-                job.fail(error)
-            self._stop(error)
+        while self._call_next():
+            pass
 
-    def _take(self) -> Job | None:
-        """The next job, waiting for one; None when stopped."""
+    def _call_next(self) -> bool:
+        """Wait for a call and make it; False when stopped."""
         with self._changed:
-            while not self._jobs and self._refusal is None:
+            while not self._calls and self._refusal is None:
                 self._changed.wait()
-            return self._jobs.popleft() if self._refusal is None else None
+            if self._refusal is not None:
+                return False
+            call, future = self._calls.popleft()
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+        except BaseException as cause:
+            death = self._error(f"{self._name}: a thread died: {cause!r}")
+            death.__cause__ = cause
+            future.set_exception(death)
+            self._stop(death)
+            return False
+        finally:
+            del call, future  # or an error's traceback would keep the memory that was filled
+        return True
 
-    def _stop(self, error: DiskReadError) -> None:
+    def _stop(self, error: Exception) -> None:
         with self._changed:
             self._refusal = self._refusal or error
-            left = list(self._jobs)
-            self._jobs.clear()
+            left = list(self._calls)
+            self._calls.clear()
             self._changed.notify_all()
-        for job in left:
-            job.fail(error)
+        for _, future in left:
+            future.set_exception(error)
+
+
+def join(futures: Iterable[Future[Any]], alive: Callable[[], bool], lost: str) -> None:
+    """Wait until all futures have ended. Raises DiskReadError(lost) when the threads are gone."""
+    for future in futures:
+        while not future.done():
+            if wait([future], timeout=_WATCH_S).not_done and not alive():
+                raise DiskReadError(lost)

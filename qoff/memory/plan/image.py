@@ -57,11 +57,6 @@ class Image:
         return f"{stem} {next(iter(self.raw))}" if len(self.raw) == 1 else stem
 
     @property
-    def file_bytes(self) -> int:
-        """Bytes that are read from the file."""
-        return sum(r.nbytes for r in self.ranges)
-
-    @property
     def repacked(self) -> bool:
         """Whether the weights go through staging memory of `raw_bytes`."""
         return self.placed is not self.raw

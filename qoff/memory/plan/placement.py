@@ -6,10 +6,12 @@ as much, because then every slot is small and the disk never waits for a run of 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
-from qoff.checkpoint import Checkpoint, TensorEntry, WeightEntry, WeightFile, tensors_of
+from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile, tensors_of
 from qoff.errors import BudgetError
 from qoff.memory.arena import PAGE
 
@@ -88,8 +90,9 @@ def place_in_host(
     """
     buffer = plan.slot_bytes or min(plan.resident_bytes, _LOAD_BYTES)
     staging = host_staging * buffer
+    plan = replace(plan, host_staging=host_staging, host_staging_bytes=staging)
     if host_memory is None:
-        return replace(plan, host_staging=host_staging, host_staging_bytes=staging)
+        return plan
     if staging > host_memory:
         raise BudgetError(
             f"host memory: {host_staging} buffers between disk and device take {staging:,} bytes, "
@@ -105,13 +108,7 @@ def place_in_host(
         rows = rows_image(checkpoint).nbytes
         if used + rows <= left:
             chosen, used = chosen | {EMBEDDING}, used + rows
-    return replace(
-        plan,
-        host=chosen,
-        host_weight_bytes=used,
-        host_staging=host_staging,
-        host_staging_bytes=staging,
-    )
+    return replace(plan, host=chosen, host_weight_bytes=used)
 
 
 def spread_evenly(nbytes: Mapping[Unit, int], budget: int) -> frozenset[Unit]:
@@ -158,7 +155,7 @@ class _Search:
         slots: int,
         workspace: int,
         packing: str,
-        tiled_workspace: int | None = None,
+        tiled_workspace: int | None,
     ) -> None:
         check_slots(slots)
         self._checkpoint = checkpoint
@@ -168,7 +165,7 @@ class _Search:
         self._files = unit_files(checkpoint)
         self._alike = _first_alike(checkpoint.layers)
         self._head = unit_weights(HEAD, checkpoint.outer)
-        self._planned: dict[tuple[WholeUnit, int | tuple[str, ...], int | None], UnitPlan] = {}
+        self._unit = cache(self._plan)
         self.levels = max(map(len, self._pieces), default=0)
         self.least = 1 << 62
         self.least_workspace = workspace
@@ -218,34 +215,24 @@ class _Search:
 
     def _largest_in_tiles(self, device_memory: int) -> _Choice | None:
         """Nothing but vectors stays: the largest units in tiles, the fewest units, then tiles."""
-        sizes = sorted({unit.slot_bytes for unit in self._units(_Choice((), 0))} - {0})[::-1]
-        for size, below in zip(sizes, [*sizes[1:], PAGE], strict=True):
-            choice = _Choice((), 0, tile_bytes=below)
-            if self.bytes_of(choice) <= device_memory:
-                return self._enlarge(choice, size, device_memory)
+        slots = sorted({unit.slot_bytes for unit in self._units(_Choice((), 0))} - {0})[::-1]
+        for size, below in zip(slots, [*slots[1:], PAGE], strict=True):
+            if self.bytes_of(_Choice((), 0, tile_bytes=below)) <= device_memory:
+                sizes = range(below, size + 1, PAGE)
+                return self._most(sizes, lambda n: _Choice((), 0, tile_bytes=n), device_memory)
         return None
 
-    def _enlarge(self, choice: _Choice, too_large: int, device_memory: int) -> _Choice:
-        """The choice with the largest tiles that fit, by bisection."""
-        fits = choice.tile_bytes or 0
-        while too_large - fits > PAGE:
-            middle = (fits + too_large) // 2
-            if self.bytes_of(replace(choice, tile_bytes=middle)) <= device_memory:
-                fits = middle
-            else:
-                too_large = middle
-        return replace(choice, tile_bytes=fits)
-
     def _fill_up(self, choice: _Choice, device_memory: int) -> _Choice:
-        """The choice with one more piece of as many layers as fit, by bisection."""
-        fits, too_many = 0, len(self._pieces)
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if self.bytes_of(replace(choice, extra=middle)) <= device_memory:
-                fits = middle
-            else:
-                too_many = middle
-        return replace(choice, extra=fits)
+        """The choice with one more piece of as many layers as fit."""
+        layers = range(max(len(self._pieces), 1))
+        return self._most(layers, lambda n: replace(choice, extra=n), device_memory)
+
+    def _most(
+        self, numbers: range, choice: Callable[[int], _Choice], device_memory: int
+    ) -> _Choice:
+        """The choice of the last number that fits; the first one does."""
+        fit = bisect_right(numbers, device_memory, key=lambda n: self.bytes_of(choice(n)))
+        return choice(numbers[max(fit, 1) - 1])
 
     def _units(self, choice: _Choice) -> list[UnitPlan]:
         """What each layer and then the head takes; names and tiles are of the first layer alike."""
@@ -256,13 +243,10 @@ class _Search:
         ]
         return [*units, self._unit(HEAD, choice.outer, tile)]
 
-    def _unit(self, unit: WholeUnit, kept: int | tuple[str, ...], tile: int | None) -> UnitPlan:
+    def _plan(self, unit: WholeUnit, kept: int | tuple[str, ...], tile: int | None) -> UnitPlan:
         """A unit that keeps that many pieces, or these weights."""
-        key = unit, kept, tile
-        if key not in self._planned:
-            names = kept if isinstance(kept, tuple) else self._last(int(unit), kept)
-            self._planned[key] = plan_unit(unit, self._files[unit], names, self._packing, tile)
-        return self._planned[key]
+        names = kept if isinstance(kept, tuple) else self._last(int(unit), kept)
+        return plan_unit(unit, self._files[unit], names, self._packing, tile)
 
     def _counts(self, choice: _Choice) -> list[int]:
         """How many of its pieces each layer keeps."""
@@ -284,15 +268,11 @@ def _first_alike(layers: Sequence[WeightFile]) -> list[int]:
     alike: list[int] = []
     for layer, file in enumerate(layers):
         local = local_names(layer, file.weights)
-        lies = tuple(
-            (local[name], _form(entry), *((t.dtype, t.shape, t.offset) for t in tensors_of(entry)))
-            for name, entry in file.weights.items()
-        )
-        alike.append(first.setdefault(lies, layer))
+        lies: list[Hashable] = []
+        for name, entry in file.weights.items():
+            lies += (local[name], entry.shape)
+            if isinstance(entry, QuantEntry):
+                lies += (entry.bits, entry.group_size, entry.packing)
+            lies += ((t.dtype, t.shape, t.offset) for t in tensors_of(entry))
+        alike.append(first.setdefault(tuple(lies), layer))
     return alike
-
-
-def _form(entry: WeightEntry) -> Hashable:
-    if isinstance(entry, TensorEntry):
-        return None
-    return entry.shape, entry.bits, entry.group_size, entry.packing

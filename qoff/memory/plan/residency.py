@@ -15,7 +15,7 @@ from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
 from qoff.errors import ArgumentError
 
 from .image import Image, make_image
-from .tiles import read_bytes, slot_bytes, split_rows, tile_image, tiles_of
+from .tiles import read_bytes, slot_bytes, split_rows, tile_image
 from .units import (
     EMBEDDING,
     HEAD,
@@ -134,20 +134,23 @@ def plan_unit(
     streamed = _streamed_image(unit, file, kept, packing)
     tiles: list[Tile] = []
     slot = staging = 0
-    if streamed is not None and _in_tiles(streamed, tile_bytes):
-        assert tile_bytes is not None
+    if streamed is None:
+        pass
+    elif tile_bytes is None or streamed.nbytes <= tile_bytes or any(map(is_expert, streamed.raw)):
+        slot, staging = streamed.nbytes, streamed.raw_bytes * streamed.repacked
+    else:
         for name in streamed.raw:
             entry = file.weights[name]
             if not isinstance(entry, QuantEntry):
                 kept.add(name)
                 continue
             rows = split_rows(entry, packing, tile_bytes)
-            tiles += tiles_of(unit, tiled_name(unit, name), entry, rows)
+            for first in range(0, entry.shape[0], rows):
+                count = min(rows, entry.shape[0] - first)
+                tiles.append(Tile(unit, tiled_name(unit, name), first, count))
             slot = max(slot, slot_bytes(entry, packing, rows))
             if entry.packing != packing:
                 staging = max(staging, read_bytes(entry, rows))
-    elif streamed is not None:
-        slot, staging = streamed.nbytes, streamed.raw_bytes * streamed.repacked
     resident = _kept_images(file, kept, packing)
     staging = max([staging, *(image.raw_bytes for image in resident if image.repacked)])
     nbytes = sum(image.nbytes for image in resident)
@@ -208,13 +211,6 @@ def rows_image(checkpoint: Checkpoint) -> Image:
     entry = checkpoint.outer.weights[EMBEDDING]
     packing = entry.packing if isinstance(entry, QuantEntry) else ""
     return make_image(checkpoint.outer, [EMBEDDING], packing)
-
-
-def _in_tiles(streamed: Image, tile_bytes: int | None) -> bool:
-    """Whether what a unit streams is too large for one piece, and can be cut."""
-    if tile_bytes is None or streamed.nbytes <= tile_bytes:
-        return False
-    return not any(is_expert(name) for name in streamed.raw)
 
 
 def _kept_images(file: WeightFile, names: Collection[str], packing: str) -> list[Image]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import replace
 
 from qoff.checkpoint import QuantEntry, TensorEntry, WeightFile
@@ -17,7 +16,7 @@ from qoff.kernels.layout.packing import ROW_BLOCK, packed_shapes
 from qoff.memory.arena import PAGE, round_up
 
 from .image import FileRange, Image, aligned_ranges, finish_image, image_of
-from .units import Tile, WholeUnit
+from .units import Tile
 
 TILE_ROWS = 32  # a tile has a multiple: two blocks of 16 rows, one of gate and one of up
 
@@ -32,12 +31,6 @@ def split_rows(entry: QuantEntry, packing: str, nbytes: int) -> int:
     most = bisect_right(counts, nbytes, key=lambda n: slot_bytes(entry, packing, n * TILE_ROWS))
     tiles = -(-blocks // max(most, 1))
     return -(-blocks // tiles) * TILE_ROWS
-
-
-def tiles_of(unit: WholeUnit, name: str, entry: QuantEntry, rows: int) -> Iterator[Tile]:
-    """The tiles of `rows` rows, and a last one, of the matrix that computations call `name`."""
-    for first in range(0, entry.shape[0], rows):
-        yield Tile(unit, name, first, min(rows, entry.shape[0] - first))
 
 
 def slot_bytes(entry: QuantEntry, packing: str, rows: int) -> int:

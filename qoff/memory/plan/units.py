@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias
 
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
@@ -75,11 +76,9 @@ def is_expert(name: str) -> bool:
 def placed_together(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """Weights of a layer file in the pieces that stay or stream as one: all experts are one."""
     pieces: list[tuple[str, ...]] = []
-    for name in names:
-        if pieces and is_expert(name) and is_expert(pieces[-1][0]):
-            pieces[-1] = (*pieces[-1], name)
-        else:
-            pieces.append((name,))
+    for experts, group in groupby(names, key=is_expert):
+        together = tuple(group)
+        pieces += [together] if experts else [(name,) for name in together]
     return tuple(pieces)
 
 

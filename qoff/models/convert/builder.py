@@ -5,8 +5,8 @@ Quantization goes row by row, so pieces and fusing change no value.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qoff.errors import FormatError, QuantizationError
 from qoff.kernels.layout.packing import GROUP_SIZES, packed_shapes
+from qoff.memory.plan import is_expert
 from qoff.models.names import ROW_BLOCK, Part, Weight
 from qoff.models.sources import Source
 from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize, widened
@@ -43,10 +44,14 @@ class Builder:
             return self._vector(weight)
         form = self.note(prefix, weight)
         out = _empty((weight.rows, weight.columns), form, self.quant)
-        for rows, piece in self._pieces(weight, form):
+        for rows, data, name in self._pieces(weight):
+            order = rows.argsort()
+            piece = self.quantized(data, form, name)
+            if not bool((rows.diff() > 0).all()):
+                piece = reordered(piece, order)
             if piece.scale_min.dtype.itemsize > out.scale_min.dtype.itemsize:
                 out = replace(out, scale_min=out.scale_min.to(piece.scale_min.dtype))
-            _place(piece, out, rows)
+            _place(piece, out, rows[order])
         return out
 
     def note(self, prefix: str, weight: Weight) -> Format:
@@ -69,11 +74,9 @@ class Builder:
         if weight.columns is None:
             return self._vector(weight)
         out = torch.empty(weight.rows, weight.columns)
-        for rows, piece, name in self._source_pieces(weight):
+        for rows, piece, name in self._pieces(weight):
             values = piece.dequantize() if isinstance(piece, QTensor) else _floats(piece, name)
-            out[rows] = values
-            if not bool(torch.isfinite(values).all()):
-                raise QuantizationError(f"{name}: holds NaN or infinity; get the model again")
+            out[rows] = _finite(values, name)
         return out
 
     def description(self) -> dict[str, Any]:
@@ -151,14 +154,7 @@ class Builder:
         bits = self.quant.head_bits if weight.sensitive else self.quant.bits
         return chosen or Format(bits, self.quant.group_size), False
 
-    def _pieces(self, weight: Weight, form: Format) -> Iterator[tuple[Tensor, QTensor]]:
-        """Yield pieces of a matrix in the wanted packing, each with the rows it goes to."""
-        for to, data, name in self._source_pieces(weight):
-            order = to.argsort()
-            piece = self._quantized(data, form, name)
-            yield to[order], piece if _ascending(order) else reordered(piece, order)
-
-    def _source_pieces(self, weight: Weight) -> Iterator[tuple[Tensor, Tensor | QTensor, str]]:
+    def _pieces(self, weight: Weight) -> Iterator[tuple[Tensor, Tensor | QTensor, str]]:
         """Yield pieces of a matrix, the rows that each goes to, and the tensor it comes from."""
         assert weight.columns is not None
         for i, part in enumerate(weight.parts):
@@ -184,7 +180,8 @@ class Builder:
         for data in self.source.chunks(part.source, rows):
             yield data if factor is None else _floats(data, part.source) @ factor
 
-    def _quantized(self, data: Tensor | QTensor, form: Format, name: str) -> QTensor:
+    def quantized(self, data: Tensor | QTensor, form: Format, name: str) -> QTensor:
+        """Return rows of a matrix in a format, without calibration; name: what errors call it."""
         quant, bits, group = self.quant, form.bits, form.group_size
         if isinstance(data, QTensor):
             return widened(data, bits, group).to_packing(quant.packing)
@@ -198,20 +195,43 @@ class Builder:
             name = part.source
             pieces = self.source.chunks(name, part.rows)
             values = torch.cat([_floats(x, name).flatten() for x in pieces]) + part.plus
-            if not bool(torch.isfinite(values).all()):
-                raise QuantizationError(f"{name}: holds NaN or infinity; get the model again")
-            out[weight.destination(i, 0, part.rows)] = values
+            out[weight.destination(i, 0, part.rows)] = _finite(values, name)
         return out
 
 
-def _ascending(order: Tensor) -> bool:
-    return bool((order == torch.arange(len(order))).all())
+def with_uniform_experts(
+    weights: Mapping[str, QTensor | Tensor],
+) -> dict[str, QTensor | Tensor]:
+    """The weights of a layer, its experts' matrices of a kind in one form that holds all of them.
+
+    The widest codes, the smallest groups, and float32 scales where any has them: no value changes.
+    """
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name, weight in weights.items():
+        if is_expert(name) and isinstance(weight, QTensor):
+            alike[name.rpartition(".")[2]].append(name)
+    found = dict(weights)
+    for names in alike.values():
+        matrices = [weight for name in names if isinstance(weight := weights[name], QTensor)]
+        bits, group = max(m.bits for m in matrices), min(m.group_size for m in matrices)
+        wide = any(m.scale_min.dtype == torch.float32 for m in matrices)
+        dtype = torch.float32 if wide else matrices[0].scale_min.dtype
+        for name, matrix in zip(names, matrices, strict=True):
+            same = widened(matrix, bits, group)
+            found[name] = replace(same, scale_min=same.scale_min.to(dtype))
+    return found
 
 
 def _floats(data: Tensor | QTensor, name: str) -> Tensor:
     if isinstance(data, QTensor) or not data.is_floating_point():
         raise FormatError(f"{name}: expected a vector of floats; the model is damaged")
     return data.float()
+
+
+def _finite(values: Tensor, name: str) -> Tensor:
+    if not bool(torch.isfinite(values).all()):
+        raise QuantizationError(f"{name}: holds NaN or infinity; get the model again")
+    return values
 
 
 def _empty(shape: tuple[int, int], form: Format, quant: QuantConfig) -> QTensor:

@@ -1,8 +1,4 @@
-"""Converting a model to a qoff checkpoint, a layer at a time.
-
-A layer is held in memory as it will be written; its sources are read, quantized and dropped in
-pieces of rows. Quantization goes row by row, so pieces and fusing change no value.
-"""
+"""Converting a model to a qoff checkpoint, a layer at a time."""
 
 from __future__ import annotations
 
@@ -10,21 +6,21 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from qoff.checkpoint import CheckpointWriter
 from qoff.errors import QuantizationError
 from qoff.models.modules.configs import is_native
-from qoff.models.sources import SafetensorsSource, open_source, own_code
-from qoff.quant import QuantConfig
+from qoff.models.sources import SafetensorsSource, Source, open_source, own_code
+from qoff.quant import QTensor, QuantConfig
 from qoff.quant.matrix import CALIBRATED
 
-from .builder import Builder
-from .calibrate import Calibration
-from .modules import convert_modules
+from .builder import Builder, with_uniform_experts
+from .layerwise import Calibration
+from .modules import ModulesJob
 from .unconverted import Unconverted
-from .uniform_experts import with_uniform_experts
 
 Progress = Callable[[int, int], None]  # units done, units in all: the layers and the outer file
 
@@ -52,62 +48,79 @@ def convert(
     checkpoint.
 
     Memory holds one layer, or the outer weights, as written; for calibration see
-    `calibrate.Calibration`. An architecture without a spec is converted for transformers' own
-    modules (`convert.modules`), with one layer, or the outer weights, in float32 in memory.
+    `layerwise.Calibration`. An architecture without a spec is converted for transformers' own
+    modules, with one layer, or the outer weights, in float32 in memory.
 
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
     ConversionError when writing fails; then nothing is left at `out`.
     """
     source = open_source(source_path)
-    resolved = _resolved(quant or QuantConfig(), for_cpu)
-    _check_calibration(resolved, calibration)
+    quant = quant or QuantConfig()
+    if for_cpu:
+        quant = replace(quant, packing="rows16")
+    _check_calibration(quant, calibration)
     config = source.config()
+    job: _NativeJob | ModulesJob
     if isinstance(source, SafetensorsSource) and not is_native(config):
         if calibration is not None:
             raise QuantizationError(
                 f"{source.path}: runs through transformers' modules, which cannot be calibrated; "
                 "use hqq, mse or rtn"
             )
-        if resolved.weights:
+        if quant.weights:
             raise QuantizationError(
                 f"{source.path}: runs through transformers' modules, whose matrices all have one "
                 "format; leave `weights` out"
             )
-        return convert_modules(
-            source,
-            config,
-            out,
-            resolved,
-            overwrite=overwrite,
-            progress=progress,
-            trust_remote_code=trust_remote_code,
-        )
-    model, builder = Unconverted.of(source), Builder(source, resolved, requantize)
-    model.check_patterns(resolved.weights)
-    expected = sum(builder.check(prefix, weights) for prefix, weights in model.units)
-    files = source.files()
-    solving = None if calibration is None else Calibration(model, builder, calibration)
-    with CheckpointWriter(out, overwrite=overwrite, expected_bytes=expected) as writer:
-        for i, (prefix, weights) in enumerate(model.units):
-            if prefix and solving is not None:
-                built = solving.layer(i)
-            else:
-                built = {f"{prefix}{w.name}": builder.build(prefix, w) for w in weights}
-            built = with_uniform_experts(built)
-            if prefix:
+        job = ModulesJob(source, config, quant, trust_remote_code)
+    else:
+        job = _NativeJob(source, quant, requantize, calibration)
+    files = {**source.files(), **(own_code(source_path) if trust_remote_code else {})}
+    with CheckpointWriter(out, overwrite=overwrite, expected_bytes=job.expected) as writer:
+        for i in range(job.units):
+            built = job.build(i)
+            if i + 1 < job.units:
                 writer.write_layer(i, built)
             else:
                 writer.write_outer(built)
             del built
             if progress is not None:
-                progress(i + 1, len(model.units))
+                progress(i + 1, job.units)
         for name, data in files.items():
             writer.copy_file(name, data)
-        if trust_remote_code:
-            for name, code in own_code(source_path).items():
-                writer.copy_file(name, code)
-        writer.finish({**model.config, "quantization_config": builder.description()})
+        writer.finish(job.config())
     return Path(out)
+
+
+class _NativeJob:
+    """A conversion for the native decoder.
+
+    units: files of weights, of the layers and the last one of what is outside of them. expected:
+    about the bytes that they take.
+    """
+
+    def __init__(
+        self, source: Source, quant: QuantConfig, requantize: bool, calibration: Tensor | None
+    ) -> None:
+        self._model, self._builder = Unconverted.of(source), Builder(source, quant, requantize)
+        self._model.check_patterns(quant.weights)
+        self.units = len(self._model.units)
+        self.expected = sum(self._builder.check(*unit) for unit in self._model.units)
+        self._calibration = None
+        if calibration is not None:
+            self._calibration = Calibration(self._model, self._builder, calibration)
+
+    def build(self, unit: int) -> dict[str, QTensor | Tensor]:
+        """Return the weights of a unit by their full names, in the order of its file."""
+        prefix, weights = self._model.units[unit]
+        if prefix and self._calibration is not None:
+            return self._calibration.layer(unit)
+        built = {f"{prefix}{w.name}": self._builder.build(prefix, w) for w in weights}
+        return with_uniform_experts(built)
+
+    def config(self) -> dict[str, Any]:
+        """Return the `config.json` of the checkpoint, when all units were built."""
+        return {**self._model.config, "quantization_config": self._builder.description()}
 
 
 def _check_calibration(quant: QuantConfig, calibration: Tensor | None) -> None:
@@ -120,7 +133,3 @@ def _check_calibration(quant: QuantConfig, calibration: Tensor | None) -> None:
         raise QuantizationError(
             f"solver {quant.solver!r} takes no calibration; use gptq, or leave it out"
         )
-
-
-def _resolved(quant: QuantConfig, for_cpu: bool) -> QuantConfig:
-    return replace(quant, packing="rows16") if for_cpu else quant

@@ -5,30 +5,33 @@ Weights come from who calls, as floats or quantized, and may be others each time
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError, UnsupportedModelError
-from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, cache_shapes
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
-from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
+from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import CachePass, PlainCache
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.decoder import head_shapes, scaled_logits
 from qoff.models.native.layer import Layer
-from qoff.models.native.norms import normalized
 from qoff.models.native.rope import RotaryTable
+from qoff.models.native.unfused import normalized
 from qoff.models.spec import DecoderSpec
+from qoff.quant import QTensor
+from qoff.quant.compensated import compensated
 
-from .dense_ops import DenseOps, Seen
+from .builder import Builder
+from .unconverted import Unconverted
 
-LayerWeights = Mapping[str, QTensor | Tensor]  # by the names inside a layer
+Seen = Callable[[object, Tensor, Tensor], None]  # a matrix, its input [M, K], its output [M, N]
 _LOGITS = 1 << 24  # computed at a time
 
 
@@ -62,17 +65,23 @@ class Layerwise:
         tables = {rope: RotaryTable(spec, rope).upto(tokens) for rope in ropes if rope is not None}
         self._rotary = [None if rope is None else tables[rope] for rope in ropes]
 
-    def embedded(self, table: QTensor | Tensor) -> Tensor:
+    def embedded(self, table: Tensor) -> Tensor:
         """Hidden states before the first layer, float32 [texts * tokens, hidden_size]."""
-        matrix = table.dequantize() if isinstance(table, QTensor) else table
-        rows = matrix[self.ids.flatten()]
+        rows = table[self.ids.flatten()]
         return rows * self.spec.embedding_scale if self.spec.embedding_scale != 1 else rows
 
     def run(
-        self, layer: int, weights: LayerWeights, hidden: Tensor, seen: Seen | None = None
+        self,
+        layer: int,
+        weights: Mapping[str, QTensor | Tensor],
+        hidden: Tensor,
+        seen: Seen | None = None,
     ) -> Tensor:
-        """Return the hidden states after a layer; those before it stay as they are."""
-        ops = cast(Ops, DenseOps(seen))
+        """Return the hidden states after a layer; those before it stay as they are.
+
+        weights: by the names inside a layer. seen: is told every product before a bias or an
+        activation.
+        """
         ragged = self._ragged
         run = ForwardPass(
             self.ids.flatten(),
@@ -84,12 +93,12 @@ class Layerwise:
             rotary=self._rotary,
             hidden=hidden.clone(),
         )
-        steps = Layer(self.spec, ops, self._shapes).steps(layer, dict(weights), run)
-        unit = next(steps, None)
+        decoder_layer = Layer(self.spec, cast(Ops, _DenseOps(seen)), self._shapes)
+        unit = next(decoder_layer.steps(layer, dict(weights), run), None)
         assert unit is None  # waits for no tile
         return run.input
 
-    def logits(self, outer: LayerWeights, rows: Tensor) -> Tensor:
+    def logits(self, outer: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """Logits of some final hidden states [R, hidden_size]: float32 [R, vocab_size].
 
         outer: the weights outside of the layers. Best called on `logit_rows` rows at a time.
@@ -98,18 +107,120 @@ class Layerwise:
         if spec.final_norm:
             rows = normalized(spec, rows, dict(outer), "model.norm")
         head = outer[EMBEDDING if spec.tie_word_embeddings else LM_HEAD]
-        matrix = head.dequantize() if isinstance(head, QTensor) else head
-        found = rows @ matrix.T
-        if spec.logit_scale != 1:
-            found = found * spec.logit_scale
-        if spec.logit_soft_cap:
-            found = spec.logit_soft_cap * torch.tanh(found / spec.logit_soft_cap)
-        return found
+        return scaled_logits(spec, rows @ head.T)
 
     @property
     def logit_rows(self) -> int:
         """Rows whose logits take 64 MiB."""
         return max(1, _LOGITS // self.spec.vocab_size)
+
+
+class Calibration:
+    """Solves the matrices of a model on what goes into them, layer after layer.
+
+    The inputs of a layer are those behind layers that are quantized already, so that each layer
+    makes up for what those before it lost. ids: int64 [texts, tokens]. Besides one layer in float32
+    and as it is written, memory holds the hidden states of all tokens twice, and the second moments
+    of the inputs of each matrix of a layer, [K, K] float32; of one of them a few times over. Raises
+    as `Layerwise` does.
+    """
+
+    def __init__(self, model: Unconverted, builder: Builder, ids: Tensor) -> None:
+        self._builder, self._units = builder, model.units
+        self._run = Layerwise(model.spec, ids)
+        _, outer = model.units[-1]
+        table = next(w for w in outer if w.name == EMBEDDING)
+        self._hidden = self._run.embedded(builder.floats(table))
+
+    @torch.no_grad()
+    def layer(self, index: int) -> dict[str, QTensor | Tensor]:
+        """Return a layer's weights by their full names, as they are written. Layers go in order."""
+        prefix, weights = self._units[index]
+        builder = self._builder
+        solved = [w for w in weights if builder.calibrates(prefix, w)]
+        built: dict[str, QTensor | Tensor] = {
+            w.name: builder.floats(w) if w in solved else builder.build(prefix, w) for w in weights
+        }
+        moments = self._moments(index, built, [w.name for w in solved])
+        for weight in solved:
+            values = built[weight.name]
+            assert isinstance(values, Tensor)
+            built[weight.name] = compensated(
+                values,
+                moments.pop(weight.name),
+                builder.note(prefix, weight),
+                scale_dtype=builder.quant.scale_dtype,
+                name=f"{prefix}{weight.name}",
+            )
+        self._hidden = self._run.run(index, built, self._hidden)
+        packing = builder.quant.packing
+        return {
+            f"{prefix}{name}": x.to_packing(packing) if isinstance(x, QTensor) else x
+            for name, x in built.items()
+        }
+
+    def _moments(
+        self, index: int, weights: dict[str, QTensor | Tensor], matrices: list[str]
+    ) -> dict[str, Tensor]:
+        """The mean of x x^T over the inputs of each of some matrices, float32 [K, K]."""
+        called = {id(weights[name]): name for name in matrices}
+        total: dict[str, Tensor] = {}
+
+        def seen(found: object, x: Tensor, _: Tensor) -> None:
+            name = called.get(id(found))
+            if name is not None:
+                into = total.setdefault(name, x.new_zeros(x.shape[1], x.shape[1]))
+                into.addmm_(x.T, x)
+
+        self._run.run(index, weights, self._hidden, seen)
+        return {name: sums.div_(len(self._hidden)) for name, sums in total.items()}
+
+
+class _DenseOps:
+    """`kernels.ops.Ops`, but for experts, of matrices that are QTensors or float tensors [N, K].
+
+    Differentiable. Without gradients, attention is the CPU's own op.
+    """
+
+    PACKING, CACHE, USES_OUT = "split32", "host", False
+
+    def __init__(self, seen: Seen | None) -> None:
+        self._seen = seen
+
+    def w4_linear(
+        self,
+        x: Tensor,
+        weight: QTensor | Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        silu_mul: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `kernels.reference.ops.w4_linear`."""
+        if norm is not None:
+            x = reference_ops.rms_norm(x, norm, eps)
+        matrix = weight.dequantize() if isinstance(weight, QTensor) else weight
+        y = x @ matrix.T
+        if self._seen is not None:
+            self._seen(weight, x, y)
+        if bias is not None:
+            y = y + bias
+        if silu_mul:
+            y = reference_ops.activate(y, "silu")
+        if residual is not None:
+            y = y + residual
+        return y if out is None else out.copy_(y)
+
+    def attention(self, *operands: Any, **options: Any) -> Tensor:
+        """See `kernels.reference.ops.attention`."""
+        if torch.is_grad_enabled():
+            return reference_ops.attention(*operands, **options)
+        from qoff.kernels.cpu import ops as cpu
+
+        return cpu.attention(*operands, **options)
 
 
 class _OneLayer(CachePass):
@@ -122,7 +233,8 @@ class _OneLayer(CachePass):
         """Nothing is remembered."""
 
     def open(self, layer: int) -> LayerCache:
-        positions, longest = self._ragged.positions, self._ragged.longest
-        capacity = -(-(longest + 1) // KEYS_PER_VECTOR) * KEYS_PER_VECTOR
-        keys, values = cache_shapes(len(self._ragged.spans), self._shapes[layer], capacity)
-        return LayerCache(torch.zeros(keys), torch.zeros(values), positions, longest)
+        ragged = self._ragged
+        cache = PlainCache([self._shapes[layer]], len(ragged.spans), ragged.longest + 1)
+        opened = cache.begin(ragged).open(0)
+        assert isinstance(opened, LayerCache)
+        return opened

@@ -6,58 +6,22 @@ experts, say). It is given the tensors of one layer at a time here.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qoff.checkpoint import CheckpointWriter
 from qoff.errors import ConversionError, FormatError, QuantizationError
 from qoff.models.modules.configs import DTYPE, LAYOUT, build, read_config
-from qoff.models.modules.quantizable import Matrix, matrices_of
-from qoff.models.modules.structure import Structure, UnitWeight
-from qoff.models.sources import SafetensorsSource, own_code
+from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
+from qoff.models.sources import SafetensorsSource
 from qoff.quant import QTensor, QuantConfig, quantize
 
 _NARROW = (torch.bfloat16, torch.float16)
-
-
-def convert_modules(
-    source: SafetensorsSource,
-    config: Mapping[str, Any],
-    out: str | os.PathLike[str],
-    quant: QuantConfig,
-    *,
-    overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-    trust_remote_code: bool = False,
-) -> Path:
-    """Convert a model to a checkpoint of layout "modules" at `out`.
-
-    Linear layers and experts of decoder layers, embedding and head are quantized, where the group
-    divides their columns; all else stays as it is. Raises as `convert` does.
-    """
-    job = _Job(source, config, quant, trust_remote_code)
-    count = len(job.structure.layers)
-    with CheckpointWriter(out, overwrite=overwrite, expected_bytes=job.expected()) as writer:
-        for i in range(count):
-            writer.write_layer(i, job.layer(i))
-            if progress is not None:
-                progress(i + 1, count + 1)
-        writer.write_outer(job.outer())
-        if progress is not None:
-            progress(count + 1, count + 1)
-        files = {**source.files(), **(own_code(source.path) if trust_remote_code else {})}
-        for name, data in files.items():
-            writer.copy_file(name, data)
-        writer.finish(job.config())
-    return Path(out)
 
 
 @dataclass(frozen=True)
@@ -71,8 +35,12 @@ class _Later:
         return self.source.whole(self.name)
 
 
-class _Job:
-    """What a conversion has to know."""
+class ModulesJob:
+    """A conversion to a checkpoint of layout "modules"; see `convert._NativeJob`.
+
+    Linear layers and experts of decoder layers, embedding and head are quantized, where the group
+    divides their columns; all else stays as it is. Raises as `convert` does.
+    """
 
     def __init__(
         self,
@@ -84,47 +52,35 @@ class _Job:
         self._source, self._quant = source, quant
         self._config = dict(config)
         self._trust = trust_remote_code
-        self._build()
-        if self.structure.head is None and self._has_other_head():
+        self._open()
+        if self._structure.head is None and self._has_other_head():
             self._config["tie_word_embeddings"] = False  # as transformers decides, too
-            self._build()
+            self._open()
+        self.units = len(self._structure.layers) + 1
+        weights = self._structure.model.parameters()
+        self.expected = sum(x.numel() * quant.bits // 8 for x in weights)
 
-    def expected(self) -> int:
-        """About the bytes that the checkpoint will take."""
-        tensors = self.structure.model.parameters()
-        return sum(x.numel() * self._quant.bits // 8 for x in tensors)
-
-    def layer(self, index: int) -> dict[str, QTensor | Tensor]:
-        """The weights of a layer, floats first, as they are written."""
-        places = self.structure.layer(index)
-        loaded = self._load(index, places)
+    def build(self, unit: int) -> dict[str, QTensor | Tensor]:
+        """Return the weights of a unit by their names, floats first."""
+        structure, group, outer = self._structure, self._quant.group_size, unit + 1 == self.units
+        tables = [place for place in (structure.embedding, structure.head) if place is not None]
+        places = [*structure.outer(), *tables] if outer else structure.layer(unit)
+        loaded = self._load(None if outer else unit, places)
         floats: dict[str, QTensor | Tensor] = {}
         packed: dict[str, QTensor | Tensor] = {}
         for place in places:
-            matrices = matrices_of(place, self._quant.group_size)
-            for matrix in matrices:
-                packed[matrix.name] = self._quantized(matrix, loaded[place.name])
-            if not matrices:
-                floats[place.name] = _as_narrow_as_exact(loaded[place.name])
-        return {**floats, **packed}
-
-    def outer(self) -> dict[str, QTensor | Tensor]:
-        """The weights outside of the layers."""
-        structure = self.structure
-        tables = [structure.embedding, *([structure.head] if structure.head else [])]
-        rest = structure.outer()
-        loaded = self._load(None, [*rest, *tables])
-        found: dict[str, QTensor | Tensor] = {
-            place.name: _as_narrow_as_exact(loaded[place.name]) for place in rest
-        }
-        for place in tables:
-            table, name = loaded[place.name], structure.stored_as(place)
-            if table.shape[1] % self._quant.group_size:
-                found[name] = _as_narrow_as_exact(table)
+            name, weight = structure.stored_as(place), loaded[place.name]
+            if place in tables:
+                rows, columns = weight.shape
+                fits = columns % group == 0
+                matrices = [Matrix(name, (rows, columns), sensitive=True)] if fits else []
             else:
-                shape = (table.shape[0], table.shape[1])
-                found[name] = self._quantized(Matrix(name, shape, sensitive=True), table)
-        return found
+                matrices = matrices_of(place, group)
+            for matrix in matrices:
+                packed[matrix.name] = self._quantized(matrix, weight)
+            if not matrices:
+                floats[name] = _as_narrow_as_exact(weight)
+        return {**floats, **packed}
 
     def config(self) -> dict[str, Any]:
         """The `config.json` of the checkpoint."""
@@ -140,9 +96,9 @@ class _Job:
             },
         }
 
-    def _build(self) -> None:
+    def _open(self) -> None:
         full = read_config(self._config, self._source.path, self._trust)
-        self.structure = Structure.of(build(full, self._trust))
+        self._structure = Structure.of(build(full, self._trust))
         self._units = self._units_of_sources()
 
     def _quantized(self, matrix: Matrix, weight: Tensor) -> QTensor:
@@ -162,7 +118,7 @@ class _Job:
         """The source's tensors by the layer that they belong to; None: outside of layers."""
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
-        model, mapping = self.structure.model, self._mapping()
+        model, mapping = self._structure.model, self._mapping()
         converters = [x for x in mapping if isinstance(x, WeightConverter)]
         renamings = [x for x in mapping if not isinstance(x, WeightConverter)]
         state = model.state_dict()
@@ -175,24 +131,24 @@ class _Job:
             if target not in state and name in state:
                 target = name
             self._targets[target] = name
-            found.setdefault(self.structure.unit_of(target), []).append(name)
+            found.setdefault(self._structure.unit_of(target), []).append(name)
         return found
 
     def _mapping(self) -> list[Any]:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        return list(get_model_conversion_mapping(self.structure.model, None, None))
+        return list(get_model_conversion_mapping(self._structure.model))
 
     def _load(self, unit: int | None, places: list[UnitWeight]) -> dict[str, Tensor]:
         """Tensors of a unit by their names in the model, float32 where they are floats."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        empty = {place.name: getattr(place.module, place.attribute) for place in places}
+        structure, empty = self._structure, {place.name: place.tensor for place in places}
         state = {name: _Later(self._source, name) for name in self._units.get(unit, [])}
         config = LoadStateDictConfig(weight_mapping=self._mapping(), dtype=DTYPE)
         with _without_progress_bars():
-            info, _ = convert_and_load_state_dict_in_model(self.structure.model, state, config)
+            info, _ = convert_and_load_state_dict_in_model(structure.model, state, config)
         if info.mismatched_keys or info.conversion_errors:
             what = sorted(map(str, (*info.mismatched_keys, *info.conversion_errors)))[0]
             raise FormatError(
@@ -201,10 +157,10 @@ class _Job:
             )
         loaded = {}
         for place in places:
-            value = getattr(place.module, place.attribute).detach()
-            self._give_back(place, empty[place.name])
-            if value.is_meta and place is self.structure.embedding and self.structure.head is None:
-                value = self.structure.outputs.weight.detach()  # the source has the head alone
+            value = place.tensor.detach()
+            place.put(empty[place.name])
+            if value.is_meta and place is structure.embedding and structure.head is None:
+                value = structure.outputs.weight.detach()  # the source has the head alone
             if value.is_meta:
                 raise FormatError(
                     f"{self._source.path}: no tensor {place.name}, which its config.json asks for; "
@@ -215,21 +171,13 @@ class _Job:
             loaded[place.name] = value
         return loaded
 
-    def _give_back(self, place: UnitWeight, empty: Tensor) -> None:
-        """Forget a tensor that was loaded."""
-        if place.attribute in place.module._buffers:
-            place.module._buffers[place.attribute] = empty
-        else:
-            place.module._parameters[place.attribute] = torch.nn.Parameter(empty, False)
-
     def _has_other_head(self) -> bool:
         """Whether the source has a head that differs from the embedding it should be tied to."""
-        model, structure = self.structure.model, self.structure
-        outputs = structure.outputs
-        path = next(name for name, module in model.named_modules() if module is outputs)
-        head, table = (
-            self._targets.get(name) for name in (f"{path}.weight", structure.embedding.name)
-        )
+        structure = self._structure
+        named = structure.model.named_modules()
+        path = next(name for name, module in named if module is structure.outputs)
+        head = self._targets.get(f"{path}.weight")
+        table = self._targets.get(structure.embedding.name)
         if head is None or table is None:
             return False
         return not torch.equal(self._source.whole(head), self._source.whole(table))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qoff.errors import QuantizationError
 from qoff.models.families import converted
+from qoff.models.families.family import TensorNames
 from qoff.models.names import ROW_BLOCK, Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.sources import Source
 from qoff.models.spec import DecoderSpec
-from qoff.models.tensor_names import TensorNames
 from qoff.quant import QTensor
 
 from .builder import PIECE
@@ -37,6 +36,7 @@ class Unconverted:
     def of(cls, source: Source) -> Unconverted:
         """Read configuration and headers. Raises UnsupportedModelError or FormatError."""
         config, names = converted(source.config(), lambda name: source.info(name) is not None)
+        names = source.tensor_names or names
         spec = DecoderSpec.from_config(config)
         if spec.tie_word_embeddings and _has_other_head(source, spec, names):
             spec = replace(spec, tie_word_embeddings=False)
@@ -44,14 +44,10 @@ class Unconverted:
         layers = ((layer_prefix(i), layer_weights(spec, i, names)) for i in range(spec.num_layers))
         return cls(source, config, spec, (*layers, ("", outer_weights(spec, names))))
 
-    def matrices(self) -> Iterator[tuple[str, Weight]]:
-        """All matrices with their full names, in file order."""
-        for prefix, weights in self.units:
-            yield from ((prefix + w.name, w) for w in weights if w.columns is not None)
-
     def check_patterns(self, patterns: Mapping[str, object]) -> None:
         """Raise QuantizationError for a pattern that is that of no matrix's name."""
-        names = [name for name, _ in self.matrices()]
+        units = self.units
+        names = [prefix + w.name for prefix, unit in units for w in unit if w.columns is not None]
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise QuantizationError(
@@ -71,10 +67,8 @@ def _has_other_head(source: Source, spec: DecoderSpec, names: TensorNames) -> bo
     if source.info(head) != source.info(embedding):
         return True
     rows = max(ROW_BLOCK, PIECE // spec.hidden_size // ROW_BLOCK * ROW_BLOCK)
-    pairs = zip(source.chunks(embedding, rows), source.chunks(head, rows), strict=True)
-    return not all(_equal(a, b) for a, b in pairs)
-
-
-def _equal(a: Tensor | QTensor, b: Tensor | QTensor) -> bool:
-    first, second = (x.dequantize() if isinstance(x, QTensor) else x for x in (a, b))
-    return torch.equal(first, second)
+    values = (
+        (x.dequantize() if isinstance(x, QTensor) else x for x in source.chunks(name, rows))
+        for name in (embedding, head)
+    )
+    return not all(torch.equal(a, b) for a, b in zip(*values, strict=True))

@@ -6,38 +6,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from qoff.models.spec_parts import unsupported
-from qoff.models.tensor_names import TensorNames
+from qoff.models.spec import unsupported
 
 from . import experts, gemma, layer_norm, llama
-from .family import Family, Fields, Has, common_fields, full_config
+from .family import Family, Fields, Has, TensorNames, common_fields, full_config
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "llama": llama.LLAMA,
-        "mistral": llama.MISTRAL,
-        "qwen2": llama.QWEN2,
-        "qwen3": llama.QWEN3,
-        "smollm3": llama.SMOLLM3,
-        "phi3": llama.PHI3,
-        "granite": llama.GRANITE,
-        "olmo2": llama.OLMO2,
-        "glm": llama.GLM,
-        "glm4": llama.GLM4,
-        "gemma": gemma.GEMMA,
-        "gemma2": gemma.GEMMA2,
-        "gemma3_text": gemma.GEMMA3,
-        "opt": layer_norm.OPT,
-        "gpt_neox": layer_norm.GPT_NEOX,
-        "starcoder2": layer_norm.STARCODER2,
-        "mixtral": experts.MIXTRAL,
-        "qwen2_moe": experts.QWEN2_MOE,
-        "qwen3_moe": experts.QWEN3_MOE,
-        "gpt_oss": experts.GPT_OSS,
-    }
+    {**llama.FAMILIES, **gemma.FAMILIES, **layer_norm.FAMILIES, **experts.FAMILIES}
 )
 # What becomes one of these when it is converted.
-SOURCES: Mapping[str, Family] = MappingProxyType({"gemma3": gemma.GEMMA3_WITH_VISION})
+SOURCES: Mapping[str, Family] = MappingProxyType({"gemma3": gemma.WITH_VISION})
 
 
 def read_spec(config: Mapping[str, Any]) -> Fields:
@@ -60,7 +38,7 @@ def converted(config: Mapping[str, Any], has: Has) -> tuple[dict[str, Any], Tens
 
     has: whether it has a tensor. Raises UnsupportedModelError.
     """
-    family = _source_family(config.get("model_type"))
+    family = _family(config.get("model_type"), {**FAMILIES, **SOURCES})
     if family.converted is None:
         return dict(config), family.names
     return family.converted(config, has)
@@ -71,15 +49,10 @@ def tensor_names(model_type: str) -> TensorNames:
     return _family(model_type).names
 
 
-def _source_family(model_type: object) -> Family:
-    return SOURCES.get(str(model_type)) or _family(model_type)
-
-
-def _family(model_type: object) -> Family:
-    family = FAMILIES.get(str(model_type))
-    if family is None:
+def _family(model_type: object, known: Mapping[str, Family] = FAMILIES) -> Family:
+    if str(model_type) not in known:
         raise unsupported("model_type", model_type, ", ".join((*FAMILIES, *SOURCES)))
-    return family
+    return known[str(model_type)]
 
 
 __all__ = ["FAMILIES", "SOURCES", "Family", "converted", "read_spec", "tensor_names"]

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from qoff.models.spec_parts import ExpertsSpec, unsupported
-from qoff.models.tensor_names import TensorNames
+from qoff.models.spec import ExpertsSpec, unsupported
 
-from .family import Family, Fields, activation, one_window, positive, windows
+from .family import Family, Fields, TensorNames, activation, biases, one_window, positive, windows
 
 
 def _mixtral(config: Any) -> Fields:
     """Mistral with experts in every layer."""
-    return {
-        "sliding_window": one_window(config),
-        "experts": ExpertsSpec(
-            count=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            intermediate_size=config.intermediate_size,
-            layers=(True,) * config.num_hidden_layers,
-            activation=activation(config.hidden_act),
-        ),
-    }
+    experts = _everywhere(config, activation=activation(config.hidden_act))
+    return {"sliding_window": one_window(config), "experts": experts}
 
 
 def _qwen3_moe(config: Any) -> Fields:
     """Qwen3 with experts in some layers."""
     window = config.sliding_window if config.use_sliding_window else None
     return {
-        "qkv_bias": config.attention_bias,
-        "o_bias": config.attention_bias,
+        **biases(config.attention_bias),
         "qk_norm": "head",
         "sliding_window": (window,) * config.num_hidden_layers,
         "experts": _qwen_experts(config),
@@ -67,15 +57,11 @@ def _gpt_oss(config: Any) -> Fields:
         if getattr(config, key, wanted) != wanted:
             raise unsupported(key, getattr(config, key), str(wanted))
     return {
-        "qkv_bias": config.attention_bias,
-        "o_bias": config.attention_bias,
+        **biases(config.attention_bias),
         "sinks": True,
         "sliding_window": windows(config),
-        "experts": ExpertsSpec(
-            count=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            intermediate_size=config.intermediate_size,
-            layers=(True,) * config.num_hidden_layers,
+        "experts": _everywhere(
+            config,
             softmax="topk",
             normalized=False,
             activation="clamped_swiglu",
@@ -85,16 +71,28 @@ def _gpt_oss(config: Any) -> Fields:
     }
 
 
-_QWEN_NAMES = TensorNames(modules={"mlp.router": "mlp.gate"})
+def _everywhere(config: Any, **more: Any) -> ExpertsSpec:
+    """Experts in all layers."""
+    return ExpertsSpec(
+        count=config.num_local_experts,
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        layers=(True,) * config.num_hidden_layers,
+        **more,
+    )
 
-MIXTRAL = Family(
-    "Mixtral 8x7B, 8x22B",
-    _mixtral,
-    TensorNames(
-        modules={"mlp.router": "block_sparse_moe.gate", "mlp": "block_sparse_moe"},
-        leaves={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+
+_QWEN_NAMES = TensorNames(modules={"mlp.router": "mlp.gate"})
+FAMILIES = {
+    "mixtral": Family(
+        "Mixtral 8x7B, 8x22B",
+        _mixtral,
+        TensorNames(
+            modules={"mlp.router": "block_sparse_moe.gate", "mlp": "block_sparse_moe"},
+            leaves={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+        ),
     ),
-)
-QWEN2_MOE = Family("Qwen 1.5 and 2 MoE", _qwen2_moe, _QWEN_NAMES)
-QWEN3_MOE = Family("Qwen 3 MoE 30B-A3B, 235B-A22B", _qwen3_moe, _QWEN_NAMES)
-GPT_OSS = Family("gpt-oss 20B, 120B", _gpt_oss, TensorNames(stacked_experts=True))
+    "qwen2_moe": Family("Qwen 1.5 and 2 MoE", _qwen2_moe, _QWEN_NAMES),
+    "qwen3_moe": Family("Qwen 3 MoE 30B-A3B, 235B-A22B", _qwen3_moe, _QWEN_NAMES),
+    "gpt_oss": Family("gpt-oss 20B, 120B", _gpt_oss, TensorNames(stacked_experts=True)),
+}

@@ -1,4 +1,4 @@
-"""A family, and the fields of a spec that are read alike for all of them.
+"""A family, its names of tensors, and the fields of a spec that are read alike for all of them.
 
 transformers' own config classes fill in defaults and bring the keys of old files (`rope_theta`,
 `rope_scaling`, `max_window_layers`) into their present form.
@@ -8,20 +8,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
 
 from qoff.errors import UnsupportedModelError
-from qoff.models.spec_parts import RopeSpec, unsupported
-from qoff.models.tensor_names import TensorNames
+from qoff.models.spec import RopeSpec, unsupported
 
 Fields = dict[str, Any]  # fields of DecoderSpec by name
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-
-
 Config = Mapping[str, Any]
 Has = Callable[[str], bool]  # whether a source has a tensor of this name
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What a family calls its tensors in a checkpoint, and how it fuses them; by default Llama's.
+
+    modules: from Llama's name of a module inside a layer, or the beginning of it, to the family's.
+    leaves: the same for the last part of a module's name.
+    fused_qkv: one tensor has the rows of queries, keys and values ("rows"), or those of one head
+    after the other ("heads"). fused_gate_up: one tensor has the rows of gate above those of up.
+    stacked_experts: one tensor has all experts, [experts, columns, rows], its rows of gate and up
+    in turn. rope_pairs: neighbouring channels of queries and keys turn together. norm_offset: what
+    norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix that it
+    is multiplied by from the right, and whether that is stored transposed.
+    """
+
+    layer: str = "model.layers.{}."
+    modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    leaves: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    embedding: str = "model.embed_tokens.weight"
+    positions: str = ""
+    norm: str = "model.norm"
+    head: str = "lm_head.weight"
+    fused_qkv: Literal["", "rows", "heads"] = ""
+    fused_gate_up: bool = False
+    stacked_experts: bool = False
+    rope_pairs: bool = False
+    norm_offset: float = 0.0
+    times: Mapping[str, tuple[str, bool]] = field(default_factory=lambda: MappingProxyType({}))
+
+    def in_layer(self, layer: int, module: str, tensor: str) -> str:
+        """The full name of a tensor of a module of a layer."""
+        return self.layer.format(layer) + self._called(module) + ("." + tensor if tensor else "")
+
+    def _called(self, module: str) -> str:
+        """The family's name of a module: the longest beginning that has another name decides."""
+        rest, _, leaf = module.rpartition(".")
+        if leaf in self.leaves:
+            module = f"{rest}.{self.leaves[leaf]}"
+        for begin in sorted(self.modules, key=len, reverse=True):
+            if f"{module}.".startswith(f"{begin}."):
+                return self.modules[begin] + module[len(begin) :]
+        return module
 
 
 @dataclass(frozen=True)
@@ -35,7 +76,7 @@ class Family:
 
     models: str
     fields: Callable[[Any], Fields]
-    names: TensorNames = TensorNames()  # noqa: RUF009  # frozen
+    names: TensorNames = TensorNames()  # frozen
     converted: Callable[[Config, Has], tuple[dict[str, Any], TensorNames]] | None = None
 
 
@@ -65,7 +106,8 @@ def common_fields(config: Any) -> Fields:
     """The fields of a spec as most families call them."""
     layers = config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    by_type = set(rope) <= {"full_attention", "sliding_attention"}  # of layers, or there is none
     return {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -79,7 +121,7 @@ def common_fields(config: Any) -> Fields:
         "norm_eps": getattr(config, "rms_norm_eps", 0.0),
         "activation": activation(getattr(config, "hidden_act", "silu")),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "rope": None if not rope or not _of_all(rope) else rope_of(config, rope, head_dim),
+        "rope": None if by_type else rope_of(config, rope, head_dim),
         "rope_layers": (bool(rope),) * layers,
         "sliding_window": (None,) * layers,
     }
@@ -87,7 +129,11 @@ def common_fields(config: Any) -> Fields:
 
 def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
     """The RoPE of transformers' `rope_parameters`. Raises UnsupportedModelError."""
-    rope = {key: _frozen(value) for key, value in parameters.items() if value is not None}
+    rope: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in parameters.items()
+        if value is not None
+    }
     kind = rope.pop("rope_type", None)
     if kind is None:
         raise unsupported("rope_parameters", sorted(parameters), "one rope_type for all layers")
@@ -105,6 +151,11 @@ def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSp
 def activation(name: str) -> str:
     """transformers' name of an activation as a spec has it."""
     return _ACTIVATIONS.get(name, name)
+
+
+def biases(attention: bool, mlp: bool = False) -> Fields:
+    """Which matrices have biases: all of attention, all of the MLP."""
+    return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": mlp}
 
 
 def positive(config: Any, key: str) -> float:
@@ -131,12 +182,3 @@ def windows(config: Any) -> tuple[int | None, ...]:
 def one_window(config: Any) -> tuple[int | None, ...]:
     """The same sliding window for all layers."""
     return (config.sliding_window,) * config.num_hidden_layers
-
-
-def _of_all(rope: Mapping[str, Any]) -> bool:
-    """Whether parameters are for all layers; otherwise they are by layer type."""
-    return not set(rope) <= {"full_attention", "sliding_attention"}
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

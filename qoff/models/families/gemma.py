@@ -5,10 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qoff.models.spec_parts import unsupported
-from qoff.models.tensor_names import TensorNames
+from qoff.models.spec import unsupported
 
-from .family import Config, Family, Fields, Has, activation, positive, rope_of, windows
+from .family import (
+    Config,
+    Family,
+    Fields,
+    Has,
+    TensorNames,
+    activation,
+    biases,
+    positive,
+    rope_of,
+    windows,
+)
 
 
 def _gemma(config: Any) -> Fields:
@@ -18,8 +28,7 @@ def _gemma(config: Any) -> Fields:
         raise unsupported("use_bidirectional_attention", True, "false")
     return {
         "activation": activation(act or "gelu_pytorch_tanh"),
-        "qkv_bias": config.attention_bias,
-        "o_bias": config.attention_bias,
+        **biases(config.attention_bias),
         "embedding_scale": float(config.hidden_size) ** 0.5,
     }
 
@@ -69,7 +78,7 @@ def _text_alone(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
     old = has("language_model.model.embed_tokens.weight")
     begin = "language_model.model." if old else "model.language_model."
     names = replace(
-        GEMMA3.names,
+        _NAMES,
         layer=f"{begin}layers.{{}}.",
         embedding=f"{begin}embed_tokens.weight",
         norm=f"{begin}norm",
@@ -83,7 +92,10 @@ _SANDWICH = {
     "self_attn.post_norm": "post_attention_layernorm",
     "mlp.post_norm": "post_feedforward_layernorm",
 }
-GEMMA = Family("Gemma 1", _gemma, TensorNames(norm_offset=1.0))
-GEMMA2 = Family("Gemma 2", _gemma2, TensorNames(norm_offset=1.0, modules=_SANDWICH))
-GEMMA3 = Family("Gemma 3 1B", _gemma3, TensorNames(norm_offset=1.0, modules=_SANDWICH))
-GEMMA3_WITH_VISION = Family("Gemma 3 4B to 27B, without images", _gemma3, GEMMA3.names, _text_alone)
+_NAMES = TensorNames(norm_offset=1.0, modules=_SANDWICH)
+FAMILIES = {
+    "gemma": Family("Gemma 1", _gemma, TensorNames(norm_offset=1.0)),
+    "gemma2": Family("Gemma 2", _gemma2, _NAMES),
+    "gemma3_text": Family("Gemma 3 1B", _gemma3, _NAMES),
+}
+WITH_VISION = Family("Gemma 3 4B to 27B, without images", _gemma3, _NAMES, _text_alone)

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from qoff.memory.plan import EMBEDDING, LM_HEAD
-from qoff.models.spec_parts import unsupported
-from qoff.models.tensor_names import TensorNames
+from qoff.models.spec import unsupported
 
-from .family import Config, Family, Fields, Has, activation, one_window
+from .family import Config, Family, Fields, Has, TensorNames, activation, biases, one_window
 
 _OPT_EPS = 1e-5  # torch's default
 
@@ -28,9 +27,7 @@ def _opt(config: Any) -> Fields:
         "norm_eps": _OPT_EPS,
         "activation": activation(config.activation_function),
         "gated": False,
-        "qkv_bias": config.enable_bias,
-        "o_bias": config.enable_bias,
-        "mlp_bias": config.enable_bias,
+        **biases(config.enable_bias, config.enable_bias),
         "pre_norm": first,
         "norm_after_add": not first,
         "final_norm": first and not config._remove_final_layer_norm,
@@ -46,9 +43,7 @@ def _gpt_neox(config: Any) -> Fields:
         "norm": "layer",
         "norm_eps": config.layer_norm_eps,
         "gated": False,
-        "qkv_bias": config.attention_bias,
-        "o_bias": config.attention_bias,
-        "mlp_bias": True,
+        **biases(config.attention_bias, mlp=True),
         "parallel": config.use_parallel_residual,
     }
 
@@ -58,9 +53,7 @@ def _starcoder2(config: Any) -> Fields:
         "norm": "layer",
         "norm_eps": config.norm_epsilon,
         "gated": False,
-        "qkv_bias": config.use_bias,
-        "o_bias": config.use_bias,
-        "mlp_bias": config.use_bias,
+        **biases(config.use_bias, config.use_bias),
         "sliding_window": one_window(config),
     }
 
@@ -69,10 +62,10 @@ def _without_projections(config: Config, has: Has) -> tuple[dict[str, Any], Tens
     """350M's embedding is narrower than its layers: its projections are multiplied into it."""
     width, hidden = config.get("word_embed_proj_dim"), config["hidden_size"]
     if width in (None, hidden):
-        return dict(config), OPT.names
+        return dict(config), _OPT_NAMES
     names = replace(
-        OPT.names,
-        head=OPT.names.head if has(OPT.names.head) else OPT.names.embedding,
+        _OPT_NAMES,
+        head=_OPT_NAMES.head if has(_OPT_NAMES.head) else _OPT_NAMES.embedding,
         times={
             EMBEDDING: ("model.decoder.project_in.weight", True),
             LM_HEAD: ("model.decoder.project_out.weight", False),
@@ -81,43 +74,41 @@ def _without_projections(config: Config, has: Has) -> tuple[dict[str, Any], Tens
     return {**config, "word_embed_proj_dim": hidden, "tie_word_embeddings": False}, names
 
 
-OPT = Family(
-    "OPT, all sizes",
-    _opt,
-    TensorNames(
-        layer="model.decoder.layers.{}.",
-        modules={
-            "input_layernorm": "self_attn_layer_norm",
-            "post_attention_layernorm": "final_layer_norm",
-            "self_attn.o_proj": "self_attn.out_proj",
-            "mlp.up_proj": "fc1",
-            "mlp.down_proj": "fc2",
-        },
-        embedding="model.decoder.embed_tokens.weight",
-        positions="model.decoder.embed_positions.weight",
-        norm="model.decoder.final_layer_norm",
+_OPT_NAMES = TensorNames(
+    layer="model.decoder.layers.{}.",
+    modules={
+        "input_layernorm": "self_attn_layer_norm",
+        "post_attention_layernorm": "final_layer_norm",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "mlp.up_proj": "fc1",
+        "mlp.down_proj": "fc2",
+    },
+    embedding="model.decoder.embed_tokens.weight",
+    positions="model.decoder.embed_positions.weight",
+    norm="model.decoder.final_layer_norm",
+)
+FAMILIES = {
+    "opt": Family("OPT, all sizes", _opt, _OPT_NAMES, _without_projections),
+    "gpt_neox": Family(
+        "GPT-NeoX 20B, Pythia, Dolly",
+        _gpt_neox,
+        TensorNames(
+            layer="gpt_neox.layers.{}.",
+            modules={
+                "self_attn.qkv_proj": "attention.query_key_value",
+                "self_attn.o_proj": "attention.dense",
+                "mlp.up_proj": "mlp.dense_h_to_4h",
+                "mlp.down_proj": "mlp.dense_4h_to_h",
+            },
+            embedding="gpt_neox.embed_in.weight",
+            norm="gpt_neox.final_layer_norm",
+            head="embed_out.weight",
+            fused_qkv="heads",
+        ),
     ),
-    _without_projections,
-)
-GPT_NEOX = Family(
-    "GPT-NeoX 20B, Pythia, Dolly",
-    _gpt_neox,
-    TensorNames(
-        layer="gpt_neox.layers.{}.",
-        modules={
-            "self_attn.qkv_proj": "attention.query_key_value",
-            "self_attn.o_proj": "attention.dense",
-            "mlp.up_proj": "mlp.dense_h_to_4h",
-            "mlp.down_proj": "mlp.dense_4h_to_h",
-        },
-        embedding="gpt_neox.embed_in.weight",
-        norm="gpt_neox.final_layer_norm",
-        head="embed_out.weight",
-        fused_qkv="heads",
+    "starcoder2": Family(
+        "StarCoder 2",
+        _starcoder2,
+        TensorNames(modules={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
     ),
-)
-STARCODER2 = Family(
-    "StarCoder 2",
-    _starcoder2,
-    TensorNames(modules={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
-)
+}

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from qoff.models.tensor_names import TensorNames
-
-from .family import Family, Fields, one_window, positive, windows
+from .family import Family, Fields, TensorNames, biases, one_window, positive, windows
 
 
 def _llama(config: Any) -> Fields:
     """Llama 1 to 3, and the many models that share its class."""
-    return {
-        "qkv_bias": config.attention_bias,
-        "o_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-    }
+    return biases(config.attention_bias, config.mlp_bias)
 
 
 def _mistral(config: Any) -> Fields:
@@ -31,8 +25,7 @@ def _qwen2(config: Any) -> Fields:
 def _qwen3(config: Any) -> Fields:
     """Norms on query and key heads; sliding windows layer by layer."""
     return {
-        "qkv_bias": config.attention_bias,
-        "o_bias": config.attention_bias,
+        **biases(config.attention_bias),
         "qk_norm": "head",
         "sliding_window": windows(config),
     }
@@ -62,8 +55,7 @@ def _granite(config: Any) -> Fields:
 def _olmo2(config: Any) -> Fields:
     """Norms after attention and MLP in place of before; norms over all queries and all keys."""
     return {
-        "qkv_bias": config.attention_bias,
-        "o_bias": config.attention_bias,
+        **biases(config.attention_bias),
         "pre_norm": False,
         "post_norm": True,
         "qk_norm": "all",
@@ -80,35 +72,37 @@ def _glm4(config: Any) -> Fields:
     return {**_glm(config), "post_norm": True}
 
 
-_GLM_NAMES = TensorNames(fused_gate_up=True, rope_pairs=True)
-
-LLAMA = Family("Llama 1 to 3, SmolLM 1 and 2, Yi, many others", _llama)
-MISTRAL = Family("Mistral 7B, Mistral Nemo", _mistral)
-QWEN2 = Family("Qwen 1.5, 2 and 2.5", _qwen2)
-QWEN3 = Family("Qwen 3", _qwen3)
-SMOLLM3 = Family("SmolLM3", _smollm3)
-PHI3 = Family("Phi-3, Phi-3.5, Phi-4", _mistral, TensorNames(fused_qkv="rows", fused_gate_up=True))
-GRANITE = Family("Granite 3", _granite)
-OLMO2 = Family(
-    "OLMo 2",
-    _olmo2,
-    TensorNames(
-        modules={
-            "self_attn.post_norm": "post_attention_layernorm",
-            "mlp.post_norm": "post_feedforward_layernorm",
-        }
+FAMILIES = {
+    "llama": Family("Llama 1 to 3, SmolLM 1 and 2, Yi, many others", _llama),
+    "mistral": Family("Mistral 7B, Mistral Nemo", _mistral),
+    "qwen2": Family("Qwen 1.5, 2 and 2.5", _qwen2),
+    "qwen3": Family("Qwen 3", _qwen3),
+    "smollm3": Family("SmolLM3", _smollm3),
+    "phi3": Family(
+        "Phi-3, Phi-3.5, Phi-4", _mistral, TensorNames(fused_qkv="rows", fused_gate_up=True)
     ),
-)
-GLM = Family("GLM-4 9B of 2024", _glm, _GLM_NAMES)
-GLM4 = Family(
-    "GLM-4 0414, 9B and 32B",
-    _glm4,
-    TensorNames(
-        fused_gate_up=True,
-        rope_pairs=True,
-        modules={
-            "self_attn.post_norm": "post_self_attn_layernorm",
-            "mlp.post_norm": "post_mlp_layernorm",
-        },
+    "granite": Family("Granite 3", _granite),
+    "olmo2": Family(
+        "OLMo 2",
+        _olmo2,
+        TensorNames(
+            modules={
+                "self_attn.post_norm": "post_attention_layernorm",
+                "mlp.post_norm": "post_feedforward_layernorm",
+            }
+        ),
     ),
-)
+    "glm": Family("GLM-4 9B of 2024", _glm, TensorNames(fused_gate_up=True, rope_pairs=True)),
+    "glm4": Family(
+        "GLM-4 0414, 9B and 32B",
+        _glm4,
+        TensorNames(
+            fused_gate_up=True,
+            rope_pairs=True,
+            modules={
+                "self_attn.post_norm": "post_self_attn_layernorm",
+                "mlp.post_norm": "post_mlp_layernorm",
+            },
+        ),
+    ),
+}

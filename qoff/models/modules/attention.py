@@ -7,9 +7,11 @@ interface says which pattern they are for. Both ask the pass that is being compu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from greenlet import getcurrent
 from torch import Tensor, nn
 
 from qoff.errors import OpError
@@ -21,17 +23,48 @@ from qoff.kvcache import CachePass
 from .passes import ModulePass
 
 NAME = "qoff_packed"
-_MASK = "qoff_mask"  # what a mask that `masked` made is known by, with the window as its value
+MASK = "qoff_mask"  # what a mask that `masked` made is known by, with the window as its value
 
 
-class Attention(Protocol):
-    """What a pass does where transformers attends."""
+def register() -> None:
+    """Let transformers know `NAME`: it calls `mask` and `attend` of the pass's attention."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def mask(mask_function: Callable[..., Tensor], **about: Any) -> Tensor:
+        shape = (about["batch_size"], 1, about["q_length"], about["kv_length"])
+        found: Tensor = _current().mask(mask_function, about.get("local_size"), shape)
+        return found
+
+    def attend(*operands: Any, **more: Any) -> tuple[Tensor, None]:
+        return _current().attend(*operands, **more), None
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedAttention:
+    """Appends the new tokens of a pass to a cache of qoff's, and attends to it.
+
+    shapes: by transformers' numbers of the layers, in the order of the cache's. new: bool [B, T],
+    which columns are tokens; they are the rows of `ragged`.
+    """
+
+    ops: Ops
+    shapes: dict[int, HeadShape]
+    cache: CachePass
+    ragged: Ragged
+    new: Tensor
 
     def mask(
         self, mask_function: Callable[..., Tensor], window: int | None, shape: tuple[int, ...]
     ) -> Tensor:
-        """What modules hand on as their mask; shape: [B, 1, T, all columns]."""
-        ...
+        """What modules hand on as their mask, without content: the op knows what is where.
+
+        shape: [B, 1, T, all columns].
+        """
+        return masked(window, (0,))
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
@@ -40,58 +73,18 @@ class Attention(Protocol):
 
         q: [B, heads, T, D]; k, v: [B, KV heads, T, D].
         """
-        ...
-
-
-def register() -> None:
-    """Let transformers know `NAME`."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
-
-
-class PackedAttention:
-    """Appends the new tokens of a pass to a cache of qoff's, and attends to it.
-
-    places: the layer of the cache, by transformers' number of the layer. new: bool [B, T], which
-    columns are tokens; they are the rows of `ragged`.
-    """
-
-    def __init__(
-        self,
-        ops: Ops,
-        shapes: dict[int, HeadShape],
-        places: dict[int, int],
-        cache: CachePass,
-        ragged: Ragged,
-        new: Tensor,
-    ) -> None:
-        self._ops, self._shapes, self._places = ops, shapes, places
-        self._cache, self._ragged, self._new = cache, ragged, new
-
-    def mask(
-        self, mask_function: Callable[..., Tensor], window: int | None, shape: tuple[int, ...]
-    ) -> Tensor:
-        """A mask without content: the op knows which token is where."""
-        return masked(window, (0,))
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
-    ) -> Tensor:
         layer: Any = module.layer_idx
-        place, new = self._places[layer], self._new
+        place, new = list(self.shapes).index(layer), self.new
         rows = [x.transpose(1, 2)[new].flatten(1) for x in (q, k, v)]
         sinks = more.get("s_aux")
-        found = self._ops.attention(
+        found = self.ops.attention(
             torch.cat(rows, 1),
-            self._shapes[layer],
-            self._cache.open(place),
-            self._ragged,
+            self.shapes[layer],
+            self.cache.open(place),
+            self.ragged,
             sinks=None if sinks is None else sinks.float().contiguous(),
         )
-        self._cache.close(place)
+        self.cache.close(place)
         batch, heads, columns, dim = q.shape
         out = q.new_zeros(batch, columns, heads, dim)
         out[new] = found.view(-1, heads, dim)
@@ -101,34 +94,12 @@ class PackedAttention:
 def masked(window: int | None, shape: tuple[int, ...]) -> Tensor:
     """A mask without content for a window of so many tokens; None: all."""
     mask = torch.empty(shape, dtype=torch.bool)
-    setattr(mask, _MASK, window)
+    setattr(mask, MASK, window)
     return mask
 
 
-def window_of(mask: object) -> int | None:
-    """The window that a mask is for. Raises LookupError for what `masked` has not made."""
-    if not hasattr(mask, _MASK):
-        raise LookupError("not a mask of transformers' mask interface, as it was made")
-    window: int | None = getattr(mask, _MASK)
-    return window
-
-
-def _current() -> Attention:
-    from greenlet import getcurrent
-
+def _current() -> Any:
     here = getcurrent()
     if not isinstance(here, ModulePass) or here.attention is None:
         raise OpError(f"attention {NAME!r} is for models of qoff.load(kv=...) only")
-    attention: Attention = here.attention
-    return attention
-
-
-def _mask(mask_function: Callable[..., Tensor], **about: Any) -> Tensor:
-    shape = (about["batch_size"], 1, about["q_length"], about["kv_length"])
-    return _current().mask(mask_function, about.get("local_size"), shape)
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more: Any
-) -> tuple[Tensor, None]:
-    return _current().attend(module, query, key, value, mask, **more), None
+    return here.attention

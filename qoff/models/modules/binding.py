@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from typing import cast
+from collections.abc import Callable, Container
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,8 @@ from qoff.memory import Weights
 from qoff.memory.plan import local_names
 
 from .configs import DTYPE
-from .experts import QuantizedExperts
-from .linear import Multiply, QuantizedLinear
-from .quantizable import Matrix, is_conv1d
-from .structure import Structure, UnitWeight
+from .linear import Multiply, QuantizedExperts, QuantizedLinear
+from .structure import Structure, is_conv1d, matrices_of
 
 
 class WeightBinder:
@@ -26,73 +24,54 @@ class WeightBinder:
     """
 
     def __init__(
-        self,
-        structure: Structure,
-        index: int,
-        quantized: Container[str],
-        matrices: Mapping[str, list[Matrix]],
-        multiply: Multiply,
+        self, structure: Structure, index: int, quantized: Container[str], multiply: Multiply
     ) -> None:
         self.index = index
-        self._structure, self._multiply = structure, multiply
-        self._floats: list[tuple[str, nn.Module, str]] = []  # key, module, attribute
-        self._linears: list[tuple[str, QuantizedLinear]] = []
-        self._experts: list[tuple[list[str], QuantizedExperts, str]] = []
-        self._forwards: dict[int, QuantizedExperts] = {}  # by module
-        replaced: dict[int, nn.Module] = {}
+        # Where each goes, and what the store calls it; of experts, the matrices of all.
+        self._places: list[tuple[dict[str, Any], str, str | list[str]]] = []
+        linears: dict[int, QuantizedLinear] = {}  # by the module that they replace
+        experts: dict[int, QuantizedExperts] = {}
+        attributes: list[tuple[nn.Module, str]] = []
         for place in structure.layer(index):
-            parts = matrices.get(place.name, [])
-            keys = [self._key(part.name) for part in parts]
+            module, attribute = place.module, place.attribute
+            parts = matrices_of(place, 1)  # the file knows which groups divide their columns
             if not parts or parts[0].name not in quantized:
-                module = replaced.get(id(place.module), place.module)
-                self._floats.append((self._key(place.name), module, place.attribute))
+                module = linears.get(id(module), module)
+                attributes.append((module, attribute))
+                self._places.append((module.__dict__, attribute, self._key(place.name)))
             elif parts[0].expert is None:
-                linear = self._replace(place)
-                replaced[id(place.module)] = linear
-                self._linears.append((keys[0], linear))
+                linear = QuantizedLinear(module, multiply, is_conv1d(module))
+                structure.model.set_submodule(place.name.removesuffix(f".{attribute}"), linear)
+                linears[id(module)] = linear
+                self._places.append((linear.__dict__, "bound", self._key(place.name)))
             else:
-                self._experts.append((keys, self._forward_of(place.module), place.attribute))
-        for _, module, attribute in self._floats:
+                if id(module) not in experts:
+                    module.forward = experts[id(module)] = QuantizedExperts(module, multiply)
+                attributes.append((module, attribute))
+                keys = [self._key(part.name) for part in parts]
+                self._places.append((experts[id(module)].bound, attribute, keys))
+        for module, attribute in attributes:
             _as_attribute(module, attribute)
-        for _, forward, attribute in self._experts:
-            _as_attribute(forward.module, attribute)
 
     def bind(self, weights: Weights) -> None:
         """Set all weights; valid as long as those are."""
-        for key, module, attribute in self._floats:
-            value = cast(Tensor, weights[key])
-            module.__dict__[attribute] = value.to(DTYPE) if value.is_floating_point() else value
-        for key, linear in self._linears:
-            linear.bound = weights[key]
-        for keys, forward, attribute in self._experts:
-            forward.bound[attribute] = [weights[key] for key in keys]
+        for into, attribute, key in self._places:
+            if isinstance(key, list):
+                into[attribute] = [weights[one] for one in key]
+                continue
+            value = weights[key]
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value = value.to(DTYPE)
+            into[attribute] = value
 
     def unbind(self) -> None:
         """Let go of them."""
-        for _, module, attribute in self._floats:
-            module.__dict__[attribute] = None
-        for _, linear in self._linears:
-            linear.bound = None
-        for _, forward, _ in self._experts:
-            forward.bound.clear()
+        for into, attribute, _ in self._places:
+            into[attribute] = None
 
     def _key(self, name: str) -> str:
         """What the store calls a weight of this layer."""
         return local_names(self.index, [name])[name]
-
-    def _replace(self, place: UnitWeight) -> QuantizedLinear:
-        path = place.name.rpartition(".")[0]
-        parent, _, child = path.rpartition(".")
-        linear = QuantizedLinear(place.module, self._multiply, is_conv1d(place.module))
-        setattr(self._structure.model.get_submodule(parent), child, linear)
-        return linear
-
-    def _forward_of(self, module: nn.Module) -> QuantizedExperts:
-        forward = self._forwards.get(id(module))
-        if forward is None:
-            forward = self._forwards[id(module)] = QuantizedExperts(module, self._multiply)
-            module.forward = forward
-        return forward
 
 
 def bind_embedding(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> None:

@@ -18,11 +18,19 @@ class ModuleCache(KVCache):
 
     config: of the model, which says what the layers hold. The first pass adds as many columns as
     its longest sequence has tokens; the others have padding before theirs. There is none later:
-    masks of sliding windows, say, count columns.
+    masks of sliding windows, say, count columns. tokens: a cache of qoff's that holds K and V of
+    the layers `attention`, by transformers' numbers, instead.
     """
 
-    def __init__(self, config: Any, sequences: int) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Any,
+        sequences: int,
+        tokens: KVCache | None = None,
+        attention: Sequence[int] = (),
+    ) -> None:
+        self._config, self._attention = config, attention
+        self.tokens = tokens
         self.lengths = [0] * sequences
         self._begun = False
         self.real = torch.zeros(sequences, 0, dtype=torch.bool)  # [sequences, columns]
@@ -30,11 +38,15 @@ class ModuleCache(KVCache):
 
     @property
     def nbytes(self) -> int:
+        return self._state_bytes + (0 if self.tokens is None else self.tokens.nbytes)
+
+    @property
+    def _state_bytes(self) -> int:
         return sum(x.nbytes for layer in self.states.layers for x in _tensors(vars(layer)))
 
     @property
     def columns(self) -> int:
-        """PaddedBatch that have been read, padding included."""
+        """Columns that have been read, padding included."""
         return self.real.shape[1]
 
     @property
@@ -45,12 +57,15 @@ class ModuleCache(KVCache):
         return any(isinstance(layer, States) for layer in self.states.layers)
 
     def bytes_for(self, tokens: int) -> int:
-        """An estimate: K and V of every layer as the config has them, or more if there is more."""
+        """With transformers' own K and V an estimate: as the config has them, or what there is."""
+        if self.tokens is not None:
+            return self._state_bytes + self.tokens.bytes_for(tokens)
         each = 4 * self.sequences * tokens * _kv_width(self._config)
         return max(each * (len(self.states.layers) + 1), self.nbytes)  # a layer grows by a copy
 
     def reserve(self, tokens: int) -> None:
-        """Nothing to do: transformers' cache grows by what each pass reads."""
+        if self.tokens is not None:  # transformers' cache grows by what each pass reads
+            self.tokens.reserve(tokens)
 
     def begin(self, ragged: Ragged) -> ModuleCachePass:
         """A pass, if it can be read.
@@ -78,7 +93,8 @@ class ModuleCache(KVCache):
                 "sequence at a time; give the whole prompt at once, to an empty cache"
             )
         self._begun = True
-        return ModuleCachePass(self, ragged)
+        tokens = None if self.tokens is None else self.tokens.begin(ragged)
+        return ModuleCachePass(self, ragged, tokens)
 
     def end(self, ragged: Ragged) -> None:
         """Count the new tokens and columns of a pass."""
@@ -88,6 +104,8 @@ class ModuleCache(KVCache):
 
     def select(self, sequences: Sequence[int]) -> None:
         rows = list(sequences)
+        if self.tokens is not None:
+            self.tokens.select(rows)
         if self.columns:
             self.states.reorder_cache(torch.tensor(rows))
         self.real = self.real[rows]
@@ -100,30 +118,48 @@ class ModuleCache(KVCache):
         have moved on.
         """
         left = [max(0, length - tokens) for length in self.lengths]
+        if tokens and any(left) and not self.states.is_croppable:
+            which = "recurrent states" + (" or windows" if self.tokens is None else "")
+            raise ArgumentError(
+                f"this model has {which}, which cannot go back to an earlier token; start with an "
+                "empty cache"
+            )
+        if self.tokens is not None:
+            self.tokens.forget(tokens)
         if not any(left):
-            self.lengths = left
             self.real = self.real[:, :0]
             self.states = self._empty()
         elif tokens:
-            if not self.states.is_croppable:
-                raise ArgumentError(
-                    "this model has recurrent states or windows, which cannot go back to an "
-                    "earlier token; start with an empty cache"
-                )
             self.states.crop(-tokens)
             self.real = self.real[:, :-tokens]
-            self.lengths = left
+        self.lengths = left
+
+    def forget_each(self, tokens: Sequence[int]) -> None:
+        """As `forget` of the most; ArgumentError too for others, unless a sequence has fewer."""
+        most = max(tokens)
+        if any(n != min(most, length) for n, length in zip(tokens, self.lengths, strict=True)):
+            raise ArgumentError(
+                f"a {type(self).__name__} forgets as many tokens of every sequence, "
+                f"not {list(tokens)}"
+            )
+        self.forget(most)
 
     def _empty(self) -> Any:
         from transformers import DynamicCache
 
-        return DynamicCache(config=self._config)
+        states = DynamicCache(config=self._config)
+        if self.tokens is not None:
+            from .packed_layer import PackedLayer
+
+            for index in self._attention:
+                states.layers[index] = PackedLayer(states.is_sliding[index])
+        return states
 
 
 class ModuleCachePass(CachePass):
     """A forward pass of transformers' modules; tokens: the one on the cache of qoff's in it."""
 
-    def __init__(self, cache: ModuleCache, ragged: Ragged, tokens: CachePass | None = None) -> None:
+    def __init__(self, cache: ModuleCache, ragged: Ragged, tokens: CachePass | None) -> None:
         self._cache, self._ragged = cache, ragged
         self.tokens = tokens
 

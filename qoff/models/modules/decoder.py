@@ -16,7 +16,7 @@ from qoff.errors import ArgumentError, FormatError, OpError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import KVQuant
-from qoff.kvcache.host.build import host_cache
+from qoff.kvcache.host.mixed import host_cache
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
@@ -28,8 +28,7 @@ from .cache import ModuleCache, new_columns
 from .configs import DTYPE, LAYOUT, build, read_config
 from .linear import Head, Multiply
 from .passes import ModulePass, current
-from .quantizable import matrices_of
-from .structure import CACHE_ARGUMENTS, Structure, buffers_from_config
+from .structure import CACHE_ARGUMENTS, Structure, buffers_from_config, matrices_of
 
 
 def is_modules(checkpoint: Checkpoint) -> bool:
@@ -56,15 +55,17 @@ class ModuleLayer:
 class ModuleDecoder:
     """Runs a checkpoint of layout "modules" on weights that it is handed step by step.
 
-    Layers hold weights only while they are computed; what lies outside of layers, embedding and
-    head is read at once, `outer_bytes` of it, and stays. Raises UnsupportedModelError for a config
-    that transformers has no model for, FormatError where the checkpoint is another model's.
+    embed: looks up rows of the embedding, from ids int64 [U] to float [U, K]. Layers hold weights
+    only while they are computed; what lies outside of layers, embedding and head is read at once,
+    `outer_bytes` of it, and stays. Raises UnsupportedModelError for a config that transformers has
+    no model for, FormatError where the checkpoint is another model's.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         ops: Ops,
+        embed: Callable[[Tensor], Tensor],
         trust_remote_code: bool,
         kv: KVQuant | None = None,
     ) -> None:
@@ -86,7 +87,9 @@ class ModuleDecoder:
         self._text_config = self.model.config.get_text_config(decoder=True)
         self._shapes: dict[int, HeadShape] = {}  # of attention that is qoff's
         if kv is not None:
-            self._shapes = self._attention_shapes(kv)
+            states = ModuleCache(self._text_config, 1).states
+            self._shapes = probe.head_shapes(self.model, self._call, states)
+            kv.forms([shape.head_dim for shape in self._shapes.values()])
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
         self._widths = max(_width(layer, self._text_config) for layer in structure.layers)
@@ -95,9 +98,6 @@ class ModuleDecoder:
         described = ModuleLayer(str(config["model_type"]), self._text_config.to_json_string())
         self.head_shapes = (described,) * len(structure.layers)
         self._install(checkpoint, structure)
-
-    def embed_with(self, embed: Callable[[Tensor], Tensor]) -> None:
-        """Look up rows of the embedding by `embed`, from ids int64 [U] to float [U, K]."""
         bind_embedding(self.model.get_input_embeddings(), embed)
 
     @property
@@ -124,10 +124,8 @@ class ModuleDecoder:
         that cannot be packed.
         """
         if self._shapes:
-            from .packed_cache import PackedModuleCache
-
             tokens = host_cache([*self._shapes.values()], sequences, kv, capacity)
-            return PackedModuleCache(self._text_config, sequences, [*self._shapes], tokens)
+            return ModuleCache(self._text_config, sequences, tokens, [*self._shapes])
         if kv is not None:
             raise ArgumentError(
                 f"{self.head_shapes[0]} was loaded without a packed KV cache; load it with kv=8 "
@@ -142,16 +140,15 @@ class ModuleDecoder:
         `new_cache` makes, and as `ModuleCache.begin` does.
         """
         cache = run.cache
-        if not isinstance(cache, ModuleCache) or hasattr(cache, "tokens") != bool(self._shapes):
+        if not isinstance(cache, ModuleCache) or (cache.tokens is None) == bool(self._shapes):
             raise OpError(f"this model needs a cache of its own, not a {type(cache).__name__}")
         run.cached = cached = cache.begin(run.ragged)
         new = new_columns(run.ragged)
         places = new.nonzero()[run.logit_rows].T
         work = ModulePass(lambda: self._forward(run.tokens, new, cache), places)
         if cached.tokens is not None:
-            numbers = {layer: i for i, layer in enumerate(self._shapes)}
             work.attention = PackedAttention(
-                self._ops, self._shapes, numbers, cached.tokens, run.ragged, new
+                self._ops, self._shapes, cached.tokens, run.ragged, new
             )
         logits = yield from work.steps()
         cached.end()
@@ -173,26 +170,12 @@ class ModuleDecoder:
         known = {name: value for name, value in offered.items() if name in self._parameters}
         return self.model(input_ids=ids, use_cache=True, return_dict=True, **known)
 
-    def _attention_shapes(self, kv: KVQuant) -> dict[int, HeadShape]:
-        """What is to be packed. Raises what `probe.head_shapes` and `KVQuant.forms` do."""
-
-        def forward(states: Any) -> Any:
-            ids, real, positions = probe.inputs()
-            return self._call(ids, states, attention_mask=real, position_ids=positions)
-
-        empty = ModuleCache(self._text_config, 1).states
-        found = probe.head_shapes(self.model, forward, empty)
-        kv.forms([shape.head_dim for shape in found.values()])
-        return found
-
     def _install(self, checkpoint: Checkpoint, structure: Structure) -> None:
         """Replace what computes with quantized weights, and let layers wait for theirs."""
         multiply = Multiply(self._ops)
         for i, file in enumerate(checkpoint.layers):
             quantized = {n for n, entry in file.weights.items() if isinstance(entry, QuantEntry)}
-            # Whether a group divides the columns is in the file; any does here.
-            matrices = {p.name: matrices_of(p, 1) for p in structure.layer(i)}
-            binder = WeightBinder(structure, i, quantized, matrices, multiply)
+            binder = WeightBinder(structure, i, quantized, multiply)
             _wait_for_weights(structure.layers[i], binder)
         head = Head(structure.outputs, Multiply(exact(self._ops)))
         self.model.set_output_embeddings(head)
@@ -239,22 +222,20 @@ def _check_layers(checkpoint: Checkpoint, structure: Structure) -> None:
             f"{checkpoint.path}: has files of {len(checkpoint.layers)} layers, but its config.json "
             f"asks for {len(structure.layers)}; convert the model again"
         )
-    for i, file in enumerate(checkpoint.layers):
-        for place in structure.layer(i):
-            stored = {place.name, *(m.name for m in matrices_of(place, 1))}
-            if not stored & set(file.weights):
-                raise FormatError(
-                    f"{file.path}: has no {place.name}, which config.json asks for; convert the "
-                    "model again"
-                )
-    missing = {EMBEDDING} if structure.head is None else {EMBEDDING, LM_HEAD}
-    missing |= {place.name for place in structure.outer()}
-    missing -= set(checkpoint.outer.weights)
-    if missing:
-        raise FormatError(
-            f"{checkpoint.outer.path}: has no {min(missing)}, which config.json asks for; convert "
-            "the model again"
-        )
+    wanted = [
+        (file, {place.name, *(matrix.name for matrix in matrices_of(place, 1))})  # one of them
+        for i, file in enumerate(checkpoint.layers)
+        for place in structure.layer(i)
+    ]
+    outer = {EMBEDDING, *(place.name for place in structure.outer())}
+    outer |= set() if structure.head is None else {LM_HEAD}
+    wanted += [(checkpoint.outer, {name}) for name in sorted(outer)]
+    for file, names in wanted:
+        if not names & file.weights.keys():
+            raise FormatError(
+                f"{file.path}: has no {min(names)}, which config.json asks for; convert the model "
+                "again"
+            )
 
 
 def _read_outer(checkpoint: Checkpoint, structure: Structure) -> int:
@@ -265,9 +246,5 @@ def _read_outer(checkpoint: Checkpoint, structure: Structure) -> int:
         assert isinstance(value, Tensor)
         value = value.to(DTYPE) if value.is_floating_point() else value
         total += value.nbytes
-        if place.attribute in place.module._buffers:
-            place.module._buffers[place.attribute] = value
-        else:
-            parameter = nn.Parameter(value, requires_grad=False)
-            place.module._parameters[place.attribute] = parameter
+        place.put(value)
     return total

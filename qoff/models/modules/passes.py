@@ -22,7 +22,7 @@ class ModulePass(greenlet):
     def __init__(self, work: Callable[[], object], logit_rows: Tensor) -> None:
         super().__init__(work)
         self.logit_rows = logit_rows
-        self.attention: Any = None  # see `attention.Attention`; None: transformers' own
+        self.attention: Any = None  # see `attention.register`; None: transformers' own
         self.resumed: Callable[[], None] | None = None  # called after a tile was fetched
 
     def fetch(self, unit: Unit) -> Weights:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
+from qoff.kvcache.quant import UnpackableError
 
-from .attention import masked, window_of
+from .attention import MASK, masked
 from .passes import ModulePass
-from .quantizable import is_experts
+from .structure import is_experts
 
 _TOKENS = 3
 # What the interface may be handed beside shapes: without a meaning for what is computed here, or
@@ -30,43 +30,41 @@ class _RefusedError(Exception):
     """Why there can be no packed cache."""
 
 
-def head_shapes(model: Any, forward: Callable[[Any], object], states: Any) -> dict[int, HeadShape]:
+def head_shapes(model: Any, call: Callable[..., object], states: Any) -> dict[int, HeadShape]:
     """The attention of each layer that a packed cache can serve, by transformers' numbers.
 
-    model: on the meta device, with attention `attention.NAME`. forward: reads `_TOKENS` tokens of
-    one sequence into a cache; states: transformers' cache for the model. Raises
-    UnsupportedModelError with the reason why there can be no packed cache.
+    model: on the meta device, with attention `attention.NAME`. call: its forward pass, of ids, a
+    cache, mask and positions; states: an empty cache. Raises UnpackableError with the reason
+    why there can be no packed cache.
     """
     trial = _Trial(states)
+    ids, positions = torch.zeros(2, 1, _TOKENS, dtype=torch.int64, device="meta")
+    real = torch.ones(1, _TOKENS, dtype=torch.int64)  # models look into it
     try:
         with torch.device("meta"), _without_experts(model):
-            run = ModulePass(lambda: forward(trial.states), torch.empty(2, 0))
+            run = ModulePass(
+                lambda: call(ids, states, attention_mask=real, position_ids=positions),
+                torch.empty(2, 0),
+            )
             run.attention = trial
             run.switch()
         return trial.shapes()
     except Exception as error:  # the code of any model
         known = isinstance(error, _RefusedError)
         reason = str(error) if known else f"a trial fails ({type(error).__name__}: {error})"
-        raise UnsupportedModelError(
+        raise UnpackableError(
             f"the KV cache of {type(model).__name__} cannot be packed: {' '.join(reason.split())}; "
             "use kv=None"
         ) from error
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, mask and positions for the trial; the mask has values, into which models look."""
-    ids, positions = torch.zeros(2, 1, _TOKENS, dtype=torch.int64, device="meta")
-    return ids, torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu"), positions
-
-
 class _Trial:
-    """Notes what attention layers ask for; see `attention.Attention`."""
+    """Notes what attention layers ask for, in place of a `PackedAttention`."""
 
     def __init__(self, states: Any) -> None:
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
         kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-        self.states = states
         self._wanted = [i for i, layer in enumerate(states.layers) if type(layer) in kinds]
         self._found: dict[int, HeadShape] = {}
 
@@ -91,17 +89,17 @@ class _Trial:
         others = [n for n, x in more.items() if isinstance(x, Tensor) and n not in _KNOWN]
         if others:
             raise _RefusedError(f"it attends with {others[0]}, which there is no kernel for")
-        try:
-            window = window_of(mask)
-        except LookupError as error:
-            raise _RefusedError(f"its mask is {error}") from error
+        if not hasattr(mask, MASK):
+            raise _RefusedError(
+                "its mask is not a mask of transformers' mask interface, as it was made"
+            )
         scaling, cap = more.get("scaling"), more.get("softcap")
         self._found[layer] = HeadShape(
             q.shape[1],
             k.shape[1],
             q.shape[3],
             q.shape[3] ** -0.5 if scaling is None else float(scaling),
-            window,
+            getattr(mask, MASK),
             soft_cap=float(cap or 0.0),
         )
         return q.transpose(1, 2)

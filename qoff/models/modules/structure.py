@@ -1,19 +1,23 @@
-"""What is where in a model of transformers, without weights: layers, embedding, head, the rest."""
+"""What is where in a model of transformers, without weights, and which of it is quantized."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
+_LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts: as the head
+_MATRICES = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' experts modules
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,37 @@ class UnitWeight:
     name: str
     module: nn.Module
     attribute: str
+
+    @property
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.module, self.attribute)
+        return found
+
+    def put(self, value: Tensor) -> None:
+        """Replace the tensor."""
+        if self.attribute in self.module._buffers:
+            self.module._buffers[self.attribute] = value
+        else:
+            self.module._parameters[self.attribute] = nn.Parameter(value, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix [N, K] of a weight: all of it, or that of one expert.
+
+    expert: its number in a weight [experts, ...]. transposed: the weight has it as [K, N].
+    """
+
+    name: str  # in the checkpoint
+    shape: tuple[int, int]
+    expert: int | None = None
+    transposed: bool = False
+    sensitive: bool = False  # as many bits as embedding and head
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The matrix, contiguous [N, K], in a weight."""
+        part = weight if self.expert is None else weight[self.expert]
+        return (part.T if self.transposed else part).contiguous()
 
 
 @dataclass(frozen=True)
@@ -86,23 +121,58 @@ class Structure:
 
     def outer(self) -> list[UnitWeight]:
         """What is outside of layers, embedding and head: norms, positions, the head's bias."""
-        inside = {id(x) for layer in self.layers for x in _tensors(layer)}
+        inside = {id(x) for x in (*self.layers.parameters(), *self.layers.buffers())}
         inside |= {id(self.embedding.module.weight), id(self.outputs.weight)}
         found = _places(self.model, "")
-        return [p for p in found if id(getattr(p.module, p.attribute)) not in inside]
+        return [p for p in found if id(p.tensor) not in inside]
 
     def unit_of(self, name: str) -> int | None:
         """The layer that a name of the state dict belongs to; None: outside of them."""
-        if not name.startswith(f"{self.path}."):
-            return None
-        index = name.removeprefix(f"{self.path}.").partition(".")[0]
-        return int(index) if index.isdigit() else None
+        found = re.match(rf"{re.escape(self.path)}\.(\d+)(\.|$)", name)
+        return int(found[1]) if found else None
 
     def stored_as(self, place: UnitWeight) -> str:
         """The name in the checkpoint."""
         if place is self.embedding:
             return EMBEDDING
         return LM_HEAD if place is self.head else place.name
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is the transposed linear layer of GPT-2 and its kin."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts as transformers' interface for their forward pass has them."""
+    known = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
+    return all(hasattr(module, name) for name in known)
+
+
+def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
+    """The matrices that a weight of a layer is stored as; none: it stays a float tensor.
+
+    group: of the quantization, which must divide the columns of all of them.
+    """
+    module: Any = place.module
+    weight, turned = place.tensor, is_conv1d(module)
+    # A router may look like a linear layer.
+    linear = isinstance(module, nn.Linear) and type(module).__name__ in _LINEAR
+    whole = place.attribute == "weight" and (linear or turned)
+    if not whole:
+        if place.attribute not in _MATRICES or weight.dim() != 3 or not is_experts(module):
+            return []
+        turned = bool(module.is_transposed)
+    rows, columns = weight.shape[:-3:-1] if turned else weight.shape[-2:]
+    if columns % group:
+        return []
+    if whole:
+        sensitive = place.name.split(".")[-2] in _ROUTERS
+        return [Matrix(place.name, (rows, columns), None, turned, sensitive)]
+    experts = range(len(weight))
+    return [Matrix(f"{place.name}.{e}", (rows, columns), e, turned) for e in experts]
 
 
 def buffers_from_config(model: Any) -> None:
@@ -122,26 +192,17 @@ def buffers_from_config(model: Any) -> None:
 def _layers(model: Any) -> tuple[str, nn.ModuleList]:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     within = decoder if isinstance(decoder, nn.Module) else model
-    inner = {id(m) for m in within.modules()}
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and id(module) in inner
-    }
+    inner = {id(m) for m in within.modules() if isinstance(m, nn.ModuleList)}
+    lists = {name: module for name, module in model.named_modules() if id(module) in inner}
     outermost = {
         name: module
         for name, module in lists.items()
-        if not any(name.startswith(f"{other}.") for other in lists if other != name)
+        if not any(name.startswith(f"{other}.") for other in lists)
     }
     if not outermost:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers")
     path = max(outermost, key=lambda name: len(outermost[name]))
     return path, outermost[path]
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _places(module: nn.Module, prefix: str) -> Iterator[UnitWeight]:

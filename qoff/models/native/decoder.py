@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,23 +12,18 @@ from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
-from qoff.kvcache.host.build import host_cache
+from qoff.kvcache.host.mixed import host_cache
 from qoff.memory import HEAD, Weights
 from qoff.memory.plan import LM_HEAD
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass, LayerWorkspace
+from qoff.models.forward_pass import ForwardPass, LayerWorkspace, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
 from .graphs import Replays
 from .layer import Layer
 from .linear import Linear, Steps, tiled, vector
-from .norms import normalized
 from .rope import CPU, RotaryTable
-
-UNPACKED_ON_GPU = (
-    "on a GPU the KV cache is packed: say how, with kv=KVQuant(8, 8), the closest to none, or "
-    "kv=KVQuant(4, 4), the smallest"
-)
+from .unfused import normalized
 
 
 def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
@@ -45,6 +40,26 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
         )
         for window in spec.sliding_window
     )
+
+
+def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -> None:
+    """Refuse caches that cannot be made.
+
+    on_device: in the memory of a GPU. Raises OpError for a head size that cannot be packed,
+    ArgumentError for bits of a layer there is not, and on a GPU without `kv` or for attention to
+    some of the tokens.
+    """
+    if kv is not None:
+        kv.forms([shape.head_dim for shape in shapes])
+    if not on_device:
+        return
+    if kv is None:
+        raise ArgumentError(
+            "on a GPU the KV cache is packed: say how, with kv=KVQuant(8, 8), the closest to none, "
+            "or kv=KVQuant(4, 4), the smallest"
+        )
+    if kv.attention_top < 1 or kv.sinks:
+        raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
 
 
 class Decoder:
@@ -90,35 +105,35 @@ class Decoder:
     def new_cache(self, sequences: int, capacity: int = 0, kv: KVQuant | None = None) -> KVCache:
         """An empty cache for this many sequences: float32, or packed as `kv` says.
 
-        A cache in float32, or on a GPU, has room for `capacity` tokens each at once. Raises OpError
-        for a head size that cannot be packed, ArgumentError for bits of a layer there is not, and
-        on a GPU without `kv`.
+        A cache in float32, or on a GPU, has room for `capacity` tokens each at once. Raises what
+        `check_kv` does.
         """
-        shapes = self.head_shapes
-        if self._ops.CACHE == "device":
-            if kv is None:
-                raise ArgumentError(UNPACKED_ON_GPU)
-            dims = [shape.head_dim for shape in shapes]
-            if kv.attention_top < 1 or kv.sinks:
-                raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
-            return DeviceCache(
-                shapes,
-                kv.packed_forms(dims),
-                sequences,
-                window=kv.window,
-                capacity=capacity,
-                steady=self._replays is not None,
-                values_rotated=kv.values_rotated,
-                device=self.device,
-                dtype=self.dtype,
-            )
-        return host_cache(shapes, sequences, kv, capacity)
+        check_kv(self.head_shapes, kv, self.caches_on_device)
+        if kv is None or not self.caches_on_device:
+            return host_cache(self.head_shapes, sequences, kv, capacity)
+        return DeviceCache(
+            self.head_shapes,
+            kv.packed_forms([shape.head_dim for shape in self.head_shapes]),
+            sequences,
+            window=kv.window,
+            capacity=capacity,
+            steady=self._replays is not None,
+            values_rotated=kv.values_rotated,
+            device=self.device,
+            dtype=self.dtype,
+        )
 
     def new_workspace(self, tokens: int, tiled: bool = False) -> LayerWorkspace:
-        """Working space for passes of up to this many tokens."""
+        """Working space for passes of up to this many tokens: float32, on the CPU."""
         if not self._ops.USES_OUT:
             return LayerWorkspace(tiled=tiled)
-        return LayerWorkspace.of(self.spec, tokens, tiled)
+        spec = self.spec
+        return LayerWorkspace(
+            torch.empty(tokens, spec.q_rows + 2 * spec.kv_rows),
+            torch.empty(tokens, spec.q_rows),
+            torch.empty(mlp_tokens(tokens, tiled), spec.intermediate_size),
+            tiled,
+        )
 
     def steps(self, run: ForwardPass) -> Steps:
         """One forward pass, as a generator over its units.
@@ -134,7 +149,10 @@ class Decoder:
         run.cached = cached = run.cache.begin(ragged)
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
-        activations.store(self._embedded(run.tokens))
+        rows = self._embed(run.tokens)
+        if self.spec.embedding_scale != 1:
+            rows = rows * self.spec.embedding_scale
+        activations.store(rows.to(self.device, self.dtype))
         workspace = run.workspace or self.new_workspace(ragged.tokens)
         run.workspace = workspace.upto(ragged.tokens)
         for layer in range(self.spec.num_layers):
@@ -153,21 +171,7 @@ class Decoder:
             rows, norm = normalized(self.spec, rows, weights, "model.norm"), None
         logits = yield from self._head(run, weights, LM_HEAD, rows, norm=norm)
         cached.end()
-        return self._scaled(logits.float())
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        rows = self._embed(tokens)
-        if self.spec.embedding_scale != 1:
-            rows = rows * self.spec.embedding_scale
-        return rows.to(self.device, self.dtype)
-
-    def _scaled(self, logits: Tensor) -> Tensor:
-        spec = self.spec
-        if spec.logit_scale != 1:
-            logits = logits * spec.logit_scale
-        if spec.logit_soft_cap:
-            logits = spec.logit_soft_cap * torch.tanh(logits / spec.logit_soft_cap)
-        return logits
+        return scaled_logits(self.spec, logits.float())
 
     def _replayed(self, layer: int, weights: Weights, run: ForwardPass) -> bool:
         """Compute a layer as its recording, or record it; whether that could be."""
@@ -189,6 +193,15 @@ class Decoder:
         self._replays.run(whole, weights, hidden, work)
         run.hidden = hidden
         return True
+
+
+def scaled_logits(spec: DecoderSpec, logits: Tensor) -> Tensor:
+    """Logits as the model predicts by them, from the products of its head."""
+    if spec.logit_scale != 1:
+        logits = logits * spec.logit_scale
+    if spec.logit_soft_cap:
+        logits = spec.logit_soft_cap * torch.tanh(logits / spec.logit_soft_cap)
+    return logits
 
 
 def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 from torch import Tensor
 
-from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
 from qoff.memory import Weights
-from qoff.models.spec_parts import ExpertsSpec
+from qoff.models.spec import ExpertsSpec
 
 from .linear import vector
 
 _MATRICES = ("gate_up_proj", "down_proj")
-
-
-class ExpertWeights(NamedTuple):
-    """The matrices of a layer's experts, and their biases [experts, rows]."""
-
-    gate_up: QExperts
-    down: QExperts
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
 
 
 class Experts:
@@ -31,27 +22,20 @@ class Experts:
 
     def __init__(self, spec: ExpertsSpec, ops: Ops) -> None:
         self.spec, self._ops = spec, ops
-        self._views: dict[tuple[int, int], tuple[QExperts, QExperts]] = {}  # by where they lie
+        self._views: dict[tuple[int, ...], list[QExperts]] = {}  # by where they lie
 
     def compute(self, x: Tensor, scores: Tensor, weights: Weights) -> Tensor:
         """The weighted sum of the outputs of each token's experts, [M, hidden_size].
 
         scores: the router's, [M, experts].
         """
-        topk_ids, topk_weights = self.route(scores)
-        own = self.needed(weights, topk_ids)
-        return self._ops.experts(
-            x,
-            topk_ids,
-            topk_weights,
-            own.gate_up,
-            own.down,
-            activation=self.spec.activation,
-            gate_up_bias=own.gate_up_bias,
-            down_bias=own.down_bias,
-        )
+        gate_up, down = self._matrices(weights)
+        biases = (vector(weights, f"mlp.experts.{name}.bias") for name in _MATRICES)
+        rows = (None if bias is None else bias.view(self.spec.count, -1) for bias in biases)
+        mlp = ExpertsMlp(gate_up, down, self.spec.activation, *rows)
+        return self._ops.experts(x, *self._route(scores), mlp)
 
-    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token, int64 [M, top_k], and their weights, float32 [M, top_k]."""
         scores = scores.float()
         if self.spec.softmax == "all":
@@ -63,24 +47,17 @@ class Experts:
             topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
         return topk_ids, topk_weights
 
-    def needed(self, weights: Weights, topk_ids: Tensor) -> ExpertWeights:
-        """The weights of a layer's chosen experts, of those that it was handed: all of them."""
-        del topk_ids
-        first = cast(QTensor, weights["mlp.experts.0.gate_up_proj"])
-        last = cast(QTensor, weights[f"mlp.experts.{self.spec.count - 1}.down_proj"])
+    def _matrices(self, weights: Weights) -> list[QExperts]:
+        """Those of gate and up and those down, of all experts of a layer."""
+        last = self.spec.count - 1
+        ends = (weights["mlp.experts.0.gate_up_proj"], weights[f"mlp.experts.{last}.down_proj"])
         # Layers that stream come to the same places again and again.
-        key = (first.codes.data_ptr(), last.codes.data_ptr())
+        key = tuple(cast(QTensor, end).codes.data_ptr() for end in ends)
         if key not in self._views:
-            self._views[key] = self._view(weights)
-        biases = (vector(weights, f"mlp.experts.{name}.bias") for name in _MATRICES)
-        rows = (None if bias is None else bias.view(self.spec.count, -1) for bias in biases)
-        return ExpertWeights(*self._views[key], *rows)
-
-    def _view(self, weights: Weights) -> tuple[QExperts, QExperts]:
-        gate_up, down = (
-            QExperts.of(
-                [cast(QTensor, weights[f"mlp.experts.{e}.{name}"]) for e in range(self.spec.count)]
-            )
-            for name in _MATRICES
-        )
-        return gate_up, down
+            self._views[key] = [
+                QExperts.of(
+                    [cast(QTensor, weights[f"mlp.experts.{e}.{name}"]) for e in range(last + 1)]
+                )
+                for name in _MATRICES
+            ]
+        return self._views[key]

@@ -17,10 +17,9 @@ from qoff.models import names
 from qoff.models.forward_pass import MLP_TOKENS, ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
-from .activations import activate, gate
 from .experts import Experts
 from .linear import ALL, Linear, Steps, fetch, tiled, vector
-from .norms import normalized, rms_normalized
+from .unfused import activate, gate, normalized, rms_normalized
 
 _BEFORE_ATTENTION, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
 
@@ -69,12 +68,9 @@ class Layer:
         qkv = yield from self._linear(run, weights, names.QKV, x, out=workspace.qkv, norm=norm)
         q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
         if spec.qk_norm == "all":
-            for which, first, stop in (
-                (q_norm, 0, spec.q_rows),
-                (k_norm, spec.q_rows, spec.q_rows + spec.kv_rows),
-            ):
-                heads = qkv[:, first:stop]
-                heads.copy_(rms_normalized(heads, cast(Tensor, which), spec.norm_eps))
+            queries, keys, _ = qkv.split([spec.q_rows, spec.kv_rows, spec.kv_rows], dim=1)
+            for rows, by in ((queries, q_norm), (keys, k_norm)):
+                rows.copy_(rms_normalized(rows, cast(Tensor, by), spec.norm_eps))
             q_norm = k_norm = None
         attended = self._ops.attention(
             qkv,

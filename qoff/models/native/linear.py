@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import partial
 from typing import cast
 
@@ -47,32 +47,15 @@ class Linear:
         """
         matrix, bias = weights[name], vector(weights, f"{name}.bias")
         call = partial(self._ops.w4_linear, norm=norm, eps=self._eps, silu_mul=silu_mul)
-        if isinstance(matrix, TiledMatrix):
-            share = 2 if silu_mul else 1  # rows for a column of the result
-            result = yield from self._by_tiles(run, matrix, call, x, bias, out, part, adds, share)
-            return result
-        here = run.input[part] if x is None or adds else None
-        return call(
-            cast(Tensor, here) if x is None else x,
-            cast(QTensor, matrix),
-            bias=bias,
-            residual=here if adds else None,
-            out=here if adds else out,
-        )
-
-    def _by_tiles(
-        self,
-        run: ForwardPass,
-        matrix: TiledMatrix,
-        call: Callable[..., Tensor],
-        x: Tensor | None,
-        bias: Tensor | None,
-        out: Tensor | None,
-        part: slice,
-        adds: bool,
-        share: int,
-    ) -> Steps:
-        """A matrix of which each tile gives some columns of the result."""
+        if not isinstance(matrix, TiledMatrix):
+            here = run.input[part] if x is None or adds else None
+            source, residual = here if x is None else x, here if adds else None
+            into = here if adds else out
+            return call(
+                cast(Tensor, source), cast(QTensor, matrix), bias=bias, residual=residual, out=into
+            )
+        share = 2 if silu_mul else 1  # rows for a column of the result
+        direct = self._ops.USES_OUT  # such ops take columns of a larger matrix
         for tile in matrix.tiles:
             rows = yield from fetch(run, tile)
             source = run.input[part] if x is None else x
@@ -80,7 +63,6 @@ class Linear:
                 out = source.new_empty(len(source), matrix.shape[0] // share)
             whole = run.input[part] if adds else cast(Tensor, out)
             target = whole[:, tile.first_row // share : tile.stop // share]
-            direct = self._ops.USES_OUT  # such ops take columns of a larger matrix
             added = (target if direct else target.contiguous()) if adds else None
             some = call(
                 source,

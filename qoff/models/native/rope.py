@@ -5,24 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qoff.errors import UnsupportedModelError
-from qoff.models.spec import DecoderSpec
-from qoff.models.spec_parts import RopeSpec
+from qoff.models.spec import DecoderSpec, RopeSpec
 
 CPU = torch.device("cpu")
 _FIRST_ROWS = 256
 
 
-def inverse_frequencies(spec: DecoderSpec, rope: RopeSpec | None = None) -> tuple[Tensor, float]:
+def inverse_frequencies(spec: DecoderSpec, rope: RopeSpec) -> tuple[Tensor, float]:
     """Return the angle per position of each channel pair, float32 [rope.dim / 2], and a factor.
 
-    rope: of the spec's (default: the one of most layers). Cosines and sines are multiplied by the
-    factor. The formulas of scaled kinds are transformers' `ROPE_INIT_FUNCTIONS`; "dynamic" and
-    "longrope" are taken as they are up to the spec's `position_limit`.
+    rope: one of the spec's. Cosines and sines are multiplied by the factor. The formulas of scaled
+    kinds are transformers' `ROPE_INIT_FUNCTIONS`; "dynamic" and "longrope" are taken as they are up
+    to the spec's `position_limit`.
     """
-    rope = rope or spec.rope
-    if rope is None:
-        raise UnsupportedModelError(f"{spec.model_type} has no rotary position embedding")
     if rope.kind == "default":
         exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
         return 1.0 / (rope.theta**exponents), 1.0
@@ -42,9 +37,9 @@ def inverse_frequencies(spec: DecoderSpec, rope: RopeSpec | None = None) -> tupl
 
 def table_bytes(spec: DecoderSpec, positions: int) -> int:
     """The most bytes that the tables of a model take for so many positions, while they grow."""
-    ropes = {spec.rope_of(layer) for layer in range(spec.num_layers)} - {None}
+    ropes = {rope for layer in range(spec.num_layers) if (rope := spec.rope_of(layer))}
     rows = max(2 * positions, _FIRST_ROWS)  # a table doubles, and is copied then
-    return sum(4 * rope.dim * (rows + positions) for rope in ropes if rope is not None)
+    return sum(4 * rope.dim * (rows + positions) for rope in ropes)
 
 
 class RotaryTable:
@@ -54,12 +49,8 @@ class RotaryTable:
     computed on the CPU, and lie on `device`.
     """
 
-    def __init__(
-        self, spec: DecoderSpec, rope: RopeSpec | None = None, device: torch.device = CPU
-    ) -> None:
-        rope = rope or spec.rope
+    def __init__(self, spec: DecoderSpec, rope: RopeSpec, device: torch.device = CPU) -> None:
         self._inv_freq, self._factor = inverse_frequencies(spec, rope)
-        assert rope is not None
         self._cos = self._sin = torch.empty(0, rope.dim // 2, device=device)
 
     def upto(self, positions: int) -> tuple[Tensor, Tensor]:
@@ -67,15 +58,12 @@ class RotaryTable:
 
         The table doubles when it is too short; views given out before stay valid.
         """
-        if positions > len(self._cos):
-            self._grow(positions)
-        return self._cos[:positions], self._sin[:positions]
-
-    def _grow(self, positions: int) -> None:
         have = len(self._cos)
-        most = max(positions, 2 * have, _FIRST_ROWS)
-        rows = torch.arange(have, most, dtype=torch.float32)
-        angles = rows[:, None] * self._inv_freq
-        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        self._cos = torch.cat((self._cos, cos.to(self._cos.device)))
-        self._sin = torch.cat((self._sin, sin.to(self._sin.device)))
+        if positions > have:
+            most = max(positions, 2 * have, _FIRST_ROWS)
+            rows = torch.arange(have, most, dtype=torch.float32)
+            angles = rows[:, None] * self._inv_freq
+            cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+            self._cos = torch.cat((self._cos, cos.to(self._cos.device)))
+            self._sin = torch.cat((self._sin, sin.to(self._sin.device)))
+        return self._cos[:positions], self._sin[:positions]

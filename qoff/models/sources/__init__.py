@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qoff.errors import FormatError
+from qoff.models.families.family import TensorNames
 from qoff.quant import QTensor, TensorInfo
 
 from .quantized import open_quantized
@@ -19,9 +20,13 @@ __all__ = ["SafetensorsSource", "Source", "open_source", "own_code", "read_json"
 
 
 class Source(Protocol):
-    """A model to convert. Tensors have Hugging Face names; what is wrong raises FormatError."""
+    """A model to convert. What is wrong raises FormatError."""
 
     path: Path
+
+    @property
+    def tensor_names(self) -> TensorNames | None:
+        """What it calls its tensors; None: as a Hugging Face checkpoint of its family does."""
 
     def config(self) -> dict[str, Any]:
         """Return the `config.json` of the model."""

@@ -1,4 +1,4 @@
-"""A GGUF file as a source: Hugging Face names, `config.json` and tokenizer from its metadata.
+"""A GGUF file as a source: `config.json` and tokenizer from its metadata.
 
 The keys are those of llama.cpp's `gguf-py/gguf/constants.py`; what they do not say has the value of
 transformers' config class.
@@ -6,8 +6,8 @@ transformers' config class.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from qoff.errors import FormatError, UnsupportedModelError
+from qoff.models.families.family import TensorNames
 from qoff.models.native.rope import inverse_frequencies
 from qoff.models.spec import DecoderSpec
-from qoff.quant import GGUFFile, QTensor, TensorInfo, unpermute_rows
+from qoff.quant import GGUFFile, QTensor, TensorInfo
 from qoff.quant.gguf import DENSE, QUANTIZED, TO_FLOATS
 from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
 
@@ -30,28 +31,27 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-_PERMUTED = ("llama", "smollm3")  # architectures whose query and key rows are reordered
+_PERMUTED = ("llama", "smollm3")  # architectures whose rotary pairs are neighbouring rows
 _BITS_FROM_FLOATS = 8  # of types whose codes no QTensor holds
-_HEAD = "output.weight"
-_OUTER_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": _HEAD,
-}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_NAMES = TensorNames(
+    layer="blk.{}.",
+    modules={
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    },
+    embedding="token_embd.weight",
+    norm="output_norm",
+    head="output.weight",
+)
 _KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -75,7 +75,8 @@ class GGUFSource:
         self.path = path
         self._file = GGUFFile(path)
         self._architecture = str(self._file.metadata.get("general.architecture"))
-        self._names = frozenset(self._file.tensors)
+        self._there = frozenset(self._file.tensors)
+        self.tensor_names = replace(_NAMES, rope_pairs=self._architecture in _PERMUTED)
 
     def config(self) -> dict[str, Any]:
         arch = self._architecture
@@ -86,47 +87,45 @@ class GGUFSource:
             )
         config = {name: self._need(key) for name, key in _KEYS.items()}
         heads = config["num_attention_heads"]
-        ids = {k: self._tokenizer(f"{k}_token_id") for k in ("bos", "eos", "padding")}
+        kv = "" if self._get("attention.head_count_kv") is None else "_kv"
         config |= {
             "model_type": arch,
             "architectures": [ARCHITECTURES[arch]],
-            "num_key_value_heads": self._kv_heads(),
+            "num_key_value_heads": self._need(f"attention.head_count{kv}"),
             "head_dim": self._get("attention.key_length", config["hidden_size"] // max(heads, 1)),
-            "vocab_size": self._shape("token_embd.weight")[0],
+            "vocab_size": self._file.shape(_NAMES.embedding)[0],
             "rope_parameters": self._rope(),
-            "tie_word_embeddings": _HEAD not in self._names,
-            "bos_token_id": ids["bos"],
-            "eos_token_id": ids["eos"],
-            "pad_token_id": ids["padding"],
+            "tie_word_embeddings": _NAMES.head not in self._there,
+            "bos_token_id": self._token("bos"),
+            "eos_token_id": self._token("eos"),
+            "pad_token_id": self._token("padding"),
         }
         if arch in ("llama", "qwen3", "smollm3"):
-            config["attention_bias"] = "blk.0.attn_q.bias" in self._names
+            config["attention_bias"] = "blk.0.attn_q.bias" in self._there
         if arch in ("llama", "smollm3"):
-            config["mlp_bias"] = "blk.0.ffn_up.bias" in self._names
+            config["mlp_bias"] = "blk.0.ffn_up.bias" in self._there
         self._check_value("rope.dimension_count", config["head_dim"])
         self._check_value("expert_count", 0)
         return self._with_rope_factors(config)
 
     def info(self, name: str) -> TensorInfo | None:
-        stored = _gguf_name(name)
-        if stored not in self._names:
+        if name not in self._there:
             return None
-        kind, shape = self._file.tensor_type(stored), self._shape(stored)
+        kind, shape = self._file.tensor_type(name), self._file.shape(name)
         if kind in DENSE:
             return TensorInfo(shape, None)
         if kind in TO_FLOATS:
             return TensorInfo(shape, (_BITS_FROM_FLOATS, GROUP_SIZE), anew=True)
         if kind in BLOCK_TYPES:
-            return TensorInfo(shape, (BLOCK_TYPES[kind].bits, GROUP_SIZE))
+            return TensorInfo(shape, (BLOCK_TYPES[kind][0], GROUP_SIZE))
         raise FormatError(
-            f"{self.path}: tensor {stored} has type {kind}; supported are "
+            f"{self.path}: tensor {name} has type {kind}; supported are "
             f"{', '.join((*QUANTIZED, *DENSE))}. Use a file of one of these types"
         )
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
-        stored = _gguf_name(name)
-        for numbers in self._order(name, self._shape(stored)[0]).split(rows):
-            yield self._file.load(stored, numbers)
+        for numbers in torch.arange(self._file.shape(name)[0]).split(rows):
+            yield self._file.load(name, numbers)
 
     def item(self, name: str, index: int) -> Tensor:
         raise FormatError(f"{self.path}: {name} has no parts of its own in a GGUF file")
@@ -134,12 +133,11 @@ class GGUFSource:
     def files(self) -> Mapping[str, bytes | Path]:
         from transformers import GenerationConfig
 
-        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-        ends = {i for key in keys if (i := self._tokenizer(key)) is not None}
+        ends = {i for key in ("eos", "eot", "eom") if (i := self._token(key)) is not None}
         generation = GenerationConfig(
-            bos_token_id=self._tokenizer("bos_token_id"),
+            bos_token_id=self._token("bos"),
             eos_token_id=sorted(ends) if len(ends) > 1 else next(iter(ends), None),
-            pad_token_id=self._tokenizer("padding_token_id"),
+            pad_token_id=self._token("padding"),
         )
         tokenizer = build_tokenizer(self._file.metadata, self._need("context_length"))
         with TemporaryDirectory() as directory:
@@ -147,15 +145,6 @@ class GGUFSource:
             generation.save_pretrained(directory)
             written = (path for path in sorted(Path(directory).iterdir()) if path.is_file())
             return {path.name: path.read_bytes() for path in written}
-
-    def _order(self, name: str, rows: int) -> Tensor:
-        """Return where in the file each row of a tensor is, int64 [rows]."""
-        order = torch.arange(rows)
-        if self._architecture in _PERMUTED and ".q_proj." in name:
-            return unpermute_rows(order, self._need("attention.head_count"))
-        if self._architecture in _PERMUTED and ".k_proj." in name:
-            return unpermute_rows(order, self._kv_heads())
-        return order
 
     def _get(self, key: str, default: Any = None) -> Any:
         return self._file.metadata.get(f"{self._architecture}.{key}", default)
@@ -168,16 +157,9 @@ class GGUFSource:
             )
         return value
 
-    def _kv_heads(self) -> Any:
-        optional = self._get("attention.head_count_kv") is None
-        return self._need("attention.head_count" if optional else "attention.head_count_kv")
-
-    def _tokenizer(self, key: str) -> int | None:
-        value = self._file.metadata.get(f"tokenizer.ggml.{key}")
+    def _token(self, kind: str) -> int | None:
+        value = self._file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
         return value if isinstance(value, int) else None
-
-    def _shape(self, stored: str) -> tuple[int, ...]:
-        return self._file.shape(stored)
 
     def _check_value(self, key: str, supported: int) -> None:
         value = self._get(key, supported)
@@ -208,14 +190,13 @@ class GGUFSource:
 
         Raises UnsupportedModelError if they are not those of transformers' kind "llama3".
         """
-        if "rope_freqs.weight" not in self._names:
+        if "rope_freqs.weight" not in self._there:
             return config
         factors = self._file.load("rope_freqs.weight")
         assert isinstance(factors, Tensor)
         rope = {**config["rope_parameters"], "rope_type": "llama3", "factor": float(factors.max())}
         scaled = {**config, "rope_parameters": rope | _LLAMA3_ROPE}
-        wanted, _ = inverse_frequencies(DecoderSpec.from_config(scaled))
-        plain, _ = inverse_frequencies(DecoderSpec.from_config(config))
+        plain, wanted = (_frequencies(DecoderSpec.from_config(c)) for c in (config, scaled))
         if factors.shape != plain.shape or not torch.allclose(plain / factors, wanted, 1e-4, 0.0):
             raise UnsupportedModelError(
                 f"{self.path}: rope_freqs.weight does not hold the factors of rope_type 'llama3'; "
@@ -224,9 +205,6 @@ class GGUFSource:
         return scaled
 
 
-def _gguf_name(name: str) -> str:
-    """Return the name in a GGUF file of a Hugging Face tensor."""
-    if match := _LAYER_NAME.fullmatch(name):
-        layer, module, kind = match.groups()
-        return f"blk.{layer}.{_LAYER_NAMES[module]}.{kind}"
-    return _OUTER_NAMES[name]
+def _frequencies(spec: DecoderSpec) -> Tensor:
+    assert spec.rope is not None
+    return inverse_frequencies(spec, spec.rope)[0]

@@ -8,7 +8,7 @@ kind is built as the model's own `tokenizer.json` has it, and others are refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -26,9 +26,11 @@ from tokenizers import (
 
 from qoff.errors import FormatError, UnsupportedModelError
 
-from .gguf_sentencepiece import sentencepiece
-
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of tokenizer.ggml.token_type
+# Of tokenizer.ggml.token_type.
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
+_JOINED = (_NORMAL, _USER_DEFINED, _UNUSED)  # what text is made of; not what stands for a byte
+_SPACE = "\u2581"  # what stands for a space
+_INSTEAD = "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
 _SENTENCEPIECE = "llama"  # a value of tokenizer.ggml.model
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -36,41 +38,32 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _split(numbers: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    """Return what splits by the regex that Llama 3 and Qwen2 share but for numbers."""
+def _split(numbers: str) -> pre_tokenizers.PreTokenizer:
+    """What splits by the regex that Llama 3 and Qwen2 share but for numbers."""
     pattern = "|".join((_CONTRACTIONS, _WORDS, numbers, _REST))
-    return lambda: pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([words, as_bytes])
 
 
 @dataclass(frozen=True)
 class _Kind:
     """What a value of `tokenizer.ggml.pre` stands for."""
 
-    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
+    pre_tokenizer: pre_tokenizers.PreTokenizer
     nfc: bool = False
     ignore_merges: bool = False  # a word that is a token needs no merges
     add_bos: bool = False  # unless tokenizer.ggml.add_bos_token says otherwise
 
 
+_DIGITS = pre_tokenizers.Digits(individual_digits=True)
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _LLAMA3 = _Kind(_split(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
 KINDS: Mapping[str, _Kind] = MappingProxyType(
     {
-        "default": _Kind(_gpt2),
-        "gpt-2": _Kind(_gpt2),
-        "smollm": _Kind(_smollm),
+        "default": _Kind(_GPT2),
+        "gpt-2": _Kind(_GPT2),
+        "smollm": _Kind(pre_tokenizers.Sequence([_DIGITS, _GPT2])),
         "llama-bpe": _LLAMA3,
         "llama3": _LLAMA3,
         "llama-v3": _LLAMA3,
@@ -109,7 +102,7 @@ def _backend(metadata: Mapping[str, Any], tokens: list[str], bos: int | None) ->
             f"GGUF key tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
         )
     if metadata.get("tokenizer.ggml.model") == _SENTENCEPIECE:
-        backend, begins = sentencepiece(metadata, tokens, types), True
+        backend, begins = _sentencepiece(metadata, tokens, types), True
     else:
         kind = _kind(metadata)
         backend, begins = _byte_level(metadata, tokens, kind), kind.add_bos
@@ -130,29 +123,92 @@ def _backend(metadata: Mapping[str, Any], tokens: list[str], bos: int | None) ->
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kind: _Kind) -> Tokenizer:
-    backend = Tokenizer(_bpe(metadata, tokens, kind))
-    backend.normalizer = normalizers.NFC() if kind.nfc else None
-    backend.pre_tokenizer = kind.pre_tokenizer()
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _bpe(metadata: Mapping[str, Any], tokens: list[str], kind: _Kind) -> models.BPE:
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = [_merge(pair) for pair in _required(metadata, "merges")]
-    for left, right in merges:
+    merges = []
+    for pair in _required(metadata, "merges"):
+        left, separator, right = pair.partition(" ")
+        if not (left and separator and right):
+            raise FormatError(f"GGUF key tokenizer.ggml.merges holds {pair!r}; expected two tokens")
         if not (left in vocab and right in vocab and left + right in vocab):
             raise FormatError(
                 f"GGUF key tokenizer.ggml.merges joins {left!r} and {right!r}, "
                 "but these or what they make are not in tokenizer.ggml.tokens"
             )
-    return models.BPE(
-        vocab=vocab,
-        merges=merges,
-        continuing_subword_prefix="",
-        end_of_word_suffix="",
-        ignore_merges=kind.ignore_merges,
+        merges.append((left, right))
+    backend = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=merges,
+            continuing_subword_prefix="",
+            end_of_word_suffix="",
+            ignore_merges=kind.ignore_merges,
+        )
     )
+    backend.normalizer = normalizers.NFC() if kind.nfc else None
+    backend.pre_tokenizer = kind.pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
+) -> Tokenizer:
+    """The tokenizer of a SentencePiece vocabulary (Llama 1 and 2, Mistral), as byte-pair encoding.
+
+    SentencePiece joins the two neighbours whose union is the token with the highest score, again
+    and again, the leftmost first. The same comes from merges in the order of the scores of what
+    they make. Only where a token can be made in two ways that overlap in the text (of "aaa" and
+    "a", say) may the one that is not leftmost come first, as in every conversion to merges.
+    Characters that no token has become their bytes, where the vocabulary has bytes.
+    """
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        found = f"has {len(scores)} entries" if isinstance(scores, list) else "is missing"
+        raise FormatError(
+            f"GGUF key tokenizer.ggml.scores {found}; expected a score for each of {len(tokens)} "
+            "tokens"
+        )
+    for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
+        if metadata.get(f"tokenizer.ggml.{key}"):
+            raise UnsupportedModelError(
+                f"GGUF key tokenizer.ggml.{key} asks for a normalization that is not supported. "
+                f"{_INSTEAD}"
+            )
+    vocab = {token: index for index, token in enumerate(tokens)}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    backend = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges(tokens, scores, types),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in types,
+        )
+    )
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    begun = [normalizers.Prepend(_SPACE), spaces] if prefixed else [spaces]
+    backend.normalizer = normalizers.Sequence(begun)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(
+        [*steps, decoders.Strip(" ", left=1)] if prefixed else steps
+    )
+    return backend
+
+
+def _merges(
+    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token; those that make the one with the best score first."""
+    known = {t for t, kind in zip(tokens, types, strict=True) if kind in _JOINED}
+    ways = [
+        (-scores[index], -at, index, at)
+        for index, token in enumerate(tokens)
+        if token in known
+        for at in range(1, len(token))
+        if token[:at] in known and token[at:] in known
+    ]
+    return [(tokens[index][:at], tokens[index][at:]) for *_, index, at in sorted(ways)]
 
 
 def _token_id(metadata: Mapping[str, Any], key: str, tokens: int) -> int | None:
@@ -169,15 +225,13 @@ def _kind(metadata: Mapping[str, Any]) -> _Kind:
     if model != "gpt2":
         raise UnsupportedModelError(
             f"GGUF key tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE) and "
-            f"{_SENTENCEPIECE!r} (SentencePiece's BPE). "
-            "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
+            f"{_SENTENCEPIECE!r} (SentencePiece's BPE). {_INSTEAD}"
         )
     name = metadata.get("tokenizer.ggml.pre")
     kind = KINDS.get(str(name))
     if kind is None:
         raise UnsupportedModelError(
-            f"GGUF key tokenizer.ggml.pre is {name!r}; supported: {', '.join(KINDS)}. "
-            "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
+            f"GGUF key tokenizer.ggml.pre is {name!r}; supported: {', '.join(KINDS)}. {_INSTEAD}"
         )
     return kind
 
@@ -187,10 +241,3 @@ def _required(metadata: Mapping[str, Any], key: str) -> list[str]:
     if not isinstance(value, list) or not value:
         raise FormatError(f"GGUF key tokenizer.ggml.{key} is missing; expected a list of strings")
     return value
-
-
-def _merge(pair: str) -> tuple[str, str]:
-    left, separator, right = pair.partition(" ")
-    if not (left and separator and right):
-        raise FormatError(f"GGUF key tokenizer.ggml.merges holds {pair!r}; expected two tokens")
-    return left, right

@@ -40,6 +40,8 @@ class QuantizedSource:
     What its method did not quantize (embedding, norms, biases, modules left out) are floats.
     """
 
+    tensor_names = None
+
     def __init__(self, tensors: SafetensorsSource, scheme: Scheme) -> None:
         self.path = tensors.path
         self._tensors = tensors

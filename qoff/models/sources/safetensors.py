@@ -64,13 +64,26 @@ class _Stored:
     shape: tuple[int, ...]
     offset: int  # of its first byte in the file
 
+    def read(self, first: int, count: int) -> Tensor:
+        """Read some of its bytes."""
+        data = torch.empty(count, dtype=torch.uint8)
+        with self.path.open("rb") as file:  # buffered: one plain read ends at 2 GiB
+            file.seek(self.offset + first)
+            found = file.readinto(data.numpy().data)
+        if found != count:
+            end = self.offset + first + found
+            raise FormatError(f"{self.path}: ends at byte {end}, {count - found} bytes early")
+        return data.view(self.dtype)
+
 
 class SafetensorsSource:
-    """A Hugging Face model directory; tensors are read with plain reads, a piece at a time.
+    """A Hugging Face model directory; tensors are read a piece at a time.
 
     Raises FormatError for a directory without safetensors, an index that leads out of the directory
     or to files that are not there, and headers that do not fit their file.
     """
+
+    tensor_names = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,8 +106,8 @@ class SafetensorsSource:
         return read_json(self.path / "config.json")
 
     def info(self, name: str) -> TensorInfo | None:
-        kind = self.kind(name)
-        return None if kind is None else TensorInfo(kind[1], None)
+        stored = self._tensors.get(name)
+        return None if stored is None else TensorInfo(stored.shape, None)
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor]:
         for start in range(0, self._tensors[name].shape[0], rows):
@@ -110,10 +123,8 @@ class SafetensorsSource:
     def whole(self, name: str) -> Tensor:
         """Read a tensor of floats, of any number of dimensions."""
         stored = self._tensors[name]
-        data = torch.empty(math.prod(stored.shape) * stored.dtype.itemsize, dtype=torch.uint8)
-        with stored.path.open("rb", buffering=0) as file:
-            _read_at(file.fileno(), stored.offset, data, stored.path)
-        return data.view(stored.dtype).view(stored.shape)
+        count = math.prod(stored.shape) * stored.dtype.itemsize
+        return stored.read(0, count).view(stored.shape)
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Return dtype and shape of a tensor, None if there is none of this name."""
@@ -125,10 +136,8 @@ class SafetensorsSource:
         stored = self._tensors[name]
         rows = range(*slice(start, stop).indices(stored.shape[0]))
         row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-        data = torch.empty(len(rows) * row_bytes, dtype=torch.uint8)
-        with stored.path.open("rb", buffering=0) as file:
-            _read_at(file.fileno(), stored.offset + start * row_bytes, data, stored.path)
-        return data.view(stored.dtype).view(len(rows), *stored.shape[1:])
+        data = stored.read(start * row_bytes, len(rows) * row_bytes)
+        return data.view(len(rows), *stored.shape[1:])
 
     def files(self) -> Mapping[str, bytes | Path]:
         return {name: self.path / name for name in COMPANIONS if (self.path / name).is_file()}
@@ -156,8 +165,8 @@ def own_code(source: str | os.PathLike[str]) -> dict[str, Path]:
 
 def _inside(directory: Path, file: object, index: Path) -> Path:
     """Return the path of a shard, which must be a plain file name in the directory of the index."""
-    plain = isinstance(file, str) and PurePosixPath(file).name == file and "\\" not in file
-    if not isinstance(file, str) or not plain or file in ("", ".."):
+    plain = isinstance(file, str) and PurePosixPath(file).name == file and file not in ("", "..")
+    if not isinstance(file, str) or not plain or "\\" in file:
         raise FormatError(
             f"{index}: names the file {file!r}; expected a file name without a directory"
         )
@@ -197,12 +206,3 @@ def _stored(path: Path, entry: Mapping[str, Any], data_start: int, size: int) ->
     if end - start != math.prod(shape) * dtype.itemsize or data_start + end > size:
         raise ValueError(f"{entry['dtype']} {shape} at {start}..{end} of {size - data_start} bytes")
     return _Stored(path, dtype, shape, data_start + start)
-
-
-def _read_at(fd: int, offset: int, data: Tensor, path: Path) -> None:
-    view = data.numpy().data
-    while view:
-        count = os.preadv(fd, [view], offset)
-        if count == 0:
-            raise FormatError(f"{path}: ends at byte {offset}, {len(view)} bytes early")
-        view, offset = view[count:], offset + count

@@ -29,19 +29,17 @@ def gated_silu_kernel(z, out, columns, BLOCK: tl.constexpr):
     tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=mask)
 
 
-def gated_silu(z: Tensor, out: Tensor | None = None) -> Tensor:
+def gated_silu(z: Tensor) -> Tensor:
     """Return silu(gate) * up [T, C] for contiguous z [T, 2C], 16 columns of gate, 16 of up in turn.
 
-    z: float16, bfloat16 or float32; C is a multiple of 16. out: contiguous, in the dtype of z.
-    Values are those of `reference.ops.gated_silu` in float32, rounded once. Raises OpError.
+    z: float16, bfloat16 or float32; C is a multiple of 16. Values are those of
+    `reference.experts.activate` ("silu") in float32, rounded once. Raises OpError.
     """
     require("z", z, FLOATS_AND_32, ("T", "2C"), z.device)
     if z.shape[1] % (2 * TURN.value):
         raise OpError(f"z has turns of 16 columns of gate and 16 of up, not {z.shape[1]} columns")
-    if out is not None:
-        require("out", out, (z.dtype,), (z.shape[0], z.shape[1] // 2), z.device)
     tokens, columns = z.shape[0], z.shape[1] // 2
-    out = z.new_empty(tokens, columns) if out is None else out
+    out = z.new_empty(tokens, columns)
     if tokens:
         gated_silu_kernel[(tokens, triton.cdiv(columns, _BLOCK))](
             z, out, columns, BLOCK=_BLOCK, num_warps=_WARPS, num_stages=1, **LAUNCH

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch.nn.functional import silu
 
 from bench.gpu_case import BOUNDS, Call, Case, Check, Work, dtypes, relative_rms, short
 from bench.model_shapes import models
-from qoff.kernels.reference import elementwise as reference
-from qoff.kernels.triton.elementwise.silu_mul import silu_mul
+from qoff.kernels.reference.experts import activate
+from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 
-OP = "silu_mul"
+OP = "gated_silu"
 
 
 def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
@@ -24,8 +23,8 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 
 def _error(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> float:
-    gate_up = torch.randn(tokens, 2 * columns, device=device).to(dtype)
-    return relative_rms(silu_mul(gate_up), reference.silu_mul(gate_up.double()))
+    z = torch.randn(tokens, 2 * columns, device=device).to(dtype)
+    return relative_rms(gated_silu(z), activate(z.double(), "silu"))
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -38,9 +37,9 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _build(tokens: int, columns: int, device: torch.device) -> Work:
-    gate_up = torch.randn(tokens, 2 * columns, device=device).half()
+    z = torch.randn(tokens, 2 * columns, device=device).half()
 
     def torch_way() -> Call:
-        return lambda: silu(gate_up[:, :columns]) * gate_up[:, columns:]
+        return lambda: activate(z, "silu")
 
-    return Work(lambda: silu_mul(gate_up), {"torch silu, mul": torch_way})
+    return Work(lambda: gated_silu(z), {"torch silu, mul": torch_way})

@@ -1,0 +1,102 @@
+"""The blocks of one tier: their memory, which are free, and how many sequences share the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from qoff.errors import BudgetError
+from qoff.kernels.layout.kv_format import KVFormat
+
+_GROWTH_BLOCKS = 16
+
+
+class BlockPool:
+    """Blocks 0 .. capacity - 1 of a tier; one without users is free.
+
+    layers: memory of each layer, uint8 [at least capacity, kv_heads, form.nbytes]; none on disk.
+    users: of each block. grows: there are more when all are in use. poison: free ones are wiped.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        layers: Iterable[Tensor],
+        capacity: int,
+        *,
+        grows: bool = False,
+        poison: bool = False,
+    ) -> None:
+        self.tier, self.layers = tier, list(layers)
+        self._grows, self._poison = grows, poison
+        self.users = [0] * capacity
+        self._free = list(range(capacity - 1, -1, -1))
+        self._wipe(self._free)
+
+    @classmethod
+    def growing(
+        cls,
+        tier: str,
+        forms: Sequence[KVFormat],
+        kv_heads: Sequence[int],
+        capacity: int = 0,
+        device: torch.device | None = None,
+    ) -> Self:
+        """A pool in memory of its own, for layers of these forms."""
+        shapes = [(capacity, h, form.nbytes) for h, form in zip(kv_heads, forms, strict=True)]
+        layers = [torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes]
+        return cls(tier, layers, capacity, grows=True)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.users)
+
+    @property
+    def used(self) -> int:
+        """Blocks somebody uses."""
+        return self.capacity - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def allocate(self, count: int) -> list[int]:
+        """Return free blocks, each now with one user. Raises BudgetError where there are fewer."""
+        if count > len(self._free):
+            if not self._grows:
+                raise BudgetError(f"all {self.capacity} KV blocks of the {self.tier} are in use")
+            self.reserve(self.capacity + max(count, _GROWTH_BLOCKS, self.capacity // 2))
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self.users[block] = 1
+        return blocks
+
+    def release(self, block: int) -> None:
+        self.users[block] -= 1
+        if self.users[block] == 0:
+            self._free.append(block)
+            self._wipe([block])
+
+    def bytes_for(self, blocks: int) -> int:
+        if not self._grows or blocks <= self.capacity:
+            return self.nbytes
+        each = sum(layer.shape[1] * layer.shape[2] for layer in self.layers)  # uint8
+        return blocks * each + max(layer.nbytes for layer in self.layers)
+
+    def reserve(self, blocks: int) -> None:
+        if not self._grows or blocks <= self.capacity:
+            return
+        for number, layer in enumerate(self.layers):
+            if len(layer) < blocks:  # not yet, in a growth that ran out of memory
+                grown = layer.new_empty(blocks, *layer.shape[1:])
+                grown[: len(layer)] = layer
+                self.layers[number] = grown
+        self._free[:0] = range(blocks - 1, self.capacity - 1, -1)
+        self.users += [0] * (blocks - self.capacity)
+
+    def _wipe(self, blocks: list[int]) -> None:
+        for layer in self.layers if self._poison else ():
+            layer[blocks] = 0xFF
