@@ -197,7 +197,7 @@ class _Start:
         self._sequences = None  # before there is another one
         case, runtime = self._longest, self._runtime
         try:
-            return Sequences(self._runtime, case.batch, case.positions, self._budget)
+            self._sequences = Sequences(runtime, case.batch, case.positions, self._budget)
         except BudgetError:
             raise
         except (MemoryError, RuntimeError) as error:  # RuntimeError: of torch, on a CPU
