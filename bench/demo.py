@@ -98,13 +98,14 @@ def fetch_float(folder: Path = FOLDER) -> Path:
 
 def _answer(checkpoint: str, budget: str | None, tokens: int, out: Path) -> None:
     """Answer the prompt in this process, so that its peak RSS is that of one run."""
-    from qoff.cli.generate import answer
+    from qoff.cli.generate import answer, encode, rows
     from qoff.hf.load import load
 
     model, tokenizer = load(checkpoint, device_memory=budget)
-    result = answer(model, tokenizer, PROMPT, max_new_tokens=tokens, do_sample=False)
+    inputs = encode(tokenizer, PROMPT, raw=False)
+    result = answer(model, tokenizer, inputs, max_new_tokens=tokens, do_sample=False)
     model.close()
-    out.write_text(json.dumps({"rows": result.rows(), "text": result.text}))
+    out.write_text(json.dumps({"rows": rows(result), "text": result["text"]}))
 
 
 def _run(title: str, checkpoint: Path, budget: str | None, tokens: int) -> dict:

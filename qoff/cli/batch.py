@@ -5,22 +5,133 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Never
+from typing import TYPE_CHECKING, Annotated, Any, Never
 
-from qoff.engine import LLM, Completion, SamplingParams
-from qoff.engine.llm import RoundStats
-from qoff.engine.prompts import Chat
-from qoff.errors import QoffError
+import typer
+from typer import Argument, Option
+
+from qoff.errors import ArgumentError, QoffError
 from qoff.units import format_size
 
+from .options import CacheOptions, DrawOptions, Model, Raw, RunOptions, Trace, command
 from .output import print_table
 
+if TYPE_CHECKING:
+    from qoff.engine import LLM, Completion
+
 TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Fields of `qoff.Plan`."""
+
+    batch_size: int = Option(8, min=1, help="Sequences of a batch.")
+    batches: int = Option(1, min=1, help="Batches that go through a layer before the next is read.")
+    context: int = Option(2048, min=1, help="Tokens of prompt and answer together.")
+    prefill_tokens: int = Option(1024, min=1, help="Prompt tokens of one pass.")
+    cpu_attention: str = Option("auto", help="CPU attends to offloaded KV: auto, always, never.")
+    activations: str = Option("device", help="Where waiting batches' are: device, host, disk.")
+    schedule: str = Option("block", help="block: layer by layer; sequential: batch by batch.")
+    share_prefixes: bool = Option(
+        False, "--share-prefixes", help="Prompts that begin alike share KV blocks."
+    )
+    spill_folder: Path | None = Option(
+        None, help="Folder for what is on the disk tier; else that for temporary files."
+    )
+
+
+@dataclass(frozen=True)
+class SamplingOptions(DrawOptions):
+    """All fields of `qoff.SamplingParams`."""
+
+    max_tokens: int = Option(128, min=1, help="Tokens of the answer, at most.")
+    min_tokens: int = Option(0, min=0, help="Tokens of the answer, at least.")
+    min_p: float = Option(
+        0.0, min=0, max=1, help="Drop tokens less likely than this times the best."
+    )
+    repetition_penalty: float = Option(
+        1.0, help="Above 1: tokens of prompt and answer become less likely."
+    )
+    presence_penalty: float = Option(
+        0.0, min=-2, max=2, help="Lower the logits of tokens in the answer by this."
+    )
+    frequency_penalty: float = Option(
+        0.0, min=-2, max=2, help="The same for each time that the token is there."
+    )
+    n: int = Option(1, min=1, help="Answers for each prompt.")
+    stop: list[str] | None = Option(None, help="Text that ends an answer; repeatable.")
+    stop_token_ids: list[int] | None = Option(None, help="Token that ends an answer; repeatable.")
+    ignore_eos: bool = Option(False, "--ignore-eos", help="Do not end at the model's end token.")
+    logprobs: int | None = Option(
+        None, min=0, help="Print log-probabilities of each token and so many likeliest."
+    )
+
+
+@command
+def batch(
+    model: Model,
+    prompts: Annotated[
+        Path,
+        Argument(help='File with a prompt a line, text or {"prompt": ...}; "-": standard input.'),
+    ],
+    how: RunOptions,
+    cache: CacheOptions,
+    planned: PlanOptions,
+    sampling: SamplingOptions,
+    kv_device: float = Option(1.0, min=0, max=1, help="Fraction of the KV cache on the device."),
+    kv_host: float = Option(
+        0.0, min=0, max=1, help="Fraction of it in host memory; the rest is on disk."
+    ),
+    raw: Raw = False,
+    trace: Trace = None,
+    stats: bool = Option(False, "--stats", help="Print what each round waited for."),
+) -> None:
+    """Answer many prompts in large batches, a line of JSON for each.
+
+    Answers are printed when they are done. A prompt that cannot be answered yields a line with
+    its error, and exit status 1 at the end.
+    """
+    from qoff.engine import LLM, SamplingParams
+    from qoff.engine.prompts import Chat
+    from qoff.kvcache import KVPlacement, KVQuant
+    from qoff.plan import Plan
+
+    kv = cache.quant()
+    if kv is None:
+        raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")
+    opening = how.opening()
+    plan = Plan(
+        kv=kv if isinstance(kv, KVQuant) else KVQuant(),
+        kv_placement=KVPlacement(kv_device, kv_host),
+        slots=opening.pop("slots"),
+        activation_bits=opening.pop("activation_bits"),
+        **vars(planned),
+    )
+    params = SamplingParams(**vars(sampling))
+    texts = read_prompts(prompts)
+    ended: Counter[str] = Counter()
+    with (
+        _ended_by_sigterm(),
+        LLM(
+            model, plan, trace=trace, cache_dir=how.cache_dir, revision=how.revision, **opening
+        ) as llm,
+    ):
+        chats = not raw and llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
+        wanted = [Chat([{"role": "user", "content": text}]) if chats else text for text in texts]
+        for answer in llm.stream(wanted, params):
+            ended[answer.finish_reason] += 1
+            print(json.dumps(_line(answer), ensure_ascii=False), flush=True)
+        if stats:
+            _print_stats(llm)
+    if ended["error"]:
+        raise typer.Exit(1)
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -36,57 +147,6 @@ def read_prompts(path: Path) -> list[str]:
         raise QoffError(f"{path}: is not UTF-8 text: {error}") from error
     lines = (line.removesuffix("\r") for line in text.split("\n"))
     return [_prompt(line, number) for number, line in enumerate(lines, 1) if line]
-
-
-def run(llm: LLM, prompts: Sequence[str], params: SamplingParams, raw: bool) -> dict[str, int]:
-    """Print each answer when it is done, a line of JSON; returns how many ended for each reason."""
-    ended: dict[str, int] = {}
-    chats = not raw and llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
-    wanted = [Chat([{"role": "user", "content": p}]) if chats else p for p in prompts]
-    for answer in llm.stream(wanted, params):
-        ended[answer.finish_reason] = ended.get(answer.finish_reason, 0) + 1
-        print(json.dumps(_line(answer), ensure_ascii=False), flush=True)
-    return ended
-
-
-def print_stats(llm: LLM) -> None:
-    """Print what each round waited for, and the plan's memory, on standard error."""
-    print_table("rounds", [_row(i, r) for i, r in enumerate(llm.rounds)], _HEADER, stderr=True)
-    rows = [
-        (f"{tier}: {purpose}", format_size(nbytes))
-        for tier, purposes in llm.memory_by_tier().items()
-        for purpose, nbytes in purposes.items()
-        if nbytes
-    ]
-    print_table("memory", rows, stderr=True)
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that memory, files and threads are released."""
-
-    def stop(number: int, frame: FrameType | None) -> Never:
-        raise SystemExit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-_HEADER = ("round", "prompt tokens", "new tokens", "ms", "waited for weights", "KV", "activations")
-
-
-def _row(number: int, r: RoundStats) -> tuple[str, ...]:
-    waits = (r.weights_wait_s, r.kv_wait_s, r.activations_wait_s)
-    return (
-        str(number),
-        str(r.read),
-        str(r.generated),
-        f"{r.seconds * 1e3:.1f}",
-        *(f"{wait * 1e3:.1f}" for wait in waits),
-    )
 
 
 def _prompt(line: str, number: int) -> str:
@@ -108,3 +168,43 @@ def _line(answer: Completion) -> dict[str, Any]:
     line = {key: value for key, value in asdict(answer).items() if value not in ("", None)}
     line.pop("prompt", None)
     return {**line, "prompt_tokens": len(line.pop("prompt_token_ids"))}
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that memory, files and threads are released."""
+
+    def stop(number: int, frame: FrameType | None) -> Never:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _print_stats(llm: LLM) -> None:
+    """Print what each round waited for, and the plan's memory, on standard error."""
+    header = (
+        "round",
+        "prompt tokens",
+        "new tokens",
+        "ms",
+        "waited for weights",
+        "KV",
+        "activations",
+    )
+    rows = []
+    for number, one in enumerate(llm.rounds):
+        times = (one.seconds, one.weights_wait_s, one.kv_wait_s, one.activations_wait_s)
+        counts = map(str, (number, one.read, one.generated))
+        rows.append((*counts, *(f"{time * 1e3:.1f}" for time in times)))
+    print_table("rounds", rows, header, stderr=True)
+    memory = [
+        (f"{tier}: {purpose}", format_size(nbytes))
+        for tier, purposes in llm.memory_by_tier().items()
+        for purpose, nbytes in purposes.items()
+        if nbytes
+    ]
+    print_table("memory", memory, stderr=True)

@@ -1,22 +1,26 @@
-"""`qoff convert`: what its options mean."""
+"""`qoff convert`: formats for a target, then the conversion."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint
 from qoff.errors import QoffError
+from qoff.eval.texts import CALIBRATION_TEXT
+from qoff.hf.load import local_source
+from qoff.models.convert.convert import convert
 from qoff.quant import Format, QuantConfig
 from qoff.quant.matrix import CALIBRATED
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from qoff.eval.mixing.mixing import Mix
+from .output import progress_bar
 
 TOKENS = 512  # of a text to calibrate on
 SOLVER_TEXTS, LOSS_TEXTS = 64, 8  # for the solver, and for what formats lose
@@ -25,37 +29,79 @@ _FORMAT = re.compile(r"(.+)=(\d+),(\d+)")
 
 @dataclass(frozen=True)
 class Target:
-    """What formats are chosen for: a size in bits a weight, a loss in nats a token, or nothing."""
+    """What formats are chosen for: a size in bits a weight, a loss in nats a token, or nothing.
+
+    calibration: the text that was named for it, or for the solver.
+    """
 
     bits: float | None = None
     loss: float | None = None
+    calibration: Path | None = None
 
     @property
     def given(self) -> bool:
         return self.bits is not None or self.loss is not None
 
-    def text(
-        self, solver: str, weight: Iterable[str] | None, calibration: Path | None
-    ) -> Path | None:
+    def text(self, quant: QuantConfig) -> Path | None:
         """The text to calibrate on, by default the one of qoff; None if none is needed.
 
         Raises QoffError for options that exclude each other.
         """
         if self.bits is not None and self.loss is not None:
             raise QoffError("--target-bits and --max-kl both choose the formats; give one of them")
-        if self.given and weight:
+        if self.given and quant.weights:
             raise QoffError("--weight and a target both choose formats; leave one of them out")
-        wants = self.given or solver in CALIBRATED
-        if calibration is not None and not wants:
+        wants = self.given or quant.solver in CALIBRATED
+        if self.calibration is not None and not wants:
             raise QoffError(
                 "--calibration is for --target-bits, --max-kl and --solver gptq; "
                 "give one of them, or leave it out"
             )
-        if wants and calibration is None:
-            from qoff.eval.texts import CALIBRATION_TEXT
+        return self.calibration or (CALIBRATION_TEXT if wants else None)
 
-            return CALIBRATION_TEXT
-        return calibration
+
+def run(
+    source: str,
+    out: Path,
+    target: Target,
+    quant: QuantConfig,
+    *,
+    for_: str,
+    trust_remote_code: bool,
+    quiet: bool,
+    **options: Any,
+) -> dict[str, Any]:
+    """Convert a model, with formats chosen for a target; returns what was made, for JSON."""
+    if for_ not in ("any", "cpu"):
+        raise QoffError(f"--for is 'any' or 'cpu', not {for_!r}")
+    text = target.text(quant)
+    path = local_source(source, trust_remote_code)
+    ids = None if text is None else calibration_ids(path, text)
+    chosen: dict[str, Any] = {}
+    if target.given and ids is not None:
+        with progress_bar("measuring", quiet) as progress:
+            mix = _mixed(path, ids, quant, target, progress)
+        quant = replace(quant, weights=mix.formats)
+        count = Counter(str(form) for form in mix.formats.values())
+        chosen = {
+            "bits_per_weight": mix.bits_per_weight,
+            "loss": mix.loss,
+            "formats": dict(count.most_common()),
+        }
+    with progress_bar("converting", quiet) as progress:
+        convert(
+            path,
+            out,
+            quant=quant,
+            for_cpu=for_ == "cpu",
+            progress=progress,
+            trust_remote_code=trust_remote_code,
+            calibration=ids if quant.solver in CALIBRATED else None,
+            **options,
+        )
+    made = Checkpoint.open(out)
+    nbytes = sum(file.nbytes for file in made.files)
+    return {"path": str(out), "layers": len(made.layers), "bytes": nbytes, **chosen}
 
 
 def formats_of(texts: Iterable[str]) -> dict[str, Format]:
@@ -80,8 +126,6 @@ def calibration_ids(source: Path, file: Path) -> Tensor:
     64 pieces spread over a long text; a shorter one has fewer. Raises QoffError for a
     file without a whole piece, FormatError for a model without a tokenizer.
     """
-    import torch
-
     from qoff.eval.perplexity.models import tokenizer_of
 
     try:
@@ -101,18 +145,14 @@ def calibration_ids(source: Path, file: Path) -> Tensor:
     return ids[: pieces * TOKENS].view(pieces, TOKENS)[chosen]
 
 
-def mixed(
+def _mixed(
     source: Path,
     ids: Tensor,
     quant: QuantConfig,
     target: Target,
     progress: Callable[[int, int], None],
-) -> Mix:
-    """Choose the formats of a model's matrices for a target, on some of the texts.
-
-    Raises UnsupportedModelError for models that qoff has no decoder for, QuantizationError for
-    weights that are quantized already.
-    """
+) -> Any:
+    """The `Mix` of formats that is chosen for a target, on some of the texts."""
     from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
     from qoff.eval.mixing.sensitivity import Sensitivities
     from qoff.models.convert.unconverted import Unconverted
@@ -128,20 +168,10 @@ def mixed(
     return mixed_for_loss(sensitivities, found, target.loss)
 
 
-def described(mix: Mix) -> dict[str, Any]:
-    """The chosen formats, for JSON."""
-    count = Counter(str(form) for form in mix.formats.values())
-    return {
-        "bits_per_weight": mix.bits_per_weight,
-        "loss": mix.loss,
-        "formats": dict(count.most_common()),
-    }
-
-
-def sentence(described: Mapping[str, Any]) -> str:
+def sentence(found: Mapping[str, Any]) -> str:
     """The chosen formats, as a sentence."""
-    counts = ", ".join(f"{n} matrices of {form}" for form, n in described["formats"].items())
+    counts = ", ".join(f"{n} matrices of {form}" for form, n in found["formats"].items())
     return (
-        f"{described['bits_per_weight']:.3f} bits a weight in layers ({counts}); KL divergence "
-        f"{described['loss']:.4f} nats a token, measured on the calibration text"
+        f"{found['bits_per_weight']:.3f} bits a weight in layers ({counts}); KL divergence "
+        f"{found['loss']:.4f} nats a token, measured on the calibration text"
     )

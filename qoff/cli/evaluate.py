@@ -1,20 +1,22 @@
-"""`qoff eval`: what compression costs, on a text."""
+"""`qoff eval`: what compression costs, on a text, in tasks, and in finding what a text hides."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qoff.checkpoint.layout import CONFIG_FILE
 from qoff.errors import ArgumentError, FormatError
 from qoff.eval.kv.setting import KVSetting
+from qoff.eval.needle.prompts import NeedleSettings
+from qoff.eval.needle.result import CacheSetting
+from qoff.eval.needle.run import NeedleResources
+from qoff.eval.needle.run import run as ask_for_needles
 from qoff.eval.perplexity.metrics import Summary, summarize
 from qoff.eval.perplexity.models import (
     bits_per_weight,
@@ -23,61 +25,27 @@ from qoff.eval.perplexity.models import (
     subject_of,
     tokenizer_of,
 )
-from qoff.eval.perplexity.peers import Peer, available, changed
+from qoff.eval.perplexity.peers import available, changed
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate
-from qoff.eval.perplexity.windows import cut
 from qoff.eval.sweep import cells as tables
-from qoff.eval.sweep.grid import Cell, Grid
+from qoff.eval.sweep.grid import Grid
 from qoff.eval.sweep.sweep import Sweep, decode_rate
-from qoff.eval.texts import CALIBRATION_TEXT, dataset_text, encode, read_text
-from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, local_source
-from qoff.kvcache import KVQuant
+from qoff.eval.tasks.run import markdown, run_tasks
+from qoff.eval.texts import CALIBRATION_TEXT
+from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
+from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.sources import read_json
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
 from qoff.units import format_size
 
 from .convert import calibration_ids
+from .options import FormOptions, RunOptions, TextOptions
 from .output import print_json, print_table, progress_bar
 
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Which text, and how it is cut."""
-
-    text: Path | None
-    dataset: str | None
-    window: int
-    stride: int | None
-    definition: str
-    limit: int | None
-
-    def sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """The text's tokens and windows. Raises ArgumentError for both a text and a dataset."""
-        if self.text is not None and self.dataset is not None:
-            raise ArgumentError("give --text or --dataset, not both")
-        text = read_text(self.text) if self.dataset is None else dataset_text(self.dataset)
-        ids = encode(tokenizer, text)
-        windows = cut(
-            len(ids),
-            self.window,
-            stride=self.stride,
-            definition=self.definition,
-            limit=self.limit,
-        )
-        return Sample(ids, windows, tokenizer.eos_token_id)
-
-
-def kv_setting(bits: str | None, window: int, top: float, every_token: bool) -> KVSetting:
-    """The cache that the options describe. Raises ArgumentError for what does not fit together."""
-    if bits in (None, "none"):
-        if every_token or top < 1:
-            raise ArgumentError("--every-token and --attention-top need --kv")
-        return KVSetting()
-    assert bits is not None
-    plain = KVQuant.of(bits, window, top)
-    return KVSetting(plain, every_token)
+_FLOAT = "float"
+_CACHE = "float, or bits like 8,4 and then disk=0.5, host=0.5, top=0.25 or window=128"
 
 
 @contextmanager
@@ -96,38 +64,33 @@ def _reference(
 
 def evaluate_one(
     model: str,
-    options: TextOptions,
-    kv: KVSetting,
-    *,
-    reference: str | None,
+    texts: TextOptions,
+    cache: FormOptions,
+    how: RunOptions,
     quant: QuantConfig,
-    device: str,
-    device_memory: str | None,
-    activation_bits: int,
+    reference: str | None,
     batch: int,
     as_json: bool,
 ) -> None:
     """Evaluate one model and print a table."""
-    with progress_bar("converting", quiet=as_json) as progress:
-        given = None if quant == QuantConfig() else quant
-        checkpoint = find_checkpoint(model, quant=given, for_cpu=device == "cpu", progress=progress)
-    tokenizer = load_tokenizer(checkpoint)
-    sample = options.sample(tokenizer)
+    checkpoint = how.checkpoint(model, quant, as_json)
+    tokenizer = load_tokenizer(checkpoint, how.trust_remote_code)
+    sample = texts.sample(tokenizer)
+    read = sum(window.stop - window.start for window in sample.windows)
+    longest = max(len(sample.tokens(window)) for window in sample.windows)
+    wanted = cache.quant()
+    kv = KVSetting(wanted if isinstance(wanted, KVQuant) else None, cache.every_token)
+    options = {**how.opening(), "kv": wanted, "length": longest, "batch": batch}
     with (
         _reference(reference, sample, tokenizer, as_json) as truth,
-        open_runtime(
-            checkpoint,
-            kv,
-            device=device,
-            device_memory=device_memory,
-            activation_bits=activation_bits,
-        ) as runtime,
+        open_runtime(checkpoint, kv, **options) as runtime,
         progress_bar("evaluating", quiet=as_json) as progress,
     ):
+        if not cache.every_token:
+            kv = KVSetting(runtime.kv)  # which "auto" has chosen
         start = time.perf_counter()
         subject = subject_of(runtime, model, kv)
         summary = summarize(evaluate(subject, sample, truth, batch=batch, progress=progress))
-        read = sum(window.stop - window.start for window in sample.windows)
         found = {
             "model": model,
             "windows": len(sample.windows),
@@ -166,13 +129,7 @@ def _rows(found: dict[str, Any], summary: Summary) -> list[tuple[str, str]]:
 
 
 def run_sweep(
-    model: str,
-    options: TextOptions,
-    *,
-    grid: str,
-    out: Path,
-    reference: str | None,
-    as_json: bool,
+    model: str, texts: TextOptions, grid: str, out: Path, reference: str | None, as_json: bool
 ) -> None:
     """Evaluate a grid, and write table.md, table.csv, results.json and plots to `out`."""
     source = local_source(model)
@@ -181,12 +138,14 @@ def run_sweep(
         _check_floats(source)
     cells = Grid.parse(grid).cells(convertible)
     tokenizer = load_tokenizer(source)
-    sample = options.sample(tokenizer)
+    sample = texts.sample(tokenizer)
     if reference is None and convertible:
         reference = model
     out.mkdir(parents=True, exist_ok=True)
+    solvers = {cell.weights.solver for cell in cells if cell.weights is not None}
     with _reference(reference, sample, tokenizer, as_json) as truth:
-        calibration = _calibration(source, cells)
+        calibrated = bool(solvers & set(CALIBRATED))
+        calibration = calibration_ids(source, CALIBRATION_TEXT) if calibrated else None
         sweep = Sweep(
             source, sample, out, reference=truth, rate=decode_rate, calibration=calibration
         )
@@ -207,17 +166,11 @@ def run_sweep(
         print(f"wrote table.md, table.csv, results.json and {len(pictures)} pictures to {out}")
 
 
-def _calibration(source: Path, cells: Sequence[Cell]) -> Tensor | None:
-    """qoff's own text for it, if a cell's solver wants one."""
-    solvers = {cell.weights.solver for cell in cells if cell.weights is not None}
-    return calibration_ids(source, CALIBRATION_TEXT) if solvers & set(CALIBRATED) else None
-
-
-def run_peers(model: str, options: TextOptions, as_json: bool) -> None:
+def run_peers(model: str, texts: TextOptions, as_json: bool) -> None:
     """Quantize the matrices of a float model by every package there is, and compare."""
     source = local_source(model)
     tokenizer = tokenizer_of(source)
-    sample = options.sample(tokenizer)
+    sample = texts.sample(tokenizer)
     peers, missing = available()
     found: list[dict[str, Any]] = []
     rows = []
@@ -230,26 +183,18 @@ def run_peers(model: str, options: TextOptions, as_json: bool) -> None:
             with changed(source, peer) as subject:
                 summary = summarize(evaluate(subject, sample, truth))
             found.append({"name": peer.name, "bits_per_weight": peer.bits, **summary.as_dict()})
-            rows.append(_peer_row(peer, summary))
+            far = summary.divergence
+            assert far is not None  # there is a reference
+            parts = (far.perplexity_ratio, far.mean_kl, f"{far.kl_99:.4f}")
+            rows.append(
+                (peer.name, f"{peer.bits:.2f}", *map(str, parts), f"{far.same_top.value:.2%}")
+            )
     if as_json:
         print_json({"peers": found, "not_installed": missing})
         return
     print_table("", rows, ("weights", "bits", "ratio", "mean KL", "99 % KL", "same top"))
     if missing:
         print("not installed:", ", ".join(dict.fromkeys(missing)))
-
-
-def _peer_row(peer: Peer, summary: Summary) -> tuple[str, ...]:
-    far = summary.divergence
-    assert far is not None  # there is a reference
-    return (
-        peer.name,
-        f"{peer.bits:.2f}",
-        str(far.perplexity_ratio),
-        str(far.mean_kl),
-        f"{far.kl_99:.4f}",
-        f"{far.same_top.value:.2%}",
-    )
 
 
 def _check_floats(source: Path) -> None:
@@ -263,3 +208,79 @@ def _check_floats(source: Path) -> None:
             f"{source}: a sweep quantizes a model in floats, a directory with safetensors, or "
             "takes a qoff checkpoint as it is; convert this one first: qoff convert"
         )
+
+
+def caches(text: str) -> dict[str, CacheSetting]:
+    """Caches by their text, from texts with semicolons between: "float; 4; 8,4 disk=0.5 top=0.25".
+
+    disk, host: parts of the packed blocks that lie there. Raises ArgumentError for other text.
+    """
+    found = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        bits, *options = part.split()
+        if bits == _FLOAT and not options:
+            found[part] = CacheSetting(None)
+            continue
+        values = {"disk": 0.0, "host": 0.0, "top": 1.0, "window": 64.0}
+        for option in options:
+            name, _, value = option.partition("=")
+            if name not in values:
+                raise ArgumentError(f"a cache is written as {_CACHE}; not {part!r}")
+            values[name] = _number(value, part)
+        quant = KVQuant.of(bits, int(values["window"]), values["top"])
+        device = 1 - values["disk"] - values["host"]
+        found[part] = CacheSetting(quant, KVPlacement(device, values["host"]))
+    return found
+
+
+def run_needle(
+    model: str,
+    asked: tuple[str, int, int],
+    cache_texts: str,
+    quant: QuantConfig,
+    how: RunOptions,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Hide keys in long texts, ask for them, print tables and draw heat maps to `out`.
+
+    asked: lengths with commas between, keys for each length and depth, the seed.
+    """
+    lengths, repetitions, seed = asked
+    counts = tuple(int(_number(length, lengths)) for length in lengths.split(","))
+    settings = NeedleSettings(lengths=counts, repetitions=repetitions, seed=seed)
+    wanted, path = caches(cache_texts), how.checkpoint(model, quant, as_json)
+    with progress_bar("asking", quiet=as_json) as progress:
+        resources = NeedleResources(how.opening())
+        found = ask_for_needles(path, settings, wanted, resources=resources, progress=progress)
+    if as_json:
+        print_json({**found.as_dict(), "model": model})
+        return
+    print(found.markdown(), end="")
+    paths = found.plot(out / "needle")
+    print("wrote", " and ".join(map(str, paths)))
+
+
+def run_named_tasks(
+    model: str,
+    names: Sequence[str],
+    quant: QuantConfig,
+    cache: FormOptions,
+    how: RunOptions,
+    chosen: Mapping[str, Any],
+    as_json: bool,
+) -> None:
+    """Run tasks of lm-evaluation-harness and print a table; chosen: more for `run_tasks`."""
+    path = how.checkpoint(model, quant, as_json)
+    found = run_tasks(path, names, kv=cache.quant(), **how.opening(), **chosen)
+    if as_json:
+        print_json({**found, "model": model})
+    else:
+        print(markdown(found), end="")
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ArgumentError(f"{text!r} is no number, in {whole!r}") from error

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, ParamSpec
+from typing import Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,25 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from qoff.errors import QoffError
-
-P = ParamSpec("P")
 Format = Literal["md", "csv", "json"]  # of tables for other programs
-
-
-def errors_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
-    """Report an error of the user or the system in one line on standard error; exit status 1."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except (QoffError, OSError) as error:
-            stop_with(str(error))
-        except KeyboardInterrupt:
-            stop_with("interrupted", 130)
-
-    return wrapped
 
 
 def stop_with(message: str, status: int = 1) -> NoReturn:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qoff.errors import QoffError
-from qoff.measure.compare import TEST, THRESHOLD, Change, compare, differences, samples_of
+from qoff.measure.compare import TEST, THRESHOLD, compare, differences, samples_of
 from qoff.measure.results import processor_of, read_result
 from qoff.measure.tables import comma_separated, markdown
 
@@ -43,23 +43,20 @@ def print_comparison(a: Path, b: Path, percent: float | None, output: Format) ->
     differing = differences(before, after)
     for line in differing:
         print(f"differs: {line}", file=sys.stderr)
-    rows = [_change(change) for change in changes]
+    rows = [
+        (one.name, one.before.median, one.after.median, one.relative, one.p, one.verdict)
+        for one in changes
+    ]
     if output == "json":
-        print_json(
-            {
-                "a": str(a),
-                "b": str(b),
-                "test": TEST,
-                "threshold": threshold,
-                "differences": differing,
-                "changes": [dict(zip(_CHANGE, row, strict=True)) for row in rows],
-            }
-        )
+        asked = {"a": str(a), "b": str(b), "test": TEST, "threshold": threshold}
+        print_json({**asked, "differences": differing, "changes": _named(_CHANGE, rows)})
     else:
         _print_rows(_CHANGE, rows, output)
     if output == "md":
-        print(f"\n{_summary(changes, threshold)}")
-    return any(change.verdict == "slower" for change in changes)
+        counts = Counter(one.verdict for one in changes)
+        said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        print(f"\n{said}. Beyond noise: {TEST}, and medians at least {threshold:.1%} apart.")
+    return any(one.verdict == "slower" for one in changes)
 
 
 def print_history(folder: Path, output: Format) -> None:
@@ -67,51 +64,35 @@ def print_history(folder: Path, output: Format) -> None:
 
     Raises QoffError where there is none.
     """
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for path in folder.glob("*.json"):
         try:
-            rows.append(_kept(path))
+            found = read_result(path)
         except QoffError as error:
             print(f"not listed: {error}", file=sys.stderr)
+            continue
+        model, figures = str(found.settings.get("model", "-")), sum(1 for _ in samples_of(found))
+        versions = [str(found.versions.get(name, "-")) for name in ("qoff", "torch")]
+        machine = processor_of(found.machine)
+        rows.append((found.date, found.bench, model, machine, *versions, figures, path.name))
     if not rows:
         raise QoffError(f"{folder}: no results there; make one: qoff bench MODEL --save")
     rows.sort(key=lambda row: (row[0], row[1], len(row[-1]), row[-1]))  # -2 before -10
     if output == "json":
-        print_json([dict(zip(_HISTORY, row, strict=True)) for row in rows])
+        print_json(_named(_HISTORY, rows))
     else:
         _print_rows(_HISTORY, rows, output)
 
 
-def _change(change: Change) -> tuple[Any, ...]:
-    medians = change.before.median, change.after.median
-    return (change.name, *medians, change.relative, change.p, change.verdict)
-
-
-def _summary(changes: Sequence[Change], threshold: float) -> str:
-    counts = Counter(change.verdict for change in changes)
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return f"{said}. Beyond noise: {TEST}, and medians at least {threshold:.1%} apart."
-
-
-def _kept(path: Path) -> tuple[Any, ...]:
-    """The row of a result. Raises FormatError for a file that is none."""
-    found = read_result(path)
-    return (
-        found.date,
-        found.bench,
-        str(found.settings.get("model", "-")),
-        processor_of(found.machine),
-        *(str(found.versions.get(name, "-")) for name in ("qoff", "torch")),
-        sum(1 for _ in samples_of(found)),
-        path.name,
-    )
+def _named(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def _print_rows(header: Sequence[str], rows: Sequence[Sequence[Any]], output: Format) -> None:
     if output == "csv":
         print(comma_separated(header, rows))
         return
-    cells = [[_cell(key, value) for key, value in zip(header, row, strict=True)] for row in rows]
+    cells = [[_cell(key, value) for key, value in row.items()] for row in _named(header, rows)]
     print(markdown(header, cells, right=0))
 
 

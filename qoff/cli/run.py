@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,29 +37,25 @@ def run(
     and then runs the program as `python` would: qoff run -m lm_eval --model hf ...
     """
     given = list(arguments or ())
-    if module is not None:
-        _run_module(module, given)
-    elif given:
-        _run_script(Path(given[0]), given[1:])
-    else:
+    if module is None and not given:
         raise typer.BadParameter("name a script, or a module with -m")
-
-
-def _run_module(name: str, arguments: Sequence[str]) -> None:
-    sys.path[0:0] = [str(Path.cwd())]
-    try:
-        found = find_spec(name)
-    except ModuleNotFoundError:  # a package that it would be in
-        found = None
-    if found is None:
-        stop_with(f"there is no module {name!r}; install it into the environment of qoff")
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _run_script(path: Path, arguments: Sequence[str]) -> None:
+    if module is not None:
+        sys.path[0:0] = [str(Path.cwd())]
+        if not _exists(module):
+            stop_with(f"there is no module {module!r}; install it into the environment of qoff")
+        sys.argv = [module, *given]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    path = Path(given[0])
     if not path.is_file():
         stop_with(f"{path}: there is no such script; name a module with -m")
     sys.path[0:0] = [str(path.resolve().parent)]
-    sys.argv = [str(path), *arguments]
+    sys.argv = given
     runpy.run_path(str(path), run_name="__main__")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that it would be in
+        return False

@@ -47,14 +47,9 @@ def run_suite(name: str, arguments: Sequence[str]) -> None:
         return
     if name not in known:
         raise QoffError(f"no bench is called {name!r}; there are {', '.join(known)}")
-    _run(root, name, arguments)
-
-
-def _run(root: Path, name: str, arguments: Sequence[str]) -> None:
     if str(root) not in sys.path:
         sys.path.append(str(root))  # last: its folder `kernels` would hide the PyPI package
-    before = sys.argv
-    sys.argv = [name, *arguments]
+    before, sys.argv = sys.argv, [name, *arguments]
     try:
         runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)
     finally:

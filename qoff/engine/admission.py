@@ -33,16 +33,14 @@ class Admission:
         Raises ArgumentError for as many parameters or continuations as there are no prompts.
         """
         given = [None] * len(prompts) if continuations is None else list(continuations)
-        if len(given) != len(prompts):
-            raise ArgumentError(f"{len(prompts)} prompts, but continuations for {len(given)}")
-        if not isinstance(params, Iterable | SamplingParams):
-            raise ArgumentError(f"parameters are SamplingParams, not {type(params).__name__}")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ArgumentError(f"{len(prompts)} prompts, but parameters for {len(each)}")
-        for one in each:
+        several = list(params) if isinstance(params, Iterable) else None
+        for one in [params] if several is None else several:
             if not isinstance(one, SamplingParams):
                 raise ArgumentError(f"parameters are SamplingParams, not {type(one).__name__}")
+        each: list[Any] = [params] * len(prompts) if several is None else several
+        for what, count in (("continuations", len(given)), ("parameters", len(each))):
+            if count != len(prompts):
+                raise ArgumentError(f"{len(prompts)} prompts, but {what} for {count}")
         for index, (prompt, wanted, after) in enumerate(zip(prompts, each, given, strict=True)):
             text: str | None = None
             tokens: tuple[int, ...] = ()

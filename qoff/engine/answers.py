@@ -10,34 +10,34 @@ from qoff.checkpoint import Checkpoint
 
 from .request import Completion, FinishReason, SamplingParams, Sequence
 
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as there
 
 
 def completion(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> Completion | None:
     """The answer of a sequence, if it is done; its text is empty without a tokenizer."""
-    answer, params = sequence.answer, sequence.params
-    if not answer:
+    kept, params = sequence.answer, sequence.params
+    text: str | None = None
+    reason: FinishReason = "given" if sequence.given else "length"
+    if not kept:
         return None
-    if sequence.given:
-        done = len(answer) == len(sequence.given)
-        return _made(sequence, answer, _text(tokenizer, answer), "given") if done else None
-    if answer[-1] in sequence.ends:
-        kept = answer[:-1]
-        return _made(sequence, kept, _text(tokenizer, kept), "stop")
-    if params.stops and len(answer) > params.min_tokens:
+    if kept[-1] in sequence.ends and not sequence.given:
+        kept, reason = kept[:-1], "stop"
+    elif not sequence.given and params.stops and len(kept) > params.min_tokens:
         text = _before_stop(sequence, tokenizer)
-        if text is not None:
-            return _made(sequence, answer, text, "stop")
-    if len(answer) < sequence.max_tokens:
+        reason = "length" if text is None else "stop"
+    if reason != "stop" and len(kept) < sequence.max_tokens:
         return None
-    return _made(sequence, answer, _text(tokenizer, answer), "length")
+    wanted = sequence.given or params.logprobs is not None
+    return Completion(
+        sequence.index,
+        sequence.sample,
+        sequence.text,
+        sequence.prompt,
+        _text(tokenizer, kept) if text is None else text,
+        tuple(kept),
+        reason,
+        tuple(sequence.logprobs[: len(kept)]) if wanted else None,
+    )
 
 
 def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
@@ -55,7 +55,8 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
     """What the checkpoint's generation_config.json says, if there is one; else the defaults."""
     config = _generation_config(checkpoint)
     said = {} if config is None else config.to_diff_dict()
-    found = {name: said.get(key) for key, name in _SAMPLING.items()}
+    found = {name: said.get(name) for name in _SAMPLING}
+    found["max_tokens"] = said.get("max_new_tokens")
     return SamplingParams(**{name: value for name, value in found.items() if value is not None})
 
 
@@ -63,22 +64,6 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
     if not (checkpoint.path / "generation_config.json").exists():
         return None
     return GenerationConfig.from_pretrained(checkpoint.path)
-
-
-def _made(sequence: Sequence, kept: list[int], text: str, reason: FinishReason) -> Completion:
-    """The answer of which these tokens are kept."""
-    return Completion(
-        sequence.index,
-        sequence.sample,
-        sequence.text,
-        sequence.prompt,
-        text,
-        tuple(kept),
-        reason,
-        tuple(sequence.logprobs[: len(kept)])
-        if sequence.given or sequence.params.logprobs is not None
-        else None,
-    )
 
 
 def _before_stop(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> str | None:

@@ -15,62 +15,57 @@ from .sampling import Sampler
 
 
 class BatchSlots:
-    """`cache.sequences` slots, each empty or with a sequence."""
+    """`cache.sequences` slots, some of them with a sequence and what chooses its tokens."""
 
     def __init__(self, cache: SlotCache, prefixes: PrefixIndex | None = None) -> None:
         self.cache = cache
         self._prefixes = prefixes
-        self.slots: list[Sequence | None] = [None] * cache.sequences
+        self._slots: dict[int, Sequence] = {}
+        self._samplers: dict[Sequence, Sampler] = {}
 
     @property
     def free(self) -> int:
         """Empty slots."""
-        return self.slots.count(None)
-
-    @property
-    def busy(self) -> bool:
-        return any(slot is not None for slot in self.slots)
+        return self.cache.sequences - len(self._slots)
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into an empty slot."""
-        slot = self.slots.index(None)
-        self.slots[slot] = sequence
-        expected = len(sequence.prompt) + sequence.max_tokens
-        self.cache.reset(slot, expected)
+        slot = min(set(range(self.cache.sequences)) - self._slots.keys())
+        self._slots[slot] = sequence
+        self._samplers[sequence] = Sampler(sequence)
+        self.cache.reset(slot, len(sequence.prompt) + sequence.max_tokens)
 
     def remove(self, sequence: Sequence) -> None:
         """Empty a sequence's slot; its blocks are free at once."""
-        slot = self.slots.index(sequence)
+        slot = self._slot_of(sequence)
         sequence.ended = True
         blocks = self.cache.blocks[slot]
-        self.slots[slot] = None
+        del self._slots[slot], self._samplers[sequence]
         self.cache.reset(slot)
         if self._prefixes is not None:
             self._prefixes.drop(blocks)
 
-    def clear(self) -> None:
-        """Empty all slots."""
-        for sequence in self.sequences():
-            self.remove(sequence)
-
     def sequences(self) -> list[Sequence]:
         """Those in the slots."""
-        return [sequence for sequence in self.slots if sequence is not None]
+        return [sequence for _, sequence in sorted(self._slots.items())]
 
-    def extend(self, sequence: Sequence, logits: Tensor, samplers: dict[Sequence, Sampler]) -> int:
+    def _slot_of(self, sequence: Sequence) -> int:
+        return next(slot for slot, one in self._slots.items() if one is sequence)
+
+    def _extend(self, sequence: Sequence, logits: Tensor) -> int:
         """Draw the next token from float32 logits [vocab_size], also for those that wait for it.
 
         Sequences that wait for another one to read their prompt go on from there, with its blocks.
         Returns how many tokens were drawn.
         """
         same = [sequence]
-        for slot, other in enumerate(self.slots):
-            if other is not None and other.waits_for is sequence:
-                self.cache.fork(self.slots.index(sequence), slot)
+        for slot, other in sorted(self._slots.items()):
+            if other.waits_for is sequence:
+                self.cache.fork(self._slot_of(sequence), slot)
                 other.read, other.waits_for = sequence.read, None
                 same.append(other)
         for one in same:
-            one.answer.append(samplers[one].draw(logits))
+            one.answer.append(self._samplers[one].draw(logits))
         return len(same)
 
     def _reads(self, slot: int, sequence: Sequence) -> bool:
@@ -92,23 +87,22 @@ class BatchSlots:
     def index(self) -> None:
         """Make the packed blocks of prompts known to others."""
         if self._prefixes is not None:
-            for slot, sequence in enumerate(self.slots):
-                if sequence is not None:
-                    self._prefixes.add(sequence.prompt, self.cache.blocks[slot])
+            for slot, sequence in sorted(self._slots.items()):
+                self._prefixes.add(sequence.prompt, self.cache.blocks[slot])
 
     def decode(self) -> ForwardPass | None:
         """A pass with the newest token of each sequence whose prompt is read."""
-        chosen = [(i, s) for i, s in enumerate(self.slots) if s is not None and s.answer]
+        chosen = [(slot, one) for slot, one in sorted(self._slots.items()) if one.answer]
         if not chosen:
             return None
         spans = tuple(Span(i, row, 1, self.cache.lengths[i]) for row, (i, _) in enumerate(chosen))
-        tokens = torch.tensor([s.answer[-1] for _, s in chosen])
+        tokens = torch.tensor([one.answer[-1] for _, one in chosen])
         ragged = Ragged(spans)
         return ForwardPass(tokens, ragged, self.cache, ragged.last_rows)
 
     def read(self, most: int) -> ForwardPass | None:
         """A pass with pieces of prompts: together at most `most` tokens, as if all were as long."""
-        waiting = [(i, s) for i, s in enumerate(self.slots) if s is not None and self._reads(i, s)]
+        waiting = [(i, one) for i, one in sorted(self._slots.items()) if self._reads(i, one)]
         chosen: list[tuple[int, Sequence, int]] = []
         longest = 0
         for i, s in waiting:
@@ -125,9 +119,7 @@ class BatchSlots:
         done = [s.read + n == len(s.prompt) for _, s, n in chosen]
         return ForwardPass(tokens, ragged, cache, ragged.last_rows[torch.tensor(done)])
 
-    def take(
-        self, run: ForwardPass, logits: Tensor, samplers: dict[Sequence, Sampler]
-    ) -> tuple[int, int]:
+    def take(self, run: ForwardPass, logits: Tensor) -> tuple[int, int]:
         """Note what a pass has read of prompts, and draw a token for each row of its logits.
 
         Returns how many tokens were read and drawn.
@@ -136,11 +128,10 @@ class BatchSlots:
         rows = iter(logits.cpu())
         subset = run.cache.slots if isinstance(run.cache, SlotSubset) else None
         for span in run.ragged.spans:
-            sequence = self.slots[span.slot if subset is None else subset[span.slot]]
-            assert sequence is not None
+            sequence = self._slots[span.slot if subset is None else subset[span.slot]]
             if subset is not None:
                 read += span.count
                 sequence.read += span.count
             if sequence.decoding:
-                drawn += self.extend(sequence, next(rows), samplers)
+                drawn += self._extend(sequence, next(rows))
         return read, drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -30,8 +31,6 @@ from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 
-from .resources import Resources
-
 
 class Executor(ABC):
     """Opens what a plan says on one kind of device; `own` closes it.
@@ -47,7 +46,7 @@ class Executor(ABC):
         self,
         path: Path,
         plan: Plan,
-        own: Resources,
+        own: ExitStack,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -65,9 +64,9 @@ class Executor(ABC):
         self.spec = spec = DecoderSpec.from_config(checkpoint.config)
         self.shapes = head_shapes(spec)
         self.forms = plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
-        transfers = own.add(self._transfers())
+        transfers = own.enter_context(closing(self._transfers()))
         self.memory = memory = self._plan_memory(checkpoint, transfers.host_staging, packing)
-        self.runtime = own.add(
+        self.runtime = own.enter_context(
             Runtime(
                 path,
                 device_memory=memory.left(DEVICE, plan.device_memory),
@@ -81,22 +80,25 @@ class Executor(ABC):
                 instrumentation=instrumentation,
             )
         )
-        self._reader = own.add(DiskReader(preadv=instrumentation.preadv))
-        blocks, hidden = self._block_bytes(), self._hidden_bytes()
-        sizes = {tier: blocks[tier] + hidden[tier] for tier in (DEVICE, HOST, DISK)}
+        self._reader = own.enter_context(closing(DiskReader(preadv=instrumentation.preadv)))
+        parked = plan.activations != "device"
+        blocks, sizes = {}, {}  # bytes by tier: of blocks, and with hidden states behind them
+        for tier, purposes in memory.purposes.items():
+            blocks[tier] = purposes["KV blocks"] + purposes.get("KV on the move", 0)
+            sizes[tier] = blocks[tier] + parked * purposes["hidden states"]
         stream = CopyStream(device) if device.type == "cuda" else None
-        self.arenas: Mapping[str, Arena] = own.add(TierArenas(sizes, stream)).arenas
-        self._copies = own.add(Copies(device, instrumentation))
+        tiers = own.enter_context(closing(TierArenas(sizes, stream)))
+        self.arenas: Mapping[str, Arena] = tiers.arenas
+        self._copies = own.enter_context(closing(Copies(device, instrumentation)))
         self._spill = None
         if sizes[DISK]:
             folder = plan.spill_folder or Path(tempfile.gettempdir())
-            self._spill = own.add(
-                SpillFile(folder, sizes[DISK], self._reader, instrumentation=instrumentation)
-            )
+            spill = SpillFile(folder, sizes[DISK], self._reader, instrumentation=instrumentation)
+            self._spill = own.enter_context(closing(spill))
         self.blocks = self._open_blocks()
         self.activations = None
         tokens = max(plan.prefill_tokens, plan.batch_size)
-        if plan.activations != "device":
+        if parked:
             self.activations = ActivationStore(
                 plan.activations,
                 2 * plan.batches,
@@ -121,15 +123,6 @@ class Executor(ABC):
     def kv_wait_s(self) -> float:
         """Seconds waited for KV blocks since the start."""
 
-    def memory_by_tier(self) -> dict[str, dict[str, int]]:
-        """Bytes by tier and purpose, weights included."""
-        residency = self.runtime.residency
-        weights = {DEVICE: residency.device_bytes, HOST: residency.host_bytes}
-        return {
-            tier: {"weights": weights.get(tier, 0), **purposes}
-            for tier, purposes in self.memory.purposes.items()
-        }
-
     def counters(self) -> tuple[float, ...]:
         """Seconds and bytes since the start, in the order of `RoundStats`."""
         weights, activations = self.runtime.store.stats, self.activations
@@ -151,18 +144,8 @@ class Executor(ABC):
         """What the plan takes beside the weights; tiled: whose layers stream in tiles."""
 
     @abstractmethod
-    def _block_bytes(self) -> dict[str, int]:
-        """Bytes by tier of what `_open_blocks` takes."""
-
-    @abstractmethod
     def _open_blocks(self) -> TieredBlocks | DeviceBlocks:
         """Packed blocks, in the arenas and the first bytes of the spill file."""
-
-    def _hidden_bytes(self) -> dict[str, int]:
-        """Bytes by tier of hidden states in the arenas."""
-        parked = self.plan.activations != "device"
-        tiers = self.memory.purposes.items()
-        return {tier: purposes["hidden states"] if parked else 0 for tier, purposes in tiers}
 
     def _plan_memory(self, checkpoint: Checkpoint, staging: int, packing: str) -> Memory:
         """What the plan takes beside the weights; more where layers have to stream in tiles."""
@@ -203,9 +186,6 @@ class CpuExecutor(Executor):
 
     def _memory_of(self, tiled: bool) -> Memory:
         return Memory.of(self.plan, self.spec, self.shapes, tiled)
-
-    def _block_bytes(self) -> dict[str, int]:
-        return self.memory.blocks.tier_bytes()
 
     def _open_blocks(self) -> TieredBlocks:
         self._recent_workspace = RecentWorkspace()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from qoff.kvcache import DeviceCache
 from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
-from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import DiskReader, ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
@@ -46,13 +45,6 @@ class GpuExecutor(Executor):
 
     def _memory_of(self, tiled: bool) -> Memory:
         return memory_on_gpu(self.plan, self.spec, self.shapes, self.device, self.dtype, tiled)
-
-    def _block_bytes(self) -> dict[str, int]:
-        purposes = self.memory.purposes
-        return {
-            tier: purposes[tier]["KV blocks"] + purposes[tier]["KV on the move"]
-            for tier in (DEVICE, HOST, DISK)
-        }
 
     def _open_blocks(self) -> DeviceBlocks:
         assert self.memory.on_gpu is not None

@@ -6,9 +6,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from os import PathLike
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -18,14 +18,11 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.hf.torch_threads import one_torch_thread
-from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory.arena import Arena
+from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.runtime import Runtime
-from qoff.plan import Memory, Plan
+from qoff.plan import Plan
 from qoff.quant import QuantConfig
 
 from .admission import Admission
@@ -35,8 +32,6 @@ from .executor import CpuExecutor, Executor
 from .prefixes import PrefixIndex, common_blocks
 from .prompts import Prompt, PromptReader, conversations, prompt_list
 from .request import Completion, SamplingParams, Sequence
-from .resources import Resources
-from .sampling import Sampler, sampler_of
 from .schedule import Schedule
 
 
@@ -86,8 +81,10 @@ class LLM:
         _instrumentation: Instrumentation = PLAIN,
     ) -> None:
         where = resolve_device(device)
-        bounds = memory_bounds(device_memory, host_memory, max_memory, where)
-        self.plan = plan = _bounded(plan or Plan(), *bounds)
+        device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
+        self.plan = plan = _bounded(
+            plan or Plan(), device_memory=device_bytes, host_memory=host_bytes
+        )
         self._trace = None if trace is None else checked_path(trace)
         if trace is not None:
             _instrumentation = replace(_instrumentation, timeline=Timeline())
@@ -109,10 +106,15 @@ class LLM:
         if has_tokenizer(checkpoint):
             self.tokenizer = load_tokenizer(checkpoint, trust_remote_code)
         self.rounds: list[RoundStats] = []
-        self._resources = Resources()
+        kind: type[Executor] = CpuExecutor
+        if on_gpu:
+            from .gpu_executor import GpuExecutor  # needs Triton
+
+            kind = GpuExecutor
+        self._resources = ExitStack()
         weakref.finalize(self, self._resources.close)
         try:
-            self._executor = _executor_of(on_gpu)(
+            self._executor = kind(
                 checkpoint,
                 plan,
                 self._resources,
@@ -124,31 +126,14 @@ class LLM:
         except BaseException:
             self.close()
             raise
-        runtime = self._executor.runtime
+        self.runtime = runtime = self._executor.runtime
+        self.memory = self._executor.memory  # what the plan takes beside the weights
+        self.arenas = self._executor.arenas  # of packed KV blocks, parked hidden states, by tier
+        self.blocks = self._executor.blocks  # packed KV blocks of all sequences
         self._reader = PromptReader(self.tokenizer)
         eos = end_tokens(runtime.checkpoint)
         self._admission = Admission(plan, runtime.spec, self._reader, eos)
         self._schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, _instrumentation)
-
-    @property
-    def runtime(self) -> Runtime:
-        """The weights, and the decoder on them."""
-        return self._executor.runtime
-
-    @property
-    def memory(self) -> Memory:
-        """What the plan takes beside the weights."""
-        return self._executor.memory
-
-    @property
-    def arenas(self) -> Mapping[str, Arena]:
-        """The memory of packed KV blocks and parked hidden states, by tier."""
-        return self._executor.arenas
-
-    @property
-    def blocks(self) -> TieredBlocks | DeviceBlocks:
-        """The packed KV blocks of all sequences."""
-        return self._executor.blocks
 
     def generate(
         self,
@@ -210,20 +195,25 @@ class LLM:
         batches = [
             BatchSlots(self._executor.new_cache(), prefixes) for _ in range(self.plan.batches)
         ]
-        samplers: dict[Sequence, Sampler] = {}
         try:
-            while waiting or any(batch.busy for batch in batches):
-                self._admit(waiting, batches, samplers)
+            while waiting or any(batch.sequences() for batch in batches):
+                self._admit(waiting, batches)
                 with torch.inference_mode(), one_torch_thread():
-                    done = self._round(batches, samplers)
+                    done = self._round(batches)
                 yield from done
         finally:
             for batch in batches:
-                batch.clear()
+                for sequence in batch.sequences():
+                    batch.remove(sequence)
 
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""
-        return self._executor.memory_by_tier()
+        residency = self.runtime.residency
+        weights = {DEVICE: residency.device_bytes, HOST: residency.host_bytes}
+        return {
+            tier: {"weights": weights.get(tier, 0), **purposes}
+            for tier, purposes in self.memory.purposes.items()
+        }
 
     def close(self) -> None:
         """Write the trace, stop all threads, give memory and disk space back; idempotent."""
@@ -235,17 +225,10 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _admit(
-        self, waiting: deque[Sequence], batches: list[BatchSlots], samplers: dict[Sequence, Sampler]
-    ) -> None:
+    def _admit(self, waiting: deque[Sequence], batches: list[BatchSlots]) -> None:
         """Fill free places; all answers of a prompt go into the same batch."""
         for batch in sorted(batches, key=lambda batch: -batch.free):
             while waiting and batch.free >= waiting[0].params.n - waiting[0].sample:
@@ -254,24 +237,24 @@ class LLM:
                     if self.plan.share_prefixes and sequence.waits_for is None:
                         sequence.begins_like = _alike(sequence, batches)
                     batch.add(sequence)
-                    samplers[sequence] = sampler_of(sequence)
 
-    def _round(
-        self, batches: list[BatchSlots], samplers: dict[Sequence, Sampler]
-    ) -> list[Completion]:
+    def _round(self, batches: list[BatchSlots]) -> list[Completion]:
         """One pass of every batch: a token more of each sequence, or more of its prompt."""
         start, before = time.perf_counter(), self._executor.counters()
         passes: list[tuple[BatchSlots, ForwardPass]] = []
         for batch in batches:
             for run in (batch.decode(), batch.read(self.plan.prefill_tokens)):
-                if run is not None:
-                    self._place(run, len(passes))
-                    passes.append((batch, run))
+                if run is None:
+                    continue
+                run.name, run.workspace = f"pass {len(passes)}", self._executor.workspace
+                if self._executor.activations is not None:
+                    run.activations = self._executor.activations.batch(len(passes))
+                passes.append((batch, run))
         done: list[Completion] = []
         read = generated = 0
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):
-            tokens, drawn = batch.take(run, logits, samplers)
+            tokens, drawn = batch.take(run, logits)
             read, generated = read + tokens, generated + drawn
         for batch in batches:
             batch.index()
@@ -279,42 +262,23 @@ class LLM:
                 result = completion(sequence, self.tokenizer)
                 if result is not None:
                     batch.remove(sequence)
-                    del samplers[sequence]
                     done.append(result)
         spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
         seconds = time.perf_counter() - start
         self.rounds.append(RoundStats(read, generated, seconds, *spent))
         return done
 
-    def _place(self, run: ForwardPass, number: int) -> None:
-        """Say where a pass of a round has its values."""
-        run.name, run.workspace = f"pass {number}", self._executor.workspace
-        if self._executor.activations is not None:
-            run.activations = self._executor.activations.batch(number)
 
-
-def _bounded(plan: Plan, device_memory: int | None, host_memory: int | None) -> Plan:
+def _bounded(plan: Plan, **bounds: int | None) -> Plan:
     """The plan with these bounds, too. Raises ArgumentError where it has others."""
-    for name, value in (("device_memory", device_memory), ("host_memory", host_memory)):
+    given: dict[str, Any] = {name: value for name, value in bounds.items() if value is not None}
+    for name, value in given.items():
         said = getattr(plan, name)
-        if value is not None and said not in (None, value):
+        if said not in (None, value):
             raise ArgumentError(
                 f"{name} is {value} bytes, but {said} in the plan; give it in one place"
             )
-    return replace(
-        plan,
-        device_memory=plan.device_memory if device_memory is None else device_memory,
-        host_memory=plan.host_memory if host_memory is None else host_memory,
-    )
-
-
-def _executor_of(on_gpu: bool) -> type[Executor]:
-    """The kind that opens a plan; that for a GPU needs Triton."""
-    if not on_gpu:
-        return CpuExecutor
-    from .gpu_executor import GpuExecutor
-
-    return GpuExecutor
+    return replace(plan, **given)
 
 
 def _alike(sequence: Sequence, batches: list[BatchSlots]) -> Sequence | None:

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
-from qoff.kvcache.store.placement import KVPlacement
+from qoff.kvcache.device.blocks import DeviceBlocks
+from qoff.kvcache.store.tiered import TieredBlocks
 
 _Key = tuple[int | None, tuple[int, ...]]  # the block before, if any, and 64 tokens
-
-
-class PlacedBlocks(Protocol):
-    """Blocks by number, each on a tier."""
-
-    placement: KVPlacement
-
-    def users(self, block: int) -> int:
-        """How many sequences use a block."""
-
-    def tier(self, block: int) -> str:
-        """Where a block lies."""
 
 
 class PrefixIndex:
@@ -29,7 +17,7 @@ class PrefixIndex:
     A block is known by its tokens and by the block before it, and forgotten when it is free.
     """
 
-    def __init__(self, store: PlacedBlocks) -> None:
+    def __init__(self, store: TieredBlocks | DeviceBlocks) -> None:
         self._store = store
         self._blocks: dict[_Key, int] = {}
         self._keys: dict[int, _Key] = {}
@@ -52,7 +40,9 @@ class PrefixIndex:
         before: int | None = None
         for index, tokens in enumerate(_pieces(prompt[:-1])):
             block = self._blocks.get((before, tokens))
-            if block is None or not self._at_home(block, index, expected):
+            if block is None:
+                break
+            if self._store.tier(block) != self._store.placement.tier(index, expected):
                 break
             found.append(block)
             before = block
@@ -63,9 +53,6 @@ class PrefixIndex:
         for block in blocks:
             if block in self._keys and not self._store.users(block):
                 del self._blocks[self._keys.pop(block)]
-
-    def _at_home(self, block: int, index: int, expected: int) -> bool:
-        return self._store.tier(block) == self._store.placement.tier(index, expected)
 
 
 def common_blocks(a: Sequence[int], b: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from qoff.errors import ArgumentError
 
+_ABOVE_0 = math.nextafter(0, 1)
 COLDEST = 0.01  # logits divided by less may overflow
 FinishReason = Literal["stop", "length", "given", "error"]
 
@@ -18,11 +19,12 @@ class SamplingParams:
     """How a prompt is continued, with vLLM's names, defaults and meaning.
 
     n: answers of a prompt, drawn independently. temperature 0 takes the most likely token;
-    otherwise one is drawn from the `top_k` most likely (0 or -1: all), of these from the smallest
-    set with probability `top_p`, without those less likely than `min_p` times the most likely one.
-    Before that, logits of tokens in the answer so far are lowered by `presence_penalty`, and by
-    `frequency_penalty` for each time; those of tokens in prompt or answer are divided by
-    `repetition_penalty` where positive, else multiplied. seed: the same tokens each time; None:
+    otherwise one is drawn from those at least `min_p` times as likely as the most likely one, of
+    these from the `top_k` most likely (0 or -1: all), of these from the smallest set with
+    probability `top_p`. Before that, logits of tokens in the answer so far are lowered by
+    `presence_penalty`, and by `frequency_penalty` for each time; those of tokens in prompt or
+    answer are divided by `repetition_penalty` where positive, else multiplied. seed: the same
+    tokens each time, whatever other prompts there are; answer i of n draws with seed + i. None:
     others each time.
 
     An answer ends with the model's end token unless `ignore_eos`, with a token of `stop_token_ids`,
@@ -49,37 +51,25 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        limit, heat, ids = self.max_tokens, self.temperature, self.stop_token_ids
+        limit, fewest = self.max_tokens, self.min_tokens
+        heated = _within(self.temperature, 0, 0) or _within(self.temperature, COLDEST)
         for name, good, wanted in (
             ("n", _whole(self.n, 1), "a whole number from 1"),
             ("presence_penalty", _within(self.presence_penalty, -2, 2), "a number from -2 to 2"),
             ("frequency_penalty", _within(self.frequency_penalty, -2, 2), "a number from -2 to 2"),
-            (
-                "repetition_penalty",
-                _within(self.repetition_penalty, 0) and self.repetition_penalty > 0,
-                "a number above 0",
-            ),
-            (
-                "temperature",
-                _within(heat, 0) and (heat == 0 or heat >= COLDEST),
-                f"0, or a number from {COLDEST} on",
-            ),
-            ("top_p", _within(self.top_p, 0, 1) and self.top_p > 0, "above 0, at most 1"),
+            ("repetition_penalty", _within(self.repetition_penalty, _ABOVE_0), "a number above 0"),
+            ("temperature", heated, f"0, or a number from {COLDEST} on"),
+            ("top_p", _within(self.top_p, _ABOVE_0, 1), "above 0, at most 1"),
             ("top_k", _whole(self.top_k, -1), "a whole number from 1; 0 or -1 for all tokens"),
             ("min_p", _within(self.min_p, 0, 1) and self.min_p < 1, "0 or more, below 1"),
             ("seed", self.seed is None or _whole(self.seed, 0), "a whole number from 0, or None"),
             ("stop", _texts(self.stop), "None, a text, or a list of texts, none of them empty"),
-            (
-                "stop_token_ids",
-                ids is None
-                or (isinstance(ids, list | tuple) and all(_whole(one, 0) for one in ids)),
-                "None, or a list of token ids",
-            ),
+            ("stop_token_ids", _ids(self.stop_token_ids), "None, or a list of token ids"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             ("max_tokens", limit is None or _whole(limit, 1), "a whole number from 1, or None"),
             (
                 "min_tokens",
-                _whole(self.min_tokens, 0) and (limit is None or self.min_tokens <= limit),
+                _whole(fewest, 0, limit),
                 "a whole number from 0 to max_tokens",
             ),
             ("logprobs", self.logprobs is None or _whole(self.logprobs, 0), "0 or more, or None"),
@@ -93,8 +83,10 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-def _whole(number: object, least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+def _whole(number: object, least: int, most: int | None = None) -> bool:
+    if isinstance(number, bool) or not isinstance(number, int):
+        return False
+    return number >= least and (most is None or number <= most)
 
 
 def _within(number: object, least: float, most: float = math.inf) -> bool:
@@ -105,10 +97,13 @@ def _within(number: object, least: float, most: float = math.inf) -> bool:
 
 
 def _texts(stop: object) -> bool:
-    """Whether this may be `SamplingParams.stop`."""
     if stop is None or isinstance(stop, str):
         return stop != ""
     return isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)
+
+
+def _ids(ids: object) -> bool:
+    return ids is None or (isinstance(ids, list | tuple) and all(_whole(one, 0) for one in ids))
 
 
 @dataclass(frozen=True)

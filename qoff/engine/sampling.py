@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from .request import Logprob, SamplingParams, Sequence
 
 
 class Sampler:
-    """Draws the tokens of one answer; the draws depend on seed, prompt index and sample alone."""
+    """Draws the tokens of one answer, by seed and sample alone, or takes those that are given."""
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
@@ -38,12 +37,16 @@ class Sampler:
     def draw(self, logits: Tensor) -> int:
         """The next token for float32 logits [vocab_size], which stay as they are.
 
-        Notes its log-probability in the sequence, if asked for.
+        Notes its log-probability in the sequence, if asked for, or if the token was given.
         """
-        token = self._choose(self._adjusted(logits) if self._adjusts else logits)
-        count = self._sequence.params.logprobs
-        if count is not None:
-            self._sequence.logprobs.append(logprobs(logits, token, count))
+        sequence = self._sequence
+        if sequence.given:
+            token = sequence.given[len(sequence.answer)]
+        else:
+            token = self._choose(self._adjusted(logits) if self._adjusts else logits)
+        count = sequence.params.logprobs
+        if sequence.given or count is not None:
+            sequence.logprobs.append(logprobs(logits, token, count or 0))
         return token
 
     def _choose(self, logits: Tensor) -> int:
@@ -69,25 +72,6 @@ class Sampler:
         return logits
 
 
-class Given(Sampler):
-    """Takes the tokens that a sequence is given, and notes there how likely each was."""
-
-    def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
-
-    def draw(self, logits: Tensor) -> int:
-        """The next token for float32 logits [vocab_size]."""
-        sequence = self._sequence
-        token = sequence.given[len(sequence.answer)]
-        sequence.logprobs.append(logprobs(logits, token, sequence.params.logprobs or 0))
-        return token
-
-
-def sampler_of(sequence: Sequence) -> Sampler:
-    """What chooses the tokens of a sequence."""
-    return Given(sequence) if sequence.given else Sampler(sequence)
-
-
 def logprobs(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
     """Of a token first, then of the `count` most likely ones, for float32 logits [vocab_size]."""
     every = logits.log_softmax(-1)
@@ -105,19 +89,20 @@ def _generator(sequence: Sequence) -> torch.Generator:
     if seed is None:
         generator.seed()
         return generator
-    digest = hashlib.sha256(f"{seed} {sequence.index} {sequence.sample}".encode()).digest()
-    return generator.manual_seed(int.from_bytes(digest[:7], "little"))
+    return generator.manual_seed((seed + sequence.sample) % 2**63)  # as in vLLM
 
 
 def _warpers(params: SamplingParams) -> Any:
-    """What shapes the distribution; called with tokens, which they ignore, and scores [1, V]."""
+    """What shapes the distribution, in vLLM's order; called with tokens, which they ignore, and
+    scores [1, V].
+    """
     warpers: Any = LogitsProcessorList()  # typed for LongTensor
     if params.temperature != 1:
         warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p:
-        warpers.append(MinPLogitsWarper(params.min_p))
     return warpers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
@@ -36,6 +37,14 @@ class BoundedCache(Protocol):
     def nbytes(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Passes whose logits are all wanted: tokens of each sequence; bytes that are taken beside."""
+
+    tokens: int
+    beside: int = 0
+
+
 class Budget:
     """Bounds everything on the device: weights, KV caches, activations, logits, working space.
 
@@ -43,16 +52,22 @@ class Budget:
     sequences of `context` tokens, and for passes of 16 tokens, or of up to 512 in an eighth of the
     memory. context None: as many tokens as the model takes, at most 2048, and fewer (at least 256)
     where they would want more than a quarter of the memory. What of this and of the plan for the
-    weights is free is for any sequences and passes that fit.
+    weights is free is for any sequences and passes that fit. scoring: passes to make room for
+    instead of these.
     """
 
     def __init__(
-        self, memory: int, context: int | None, batch_size: int, kv: KVQuant | None
+        self,
+        memory: int,
+        context: int | None,
+        batch_size: int,
+        kv: KVQuant | None,
+        scoring: Scoring | None = None,
     ) -> None:
         self.memory = memory
         self.context, self.batch_size = context, batch_size
         self.free = 0  # bytes beside the weights
-        self._kv = kv
+        self._kv, self._scoring = kv, scoring
         self._tiled = False
         self._decoder: AnyDecoder | None = None
         self._caches: WeakSet[BoundedCache] = WeakSet()
@@ -67,7 +82,10 @@ class Budget:
 
         def work(tokens: int, context: int, tiled: bool) -> int:
             count = max(1, min(tokens, size * context) // size)
-            return _working_bytes(decoder, self._kv, size, count, size, context, tiled)
+            rows, beside = size, 0
+            if self._scoring is not None:
+                rows, beside = size * count, self._scoring.beside
+            return beside + _working_bytes(decoder, self._kv, size, count, rows, context, tiled)
 
         longest = min(decoder.max_positions, _CONTEXTS[0])
         contexts = [longest, *(c for c in _CONTEXTS if c < longest)]
@@ -75,9 +93,10 @@ class Budget:
             contexts = [self.context]
         context = next((c for c in contexts if 4 * cache_bytes(c) <= self.memory), contexts[-1])
         passes = [tokens for tokens in _PASSES if 8 * work(tokens, context, False) <= self.memory]
-        for length, tokens in dict.fromkeys(
-            [(context, t) for t in (*passes, _PASSES[-1])] + [(contexts[-1], _PASSES[-1])]
-        ):
+        sizes = [(context, t) for t in (*passes, _PASSES[-1])] + [(contexts[-1], _PASSES[-1])]
+        if self._scoring is not None:
+            sizes = [(context, self._scoring.tokens * size)]
+        for length, tokens in dict.fromkeys(sizes):
             cache = cache_bytes(length)
             yield cache + work(tokens, length, False), cache + work(tokens, length, True)
 
@@ -119,6 +138,29 @@ class Budget:
                 cache.room = grown if fits <= self.free else tokens
                 held.reserve(cache.room)
             return at_once
+
+    def scored_at_once(self, sequences: int, tokens: int, most: int) -> tuple[int, int]:
+        """How many sequences, and tokens of each, are read in a pass with all their logits.
+
+        At most as many as given; each has `tokens` tokens in the end. Raises BudgetError where
+        there is no room for one token of one sequence.
+        """
+        assert self._decoder is not None
+        while True:
+            cache = self._decoder.new_cache(sequences, kv=self._kv).bytes_for(tokens)
+            work = self._pass([most] * sequences, most, sequences * most, tokens)
+            if cache + work <= self.free:
+                return sequences, most
+            if sequences > 1:
+                sequences = -(-sequences // 2)
+            elif most > 1:
+                most = -(-most // 2)
+            else:
+                raise BudgetError(
+                    f"device memory: scoring {tokens} tokens wants {cache + work:,} bytes, but "
+                    f"{self.free:,} of {self.memory:,} are there beside the weights; use a smaller "
+                    "max_length or more device_memory"
+                )
 
     def count(self, cache: BoundedCache) -> None:
         """Count the memory of a cache from now on, as long as it is there."""

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from qoff.budgets import memory_bounds, resolve_device
 from qoff.errors import ArgumentError, ConversionError, FormatError
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
-from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline
 from qoff.models.convert.convert import convert
 from qoff.models.modules.configs import REMOTE_CODE
@@ -27,7 +27,7 @@ from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 from qoff.settings import cache_directory
 
-from .budget import Budget
+from .budget import Budget, Scoring
 from .hub import download, download_config, is_own
 from .model import QoffForCausalLM
 
@@ -87,7 +87,8 @@ def load(
             raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
-    packed = KVQuant() if kv == AUTO else kv_quant(kv)
+    if kv != AUTO:
+        kv = kv_quant(kv)  # what is none is known before anything is converted
     checkpoint = find_checkpoint(
         path_or_hub_id,
         quant=quant,
@@ -97,12 +98,58 @@ def load(
         for_cpu=where.type == "cpu",
         trust_remote_code=trust_remote_code,
     )
+    model = open_model(
+        checkpoint,
+        device=where,
+        dtype=dtype,
+        device_memory=device_bytes,
+        host_memory=host_bytes,
+        context=context,
+        batch_size=batch_size,
+        slots=slots,
+        activation_bits=activation_bits,
+        kv=kv,
+        trust_remote_code=trust_remote_code,
+        instrumentation=Instrumentation(timeline=timeline),
+    )
+    try:
+        return model, load_tokenizer(checkpoint, trust_remote_code)
+    except BaseException:
+        model.close()
+        raise
+
+
+def open_model(
+    checkpoint: Path,
+    *,
+    device: torch.device | str = AUTO,
+    dtype: torch.dtype | str = AUTO,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    context: int | None = None,
+    batch_size: int = 1,
+    slots: int = 2,
+    activation_bits: int = 16,
+    kv: KVQuant | KVBits | None = AUTO,
+    trust_remote_code: bool = False,
+    instrumentation: Instrumentation = PLAIN,
+    scoring: Scoring | None = None,
+) -> QoffForCausalLM:
+    """The model of a qoff checkpoint, without its tokenizer; all else is as for `load`.
+
+    scoring: see `Budget`.
+    """
+    where = resolve_device(device)
+    device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
+
+    packed = KVQuant() if kv == AUTO else kv_quant(kv)
 
     def opened(kv: KVQuant | None) -> tuple[Runtime, Budget | None]:
         budget = None
         more: dict[str, Any] = {}
         if device_bytes is not None:
-            budget = Budget(device_bytes, context, batch_size, kv)
+            budget = Budget(device_bytes, context, batch_size, kv, scoring)
             more["reserves"] = budget.choices
         runtime = Runtime(
             checkpoint,
@@ -113,7 +160,7 @@ def load(
             slots=slots,
             activation_bits=activation_bits,
             kv=kv,
-            instrumentation=Instrumentation(timeline=timeline),
+            instrumentation=instrumentation,
             trust_remote_code=trust_remote_code,
             **more,
         )
@@ -133,7 +180,7 @@ def load(
     try:
         model = _model(runtime, checkpoint, budget)
         model.kv = described
-        return model, load_tokenizer(checkpoint, trust_remote_code)
+        return model
     except BaseException:
         runtime.close()
         raise

@@ -9,10 +9,11 @@ from typing import Literal
 
 from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
-from qoff.kvcache.quant import UNPACKED
+from qoff.kvcache.quant import UNPACKED, kv_quant
 from qoff.units import parse_size
 
-RESIDENT, FLOAT = "all", "none"  # no bound of device memory; a cache that is not packed
+# No bound of device memory; a cache as the model allows, and one that is not packed.
+RESIDENT, AUTO, FLOAT = "all", "auto", "none"
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ class Case:
 class Setup:
     """Where a model's weights and KV cache are, and in how many bits.
 
-    device_memory: "all", or a bound like "48MiB". kv_bits: "none", or as `KVQuant.of` reads it.
-    As text: "48MiB, KV 4-bit". Raises QoffError for text that is neither.
+    device_memory: "all", or a bound of everything like "48MiB". kv_bits: as `qoff.load` takes `kv`
+    as text. As text: "48MiB, KV 4-bit". Raises QoffError for text that is neither.
     """
 
     device_memory: str = RESIDENT
-    kv_bits: str = FLOAT
+    kv_bits: str = AUTO
     activation_bits: int = 16
 
     def __post_init__(self) -> None:
@@ -64,20 +65,21 @@ class Setup:
 
     @property
     def budget(self) -> int | None:
-        """Bytes for weights; None: all are resident."""
+        """Bytes for everything on the device; None: as much as it takes."""
         return None if self.device_memory == RESIDENT else parse_size(self.device_memory)
 
     @property
-    def kv(self) -> KVQuant | None:
-        """How the cache is packed; None: float32."""
-        return None if self.kv_bits == FLOAT else KVQuant.of(self.kv_bits)
+    def kv(self) -> KVQuant | str | None:
+        """How the cache is packed; None: float32; "auto": 4 bits where the model allows."""
+        return AUTO if self.kv_bits == AUTO else kv_quant(self.kv_bits)
 
     def __str__(self) -> str:
         kv = self.kv
-        packed = kv is not None and (kv.k_bits != UNPACKED or bool(kv.layers))
+        packed = isinstance(kv, KVQuant) and (kv.k_bits != UNPACKED or bool(kv.layers))
+        form = f"{self.kv_bits}-bit" if packed else "f32"
         parts = [
             "resident" if self.budget is None else self.device_memory,
-            f"KV {self.kv_bits}-bit" if packed else "KV f32",
+            f"KV {AUTO if kv == AUTO else form}",
         ]
         return ", ".join(parts + ["8-bit activations"] * (self.activation_bits == 8))
 

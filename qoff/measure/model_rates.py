@@ -5,11 +5,12 @@ What is timed is the runtime alone: no tokenizer, no sampling but the likeliest 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +18,19 @@ from torch import Tensor
 from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.budget import Budget
+from qoff.hf.load import open_model
+from qoff.hf.model import QoffForCausalLM
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import ops_for
-from qoff.memory import plan_residency
+from qoff.kvcache import KVQuant
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 
-from .cases import Case, Setup
+from .cases import AUTO, FLOAT, Case, Setup
 from .samples import Samples
 
 _PIECE = 2048  # tokens of a pass that only fills the cache
@@ -47,7 +51,7 @@ class ModelRate:
 
 
 def backend_of(device: str) -> str:
-    """Return "cpu" or the GPU's name.
+    """Return "cpu" or the GPU's name; device: as for `qoff.load`.
 
     Raises ArgumentError for what is no device, OpError for one that is not there.
     """
@@ -56,28 +60,44 @@ def backend_of(device: str) -> str:
     return "cpu" if where.type == "cpu" else torch.cuda.get_device_name(where)
 
 
-def check(path: Path, setups: Sequence[Setup], cases: Sequence[Case], device: str = "cpu") -> None:
+def check(path: Path, setups: Sequence[Setup], cases: Sequence[Case], **options: Any) -> None:
     """Raise, before anything is measured, the error that a setup or a case would end in.
 
     ArgumentError for more tokens than the model takes, or bits of a layer there is not; BudgetError
-    for too little memory; OpError for a head size that cannot be packed.
+    for too little memory; OpError for a head size that cannot be packed. options: as for `rates`.
     """
     checkpoint = Checkpoint.open(path)
-    if is_modules(checkpoint):
-        return  # which is known to its own decoder alone
-    spec = DecoderSpec.from_config(checkpoint.config)
-    longest = max(cases, key=lambda case: case.positions)
-    limit = spec.position_limit
-    if limit is not None and longest.positions > limit:
-        raise ArgumentError(
-            f"{longest} has sequences of {longest.positions} tokens; this {spec.model_type} model "
-            f"is run up to {limit}: give less depth or fewer tokens"
-        )
-    packing = ops_for(resolve_device(device)).PACKING
-    for setup in setups:
-        plan_residency(checkpoint, setup.budget, packing=packing)
-        if setup.kv is not None:
-            setup.kv.forms([spec.head_dim] * spec.num_layers)
+    if not is_modules(checkpoint):  # which are known to their own decoder alone
+        spec = DecoderSpec.from_config(checkpoint.config)
+        longest = max(cases, key=lambda case: case.positions)
+        limit = spec.position_limit
+        if limit is not None and longest.positions > limit:
+            raise ArgumentError(
+                f"{longest} has sequences of {longest.positions} tokens; this {spec.model_type} "
+                f"model is run up to {limit}: give less depth or fewer tokens"
+            )
+        for setup in setups:
+            if isinstance(setup.kv, KVQuant):
+                setup.kv.forms([spec.head_dim] * spec.num_layers)
+    for setup in setups[1:]:  # the first is opened next
+        if setup.budget is not None:
+            _opened(path, setup, cases, options).close()
+
+
+def _opened(
+    path: Path, setup: Setup, cases: Sequence[Case], options: Mapping[str, Any]
+) -> QoffForCausalLM:
+    """The model in one setup, with room for the largest of the cases where memory is bounded."""
+    largest = max(cases, key=lambda case: (case.batch * case.positions, case.batch))
+    return open_model(
+        path,
+        device_memory=setup.budget,
+        activation_bits=setup.activation_bits,
+        kv=setup.kv,
+        context=largest.positions + 1,
+        batch_size=largest.batch,
+        **options,
+    )
 
 
 def rates(
@@ -85,62 +105,87 @@ def rates(
     setup: Setup,
     cases: Sequence[Case],
     repetitions: int,
-    device: str = "cpu",
     done: Callable[[], object] = lambda: None,
+    **options: Any,
 ) -> list[ModelRate]:
     """Measure a checkpoint in one setup: each case once to warm up, then `repetitions` times.
 
     Cases that follow each other with the same depth and number of sequences share one cache, which
     is filled once and goes back after each repetition. A packed cache packs no token twice, so it
     goes back to blocks of some tokens that would still be in its window. Models that run through
-    transformers' modules, whose states may not go back, fill a new one each time. done: called
-    after each repetition, warm-ups too. Raises what `Runtime` does, and BudgetError where there is
-    no memory for the cache.
+    transformers' modules, whose states may not go back, fill a new one each time. Where the setup
+    bounds memory, prompts without room for one pass are read in pieces, as `qoff.load` does. done:
+    called after each repetition, warm-ups too. options: more for `open_model`, whose errors it
+    raises; BudgetError also where there is no memory for the cache.
     """
     found: list[ModelRate] = []
     with (
-        Runtime(path, device_memory=setup.budget, activation_bits=setup.activation_bits,
-                kv=setup.kv, device=device) as runtime,
+        _opened(path, setup, cases, options) as model,
         one_torch_thread(),
         torch.inference_mode(),
-    ):  # fmt: skip
+    ):
+        if setup.kv == AUTO:
+            setup = replace(setup, kv_bits=FLOAT if model.runtime.kv is None else "4")
         for _, group in groupby(cases, key=lambda case: (case.batch, case.depth)):
             together = list(group)
-            start = _Start(runtime, max(together, key=lambda case: case.tokens))
-            found += [_measure(runtime, setup, case, start, repetitions, done) for case in together]
+            start = _Start(model, max(together, key=lambda case: case.tokens))
+            for case in together:
+                found.append(_measure(model.runtime, setup, case, start, repetitions, done))
     return found
 
 
 class Sequences:
-    """Sequences of equal length in one cache, with room for `capacity` tokens each at once."""
+    """Sequences of equal length in one cache, with room for `capacity` tokens each at once.
 
-    def __init__(self, runtime: Runtime, count: int, capacity: int) -> None:
-        self._runtime = runtime
-        self.cache = runtime.new_cache(count, capacity)
-        self.length = 0
+    budget: what bounds the memory of the runtime, if anything does.
+    """
+
+    def __init__(
+        self, runtime: Runtime, count: int, capacity: int, budget: Budget | None = None
+    ) -> None:
+        self._runtime, self._budget = runtime, budget
+        self.tokens = runtime.new_cache(count, capacity if budget is None else 0)
+        self.length = self.room = 0
+        self._at_once(capacity, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return self.tokens.nbytes
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Read int64 [B, T], in one pass: the likeliest token after each sequence, int64 [B]."""
+        """Read int64 [B, T]: the likeliest token after each sequence, int64 [B].
+
+        It takes one pass, unless a budget has no room for it.
+        """
         batch, count = tokens.shape
-        ragged = Ragged.of([count] * batch, [self.length] * batch)
-        logits = self._runtime.forward(
-            ForwardPass(tokens.flatten(), ragged, self.cache, ragged.last_rows)
-        )
-        self.length += count
+        for part in tokens.split(self._at_once(self.length + count, count), dim=1):
+            ragged = Ragged.of([part.shape[1]] * batch, [self.length] * batch)
+            logits = self._runtime.forward(
+                ForwardPass(part.flatten(), ragged, self.tokens, ragged.last_rows)
+            )
+            self.length += part.shape[1]
         return logits.argmax(dim=-1).cpu()  # which waits for a GPU
+
+    def _at_once(self, longest: int, count: int) -> int:
+        """How many of `count` new tokens are read in one pass; there is room for `longest` then."""
+        if self._budget is None:
+            return count
+        rows = self.tokens.sequences
+        return self._budget.admit(self, longest + 1, [count] * rows, rows)
 
     def forget(self, tokens: int) -> None:
         """Go back by so many tokens."""
-        self.cache.forget(tokens)
+        self.tokens.forget(tokens)
         self.length -= tokens
 
 
 class _Start:
     """Sequences of some depth, and the way back to it. longest: the case with the most tokens."""
 
-    def __init__(self, runtime: Runtime, longest: Case) -> None:
-        self._runtime, self._longest = runtime, longest
-        self._anew = isinstance(runtime.decoder, ModuleDecoder)
+    def __init__(self, model: QoffForCausalLM, longest: Case) -> None:
+        self._runtime, self._budget, self._longest = model.runtime, model.budget, longest
+        self._anew = isinstance(self._runtime.decoder, ModuleDecoder)
         self._sequences: Sequences | None = None
 
     def sequences(self) -> Sequences:
@@ -152,11 +197,13 @@ class _Start:
         self._sequences = None  # before there is another one
         case, runtime = self._longest, self._runtime
         try:
-            self._sequences = Sequences(runtime, case.batch, case.positions)
+            self._sequences = Sequences(runtime, case.batch, case.positions, self._budget)
+        except BudgetError:
+            raise
         except (MemoryError, RuntimeError) as error:  # RuntimeError: of torch, on a CPU
             raise BudgetError(
                 f"{case}: no memory for a KV cache of {case.batch} sequences of {case.positions} "
-                "tokens; give less depth, fewer sequences or fewer --kv-bits"
+                "tokens; give less depth, fewer sequences or a smaller --kv"
             ) from error
         if depth:
             piece = depth if self._anew else max(1, _PIECE // case.batch)
@@ -196,7 +243,7 @@ def _measure(
         if repetition:
             found.append(all_tokens / seconds)
             disk_bytes += runtime.stats().disk_bytes - before
-        kv_bytes = sequences.cache.nbytes
+        kv_bytes = sequences.nbytes
         done()
     per_token = disk_bytes / (repetitions * all_tokens)
     return ModelRate(setup, case, Samples(tuple(found)), per_token, kv_bytes)

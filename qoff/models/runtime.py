@@ -122,7 +122,7 @@ class Runtime:
             transfers=transfers,
             instrumentation=instrumentation,
         )
-        self._kv = kv
+        self.kv = kv
         self._timeline = instrumentation.timeline
         self._turn = threading.Lock()
         weakref.finalize(self, self.store.close)  # for who drops it without closing it
@@ -148,7 +148,7 @@ class Runtime:
 
     def new_cache(self, sequences: int, capacity: int = 0) -> KVCache:
         """Return an empty KV cache for this model."""
-        return self.decoder.new_cache(sequences, capacity, self._kv)
+        return self.decoder.new_cache(sequences, capacity, self.kv)
 
     @property
     def spec(self) -> DecoderSpec:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from qoff.cli import suite
 from qoff.cli.main import app
 from qoff.measure.results import read_result
-from tests.tiny_models import budgets, tiny_checkpoint
+from tests.tiny_models import load_budgets, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ["-p", "8", "-n", "2,3", "-d", "0,70", "-r", "2"]
@@ -59,7 +59,7 @@ def edited(source: Path, target: Path, factor: float, **changes: Any) -> Path:
 
 
 def test_a_table_has_a_row_for_each_case_in_each_setup(checkpoint: Path) -> None:
-    least, _ = budgets(checkpoint)
+    least = max(load_budgets(checkpoint, context=79, kv=kv)[0] for kv in (None, "8,4"))
     memory = ["--device-memory", f"all,{least}"]
     printed = succeed(checkpoint, *FAST, *memory, "--kv", "none", "--kv", "8,4")
     header, rule, *rows = [line.strip("| ").split(" | ") for line in printed.splitlines()]
@@ -184,6 +184,8 @@ def test_without_the_source_tree_there_are_no_benches(
         (["{checkpoint}", "--activation-bits", "4"], "8 or 16 bits, not 4"),
         (["{checkpoint}", "--device-memory", "all,much"], "'much' is not a size"),
         (["{checkpoint}", "--device-memory", "1KiB"], "takes at least"),
+        (["{checkpoint}", "--max-memory", "cpu=1KiB"], "takes at least"),
+        (["{checkpoint}", "--device-memory", "1MB", "--max-memory", "cpu=2MB"], "give one of the"),
         (["{checkpoint}", "--device", "tpu:0"], "no device is called 'tpu:0'"),
         (["{short}", "-d", "250"], "is run up to 256"),
         (["--compare", "{tmp}/a", "{tmp}/b"], "a: no such file"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import qoff
@@ -133,6 +134,20 @@ def test_the_cache_is_packed_as_asked(tmp_path_factory: pytest.TempPathFactory) 
     assert "the model's 2 layers" in fail("generate", checkpoint, *options, "4/2:8")
 
 
+def test_generate_loads_the_tokenizer_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, load = [], AutoTokenizer.from_pretrained
+
+    def counted(path: Path, **options: Any) -> Any:
+        loaded.append(path)
+        return load(path, **options)
+
+    monkeypatch.setattr("qoff.hf.load.AutoTokenizer.from_pretrained", counted)
+    succeed("generate", checkpoint, "Hello", "--max-new-tokens", 1)
+    assert loaded == [checkpoint]
+
+
 def test_generate_says_what_each_token_waited_for(checkpoint: Path, tmp_path: Path) -> None:
     least, _ = load_budgets(checkpoint, context=5 + 3)
     trace = tmp_path / "trace.json"
@@ -178,7 +193,8 @@ def test_batch_prints_a_line_for_each_answer_whatever_the_plan(
     trace = tmp_path / "trace.json"
     result = run(
         "batch", packable, prompts, *BATCH, "--kv-device", 0, "--activations", "host", "--batches",
-        2, "--stats", "--trace", trace,
+        2, "--stats", "--trace", trace, "--max-memory", "cpu=1GiB", "--spill-folder", tmp_path,
+        "--cache-dir", tmp_path,
     )  # fmt: skip
     assert answered(result.stdout) == plain
     assert "waited for" in result.stderr
@@ -337,6 +353,8 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
         (["generate", "{tmp}", "Hello"], "no model.safetensors"),
         (["generate", "{checkpoint}", "Hello", "--device-memory", "much"], "'much' is not a size"),
         (["generate", "{checkpoint}", "", "--raw"], "the prompt has no tokens"),
+        (["generate", "{checkpoint}", "Hello", "--max-memory", "1GiB"], "like 0=12GiB,cpu=32GiB"),
+        (["batch", "{checkpoint}", "{source}/config.json", "--kv", "none"], "of a batch is packed"),
         (["verify", "{tmp}/gone"], "gone"),
         (["verify", "{source}"], "convert the model first"),
     ],

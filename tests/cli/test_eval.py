@@ -38,16 +38,23 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_a_table_says_what_was_measured(checkpoint: Path, text: list[object]) -> None:
     printed = succeed("eval", checkpoint, *text)
     assert "perplexity" in printed
-    assert "float32" in printed
+    assert "4,4, window 64" in printed
     assert "mean KL" not in printed
+    assert "float32" in succeed("eval", checkpoint, *text, "--kv", "none")
 
 
 def test_json_has_the_same_numbers_for_any_budget(checkpoint: Path, text: list[object]) -> None:
     plain = json.loads(succeed("eval", checkpoint, *text, "--json"))
     assert plain["tokens"] == 99 * 3 + 44
     assert 1 < plain["perplexity"] < 1e6
-    streamed = succeed("eval", checkpoint, *text, "--json", "--device-memory", "150KiB")
+    refused = fail("eval", checkpoint, *text, "--device-memory", 1)
+    least = re.search(r"at least ([\d,]+)", refused)
+    assert least is not None
+    bound = int(least[1].replace(",", ""))
+    streamed = succeed("eval", checkpoint, *text, "--json", "--device-memory", bound)
     assert json.loads(streamed)["perplexity"] == pytest.approx(plain["perplexity"], rel=1e-6)
+    for more in (["--window", 200], ["--batch", 2]):
+        assert "at least" in fail("eval", checkpoint, *text, *more, "--device-memory", bound)
 
 
 def test_a_reference_is_computed_once(
@@ -86,7 +93,12 @@ def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_p
         (["--stride", 101], "stride of 101"),
         (["--definition", "mine"], "no definition 'mine'"),
         (["--dataset", "wikitext2"], "not both"),
-        (["--every-token"], "need --kv"),
+        (["--kv", "none", "--every-token"], "with --kv none nothing is packed"),
+        (["--kv", "none", "--attention-top", 0.5], "with --kv none nothing is packed"),
+        (["--max-memory", "4GiB"], "like 0=12GiB,cpu=32GiB"),
+        (["--max-memory", "0=4GiB"], "the model runs on 'cpu'"),
+        (["--shots", 1], "--shots does nothing in the evaluation of a text"),
+        (["--sweep", "--kv", "4"], "--kv does nothing with --sweep"),
         (["--kv", "5"], "4 or 8 bits"),
         (["--sweep", "--grid", "bits=5"], "no cells|KV|bits 5"),
         (["--reference", "/nowhere/at/all"], "nowhere"),
@@ -136,6 +148,12 @@ def test_keys_are_asked_for_and_drawn(checkpoint: Path, tmp_path: Path) -> None:
         (["--needle", "--caches", "4 size=3"], "a cache is written as"),
         (["--needle", "--lengths", "256", "--caches", " ; "], "no cache setting"),
         (["--needle", "--sweep"], "different evaluations"),
+        (
+            ["--needle", "--kv", "4"],
+            "does nothing with --needle, whose own options are --caches",
+        ),
+        (["--needle", "--attention-top", 0.5], "--attention-top does nothing"),
+        (["--needle", "--lengths", "256", "--activation-bits", 4], "8 or 16"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(

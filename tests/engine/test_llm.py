@@ -187,6 +187,21 @@ def test_draws_depend_on_the_seed_alone(checkpoint: Path) -> None:
     assert draws(small, 1) == draws(large, 1) != draws(large, 2)
 
 
+def test_a_seed_gives_the_same_answer_whatever_the_prompts_place(checkpoint: Path) -> None:
+    with LLM(checkpoint, Plan(batch_size=4, context=CONTEXT, kv=QUANT)) as llm:
+        two, one, other = (
+            llm.generate(prompts, SamplingParams(max_tokens=9, seed=seed, n=n))
+            for prompts, seed, n in (
+                ([PROMPTS[1], PROMPTS[0], PROMPTS[0]], 7, 2),
+                ([PROMPTS[0]], 7, 1),
+                ([PROMPTS[0]], 8, 1),
+            )
+        )
+    answers = [found.token_ids for found in (*two, *one, *other)]
+    assert answers[2:4] == answers[4:6] == answers[6:]  # the second answer draws with seed + 1
+    assert answers[6] != answers[7]
+
+
 def test_one_bad_prompt_fails_alone(checkpoint: Path) -> None:
     prompts = [PROMPTS[0], [], [5] * 300, [500], "abc", [-1], 7, [5, "x"], {"text": "x"}, True]
     with LLM(checkpoint, Plan(batch_size=4, context=CONTEXT, kv=QUANT)) as llm:

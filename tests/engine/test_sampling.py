@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qoff.engine import LLM, SamplingParams
+from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine.answers import completion
 from qoff.engine.request import Sequence
-from qoff.engine.sampling import sampler_of
+from qoff.engine.sampling import Sampler
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
 from tests.tiny_models import EOS, reference_model, tiny_checkpoint
@@ -29,7 +29,7 @@ def drawn(
     sequence = Sequence(0, 0, None, prompt, params, 16, frozenset(params.stop_token_ids or ()))
     sequence.answer.extend(answer)
     before = logits.clone()
-    token = sampler_of(sequence).draw(logits)
+    token = Sampler(sequence).draw(logits)
     assert torch.equal(logits, before)  # forks draw from them, too
     return token
 
@@ -56,6 +56,12 @@ def test_top_k_and_top_p_bound_what_is_drawn() -> None:
     for options in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.8}):
         found = {drawn(temperature=1.0, seed=seed, **options) for seed in range(60)}
         assert found == {0, 1}
+    # Without the tokens below min_p, the likeliest alone has the probability top_p.
+    skewed = torch.tensor([0.5, 0.3, 0.2]).log()
+    for min_p, top_p, wanted in ((0.0, 0.55, {0, 1}), (0.5, 0.55, {0}), (0.5, 0.7, {0, 1})):
+        options = {"min_p": min_p, "top_p": top_p}
+        found = {drawn(skewed, temperature=1.0, seed=seed, **options) for seed in range(60)}
+        assert found == wanted
     for off in (0, -1):
         assert len({drawn(temperature=3, seed=seed, top_k=off) for seed in range(60)}) == 5
     unseeded = torch.zeros(1 << 20)
@@ -131,11 +137,13 @@ def test_a_stop_text_is_found_across_tokens_and_cut_off() -> None:
 
 
 def test_answers_end_at_the_models_end_token_unless_it_is_ignored(llm: LLM) -> None:
-    options: dict[str, Any] = {"temperature": 3.0, "seed": 1, "max_tokens": 90}
     prompts = [[i + 5] for i in range(8)]
-    ends = llm.generate(prompts, SamplingParams(**options))
-    ignores = llm.generate(prompts, SamplingParams(**options, ignore_eos=True))
-    late = llm.generate(prompts, SamplingParams(**options, min_tokens=60))
+
+    def answers(**options: Any) -> list[Completion]:
+        each = [SamplingParams(temperature=3.0, seed=i, max_tokens=90, **options) for i in range(8)]
+        return llm.generate(prompts, each)
+
+    ends, ignores, late = answers(), answers(ignore_eos=True), answers(min_tokens=60)
     assert any(one.finish_reason == "stop" for one in ends)
     assert all(len(one.token_ids) == 90 for one in ignores)
     assert all(len(one.token_ids) >= 60 for one in late)

@@ -34,14 +34,15 @@ def test_a_case_is_named_by_its_numbers(case: Case, name: str) -> None:
 @pytest.mark.parametrize(
     ("setup", "name", "budget", "kv"),
     [
-        (Setup(), "resident, KV f32", None, None),
+        (Setup(), "resident, KV auto", None, "auto"),
+        (Setup(kv_bits="none"), "resident, KV f32", None, None),
         (Setup("48MiB", "4"), "48MiB, KV 4-bit", 48 << 20, KVQuant(4, 4)),
         (Setup("1GB", "8,4", 8), "1GB, KV 8,4-bit, 8-bit activations", 10**9, KVQuant(8, 4)),
         (Setup(kv_bits="16"), "resident, KV f32", None, KVQuant(16, 16)),
     ],
 )
 def test_a_setup_is_named_by_where_things_are(
-    setup: Setup, name: str, budget: int | None, kv: KVQuant | None
+    setup: Setup, name: str, budget: int | None, kv: KVQuant | str | None
 ) -> None:
     assert (str(setup), setup.budget, setup.kv) == (name, budget, kv)
 

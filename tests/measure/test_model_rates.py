@@ -16,7 +16,7 @@ from qoff.measure.model_rates import backend_of, check, rates
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime
 from tests.module_models import module_checkpoint
-from tests.tiny_models import budgets, tiny_checkpoint
+from tests.tiny_models import load_budgets, tiny_checkpoint
 
 REPETITIONS = 3
 Pass = tuple[int, int, int]  # sequences, tokens that each had, new tokens of each
@@ -50,12 +50,13 @@ def once(case: Case) -> list[Pass]:
     return [(case.batch, case.depth + i, 1) for i in range(case.tokens)]
 
 
-@pytest.mark.parametrize("kv_bits", ["none", "4", "8,4/1:16"])
+@pytest.mark.parametrize("kv_bits", ["none", "auto", "8,4/1:16"])
 def test_every_repetition_begins_at_the_depth(
     kv_bits: str, checkpoint: Path, passes: list[Pass]
 ) -> None:
     cases = grid_of_cases([70], [3, 80], [0, 150], [1, 2])
     found = rates(checkpoint, Setup(kv_bits=kv_bits), cases, REPETITIONS)
+    assert {str(one.setup) for one in found} == {str(Setup(kv_bits=kv_bits.replace("auto", "4")))}
     assert [one.case for one in found] == cases
     wanted: list[Pass] = []
     for (batch, depth), group in itertools.groupby(cases, lambda c: (c.batch, c.depth)):
@@ -87,13 +88,25 @@ def test_a_rate_is_all_tokens_over_the_time(
 
 
 def test_bytes_from_disk_are_shared_by_the_sequences_of_a_batch(checkpoint: Path) -> None:
-    least, everything = budgets(checkpoint)
+    least, everything = load_budgets(checkpoint, context=5, batch_size=2)
     cases = [Case("tg", 4), Case("tg", 4, batch=2)]
     alone, two = rates(checkpoint, Setup(str(least)), cases, REPETITIONS)
     resident, _ = rates(checkpoint, Setup(str(everything)), cases, REPETITIONS)
     assert resident.disk_bytes_per_token == 0 < two.disk_bytes_per_token
     ratio = alone.disk_bytes_per_token / two.disk_bytes_per_token
     assert ratio == pytest.approx(2, rel=0.2)  # what is read ahead may count with the next
+
+
+def test_a_bound_is_of_everything(checkpoint: Path, passes: list[Pass]) -> None:
+    """A prompt that has no room in one pass is read in pieces, a deep cache takes its share."""
+    case = Case("pp", 200)
+    least, everything = load_budgets(checkpoint, context=201)
+    (found,) = rates(checkpoint, Setup(str(least)), [case], 1)
+    assert len(passes) > 2
+    assert sum(count for _, _, count in passes) == 2 * 200
+    assert found.kv_bytes < least < everything
+    with pytest.raises(BudgetError, match="take"):
+        rates(checkpoint, Setup(str(least)), [Case("pp", 200, 2000)], 1)
 
 
 def test_states_that_cannot_go_back_are_made_anew(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, Completion, SamplingParams
 from qoff.errors import ArgumentError
 from qoff.hf.cache import QoffCache
-from qoff.hf.load import find_checkpoint, load, load_tokenizer
+from qoff.hf.load import AUTO, find_checkpoint, load, load_tokenizer
 from qoff.hf.model import QoffForCausalLM
 from qoff.plan import Plan
 
@@ -25,14 +27,13 @@ Progress = Callable[[int, int], None]  # prompts done, and of how many
 
 @dataclass(frozen=True)
 class NeedleResources:
-    """What a needle test may use. device_memory: bytes; None: as much as it takes.
+    """What a needle test may use. options: of `open_model`, such as device and device_memory.
 
     prefill_tokens: of a prompt, read in one pass; later ones attend to packed tokens. With a
-    float32 cache a prompt is read in one pass, whatever its length.
+    float32 cache a prompt is read in one pass, whatever its length, if memory is not bounded.
     """
 
-    device: str = "cpu"
-    device_memory: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     prefill_tokens: int = 1024
 
 
@@ -52,7 +53,8 @@ def run(
     for those without room for a question, and the errors of `qoff.LLM` and `qoff.load`.
     """
     resources = resources or NeedleResources()
-    path = find_checkpoint(model_path, for_cpu=resources.device == "cpu")
+    device = resolve_device(resources.options.get("device", AUTO))
+    path = find_checkpoint(model_path, for_cpu=device.type == "cpu")
     _check_positions(path, max(settings.lengths))
     if not caches:
         raise ArgumentError("there is no cache setting; name one at least")
@@ -81,25 +83,26 @@ def _answers(
 
     Packed caches through `qoff.LLM`, others through `qoff.load`, one prompt at a time.
     """
-    device, memory = resources.device, resources.device_memory
+    context, options = max(settings.lengths), dict(resources.options)
     if cache.kv is None:
-        model, tokenizer = load(path, device=device, device_memory=memory, kv=None)
+        model, tokenizer = load(path, context=context, kv=None, **options)
         with model, torch.inference_mode():
             for prompt in asked:
                 found, score = _ask(model, prompt, settings.answer_tokens)
                 yield prompt, str(tokenizer.decode(found, skip_special_tokens=True)), score
         return
+    planned = {name: options.pop(name) for name in ("slots", "activation_bits") if name in options}
     plan = Plan(
-        device_memory=memory,
         batch_size=2,  # an answer and the key of each prompt
-        context=max(settings.lengths),
+        context=context,
         prefill_tokens=resources.prefill_tokens,
         kv=cache.kv,
         kv_placement=cache.placement,
+        **planned,
     )
     params = SamplingParams(temperature=0, max_tokens=settings.answer_tokens)
     halves: dict[int, Completion] = {}
-    with LLM(path, plan, device=device) as llm:
+    with LLM(path, plan, **options) as llm:
         texts, keys = [p.tokens for p in asked], [p.key_tokens for p in asked]
         for result in llm.stream(texts, params, keys):
             if result.finish_reason == "error":

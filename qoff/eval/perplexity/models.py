@@ -12,25 +12,27 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry
 from qoff.errors import ArgumentError, FormatError
 from qoff.eval.kv.every_token import EveryTokenOps, RoundTrip
 from qoff.eval.kv.setting import KVSetting
 from qoff.eval.texts import digest
-from qoff.hf.load import exists, is_checkpoint, load_tokenizer, source_stamps
+from qoff.hf.budget import Scoring
+from qoff.hf.load import exists, is_checkpoint, load_tokenizer, open_model, source_stamps
 from qoff.kernels.ops import ops_for
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.runtime import Runtime
 from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from qoff.settings import cache_directory
-from qoff.units import parse_size
 
 from .reference import VERSION, Reference
 from .scoring import Progress, Sample, make_reference
 from .subjects import QoffSubject, Subject, TransformersSubject
 
+PIECE_TOKENS = 64  # of a window, that are read at a time
 # Text on which tokenizers differ, if they do.
 _PROBE = "The quick brown fox, 1234.56 — naïve café\n\n\tdef f(x): return x  # ünïcödé"
 
@@ -46,34 +48,35 @@ def every_token(
 
 def open_runtime(
     checkpoint: Path,
-    kv: KVSetting | None = None,
+    setting: KVSetting | None = None,
     *,
-    device: str = "cpu",
-    device_memory: int | str | None = None,
-    activation_bits: int = 16,
+    length: int = 1024,
+    batch: int = 1,
+    **options: Any,
 ) -> Runtime:
-    """A checkpoint that runs with the cache of a setting.
+    """A checkpoint that runs with the cache of a setting, by default on the CPU.
 
-    Raises what `Runtime` does, and ArgumentError if every token is to be packed on another device
-    than the CPU.
+    length, batch: tokens of the longest window, and windows that are read together; a bound of
+    memory has room for these. options: of `open_model`, whose errors it raises; ArgumentError too
+    if every token is to be packed on another device than the CPU.
     """
-    options: dict[str, Any] = {"kv": None if kv is None else kv.quant}
-    if kv is not None and kv.round_trip is not None:
-        if device != "cpu":
-            raise ArgumentError("every token can be packed in an evaluation on the CPU only")
-        options = {"instrumentation": every_token(checkpoint, kv.round_trip)}
-    budget = None if device_memory is None else parse_size(device_memory)
-    return Runtime(
-        checkpoint,
-        device=device,
-        device_memory=budget,
-        activation_bits=activation_bits,
-        **options,
-    )
+    setting = setting or KVSetting()
+    options = {"device": "cpu", "kv": setting.quant, **options}
+    scoring = Scoring(max(1, min(PIECE_TOKENS, length - 1)))
+    if setting.round_trip is not None:
+        if resolve_device(options["device"]).type != "cpu":
+            raise ArgumentError("every token can be packed on the CPU only; use --device cpu")
+        options |= {"kv": None, "instrumentation": every_token(checkpoint, setting.round_trip)}
+        spec = DecoderSpec.from_config(Checkpoint.open(checkpoint).config)
+        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        copies = 8  # of queries, keys and values in `EveryTokenOps.attention`
+        scoring = Scoring(max(1, length - 1), 4 * copies * batch * length * width)
+    options |= {"context": length, "batch_size": batch, "scoring": scoring}
+    return open_model(checkpoint, **options).runtime
 
 
 def subject_of(
-    runtime: Runtime, name: str, kv: KVSetting | None = None, piece: int = 64
+    runtime: Runtime, name: str, kv: KVSetting | None = None, piece: int = PIECE_TOKENS
 ) -> Subject:
     """What `open_runtime` opened, to be evaluated; `piece` tokens are read at a time.
 

@@ -19,7 +19,7 @@ from .subjects import Predictions, Subject
 from .windows import Window
 
 Progress = Callable[[int, int], None]  # windows done, windows in all
-_ROWS = 128  # compared with a reference at a time
+_ROWS = 16  # scored at a time, in less memory than the budget has for logits
 
 
 class Sample:
@@ -86,7 +86,7 @@ def evaluate(
         for start in range(0, len(tokens), _ROWS):
             wanted, logits = (x[start : start + _ROWS] for x in (tokens, found.logits))
             rows = slice(first + start, first + start + len(wanted))
-            logs = torch.log_softmax(logits.float(), dim=-1)
+            logs = torch.log_softmax(logits.cpu().float(), dim=-1)
             nll[rows] = -logs.gather(1, wanted[:, None])[:, 0].double().numpy()
             if reference is not None:
                 truth = reference.log_probabilities(rows.start, len(wanted))

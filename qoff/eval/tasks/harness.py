@@ -27,6 +27,8 @@ class QoffLM(HFLM):
     pretrained: as for `qoff.load`, which takes `options`, or its model and tokenizer. batch_size:
     sequences together. max_length: tokens that a sequence is cut to; None: the model's positions.
     pass_tokens: of a sequence that is scored, in one pass; a packed cache is packed between passes.
+    Where a bound of memory has no room for their logits, fewer sequences are read together, and
+    fewer tokens only where one sequence does not fit.
     add_bos_token, prefix_token_id: as for HFLM. max_batch_size is ignored.
     """
 
@@ -65,13 +67,18 @@ class QoffLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
+        at_once, pass_tokens = override_bs or self.batch_size, self.pass_tokens
+        if self.model.budget is not None:
+            lengths = (len(context) + len(after) for _, context, after in requests)
+            tokens = min(max(lengths, default=1), self.max_length)
+            at_once, pass_tokens = self.model.budget.scored_at_once(at_once, tokens, pass_tokens)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="scoring") as bar:
             found = score(
                 self.model.runtime,
                 [(context, continuation) for _, context, continuation in requests],
                 max_length=self.max_length,
-                batch_size=override_bs or self.batch_size,
-                pass_tokens=self.pass_tokens,
+                batch_size=at_once,
+                pass_tokens=pass_tokens,
                 done=bar.update,
             )
         for (texts, _, _), result in zip(requests, found, strict=True):

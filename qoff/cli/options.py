@@ -1,0 +1,232 @@
+"""Commands, and groups of their options, each written down once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from typer import Argument, Option
+
+from qoff.errors import ArgumentError, QoffError
+
+from .output import progress_bar, stop_with
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qoff.eval.perplexity.scoring import Sample
+    from qoff.kvcache import KVQuant
+    from qoff.quant import QuantConfig
+
+Model = Annotated[str, Argument(help="A qoff checkpoint, another model, or a hub id.")]
+Raw = Annotated[bool, Option("--raw", help="Do not apply the chat template.")]
+Trace = Annotated[Path | None, Option(help="Write a Chrome trace to this file.")]
+TrustRemoteCode = Annotated[
+    bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+Json = Annotated[bool, Option("--json", help="Print one JSON document instead.")]
+
+
+def command(run: Callable[..., None]) -> Callable[..., None]:
+    """What Typer is to call: errors become one line on standard error, and exit status 1.
+
+    A parameter whose type is a dataclass stands for an option for each of its fields.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    for name, parameter in inspect.signature(run, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[name] = kind  # type: ignore[assignment]  # not an instance
+        hints = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(kind)
+        ]
+
+    @functools.wraps(run)
+    def wrapped(**given: Any) -> None:
+        try:
+            for name, kind in groups.items():
+                given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            run(**given)
+        except (QoffError, OSError) as error:
+            stop_with(str(error))
+        except KeyboardInterrupt:
+            stop_with("interrupted", 130)
+
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
+    return wrapped
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is found and opened, with the meaning that `qoff.load` gives these."""
+
+    device: str = Option("auto", help="cpu, or a GPU such as cuda; auto: a GPU if any.")
+    dtype: str = Option("auto", help="On a GPU: float16, bfloat16; auto: the model's.")
+    host_memory: str | None = Option(None, help="Bound of everything in host memory.")
+    max_memory: str | None = Option(None, help="Both bounds, like 0=12GiB,cpu=32GiB.")
+    slots: int = Option(2, min=2, help="Buffers that offloaded layers pass through.")
+    cache_dir: Path | None = Option(None, help="Of converted models; else QOFF_CACHE.")
+    revision: str | None = Option(None, help="Branch, tag or commit of a model on the hub.")
+    trust_remote_code: TrustRemoteCode = False
+
+    def checkpoint(self, model: str, quant: QuantConfig | None = None, quiet: bool = False) -> Path:
+        """The qoff checkpoint of a model, converted if there is none.
+
+        quant: of the conversion. Raises ArgumentError for a checkpoint, unless it is the default.
+        """
+        from qoff.budgets import resolve_device
+        from qoff.hf.load import find_checkpoint
+        from qoff.quant import QuantConfig
+
+        with progress_bar("converting", quiet) as progress:
+            return find_checkpoint(
+                model,
+                quant=None if quant == QuantConfig() else quant,
+                cache_dir=self.cache_dir,
+                revision=self.revision,
+                progress=progress,
+                for_cpu=resolve_device(self.device).type == "cpu",
+                trust_remote_code=self.trust_remote_code,
+            )
+
+    def opening(self) -> dict[str, Any]:
+        """The options that `hf.load.open_model` takes for a checkpoint."""
+        found = {**vars(self), "max_memory": memory_by_place(self.max_memory)}
+        return {name: found[name] for name in found.keys() - {"cache_dir", "revision"}}
+
+
+@dataclass(frozen=True)
+class RunOptions(ModelOptions):
+    """The same, and what `qoff bench` has several of."""
+
+    device_memory: str | None = Option(None, help="Bound of all on the device, like 8GB.")
+    activation_bits: int = Option(16, help="16; or 8 on a CPU: faster prefill, less accurate.")
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How the KV cache is packed."""
+
+    kv: str = Option(
+        "auto",
+        help=(
+            "Bits of the KV cache: 4, 8, or 8,4 for K and V; 4/0-3:8,4/9:8 uses other bits in "
+            "some layers; none: not packed; auto: 4 where the model allows."
+        ),
+    )
+    attention_top: float = Option(1.0, help="Fraction of packed KV that is attended to.")
+
+    def quant(self, **form: Any) -> KVQuant | str | None:
+        """What `qoff.load` takes as `kv`; form: fields of `KVQuant` that are not its defaults.
+
+        "auto" means 4 bits, on any model, where it does not stand alone. Raises ArgumentError for
+        options that need a packed cache.
+        """
+        from dataclasses import replace
+
+        from qoff.kvcache.quant import kv_quant
+
+        if self.attention_top != 1:
+            form["attention_top"] = self.attention_top
+        if self.kv == "auto" and not form:
+            return "auto"
+        packed = kv_quant("4" if self.kv == "auto" else self.kv)
+        if packed is None and form:
+            raise ArgumentError(
+                "with --kv none nothing is packed; leave it out, or --attention-top, --kv-window "
+                "and --every-token"
+            )
+        return None if packed is None else replace(packed, **form)
+
+
+@dataclass(frozen=True)
+class QuantOptions:
+    """Fields of `qoff.QuantConfig`, for weights that are not quantized yet."""
+
+    bits: int = Option(4, help="Bits of the layers' matrices: 4 or 8.")
+    group_size: int = Option(64, help="Columns that share a scale: 32, 64, 128.")
+    solver: str = Option("hqq", help="Of weights to quantize: hqq, mse or rtn; gptq calibrates.")
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """How a token is drawn, with the meaning that `qoff.SamplingParams` gives these."""
+
+    temperature: float = Option(0.0, min=0, help="0 takes the likeliest token.")
+    top_k: int = Option(0, min=-1, help="Sample from the k likeliest tokens; 0, -1: from all.")
+    top_p: float = Option(
+        1.0, min=0, max=1, help="Sample from the likeliest tokens of this probability."
+    )
+    seed: int = Option(0, min=0, max=2**63 - 1, help="Seed for sampling.")
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which text, and how it is cut."""
+
+    text: Path | None = Option(None, help="Text in UTF-8; default: one that comes with qoff.")
+    dataset: str | None = Option(None, help="A dataset instead of a text: wikitext2.")
+    window: int = Option(1024, min=2, help="Tokens of a window.")
+    stride: int | None = Option(None, min=1, help="Tokens to the next window; default: no overlap.")
+    definition: str = Option("strided", help="What is scored: strided, llama.cpp or lm_eval.")
+    limit: int | None = Option(None, min=1, help="Windows, at most; with --tasks: documents.")
+
+    def sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
+        """The text's tokens and windows. Raises ArgumentError for both a text and a dataset."""
+        from qoff.eval.perplexity.scoring import Sample
+        from qoff.eval.perplexity.windows import cut
+        from qoff.eval.texts import dataset_text, encode, read_text
+
+        if self.text is not None and self.dataset is not None:
+            raise ArgumentError("give --text or --dataset, not both")
+        ids = encode(
+            tokenizer, read_text(self.text) if self.dataset is None else dataset_text(self.dataset)
+        )
+        windows = cut(
+            len(ids),
+            self.window,
+            stride=self.stride,
+            definition=self.definition,
+            limit=self.limit,
+        )
+        return Sample(ids, windows, tokenizer.eos_token_id)
+
+
+@dataclass(frozen=True)
+class FormOptions(CacheOptions):
+    """How the KV cache is packed, and more of it than other commands have."""
+
+    kv_window: int = Option(64, min=0, help="Newest tokens that stay unpacked.")
+    every_token: bool = Option(False, "--every-token", help="Pack all tokens, down to the newest.")
+
+    def quant(self, **form: Any) -> KVQuant | str | None:
+        """What `qoff.load` takes as `kv`. Raises ArgumentError for what does not fit together."""
+        if self.kv_window != 64 or self.every_token:
+            form["window"] = self.kv_window
+        return super().quant(**form)
+
+
+def memory_by_place(text: str | None) -> dict[int | str, str] | None:
+    """What `--max-memory` says, as Accelerate has it. Raises ArgumentError for other text."""
+    found: dict[int | str, str] = {}
+    for part in () if text is None else text.split(","):
+        place, equals, size = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise ArgumentError(f"--max-memory is written like 0=12GiB,cpu=32GiB, not {text!r}")
+        found[int(place) if place.isdecimal() else place] = size
+    return None if text is None else found
