@@ -31,8 +31,8 @@ class BatchSlots:
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into an empty slot."""
         slot = min(set(range(self.cache.sequences)) - self._slots.keys())
-        self._slots[slot] = sequence
         self._samplers[sequence] = Sampler(sequence)
+        self._slots[slot] = sequence
         self.cache.reset(slot, len(sequence.prompt) + sequence.max_tokens)
 
     def remove(self, sequence: Sequence) -> None:

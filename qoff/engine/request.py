@@ -167,3 +167,9 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether the prompt is read."""
         return self.read == len(self.prompt)
+
+    def begin_again(self) -> None:
+        """Forget the answer so far, and that the prompt was read."""
+        self.read, self.begins_like, self.ended = 0, None, False
+        self.answer.clear()
+        self.logprobs.clear()
