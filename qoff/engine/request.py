@@ -162,6 +162,7 @@ class Sequence:
     begins_like: Sequence | None = None  # reads blocks that this one begins with, too
     ended: bool = False
     given: tuple[int, ...] = ()  # the answer, where it is known
+    error: str = ""  # why it cannot go on
 
     @property
     def decoding(self) -> bool:
