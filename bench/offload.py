@@ -28,7 +28,7 @@ from bench.plot import draw
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
-from qoff.engine.llm import RoundStats
+from qoff.engine.rounds import RoundStats
 from qoff.errors import BudgetError
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.measure.samples import Samples

@@ -18,14 +18,16 @@ def completion(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) ->
     kept, params = sequence.answer, sequence.params
     text: str | None = None
     reason: FinishReason = "given" if sequence.given else "length"
-    if not kept:
+    if not kept and not sequence.error:
         return None
-    if kept[-1] in sequence.ends and not sequence.given:
+    if sequence.error:
+        reason = "error"
+    elif kept[-1] in sequence.ends and not sequence.given:
         kept, reason = kept[:-1], "stop"
     elif not sequence.given and params.stops and len(kept) > params.min_tokens:
         text = _before_stop(sequence, tokenizer)
         reason = "length" if text is None else "stop"
-    if reason != "stop" and len(kept) < sequence.max_tokens:
+    if reason in ("given", "length") and len(kept) < sequence.max_tokens:
         return None
     wanted = sequence.given or params.logprobs is not None
     return Completion(
@@ -37,6 +39,7 @@ def completion(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) ->
         tuple(kept),
         reason,
         tuple(sequence.logprobs[: len(kept)]) if wanted else None,
+        sequence.error,
     )
 
 

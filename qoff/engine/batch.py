@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,11 @@ from qoff.models.forward_pass import ForwardPass
 from .prefixes import PrefixIndex
 from .request import Sequence
 from .sampling import Sampler
+
+_NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights may be damaged (see `qoff "
+    "verify`), or its values overflow float16 (dtype='bfloat16' has a larger range)"
+)
 
 
 class BatchSlots:
@@ -31,8 +38,8 @@ class BatchSlots:
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into an empty slot."""
         slot = min(set(range(self.cache.sequences)) - self._slots.keys())
-        self._slots[slot] = sequence
         self._samplers[sequence] = Sampler(sequence)
+        self._slots[slot] = sequence
         self.cache.reset(slot, len(sequence.prompt) + sequence.max_tokens)
 
     def remove(self, sequence: Sequence) -> None:
@@ -64,9 +71,13 @@ class BatchSlots:
                 self.cache.fork(self._slot_of(sequence), slot)
                 other.read, other.waits_for = sequence.read, None
                 same.append(other)
+        finite = math.isfinite(logits.amax())  # NaN if one is
         for one in same:
-            one.answer.append(self._samplers[one].draw(logits))
-        return len(same)
+            if finite:
+                one.answer.append(self._samplers[one].draw(logits))
+            else:
+                one.error = _NOT_FINITE
+        return len(same) if finite else 0
 
     def _reads(self, slot: int, sequence: Sequence) -> bool:
         """Whether a sequence has some of its prompt to read now."""

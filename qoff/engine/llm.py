@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any, Self
 
@@ -17,37 +16,19 @@ from qoff.budgets import memory_bounds, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
-from qoff.hf.torch_threads import one_torch_thread
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
-from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
 from qoff.quant import QuantConfig
 
 from .admission import Admission
 from .answers import completion, default_params, end_tokens
-from .batch import BatchSlots
 from .executor import CpuExecutor, Executor
-from .prefixes import PrefixIndex, common_blocks
 from .prompts import Prompt, PromptReader, conversations, prompt_list
 from .request import Completion, SamplingParams, Sequence
+from .rounds import Rounds
 from .schedule import Schedule
-
-
-@dataclass(frozen=True)
-class RoundStats:
-    """One round: tokens, seconds, how long the computation waited for what, bytes moved."""
-
-    read: int  # tokens of prompts
-    generated: int
-    seconds: float
-    weights_wait_s: float
-    kv_wait_s: float
-    activations_wait_s: float
-    disk_bytes: float  # read
-    host_bytes: float  # between host and device, both ways
-    spilled_bytes: float  # written to disk
 
 
 class LLM:
@@ -60,7 +41,8 @@ class LLM:
     them, {0: "12GiB", "cpu": "32GiB"}. trace: a Chrome trace of every move and computation is
     written there on close. Raises BudgetError, with the bytes wanted by tier and purpose, before
     anything is loaded, ArgumentError for two different bounds and for what the model or the device
-    cannot do, and the errors of `qoff.load`. Close it, or use it as a context manager.
+    cannot do, and the errors of `qoff.load`. Close it, or use it as a context manager. Threads may
+    share it: their sequences go through the same rounds, and each gets its own answers.
     """
 
     def __init__(
@@ -105,7 +87,6 @@ class LLM:
         self.tokenizer = None
         if has_tokenizer(checkpoint):
             self.tokenizer = load_tokenizer(checkpoint, trust_remote_code)
-        self.rounds: list[RoundStats] = []
         kind: type[Executor] = CpuExecutor
         if on_gpu:
             from .gpu_executor import GpuExecutor  # needs Triton
@@ -124,7 +105,7 @@ class LLM:
                 instrumentation=_instrumentation,
             )
         except BaseException:
-            self.close()
+            self._resources.close()
             raise
         self.runtime = runtime = self._executor.runtime
         self.memory = self._executor.memory  # what the plan takes beside the weights
@@ -133,7 +114,10 @@ class LLM:
         self._reader = PromptReader(self.tokenizer)
         eos = end_tokens(runtime.checkpoint)
         self._admission = Admission(plan, runtime.spec, self._reader, eos)
-        self._schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, _instrumentation)
+        schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, _instrumentation)
+        finish = partial(completion, tokenizer=self.tokenizer)
+        self._rounds = Rounds(plan, self._executor, schedule, finish)
+        self.rounds = self._rounds.history
 
     def generate(
         self,
@@ -185,26 +169,13 @@ class LLM:
         DiskReadError, ChecksumError and DiskWriteError; what was done before has been yielded.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        waiting: deque[Sequence] = deque()
-        for sequences in self._admission.requests(prompt_list(prompts), params, continuations):
-            if isinstance(sequences, Completion):
-                yield sequences
+        groups: list[list[Sequence]] = []
+        for found in self._admission.requests(prompt_list(prompts), params, continuations):
+            if isinstance(found, Completion):
+                yield found
             else:
-                waiting += sequences
-        prefixes = PrefixIndex(self.blocks) if self.plan.share_prefixes else None
-        batches = [
-            BatchSlots(self._executor.new_cache(), prefixes) for _ in range(self.plan.batches)
-        ]
-        try:
-            while waiting or any(batch.sequences() for batch in batches):
-                self._admit(waiting, batches)
-                with torch.inference_mode(), one_torch_thread():
-                    done = self._round(batches)
-                yield from done
-        finally:
-            for batch in batches:
-                for sequence in batch.sequences():
-                    batch.remove(sequence)
+                groups.append(found)
+        yield from self._rounds.answers(groups)
 
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""
@@ -216,57 +187,22 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Write the trace, stop all threads, give memory and disk space back; idempotent."""
-        if self._trace is not None and self.timeline is not None:
-            self.timeline.write(self._trace)
-            self._trace = None
-        self._resources.close()
+        """Write the trace, stop all threads, give memory and disk space back; idempotent.
+
+        From another thread: after the round that is computed. Callers that wait for answers get an
+        ArgumentError.
+        """
+        self._rounds.close()
+        trace, self._trace = self._trace, None
+        with self._resources:  # closed whatever the trace does
+            if trace is not None and self.timeline is not None:
+                self.timeline.write(trace)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _admit(self, waiting: deque[Sequence], batches: list[BatchSlots]) -> None:
-        """Fill free places; all answers of a prompt go into the same batch."""
-        for batch in sorted(batches, key=lambda batch: -batch.free):
-            while waiting and batch.free >= waiting[0].params.n - waiting[0].sample:
-                for _ in range(waiting[0].params.n):
-                    sequence = waiting.popleft()
-                    if self.plan.share_prefixes and sequence.waits_for is None:
-                        sequence.begins_like = _alike(sequence, batches)
-                    batch.add(sequence)
-
-    def _round(self, batches: list[BatchSlots]) -> list[Completion]:
-        """One pass of every batch: a token more of each sequence, or more of its prompt."""
-        start, before = time.perf_counter(), self._executor.counters()
-        passes: list[tuple[BatchSlots, ForwardPass]] = []
-        for batch in batches:
-            for run in (batch.decode(), batch.read(self.plan.prefill_tokens)):
-                if run is None:
-                    continue
-                run.name, run.workspace = f"pass {len(passes)}", self._executor.workspace
-                if self._executor.activations is not None:
-                    run.activations = self._executor.activations.batch(len(passes))
-                passes.append((batch, run))
-        done: list[Completion] = []
-        read = generated = 0
-        found = self._schedule.round([run for _, run in passes])
-        for (batch, run), logits in zip(passes, found, strict=True):
-            tokens, drawn = batch.take(run, logits)
-            read, generated = read + tokens, generated + drawn
-        for batch in batches:
-            batch.index()
-            for sequence in batch.sequences():
-                result = completion(sequence, self.tokenizer)
-                if result is not None:
-                    batch.remove(sequence)
-                    done.append(result)
-        spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
-        seconds = time.perf_counter() - start
-        self.rounds.append(RoundStats(read, generated, seconds, *spent))
-        return done
 
 
 def _bounded(plan: Plan, **bounds: int | None) -> Plan:
@@ -279,11 +215,3 @@ def _bounded(plan: Plan, **bounds: int | None) -> Plan:
                 f"{name} is {value} bytes, but {said} in the plan; give it in one place"
             )
     return replace(plan, **given)
-
-
-def _alike(sequence: Sequence, batches: list[BatchSlots]) -> Sequence | None:
-    """The sequence that begins with most of the blocks that this one begins with."""
-    others = [other for batch in batches for other in batch.sequences()]
-    same = [common_blocks(sequence.prompt[:-1], other.prompt) for other in others]
-    best = max(range(len(others)), key=same.__getitem__, default=None)
-    return None if best is None or not same[best] else others[best]

@@ -162,8 +162,15 @@ class Sequence:
     begins_like: Sequence | None = None  # reads blocks that this one begins with, too
     ended: bool = False
     given: tuple[int, ...] = ()  # the answer, where it is known
+    error: str = ""  # why it cannot go on
 
     @property
     def decoding(self) -> bool:
         """Whether the prompt is read."""
         return self.read == len(self.prompt)
+
+    def begin_again(self) -> None:
+        """Forget the answer so far, and that the prompt was read."""
+        self.read, self.begins_like, self.ended = 0, None, False
+        self.answer.clear()
+        self.logprobs.clear()

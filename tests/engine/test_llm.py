@@ -275,6 +275,27 @@ def test_an_abandoned_run_gives_everything_back(checkpoint: Path) -> None:
         assert llm.generate(PROMPTS[:1], PARAMS)[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_their_answer_alone(
+    wrong: float, checkpoint: Path, expected: list[tuple[int, ...]]
+) -> None:
+    with LLM(checkpoint, Plan(batch_size=2, context=CONTEXT, kv=QUANT)) as llm:
+        schedule: Any = llm._rounds._schedule
+        compute = schedule.round
+
+        def damaged(passes: Any) -> Any:
+            found = compute(passes)
+            if len(llm.rounds) == 4:
+                found[0][1, 7] = wrong
+            return found
+
+        schedule.round = damaged
+        good, bad = llm.generate(PROMPTS[:2], PARAMS)
+    assert (good.token_ids, good.finish_reason) == (expected[0], "length")
+    assert (bad.token_ids, bad.finish_reason) == (expected[1][:4], "error")
+    assert "logits are not finite" in bad.error
+
+
 def test_threads_and_memory_are_given_back(checkpoint: Path) -> None:
     before = set(threading.enumerate())
     plan = Plan(context=CONTEXT, kv=QUANT, kv_placement=KVPlacement(0.2, 0.3), activations="disk")

@@ -1,0 +1,254 @@
+"""Rounds over all sequences of an `LLM`: those of all callers, in whatever threads they are.
+
+There is no thread of its own: of the callers that wait for answers, one computes the next round for
+all of them. A caller that goes away takes its sequences with it between two rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from qoff.errors import ArgumentError
+from qoff.hf.torch_threads import one_torch_thread
+from qoff.models.forward_pass import ForwardPass
+from qoff.plan import Plan
+
+from .batch import BatchSlots
+from .executor import Executor
+from .prefixes import PrefixIndex, common_blocks
+from .request import Completion, Sequence
+from .schedule import Schedule
+
+_KEPT = 4096  # rounds whose numbers are kept, at least
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """One round: tokens, seconds, how long the computation waited for what, bytes moved."""
+
+    read: int  # tokens of prompts
+    generated: int
+    seconds: float
+    weights_wait_s: float
+    kv_wait_s: float
+    activations_wait_s: float
+    disk_bytes: float  # read
+    host_bytes: float  # between host and device, both ways
+    spilled_bytes: float  # written to disk
+
+
+class _Call:
+    """What a caller waits for: its answers, or what went wrong in a round with its sequences."""
+
+    def __init__(self) -> None:
+        self.left = 0  # answers that were not taken
+        self.done: deque[Completion] = deque()
+        self.error: BaseException | None = None
+
+
+class Rounds:
+    """Admits sequences into the batches of a plan, and computes until they have their answers.
+
+    finish: the answer of a sequence, if it is done.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        executor: Executor,
+        schedule: Schedule,
+        finish: Callable[[Sequence], Completion | None],
+    ) -> None:
+        self._plan, self._executor, self._schedule = plan, executor, schedule
+        self._finish = finish
+        self.history: list[RoundStats] = []  # the newest thousands
+        self._process = os.getpid()
+        self._closed = False
+        # Held to look at what follows, not during a round. Reentrant: a generator may be
+        # collected, and leave, at any time.
+        self._changed = threading.Condition(threading.RLock())
+        self._worker: int | None = None  # the thread that computes a round, if one does
+        self._waiting: deque[list[Sequence]] = deque()  # answers of one prompt together
+        self._calls: dict[Sequence, _Call] = {}
+        self._gone: deque[_Call] = deque()
+        self._admitted: list[Sequence] = []  # that are put into a batch just now
+        prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
+        self._batches = [BatchSlots(executor.new_cache(), prefixes) for _ in range(plan.batches)]
+
+    def answers(self, groups: Iterable[list[Sequence]]) -> Iterator[Completion]:
+        """The answers of sequences, those of a prompt together, as they are done.
+
+        Raises ArgumentError once closed or in another process, and what fails in a round.
+        """
+        call = _Call()
+        with self._changed:
+            self._check()
+            for group in groups:
+                self._waiting.append(group)
+                self._calls |= dict.fromkeys(group, call)
+                call.left += len(group)
+        try:
+            while call.left:
+                self._compute_for(call)
+                while call.done:
+                    call.left -= 1
+                    yield call.done.popleft()
+        finally:
+            self._leave(call)
+
+    def close(self) -> None:
+        """Wait for the round that is computed; every caller then gets an ArgumentError."""
+        with self._changed:
+            if self._worker == threading.get_ident():
+                raise ArgumentError("an LLM cannot be closed in the middle of its round")
+            self._closed = True
+            if self._process == os.getpid():
+                self._changed.wait_for(lambda: self._worker is None)
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._process != os.getpid():
+            raise ArgumentError(
+                f"this LLM was opened by process {self._process}, and its threads are there: "
+                "open one in each process"
+            )
+        if self._worker == threading.get_ident():
+            raise ArgumentError("an LLM cannot be called in the middle of its own round")
+        if self._closed:
+            raise ArgumentError("this LLM is closed")
+
+    def _compute_for(self, call: _Call) -> None:
+        """Return when there is an answer, from a round of this thread or another one."""
+        me = threading.get_ident()
+        while not call.done:
+            self._check()
+            try:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: call.done or call.error or self._closed or self._worker is None
+                    )
+                    if call.error is not None:
+                        raise call.error
+                    if call.done:
+                        return
+                    self._check()
+                    self._worker = me
+                self._round()
+            finally:
+                with self._changed:
+                    if self._worker == me:
+                        self._sweep()
+                        self._worker = None
+                        self._changed.notify_all()
+
+    def _leave(self, call: _Call) -> None:
+        """Drop what is left of a call: now, or when the round that is computed is over."""
+        self._gone.append(call)
+        # Never waits: this may be called by the garbage collector, in any thread.
+        if self._changed.acquire(blocking=False):
+            try:
+                if self._worker is None:
+                    self._sweep()
+            finally:
+                self._changed.release()
+
+    def _sweep(self) -> None:
+        """Drop the sequences of callers that are gone."""
+        while self._gone:
+            self._drop(self._gone.popleft())
+
+    def _drop(self, call: _Call) -> None:
+        mine = {one for one, its in self._calls.items() if its is call}
+        self._waiting = deque(group for group in self._waiting if group[0] not in mine)
+        for batch in self._batches:
+            for sequence in batch.sequences():
+                if sequence in mine:
+                    batch.remove(sequence)
+        for sequence in mine:
+            del self._calls[sequence]
+
+    def _round(self) -> None:
+        """One pass of every batch: a token more of each sequence, or more of its prompt.
+
+        An error is for all callers that have a sequence in a batch. Where this thread is
+        interrupted, the sequences of the others begin again.
+        """
+        try:
+            with self._changed:
+                self._sweep()
+                self._admit()
+            with torch.inference_mode(), one_torch_thread():
+                self._passes()
+        except Exception as error:
+            with self._changed:
+                running = [one for batch in self._batches for one in batch.sequences()]
+                for call in {self._calls[one] for one in running + self._admitted}:
+                    call.error = error
+                    self._drop(call)
+        except BaseException:
+            with self._changed:
+                self._begin_again()
+            raise
+
+    def _admit(self) -> None:
+        """Fill free places; all answers of a prompt go into the same batch."""
+        for batch in sorted(self._batches, key=lambda batch: -batch.free):
+            while self._waiting and batch.free >= len(self._waiting[0]):
+                self._admitted = self._waiting.popleft()
+                for sequence in self._admitted:
+                    if self._plan.share_prefixes and sequence.waits_for is None:
+                        sequence.begins_like = self._alike(sequence)
+                    batch.add(sequence)
+                self._admitted = []
+
+    def _alike(self, sequence: Sequence) -> Sequence | None:
+        """The sequence that begins with most of the blocks that this one begins with."""
+        others = [other for batch in self._batches for other in batch.sequences()]
+        same = [common_blocks(sequence.prompt[:-1], other.prompt) for other in others]
+        best = max(range(len(others)), key=same.__getitem__, default=None)
+        return None if best is None or not same[best] else others[best]
+
+    def _begin_again(self) -> None:
+        """Take all sequences out of the batches, to be read from the start."""
+        for batch in self._batches:
+            groups: dict[Sequence, list[Sequence]] = {}
+            for sequence in batch.sequences():
+                batch.remove(sequence)
+                sequence.begin_again()
+                groups.setdefault(sequence.waits_for or sequence, []).append(sequence)
+            self._waiting.extendleft(reversed(groups.values()))
+
+    def _passes(self) -> None:
+        start, before = time.perf_counter(), self._executor.counters()
+        passes: list[tuple[BatchSlots, ForwardPass]] = []
+        for batch in self._batches:
+            for run in (batch.decode(), batch.read(self._plan.prefill_tokens)):
+                if run is None:
+                    continue
+                run.name, run.workspace = f"pass {len(passes)}", self._executor.workspace
+                if self._executor.activations is not None:
+                    run.activations = self._executor.activations.batch(len(passes))
+                passes.append((batch, run))
+        read = generated = 0
+        found = self._schedule.round([run for _, run in passes])
+        for (batch, run), logits in zip(passes, found, strict=True):
+            tokens, drawn = batch.take(run, logits)
+            read, generated = read + tokens, generated + drawn
+        for batch in self._batches:
+            batch.index()
+            for sequence in batch.sequences():
+                answer = self._finish(sequence)
+                if answer is not None:
+                    batch.remove(sequence)
+                    self._calls.pop(sequence).done.append(answer)
+        spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
+        self.history.append(RoundStats(read, generated, time.perf_counter() - start, *spent))
+        if len(self.history) >= 2 * _KEPT:
+            del self.history[:_KEPT]

@@ -1,0 +1,208 @@
+"""One LLM for many callers: in threads, interrupted, closed under them, in a forked process."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError, DiskReadError
+from qoff.kvcache import KVQuant
+from qoff.plan import Plan
+from tests.instruments import POISON
+from tests.tiny_models import tiny_checkpoint
+
+RANDOM = random.Random(5)
+PROMPTS = [[RANDOM.randrange(4, 128) for _ in range(RANDOM.randrange(1, 120))] for _ in range(24)]
+PARAMS = [
+    SamplingParams(
+        temperature=float(i % 2), seed=i, max_tokens=5 + 3 * (i % 7), n=1 + i % 2, ignore_eos=True
+    )
+    for i in range(len(PROMPTS))
+]
+PLAN = Plan(batch_size=3, batches=2, context=200, kv=KVQuant(window=16), share_prefixes=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[tuple[int, ...]]]:
+    """The answers to each prompt when it is alone."""
+    with LLM(checkpoint, PLAN) as llm:
+        return [answers(llm, i) for i in range(len(PROMPTS))]
+
+
+@pytest.fixture
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, PLAN, _instrumentation=POISON) as llm:
+        yield llm
+
+
+def answers(llm: LLM, number: int) -> list[tuple[int, ...]]:
+    return [one.token_ids for one in llm.generate([PROMPTS[number]], PARAMS[number])]
+
+
+def in_round(llm: LLM, do: Callable[[], object], after: int = 0) -> None:
+    """Do something once, in the middle of a round when there were so many."""
+    schedule: Any = llm._rounds._schedule
+    compute = schedule.round
+
+    def round_(passes: Any) -> Any:
+        found = compute(passes)
+        if len(llm.rounds) >= after:
+            schedule.round = compute
+            do()
+        return found
+
+    schedule.round = round_
+
+
+def test_callers_in_threads_share_rounds_and_get_their_own_answers(
+    llm: LLM, expected: list[list[tuple[int, ...]]]
+) -> None:
+    start = threading.Barrier(8)
+
+    def caller(first: int) -> None:
+        start.wait()
+        for i in range(first, len(PROMPTS), 8):
+            if i % 3:
+                assert answers(llm, i) == expected[i]
+                continue
+            found = list(llm.stream([PROMPTS[i], PROMPTS[first]], [PARAMS[i], PARAMS[first]]))
+            for index, number in enumerate((i, first)):
+                of_one = sorted((x.sample, x.token_ids) for x in found if x.index == index)
+                assert [tokens for _, tokens in of_one] == expected[number]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(caller, range(8)))
+    generated = sum(one.generated for one in llm.rounds)
+    assert generated > 2.5 * len(llm.rounds)  # one caller alone has at most 2 or 4
+    assert llm.blocks.used("device") == 0
+
+
+def test_streams_in_one_thread_take_turns(llm: LLM, expected: list[list[tuple[int, ...]]]) -> None:
+    streams = [llm.stream([PROMPTS[i]], PARAMS[i]) for i in (1, 3, 5)]
+    found = [next(stream) for stream in streams]
+    assert answers(llm, 0) == expected[0]  # between their answers
+    rest = [next(stream) for stream in streams]
+    for i, pair in zip((1, 3, 5), zip(found, rest, strict=True), strict=True):
+        assert sorted(x.token_ids for x in pair) == sorted(expected[i])
+    del streams
+
+
+def test_an_abandoned_stream_leaves_the_others_alone(
+    llm: LLM, expected: list[list[tuple[int, ...]]]
+) -> None:
+    stream = llm.stream([PROMPTS[1]] * 5, SamplingParams(temperature=0, max_tokens=60, n=2))
+    waiting = threading.Thread(target=next, args=(stream, None))
+    waiting.start()
+    assert answers(llm, 2) == expected[2]
+    waiting.join()
+    stream.close()  # type: ignore[attr-defined]
+    assert answers(llm, 4) == expected[4]
+    assert llm.blocks.used("device") == 0
+
+
+def test_an_interrupted_caller_leaves_the_others_alone(
+    llm: LLM, expected: list[list[tuple[int, ...]]]
+) -> None:
+    """The thread that computes is stopped in the middle of a round for two."""
+    stopped = []
+
+    def caller(number: int) -> list[tuple[int, ...]] | None:
+        both.wait()
+        try:
+            return answers(llm, number)
+        except KeyboardInterrupt:
+            stopped.append(number)
+            return None
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    both = threading.Barrier(2)
+    in_round(llm, stop, after=4)
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip((6, 13), pool.map(caller, (6, 13)), strict=True))
+    assert len(stopped) == 1
+    (other,) = {6, 13} - set(stopped)
+    assert found[other] == expected[other]
+    assert llm.blocks.used("device") == 0
+
+
+def test_what_fails_in_a_round_is_raised_in_all_its_callers(
+    llm: LLM, expected: list[list[tuple[int, ...]]]
+) -> None:
+    def fail() -> None:
+        raise DiskReadError("the disk died")
+
+    both = threading.Barrier(2)
+
+    def caller(number: int) -> str:
+        both.wait()
+        try:
+            answers(llm, number)
+        except DiskReadError as error:
+            return str(error)
+        return "no error"
+
+    # Both prompts are admitted by then: neither is done after so few rounds.
+    in_round(llm, fail, after=4)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(caller, (6, 13))) == ["the disk died"] * 2
+    assert answers(llm, 6) == expected[6]
+
+
+def test_closing_from_another_thread_ends_all_callers(checkpoint: Path) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    llm = LLM(checkpoint, PLAN)
+    long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(llm.generate, [PROMPTS[i][:9]] * 9, long) for i in range(3)]
+        while not llm.rounds:
+            time.sleep(0.01)
+        llm.close()
+        llm.close()
+        for one in found:
+            with pytest.raises(ArgumentError, match="is closed"):
+                one.result()
+    with pytest.raises(ArgumentError, match="is closed"):
+        llm.generate([[5]])
+    left = {thread.name for thread in threading.enumerate()} - before
+    assert not [name for name in left if not name.startswith(("qoff-pool", "qoff-cpu"))]
+
+
+def test_a_round_cannot_be_called_or_closed_from_within(llm: LLM) -> None:
+    for call in (llm.close, lambda: llm.generate([[5, 6]])):
+        in_round(llm, call)
+        with pytest.raises(ArgumentError, match="in the middle of its"):
+            llm.generate([PROMPTS[0]], PARAMS[0])
+
+
+def test_a_forked_process_is_told_to_open_its_own(llm: LLM) -> None:
+    llm.generate([PROMPTS[0]], PARAMS[0])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([PROMPTS[1]])
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    assert told.startswith(f"ArgumentError: this LLM was opened by process {os.getpid()}")
