@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from bench.demo import fetch_checkpoint
+from bench.every_token import every_token
 from bench.harness import Report, arguments
 from bench.kv_schemes import DEFAULT, Scheme, schemes
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.eval.perplexity.metrics import Divergence, summarize
-from qoff.eval.perplexity.models import every_token
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
 from qoff.eval.perplexity.subjects import QoffSubject

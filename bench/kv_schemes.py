@@ -1,6 +1,6 @@
 """Ways to pack K and V that `bench.kv_accuracy` compares: what each leaves of the two.
 
-Those that qoff has go through its own blocks (`qoff.eval.kv.every_token`); the others are
+Those that qoff has go through its own blocks (`bench.every_token`); the others are
 simulated here, on K or V of a layer, float32 [T, kv_heads, D], with scales and minima rounded to
 float16.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qoff.eval.kv.every_token import RoundTrip, ggml, packed
+from bench.every_token import RoundTrip, ggml, packed
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.rotation import hadamard
 from qoff.kvcache import KVQuant

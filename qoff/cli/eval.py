@@ -13,7 +13,7 @@ from qoff.errors import ArgumentError
 
 from .options import FormOptions, Json, QuantOptions, RunOptions, TextOptions, command
 
-_GRID = "bits=4,8 group=64,128 solver=hqq kv=float,4:4,8:4 window=every,64"
+_GRID = "bits=4,8 group=64,128 solver=hqq kv=float,4:4,8:4 window=0,64"
 
 
 def _names(*kinds: type) -> set[str]:
@@ -25,8 +25,7 @@ _TAKES = {
     "": _names(TextOptions, RunOptions, QuantOptions, FormOptions) | {"reference", "batch"},
     "sweep": _names(TextOptions) | {"reference", "grid", "out"},
     "peers": _names(TextOptions),
-    "tasks": _names(RunOptions, QuantOptions, FormOptions) - {"every_token"}
-    | {"limit", "shots", "seed"},
+    "tasks": _names(RunOptions, QuantOptions, FormOptions) | {"limit", "shots", "seed"},
     "needle": _names(RunOptions, QuantOptions)
     | {"lengths", "caches", "repetitions", "seed", "out"},
 }  # fmt: skip

@@ -12,22 +12,23 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff.checkpoint.layout import CONFIG_FILE
 from qoff.errors import ArgumentError, FormatError
-from qoff.eval.kv.setting import KVSetting
+from qoff.eval.kv import kv_bytes_per_token, kv_name
 from qoff.eval.needle.prompts import NeedleSettings
 from qoff.eval.needle.result import CacheSetting
 from qoff.eval.needle.run import NeedleResources
 from qoff.eval.needle.run import run as ask_for_needles
 from qoff.eval.perplexity.metrics import Summary, summarize
 from qoff.eval.perplexity.models import (
+    PIECE_TOKENS,
     bits_per_weight,
     cached_reference,
     open_runtime,
-    subject_of,
     tokenizer_of,
 )
 from qoff.eval.perplexity.peers import available, changed
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate
+from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.sweep import cells as tables
 from qoff.eval.sweep.grid import Grid
 from qoff.eval.sweep.sweep import Sweep, decode_rate
@@ -78,25 +79,21 @@ def evaluate_one(
     sample = texts.sample(tokenizer)
     read = sum(window.stop - window.start for window in sample.windows)
     longest = max(len(sample.tokens(window)) for window in sample.windows)
-    wanted = cache.quant()
-    kv = KVSetting(wanted if isinstance(wanted, KVQuant) else None, cache.every_token)
-    options = {**how.opening(), "kv": wanted, "length": longest, "batch": batch}
+    options = {**how.opening(), "kv": cache.quant(), "length": longest, "batch_size": batch}
     with (
         _reference(reference, sample, tokenizer, as_json) as truth,
-        open_runtime(checkpoint, kv, **options) as runtime,
+        open_runtime(checkpoint, **options) as runtime,
         progress_bar("evaluating", quiet=as_json) as progress,
     ):
-        if not cache.every_token:
-            kv = KVSetting(runtime.kv)  # which "auto" has chosen
         start = time.perf_counter()
-        subject = subject_of(runtime, model, kv)
+        subject = QoffSubject(runtime, model, PIECE_TOKENS)
         summary = summarize(evaluate(subject, sample, truth, batch=batch, progress=progress))
         found = {
             "model": model,
             "windows": len(sample.windows),
-            "kv": kv.name,
+            "kv": kv_name(runtime.kv),
             "bits_per_weight": bits_per_weight(checkpoint),
-            "kv_bytes_per_token": kv.bytes_per_token(runtime.spec),
+            "kv_bytes_per_token": kv_bytes_per_token(runtime.kv, runtime.spec),
             "tokens_per_s": read / (time.perf_counter() - start),
             **summary.as_dict(),
         }

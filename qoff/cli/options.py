@@ -148,8 +148,7 @@ class CacheOptions:
         packed = kv_quant("4" if self.kv == "auto" else self.kv)
         if packed is None and form:
             raise ArgumentError(
-                "with --kv none nothing is packed; leave it out, or --attention-top, --kv-window "
-                "and --every-token"
+                "with --kv none nothing is packed; leave it out, or --attention-top and --kv-window"
             )
         return None if packed is None else replace(packed, **form)
 
@@ -212,11 +211,10 @@ class FormOptions(CacheOptions):
     """How the KV cache is packed, and more of it than other commands have."""
 
     kv_window: int = Option(64, min=0, help="Newest tokens that stay unpacked.")
-    every_token: bool = Option(False, "--every-token", help="Pack all tokens, down to the newest.")
 
     def quant(self, **form: Any) -> KVQuant | str | None:
         """What `qoff.load` takes as `kv`. Raises ArgumentError for what does not fit together."""
-        if self.kv_window != 64 or self.every_token:
+        if self.kv_window != 64:
             form["window"] = self.kv_window
         return super().quant(**form)
 

@@ -39,10 +39,9 @@ class BoundedCache(Protocol):
 
 @dataclass(frozen=True)
 class Scoring:
-    """Passes whose logits are all wanted: tokens of each sequence; bytes that are taken beside."""
+    """Passes whose logits are all wanted: tokens of each sequence."""
 
     tokens: int
-    beside: int = 0
 
 
 class Budget:
@@ -82,10 +81,10 @@ class Budget:
 
         def work(tokens: int, context: int, tiled: bool) -> int:
             count = max(1, min(tokens, size * context) // size)
-            rows, beside = size, 0
+            rows = size
             if self._scoring is not None:
-                rows, beside = size * count, self._scoring.beside
-            return beside + _working_bytes(decoder, self._kv, size, count, rows, context, tiled)
+                rows = size * count
+            return _working_bytes(decoder, self._kv, size, count, rows, context, tiled)
 
         longest = min(decoder.max_positions, _CONTEXTS[0])
         contexts = [longest, *(c for c in _CONTEXTS if c < longest)]

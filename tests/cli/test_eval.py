@@ -68,7 +68,7 @@ def test_a_reference_is_computed_once(
     assert found["perplexity_ratio"] == pytest.approx(
         found["perplexity"] / found["reference_perplexity"]
     )
-    assert json.loads(succeed(*options, "--kv", "4", "--every-token"))["mean_kl"] > 0
+    assert json.loads(succeed(*options, "--kv", "4", "--kv-window", "0"))["mean_kl"] > 0
     assert made.stat().st_mtime_ns == stamp
 
 
@@ -93,7 +93,7 @@ def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_p
         (["--stride", 101], "stride of 101"),
         (["--definition", "mine"], "no definition 'mine'"),
         (["--dataset", "wikitext2"], "not both"),
-        (["--kv", "none", "--every-token"], "with --kv none nothing is packed"),
+        (["--kv", "none", "--kv-window", "0"], "with --kv none nothing is packed"),
         (["--kv", "none", "--attention-top", 0.5], "with --kv none nothing is packed"),
         (["--max-memory", "4GiB"], "like 0=12GiB,cpu=32GiB"),
         (["--max-memory", "0=4GiB"], "the model runs on 'cpu'"),

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from qoff.errors import ArgumentError, FormatError
-from qoff.eval.kv.setting import KVSetting
 from qoff.eval.perplexity.metrics import Scores, summarize
-from qoff.eval.perplexity.models import open_runtime, subject_of
+from qoff.eval.perplexity.models import PIECE_TOKENS, open_runtime
 from qoff.eval.perplexity.reference import Reference, ReferenceMeta, write_reference
 from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
 from qoff.eval.perplexity.subjects import QoffSubject, TransformersSubject
@@ -174,48 +173,19 @@ def test_a_reference_of_something_else_is_refused(
         evaluate(subject, sample(), reference)
 
 
-def kl(checkpoint: Path, kv: KVSetting, text: Sample, reference: Reference) -> float:
-    with open_runtime(checkpoint, kv) as runtime:
-        scores = evaluate(subject_of(runtime, "x", kv), text, reference)
-    assert scores.kl is not None
-    return float(scores.kl.mean())
-
-
-def test_packing_every_token_costs_more_than_a_window_and_fewer_bits_more(
+def test_a_packed_cache_costs_something_and_fewer_bits_more(
     checkpoint: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
     text = sample(384, 192)
     reference = make_reference(QoffSubject(runtime, "x"), text, tmp_path / "r")
-    every = {
-        bits: kl(checkpoint, KVSetting(KVQuant(*bits), every_token=True), text, reference)
-        for bits in [(4, 4), (8, 4), (8, 8), (16, 16)]
-    }
-    assert every[4, 4] > every[8, 4] > 4 * every[8, 8] > every[16, 16]
-    assert every[16, 16] < 1e-6
-    real = kl(checkpoint, KVSetting(KVQuant(4, 4)), text, reference)
-    assert 0 < real < every[4, 4]
-
-
-def test_types_of_llama_cpp_can_be_evaluated(
-    checkpoint: Path, runtime: Runtime, tmp_path: Path
-) -> None:
-    text = sample(128, 128)
-    reference = make_reference(QoffSubject(runtime, "x"), text, tmp_path / "r")
-    found = {
-        kind: kl(checkpoint, KVSetting(every_token=True, ggml=kind), text, reference)
-        for kind in ("q4_0", "q5_1", "q8_0")
-    }
-    assert found["q4_0"] > 2 * found["q5_1"] > 10 * found["q8_0"] > 0
-    spec = runtime.spec
-    per_value = KVSetting(every_token=True, ggml="q4_0").bytes_per_token(spec) * 8
-    assert per_value / (2 * spec.num_layers * spec.num_kv_heads * spec.head_dim) == 4.5
-    with pytest.raises(ArgumentError, match="'q9'"):
-        kl(checkpoint, KVSetting(every_token=True, ggml="q9"), text, reference)
-
-
-def test_types_of_llama_cpp_go_with_every_token() -> None:
-    with pytest.raises(ArgumentError, match="every token"):
-        KVSetting(ggml="q4_0")
+    found = {}
+    for bits in [(4, 4), (8, 4), (8, 8), (16, 16)]:
+        with open_runtime(checkpoint, KVQuant(*bits, window=0)) as packed:
+            scores = evaluate(QoffSubject(packed, "x", PIECE_TOKENS), text, reference)
+        assert scores.kl is not None
+        found[bits] = float(scores.kl.mean())
+    assert found[4, 4] > found[8, 4] > 4 * found[8, 8] > found[16, 16]
+    assert found[16, 16] < 1e-6
 
 
 def test_errors_of_means() -> None:

@@ -22,7 +22,7 @@ from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.hf.load import load_tokenizer
 from tests.tiny_models import VOCAB, tiny_checkpoint, tiny_model
 
-GRID = "bits=4,8 group=32 solver=rtn kv=float,4:4 window=every"
+GRID = "bits=4,8 group=32 solver=rtn kv=float,4:4"
 
 
 @pytest.fixture(scope="module")

@@ -12,77 +12,37 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry
 from qoff.errors import ArgumentError, FormatError
-from qoff.eval.kv.every_token import EveryTokenOps, RoundTrip
-from qoff.eval.kv.setting import KVSetting
 from qoff.eval.texts import digest
 from qoff.hf.budget import Scoring
 from qoff.hf.load import exists, is_checkpoint, load_tokenizer, open_model, source_stamps
-from qoff.kernels.ops import ops_for
-from qoff.memory.instrumentation import Instrumentation
+from qoff.kvcache import KVQuant
 from qoff.models.runtime import Runtime
 from qoff.models.sources import open_source
-from qoff.models.spec import DecoderSpec
 from qoff.settings import cache_directory
 
 from .reference import VERSION, Reference
 from .scoring import Progress, Sample, make_reference
-from .subjects import QoffSubject, Subject, TransformersSubject
+from .subjects import QoffSubject, TransformersSubject
 
 PIECE_TOKENS = 64  # of a window, that are read at a time
 # Text on which tokenizers differ, if they do.
 _PROBE = "The quick brown fox, 1234.56 — naïve café\n\n\tdef f(x): return x  # ünïcödé"
 
 
-def every_token(
-    checkpoint: Path, round_trip: RoundTrip, before_rope: bool = False
-) -> Instrumentation:
-    """For a `Runtime` on the CPU: K and V of every token go through `round_trip`."""
-    layers = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).num_layers
-    ops = ops_for(torch.device("cpu"))
-    return Instrumentation(ops=EveryTokenOps(ops, round_trip, layers, before_rope))
-
-
 def open_runtime(
-    checkpoint: Path,
-    setting: KVSetting | None = None,
-    *,
-    length: int = 1024,
-    batch: int = 1,
-    **options: Any,
+    checkpoint: Path, kv: KVQuant | str | None = None, length: int = 1024, **options: Any
 ) -> Runtime:
-    """A checkpoint that runs with the cache of a setting, by default on the CPU.
+    """A checkpoint that runs with a KV cache, by default on the CPU.
 
-    length, batch: tokens of the longest window, and windows that are read together; a bound of
-    memory has room for these. options: of `open_model`, whose errors it raises; ArgumentError too
-    if every token is to be packed on another device than the CPU.
+    length: tokens of the longest window; a bound of memory has room for these. options: of
+    `open_model`, whose errors it raises; batch_size is the number of windows read together.
     """
-    setting = setting or KVSetting()
-    options = {"device": "cpu", "kv": setting.quant, **options}
     scoring = Scoring(max(1, min(PIECE_TOKENS, length - 1)))
-    if setting.round_trip is not None:
-        if resolve_device(options["device"]).type != "cpu":
-            raise ArgumentError("every token can be packed on the CPU only; use --device cpu")
-        options |= {"kv": None, "instrumentation": every_token(checkpoint, setting.round_trip)}
-        spec = DecoderSpec.from_config(Checkpoint.open(checkpoint).config)
-        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        copies = 8  # of queries, keys and values in `EveryTokenOps.attention`
-        scoring = Scoring(max(1, length - 1), 4 * copies * batch * length * width)
-    options |= {"context": length, "batch_size": batch, "scoring": scoring}
-    return open_model(checkpoint, **options).runtime
-
-
-def subject_of(
-    runtime: Runtime, name: str, kv: KVSetting | None = None, piece: int = PIECE_TOKENS
-) -> Subject:
-    """What `open_runtime` opened, to be evaluated; `piece` tokens are read at a time.
-
-    With a packed cache, tokens of a piece attend to each other unpacked.
-    """
-    return QoffSubject(runtime, name, None if kv is not None and kv.every_token else piece)
+    options = {"device": "cpu", "batch_size": 1, **options}
+    return open_model(checkpoint, kv=kv, context=length, scoring=scoring, **options).runtime
 
 
 def open_float(path: str | Path) -> Any:
@@ -134,7 +94,7 @@ def cached_reference(
         pass
     if exists(source) and is_checkpoint(source):
         with open_runtime(source) as runtime:
-            subject = subject_of(runtime, source.name, piece=256)
+            subject = QoffSubject(runtime, source.name, 256)
             return make_reference(subject, sample, path, progress)
     return make_reference(
         TransformersSubject(open_float(source), source.name), sample, path, progress

@@ -8,12 +8,10 @@ from itertools import product
 from typing import Any, Self
 
 from qoff.errors import ArgumentError
-from qoff.eval.kv.every_token import GGML_TYPES
-from qoff.eval.kv.setting import KVSetting
+from qoff.eval.kv import kv_name
 from qoff.kvcache import KVQuant
 from qoff.quant import QuantConfig
 
-EVERY = "every"
 FLOAT = "float"
 
 
@@ -22,7 +20,7 @@ class Cell:
     """One point of a sweep. weights: None for those of a checkpoint as they are."""
 
     weights: QuantConfig | None
-    kv: KVSetting
+    kv: KVQuant | None  # None: float32
 
     @property
     def weights_name(self) -> str:
@@ -34,22 +32,22 @@ class Cell:
     @property
     def name(self) -> str:
         """Of weights and cache."""
-        return f"{self.weights_name}; KV {self.kv.name}"
+        return f"{self.weights_name}; KV {kv_name(self.kv)}"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The values of each axis; float32 and llama.cpp's types of KV caches have no other axes."""
+    """The values of each axis; a float32 KV cache has no window."""
 
     bits: tuple[int, ...] = (4, 8)
     group: tuple[int, ...] = (64,)
     solver: tuple[str, ...] = ("hqq",)
-    kv: tuple[str, ...] = (FLOAT, "4:4", "8:4", "8:8", "q4_0")  # bits of K and V
-    window: tuple[str, ...] = (EVERY,)  # newest tokens unpacked; "every": none, not even its own
+    kv: tuple[str, ...] = (FLOAT, "4:4", "8:4", "8:8")  # bits of K and V
+    window: tuple[int, ...] = (64,)  # newest tokens unpacked
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From text like "bits=4,8 kv=float,4:4 window=every,64"; axes left out are as they are.
+        """From text like "bits=4,8 kv=float,4:4 window=0,64"; axes left out are as they are.
 
         Raises ArgumentError for an unknown axis or value.
         """
@@ -60,10 +58,10 @@ class Grid:
             if name not in known or not values or name in found:
                 raise ArgumentError(
                     f"axis {part!r}; a grid is written like 'bits=4,8 group=64 kv=float,4:4 "
-                    f"window=every,64', of {', '.join(known)}, each once"
+                    f"window=0,64', of {', '.join(known)}, each once"
                 )
             items = tuple(dict.fromkeys(values.split(",")))
-            found[name] = tuple(map(_number, items)) if name in ("bits", "group") else items
+            found[name] = items if name in ("solver", "kv") else tuple(map(_number, items))
         grid = cls(**found)
         grid.cells(convertible=True)  # raises for what no cell can have
         return grid
@@ -80,17 +78,13 @@ class Grid:
             weights = [QuantConfig(*values) for values in axes]
         return [Cell(w, kv) for w in weights for kv in dict.fromkeys(self._caches())]
 
-    def _caches(self) -> Iterable[KVSetting]:
+    def _caches(self) -> Iterable[KVQuant | None]:
         for bits, window in product(self.kv, self.window):
             if bits == FLOAT:
-                yield KVSetting()
-            elif bits in GGML_TYPES:
-                yield KVSetting(every_token=True, ggml=bits)
+                yield None
             else:
                 k, _, v = bits.partition(":")
-                size = 64 if window == EVERY else _number(window)
-                quant = KVQuant(_number(k), _number(v or k), size)
-                yield KVSetting(quant, window == EVERY)
+                yield KVQuant(_number(k), _number(v or k), window)
 
 
 def _number(text: str) -> int:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
+from qoff.eval.kv import kv_bytes_per_token, kv_name
 from qoff.eval.perplexity.metrics import summarize
-from qoff.eval.perplexity.models import bits_per_weight, open_runtime, subject_of
+from qoff.eval.perplexity.models import PIECE_TOKENS, bits_per_weight, open_runtime
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Progress, Sample, evaluate
+from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.texts import digest
 from qoff.hf.load import is_checkpoint, source_stamps
 from qoff.hf.torch_threads import one_torch_thread
@@ -34,7 +36,7 @@ from .grid import Cell
 
 Rate = Callable[[Path, KVQuant | None, Tensor], float]
 _PROMPT, _NEW, _ROUNDS = 256, 32, 3  # of the rate: tokens before, tokens of a round, rounds
-_VERSION = 2  # of the files of cells
+_VERSION = 3  # of the files of cells
 
 
 class Sweep:
@@ -103,14 +105,14 @@ class Sweep:
     def _compute(self, cell: Cell, checkpoint: Path) -> CellResult:
         kv, rate = cell.kv, None
         with open_runtime(checkpoint, kv) as runtime:
-            subject = subject_of(runtime, cell.name, kv)
+            subject = QoffSubject(runtime, cell.name, PIECE_TOKENS)
             found = summarize(evaluate(subject, self._sample, self._reference)).as_dict()
-            kv_bytes = kv.bytes_per_token(runtime.spec)
-        if self._rate is not None and not kv.ggml:
+            kv_bytes = kv_bytes_per_token(kv, runtime.spec)
+        if self._rate is not None:
             prompt = self._sample.tokens(self._sample.windows[0])[:_PROMPT]
-            rate = self._rate(checkpoint, kv.quant, prompt)  # with a real cache
+            rate = self._rate(checkpoint, kv, prompt)
         bits = bits_per_weight(checkpoint)
-        return CellResult(cell.weights_name, kv.name, bits, kv_bytes, rate, found)
+        return CellResult(cell.weights_name, kv_name(kv), bits, kv_bytes, rate, found)
 
 
 def decode_rate(checkpoint: Path, kv: KVQuant | None, prompt: Tensor) -> float:

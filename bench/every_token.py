@@ -8,26 +8,39 @@ the tokens left over are a block of their own. Caches of llama.cpp are simulated
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
-from qoff.kernels.ops import Ops
+from qoff.kernels.ops import Ops, ops_for
 from qoff.kernels.reference.elementwise import rms_norm, rope
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import KVQuant
+from qoff.memory.instrumentation import Instrumentation
+from qoff.models.spec import DecoderSpec
 
 GGML_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 
 # K and V [tokens, kv_heads, D] of a sequence in a layer, to what is left of them.
 RoundTrip = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def every_token(
+    checkpoint: Path, round_trip: RoundTrip, before_rope: bool = False
+) -> Instrumentation:
+    """For a `Runtime` on the CPU: K and V of every token go through `round_trip`."""
+    layers = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).num_layers
+    ops = ops_for(torch.device("cpu"))
+    return Instrumentation(ops=EveryTokenOps(ops, round_trip, layers, before_rope))
 
 
 class EveryTokenOps:

@@ -1,0 +1,26 @@
+"""A KV cache in the tables of an evaluation."""
+
+from __future__ import annotations
+
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kvcache import KVQuant
+from qoff.models.spec import DecoderSpec
+
+
+def kv_name(quant: KVQuant | None) -> str:
+    """Like "4,4, window 64"; None is float32."""
+    if quant is None:
+        return "float32"
+    parts = [f"{quant.k_bits},{quant.v_bits}"]
+    parts += [f"{len(quant.layers)} layers otherwise"] if quant.layers else []
+    parts += [f"window {quant.window}"]
+    parts += [f"{quant.sinks} sinks"] if quant.sinks else []
+    parts += [f"top {quant.attention_top:g}"] if quant.attention_top < 1 else []
+    return ", ".join(parts)
+
+
+def kv_bytes_per_token(quant: KVQuant | None, spec: DecoderSpec) -> float:
+    """Of an old token, in all layers; those in the window take what float32 takes."""
+    forms = [quant and quant.form(spec.head_dim, layer) for layer in range(spec.num_layers)]
+    each = (form.nbytes / BLOCK_TOKENS if form else 8 * spec.head_dim for form in forms)
+    return spec.num_kv_heads * sum(each)

@@ -1,1 +1,0 @@
-"""Forms of the KV cache that a model is evaluated with."""
