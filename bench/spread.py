@@ -2,7 +2,7 @@
 
     python -m bench.spread FOLDER
     qoff eval FOLDER --sweep --grid "bits=4 group=64 solver=rtn,mse,hqq,gptq kv=float"
-    qoff eval FOLDER --peers
+    python -m bench.quantizers --model FOLDER
 
 The demo model comes from a GGUF file of 4 bits in groups of 32. Each weight of its layers is moved
 by a random part of a step of that grid, up to half of one, so that no format has the grid for
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from bench.demo import fetch_float
+from bench.quantizers import linear_layers
 from qoff.eval.perplexity.models import open_float
-from qoff.eval.perplexity.peers import linear_layers
 from qoff.quant import quantize
 
 

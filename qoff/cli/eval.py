@@ -24,7 +24,6 @@ def _names(*kinds: type) -> set[str]:
 _TAKES = {
     "": _names(TextOptions, RunOptions, QuantOptions, FormOptions) | {"reference", "batch"},
     "sweep": _names(TextOptions) | {"reference", "grid", "out"},
-    "peers": _names(TextOptions),
     "tasks": _names(RunOptions, QuantOptions, FormOptions) | {"limit", "shots", "seed"},
     "needle": _names(RunOptions, QuantOptions)
     | {"lengths", "caches", "repetitions", "seed", "out"},
@@ -48,7 +47,6 @@ def evaluate(
     sweep: bool = Option(False, "--sweep", help="Evaluate a grid of settings."),
     grid: str = Option("", help=f"Grid of --sweep, like '{_GRID}'; axes have defaults."),
     out: Path = Option(Path("qoff-eval"), help="Folder for tables, charts and finished cells."),
-    peers: bool = Option(False, "--peers", help="Compare with packages that quantize."),
     tasks: str | None = Option(
         None, help="Tasks of lm-evaluation-harness; qoff_knowledge needs no network."
     ),
@@ -65,10 +63,10 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure what compression costs: perplexity, divergence from the original, tasks."""
-    asked = {"sweep": sweep, "peers": peers, "tasks": tasks is not None, "needle": needle}
+    asked = {"sweep": sweep, "tasks": tasks is not None, "needle": needle}
     modes = [name for name, wanted in asked.items() if wanted]
     if len(modes) > 1:
-        raise ArgumentError("--sweep, --peers, --needle and --tasks are different evaluations")
+        raise ArgumentError("--sweep, --needle and --tasks are different evaluations")
     mode = modes[0] if modes else ""
     _refuse_others(context, mode, _TAKES[mode] | {*asked, "model", "as_json"})
     from qoff.quant import QuantConfig
@@ -82,8 +80,6 @@ def evaluate(
     elif needle:
         asked_for = (lengths, repetitions, seed)
         work.run_needle(model, asked_for, caches, quant, how, out, as_json)
-    elif peers:
-        work.run_peers(model, texts, as_json)
     elif sweep:
         work.run_sweep(model, texts, grid, out, reference, as_json)
     else:

@@ -23,9 +23,7 @@ from qoff.eval.perplexity.models import (
     bits_per_weight,
     cached_reference,
     open_runtime,
-    tokenizer_of,
 )
-from qoff.eval.perplexity.peers import available, changed
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate
 from qoff.eval.perplexity.subjects import QoffSubject
@@ -161,37 +159,6 @@ def run_sweep(
     else:
         print(tables.markdown(results), end="")
         print(f"wrote table.md, table.csv, results.json and {len(pictures)} pictures to {out}")
-
-
-def run_peers(model: str, texts: TextOptions, as_json: bool) -> None:
-    """Quantize the matrices of a float model by every package there is, and compare."""
-    source = local_source(model)
-    tokenizer = tokenizer_of(source)
-    sample = texts.sample(tokenizer)
-    peers, missing = available()
-    found: list[dict[str, Any]] = []
-    rows = []
-    with (
-        _reference(model, sample, tokenizer, as_json) as truth,
-        progress_bar(f"{len(peers)} ways", quiet=as_json) as progress,
-    ):
-        for done, peer in enumerate(peers):
-            progress(done, len(peers))
-            with changed(source, peer) as subject:
-                summary = summarize(evaluate(subject, sample, truth))
-            found.append({"name": peer.name, "bits_per_weight": peer.bits, **summary.as_dict()})
-            far = summary.divergence
-            assert far is not None  # there is a reference
-            parts = (far.perplexity_ratio, far.mean_kl, f"{far.kl_99:.4f}")
-            rows.append(
-                (peer.name, f"{peer.bits:.2f}", *map(str, parts), f"{far.same_top.value:.2%}")
-            )
-    if as_json:
-        print_json({"peers": found, "not_installed": missing})
-        return
-    print_table("", rows, ("weights", "bits", "ratio", "mean KL", "99 % KL", "same top"))
-    if missing:
-        print("not installed:", ", ".join(dict.fromkeys(missing)))
 
 
 def _check_floats(source: Path) -> None:

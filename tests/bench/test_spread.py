@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.quantizers import linear_layers
 from bench.spread import spread, write
 from qoff.eval.perplexity.models import open_float
-from qoff.eval.perplexity.peers import linear_layers
 from qoff.quant import quantize
 from tests.tiny_models import tiny_model
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.quantizers import PEERS, Peer, available, changed, linear_layers
 from qoff.errors import ArgumentError, QoffError
 from qoff.eval.perplexity.models import open_float
-from qoff.eval.perplexity.peers import PEERS, Peer, available, changed, linear_layers
 from qoff.quant import quantize
 from tests.tiny_models import save_model
 

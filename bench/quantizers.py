@@ -1,14 +1,15 @@
 """Other packages' 4-bit weights, evaluated like ours: same model, same text, same windows.
 
 Each quantizes and dequantizes the matrices of a float model by its own code, but for embedding and
-head, and the model is evaluated with these. So accuracy is compared, not kernels.
+head, and the model is evaluated with these. So accuracy is compared, not kernels. The packages are
+bitsandbytes, hqq, torchao and optimum-quanto; those that are not installed are left out.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -19,12 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.harness import Report, arguments
 from qoff.errors import ArgumentError, QoffError
+from qoff.eval.perplexity.metrics import summarize
+from qoff.eval.perplexity.models import cached_reference, open_float, tokenizer_of
+from qoff.eval.perplexity.scoring import Sample, evaluate
+from qoff.eval.perplexity.subjects import TransformersSubject
+from qoff.eval.perplexity.windows import cut
+from qoff.eval.texts import encode, read_text
+from qoff.hf.load import local_source
 from qoff.quant import quantize
 from qoff.quant.solvers import SOLVERS
-
-from .models import open_float
-from .subjects import TransformersSubject
 
 _GROUP = 64  # columns that share a scale
 Change = Callable[[Tensor], Tensor]  # a matrix float32 [N, K] to what it becomes
@@ -138,3 +144,46 @@ def _installed(package: str) -> bool:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # of the parent package
         return False
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the bench."""
+    args = arguments(
+        __doc__, argv, model=(str, None, "a model in floats: a directory or hub id"),
+        text=(Path, None, "the text that is scored; default: one that comes with qoff"),
+        windows=(int, 12, "windows of 1024 tokens"),
+    )  # fmt: skip
+    if args.model is None:
+        raise SystemExit("quantizers: --model MODEL is missing: a model in floats")
+    source = local_source(args.model)
+    tokenizer = tokenizer_of(source)
+    ids = encode(tokenizer, read_text(args.text))
+    windows = cut(len(ids), 1024, limit=1 if args.quick else args.windows)
+    sample = Sample(ids, windows, tokenizer.eos_token_id)
+    peers, missing = available()
+    result = Report(
+        "quantizers",
+        {
+            "model": source.name,
+            "text": args.text.name if args.text else "",
+            "windows": len(windows),
+        },
+        "4-bit weights, against the model's own",
+        ("weights", "bits", "ratio", "mean KL", "99 % KL", "same top"),
+        notes=[f"not installed: {name}" for name in dict.fromkeys(missing)],
+    )
+    with closing(cached_reference(source, sample, tokenizer)) as reference:
+        for peer in peers:
+            with changed(source, peer) as subject:
+                summary = summarize(evaluate(subject, sample, reference))
+            far = summary.divergence
+            assert far is not None  # there is a reference
+            parts = (str(far.perplexity_ratio), str(far.mean_kl), f"{far.kl_99:.4f}")
+            result.rows.append((peer.name, f"{peer.bits:.2f}", *parts, f"{far.same_top.value:.2%}"))
+            result.measured[peer.name] = {"bits": peer.bits, **summary.as_dict()}
+            result.ratios[peer.name] = far.perplexity_ratio.value
+    result.publish(args.out)
+
+
+if __name__ == "__main__":
+    main()
