@@ -20,33 +20,16 @@ from .pack import load_half, load_turned, pack_channels, pack_tokens
 
 @triton.jit
 def pack_kernel(
-    k,
-    v,
-    cos,
-    sin,
-    start,
-    row_start,
-    recent_k,
-    recent_v,
+    k, v, cos, sin, start, row_start, recent_k, recent_v,
     k_stride,  # from token to token
     v_stride,
     kv_heads,
     window,  # slots of a ring
-    pool,
-    block_table,
-    before,
-    after,
-    table_stride,
-    HALF: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROPE: tl.constexpr,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
-    PARTS: tl.constexpr,
-    V_CODES: tl.constexpr,
+    pool, block_table, before, after, table_stride,
+    HALF: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, ROPE: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, PARTS: tl.constexpr, V_CODES: tl.constexpr,
     NBYTES: tl.constexpr,
-):
+):  # fmt: skip
     """Pack one block of one KV head, from the ring up to position start - 1 and from k, v after."""
     head = tl.program_id(0)
     sequence = tl.program_id(2).to(tl.int64)
@@ -80,25 +63,11 @@ def pack_kernel(
 
 @triton.jit
 def write_kernel(
-    k,
-    v,
-    cos,
-    sin,
-    start,
-    row_start,
-    recent_k,
-    recent_v,
-    k_stride,
-    v_stride,
-    kv_heads,
-    window,
+    k, v, cos, sin, start, row_start, recent_k, recent_v, k_stride, v_stride, kv_heads, window,
     after,
-    HALF: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROPE: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, ROPE: tl.constexpr,
     HEADS: tl.constexpr,
-):
+):  # fmt: skip
     """Write HEADS heads of one token that is in no block to its slot of the ring."""
     sequence = tl.program_id(2).to(tl.int64)
     first = tl.load(start + sequence)
@@ -166,13 +135,7 @@ def pack_blocks(
     if not blocks.most or not len(table):
         return
     pack_kernel[(k.shape[1], blocks.most, len(table))](
-        *operands,
-        blocks.pool,
-        table,
-        blocks.before,
-        blocks.after,
-        table.stride(0),
-        **turning,
+        *operands, blocks.pool, table, blocks.before, blocks.after, table.stride(0), **turning,
         K_BITS=form.k_bits,
         V_BITS=form.v_bits,
         PARTS=form.parts,
@@ -181,7 +144,7 @@ def pack_blocks(
         num_warps=8 if form.head_dim > 128 else 4,  # 64 values of K a thread at most
         num_stages=1,
         **LAUNCH,
-    )
+    )  # fmt: skip
 
 
 def write_recent(

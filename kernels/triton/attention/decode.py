@@ -50,14 +50,7 @@ class DecodeConfig:
 @triton.jit
 def decode_attention_kernel(
     q,  # [S, Hq, D]
-    pool,
-    block_table,
-    compressed,
-    length,
-    recent_k,
-    recent_v,
-    sinks,
-    resident_from,
+    pool, block_table, compressed, length, recent_k, recent_v, sinks, resident_from,
     outs,  # [runs + 1, S, Hq, D]
     lses,
     scale,  # softmax scale * log2(e)
@@ -68,25 +61,12 @@ def decode_attention_kernel(
     ring,  # W
     kv_heads,
     q_stride,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
-    PARTS: tl.constexpr,
-    K_SCALE: tl.constexpr,
-    V_CODES: tl.constexpr,
-    V_SCALE: tl.constexpr,
-    NBYTES: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    RESIDENT_FROM: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr, V_SCALE: tl.constexpr, NBYTES: tl.constexpr, SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, RESIDENT_FROM: tl.constexpr,
+    PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """One run of blocks, or (the first of a sequence) its recent window, for COLUMNS queries."""
     HALF: tl.constexpr = HEAD_DIM // 2
     TILES: tl.constexpr = (GROUP + COLUMNS - 1) // COLUMNS
@@ -172,26 +152,10 @@ def decode_attention(
     lses = torch.empty(parts, sequences, heads, dtype=torch.float32, device=q.device)
     if sequences:
         decode_attention_kernel[(tiles, parts, sequences)](
-            q,
-            cache.pool,
-            step.table,
-            step.packed,
-            step.length,
-            cache.recent_k,
-            cache.recent_v,
-            sinks,
-            step.resident_from,
-            outs,
-            lses,
-            shape.scale * LOG2E.value,
-            shape.soft_cap * LOG2E.value,
-            window,
-            run,
-            step.table.stride(0),
-            cache.recent_k.shape[1],
-            kv_heads,
-            q.stride(0),
-            **form_constants(form),
+            q, cache.pool, step.table, step.packed, step.length, cache.recent_k, cache.recent_v,
+            sinks, step.resident_from, outs, lses, shape.scale * LOG2E.value,
+            shape.soft_cap * LOG2E.value, window, run, step.table.stride(0),
+            cache.recent_k.shape[1], kv_heads, q.stride(0), **form_constants(form),
             GROUP=group,
             COLUMNS=columns,
             PAIRS=max(16, triton.next_power_of_2(form.head_dim // 4)),
@@ -205,7 +169,7 @@ def decode_attention(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **LAUNCH,
-        )
+        )  # fmt: skip
     if parts == 1:
         return outs[0], lses[0]
     return merge(outs, lses)

@@ -18,17 +18,12 @@ from .kv_tiles import LOG2E
 
 @triton.jit
 def merge_kernel(
-    outs,
-    lses,
-    out,
-    lse,
-    parts,
-    rows,
+    outs, lses, out, lse, parts, rows,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Online softmax over the parts, PARTS at a time; most of a row's parts are in one thread."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, D_PADDED)
@@ -82,12 +77,7 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     rows = max(1, 1024 // (together * padded))  # a head of a token each, in a program
     values = together * rows * padded
     merge_kernel[(triton.cdiv(tokens * heads, rows),)](
-        outs,
-        lses,
-        out,
-        lse,
-        parts,
-        tokens * heads,
+        outs, lses, out, lse, parts, tokens * heads,
         D=head_dim,
         D_PADDED=padded,
         PARTS=together,
@@ -95,5 +85,5 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         num_warps=1 if values <= 1024 else min(8, values // 512),
         num_stages=1,
         **LAUNCH,
-    )
+    )  # fmt: skip
     return out, lse

@@ -48,50 +48,21 @@ class PrefillConfig:
 def prefill_attention_kernel(
     q,  # [T, Hq, D]
     k,  # [T, kv_heads, D]
-    v,
-    row_start,
-    start,
-    pool,
-    block_table,
-    compressed,
-    recent_k,
-    recent_v,
+    v, row_start, start, pool, block_table, compressed, recent_k, recent_v,
     scratch_k,  # [S, heads of the launch, scratch_tokens, D] or not read
-    scratch_v,
-    sinks,
-    resident_from,
-    out,
-    lse,
+    scratch_v, sinks, resident_from, out, lse,
     scale,  # softmax scale * log2(e)
     soft_cap,  # * log2(e)
     window,
     max_blocks,
     ring,  # W
-    kv_heads,
-    first_head,
-    scratch_tokens,
-    q_stride,
-    k_stride,
-    v_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAD: tl.constexpr,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
-    PARTS: tl.constexpr,
-    K_SCALE: tl.constexpr,
-    V_CODES: tl.constexpr,
-    V_SCALE: tl.constexpr,
-    NBYTES: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    RESIDENT_FROM: tl.constexpr,
-    SCRATCH: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    kv_heads, first_head, scratch_tokens, q_stride, k_stride, v_stride,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAD: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr, V_SCALE: tl.constexpr, NBYTES: tl.constexpr, SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, RESIDENT_FROM: tl.constexpr, SCRATCH: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """One tile of queries against all keys; the tiles with the most keys come first."""
     HALF: tl.constexpr = HEAD_DIM // 2
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -231,34 +202,11 @@ def prefill_attention(
         if piece:
             dequantize_blocks(cache, window, scratch, first, count)
         prefill_attention_kernel[(tiles, count, sequences)](
-            q,
-            k,
-            v,
-            step.row_start,
-            step.start,
-            cache.pool,
-            step.table,
-            step.packed,
-            cache.recent_k,
-            cache.recent_v,
-            scratch[0],
-            scratch[1],
-            sinks,
-            step.resident_from,
-            out,
-            lse,
-            shape.scale * LOG2E.value,
-            shape.soft_cap * LOG2E.value,
-            window,
-            step.table.stride(0),
-            cache.recent_k.shape[1],
-            kv_heads,
-            first,
-            room[3],
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            **form_constants(form),
+            q, k, v, step.row_start, step.start, cache.pool, step.table, step.packed,
+            cache.recent_k, cache.recent_v, scratch[0], scratch[1], sinks, step.resident_from,
+            out, lse, shape.scale * LOG2E.value, shape.soft_cap * LOG2E.value, window,
+            step.table.stride(0), cache.recent_k.shape[1], kv_heads, first, room[3], q.stride(0),
+            k.stride(0), v.stride(0), **form_constants(form),
             PAD=triton.next_power_of_2(form.half),
             GROUP=group,
             ROWS=config.rows,
@@ -272,7 +220,7 @@ def prefill_attention(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **LAUNCH,
-        )
+        )  # fmt: skip
     return out, lse
 
 

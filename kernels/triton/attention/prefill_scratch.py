@@ -18,31 +18,13 @@ from .prefill_tiles import load_packed_tile
 
 @triton.jit
 def scratch_kernel(
-    pool,
-    block_table,
-    compressed,
-    start,
-    resident_from,
+    pool, block_table, compressed, start, resident_from,
     scratch_k,  # [S, heads of the launch, scratch_tokens, D]
-    scratch_v,
-    window,
-    max_blocks,
-    kv_heads,
-    first_head,
-    scratch_tokens,
-    HEAD_DIM: tl.constexpr,
-    PAD: tl.constexpr,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
-    PARTS: tl.constexpr,
-    K_SCALE: tl.constexpr,
-    V_CODES: tl.constexpr,
-    V_SCALE: tl.constexpr,
-    NBYTES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    RESIDENT_FROM: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    scratch_v, window, max_blocks, kv_heads, first_head, scratch_tokens,
+    HEAD_DIM: tl.constexpr, PAD: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    PARTS: tl.constexpr, K_SCALE: tl.constexpr, V_CODES: tl.constexpr, V_SCALE: tl.constexpr,
+    NBYTES: tl.constexpr, WINDOW: tl.constexpr, RESIDENT_FROM: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Dequantize one block of one KV head, if any query can see it."""
     HALF: tl.constexpr = HEAD_DIM // 2
     b = tl.program_id(0)
@@ -81,18 +63,8 @@ def dequantize_blocks(
     if not tokens:
         return
     scratch_kernel[(tokens // TOKENS.value, heads, scratch.shape[1])](
-        cache.pool,
-        step.table,
-        step.packed,
-        step.start,
-        step.resident_from,
-        scratch[0],
-        scratch[1],
-        window,
-        step.table.stride(0),
-        cache.pool.shape[1],
-        first_head,
-        tokens,
+        cache.pool, step.table, step.packed, step.start, step.resident_from, scratch[0],
+        scratch[1], window, step.table.stride(0), cache.pool.shape[1], first_head, tokens,
         **form_constants(cache.form),
         PAD=triton.next_power_of_2(cache.form.half),
         WINDOW=window != 0,
@@ -101,7 +73,7 @@ def dequantize_blocks(
         num_warps=4,
         num_stages=1,
         **LAUNCH,
-    )
+    )  # fmt: skip
 
 
 def scratch_heads(values: int, kv_heads: int, scratch_mib: int) -> int:
