@@ -80,10 +80,11 @@ class Case:
         Bytes are the mean of these rounds: what is read ahead may arrive in the next one.
         """
         params = SamplingParams(temperature=0, max_tokens=self._work.new, ignore_eos=True)
-        first = len(self.llm.rounds)
+        first = self.llm.rounds[-1].number + 1 if self.llm.rounds else 0
         self.llm.generate(self._prompts, params)
         full = len(self._prompts)
-        rounds = [r for r in self.llm.rounds[first:] if r.generated == full and not r.read]
+        rounds = [r for r in self.llm.rounds if r.number >= first and r.generated == full]
+        rounds = [r for r in rounds if not r.read]
         median = sorted(rounds, key=lambda r: r.seconds)[len(rounds) // 2]
         means = {name: statistics.mean(getattr(r, name) for r in rounds) for name in _BYTES}
         return replace(median, **means)

@@ -186,19 +186,12 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def _print_stats(llm: LLM) -> None:
     """Print what each round waited for, and the plan's memory, on standard error."""
-    header = (
-        "round",
-        "prompt tokens",
-        "new tokens",
-        "ms",
-        "waited for weights",
-        "KV",
-        "activations",
-    )
+    header = ("round", "prompt tokens", "new tokens", "ms", "waited for weights", "KV",
+              "activations")  # fmt: skip
     rows = []
-    for number, one in enumerate(llm.rounds):
+    for one in llm.rounds:
         times = (one.seconds, one.weights_wait_s, one.kv_wait_s, one.activations_wait_s)
-        counts = map(str, (number, one.read, one.generated))
+        counts = map(str, (one.number, one.read, one.generated))
         rows.append((*counts, *(f"{time * 1e3:.1f}" for time in times)))
     print_table("rounds", rows, header, stderr=True)
     memory = [

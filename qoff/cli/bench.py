@@ -168,6 +168,6 @@ def _report(model: str, how: ModelOptions, grid: GridOptions) -> ModelReport:
     others = (foreign_cpu_s() - before) / (perf_counter() - start)
     nbytes = sum(file.nbytes for file in Checkpoint.open(path).files)
     name = Path(model).resolve().name if exists(model) else model
-    more = {name: getattr(how, name) for name in ("dtype", "host_memory", "slots")}
+    more = {name: getattr(how, name) for name in ("dtype", "host_memory", "max_memory", "slots")}
     settings = {**asdict(grid), **more, "threads": usable_threads()}
     return ModelReport(name, nbytes, backend, settings, found, others)

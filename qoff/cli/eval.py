@@ -55,8 +55,10 @@ def evaluate(
     lengths: str = Option(
         "512,1024,2048", help="Lengths of --needle in tokens, separated by commas."
     ),
-    caches: str = Option(
-        "float; 8,4; 4", help="KV caches of --needle, like 'float; 4; 8,4 disk=0.5; 4 top=0.25'."
+    caches: str | None = Option(
+        None,
+        help="KV caches of --needle, like '8,4 disk=0.5; 4 top=0.25'; default: 'float; 8,4; 4', "
+        "on a GPU without 'float'.",
     ),
     repetitions: int = Option(3, min=1, help="Keys of --needle for each length and depth."),
     seed: int = Option(0, min=0, help="Seed of --needle and --tasks."),

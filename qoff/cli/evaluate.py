@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from qoff.budgets import resolve_device
 from qoff.checkpoint.layout import CONFIG_FILE
 from qoff.errors import ArgumentError, FormatError
 from qoff.eval.kv import kv_bytes_per_token, kv_name
@@ -200,7 +201,7 @@ def caches(text: str) -> dict[str, CacheSetting]:
 def run_needle(
     model: str,
     asked: tuple[str, int, int],
-    cache_texts: str,
+    cache_texts: str | None,
     quant: QuantConfig,
     how: RunOptions,
     out: Path,
@@ -213,6 +214,8 @@ def run_needle(
     lengths, repetitions, seed = asked
     counts = tuple(int(_number(length, lengths)) for length in lengths.split(","))
     settings = NeedleSettings(lengths=counts, repetitions=repetitions, seed=seed)
+    if cache_texts is None:  # a GPU has packed caches alone
+        cache_texts = "8,4; 4" if resolve_device(how.device).type == "cuda" else "float; 8,4; 4"
     wanted, path = caches(cache_texts), how.checkpoint(model, quant, as_json)
     with progress_bar("asking", quiet=as_json) as progress:
         resources = NeedleResources(how.opening())

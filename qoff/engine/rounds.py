@@ -33,6 +33,7 @@ _KEPT = 4096  # rounds whose numbers are kept, at least
 class RoundStats:
     """One round: tokens, seconds, how long the computation waited for what, bytes moved."""
 
+    number: int  # of all rounds of the LLM, from 0
     read: int  # tokens of prompts
     generated: int
     seconds: float
@@ -68,7 +69,8 @@ class Rounds:
     ) -> None:
         self._plan, self._executor, self._schedule = plan, executor, schedule
         self._finish = finish
-        self.history: list[RoundStats] = []  # the newest thousands
+        self.history: list[RoundStats] = []  # of the newest thousands
+        self._count = 0
         self._process = os.getpid()
         self._closed = False
         # Held to look at what follows, not during a round. Reentrant: a generator may be
@@ -78,7 +80,7 @@ class Rounds:
         self._waiting: deque[list[Sequence]] = deque()  # answers of one prompt together
         self._calls: dict[Sequence, _Call] = {}
         self._gone: deque[_Call] = deque()
-        self._admitted: list[Sequence] = []  # that are put into a batch just now
+        self._sweeping = False
         prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
         self._batches = [BatchSlots(executor.new_cache(), prefixes) for _ in range(plan.batches)]
 
@@ -88,8 +90,8 @@ class Rounds:
         Raises ArgumentError once closed or in another process, and what fails in a round.
         """
         call = _Call()
+        self._check()  # before the lock, which another thread of a forked process may have held
         with self._changed:
-            self._check()
             for group in groups:
                 self._waiting.append(group)
                 self._calls |= dict.fromkeys(group, call)
@@ -105,12 +107,14 @@ class Rounds:
 
     def close(self) -> None:
         """Wait for the round that is computed; every caller then gets an ArgumentError."""
+        if self._process != os.getpid():
+            return
         with self._changed:
             if self._worker == threading.get_ident():
                 raise ArgumentError("an LLM cannot be closed in the middle of its round")
             self._closed = True
-            if self._process == os.getpid():
-                self._changed.wait_for(lambda: self._worker is None)
+            self._changed.wait_for(lambda: self._worker is None)
+            self._batches = []  # with their caches
             self._changed.notify_all()
 
     def _check(self) -> None:
@@ -134,19 +138,21 @@ class Rounds:
                     self._changed.wait_for(
                         lambda: call.done or call.error or self._closed or self._worker is None
                     )
-                    if call.error is not None:
-                        raise call.error
                     if call.done:
                         return
+                    if call.error is not None:
+                        raise call.error
                     self._check()
                     self._worker = me
                 self._round()
             finally:
                 with self._changed:
                     if self._worker == me:
-                        self._sweep()
-                        self._worker = None
-                        self._changed.notify_all()
+                        try:
+                            self._sweep()
+                        finally:
+                            self._worker = None
+                            self._changed.notify_all()
 
     def _leave(self, call: _Call) -> None:
         """Drop what is left of a call: now, or when the round that is computed is over."""
@@ -161,8 +167,14 @@ class Rounds:
 
     def _sweep(self) -> None:
         """Drop the sequences of callers that are gone."""
-        while self._gone:
-            self._drop(self._gone.popleft())
+        if self._sweeping:  # this thread, interrupted by the garbage collector
+            return
+        self._sweeping = True
+        try:
+            while self._gone:
+                self._drop(self._gone.popleft())
+        finally:
+            self._sweeping = False
 
     def _drop(self, call: _Call) -> None:
         mine = {one for one, its in self._calls.items() if its is call}
@@ -188,10 +200,12 @@ class Rounds:
                 self._passes()
         except Exception as error:
             with self._changed:
-                running = [one for batch in self._batches for one in batch.sequences()]
-                for call in {self._calls[one] for one in running + self._admitted}:
+                calls = {self._calls[one] for one in self._admitted()}
+                for call in calls:
                     call.error = error
                     self._drop(call)
+            if not calls:
+                raise
         except BaseException:
             with self._changed:
                 self._begin_again()
@@ -201,12 +215,10 @@ class Rounds:
         """Fill free places; all answers of a prompt go into the same batch."""
         for batch in sorted(self._batches, key=lambda batch: -batch.free):
             while self._waiting and batch.free >= len(self._waiting[0]):
-                self._admitted = self._waiting.popleft()
-                for sequence in self._admitted:
+                for sequence in self._waiting.popleft():
                     if self._plan.share_prefixes and sequence.waits_for is None:
                         sequence.begins_like = self._alike(sequence)
                     batch.add(sequence)
-                self._admitted = []
 
     def _alike(self, sequence: Sequence) -> Sequence | None:
         """The sequence that begins with most of the blocks that this one begins with."""
@@ -215,15 +227,25 @@ class Rounds:
         best = max(range(len(others)), key=same.__getitem__, default=None)
         return None if best is None or not same[best] else others[best]
 
+    def _admitted(self) -> list[Sequence]:
+        """Those that are in a batch, or were on their way there or out of it."""
+        waiting = {one for group in self._waiting for one in group}
+        return [one for one in self._calls if one not in waiting]
+
     def _begin_again(self) -> None:
         """Take all sequences out of the batches, to be read from the start."""
         for batch in self._batches:
-            groups: dict[Sequence, list[Sequence]] = {}
             for sequence in batch.sequences():
                 batch.remove(sequence)
-                sequence.begin_again()
-                groups.setdefault(sequence.waits_for or sequence, []).append(sequence)
-            self._waiting.extendleft(reversed(groups.values()))
+        groups: dict[Sequence, list[Sequence]] = {}
+        for sequence in self._admitted():
+            done = {(one.index, one.sample) for one in self._calls[sequence].done}
+            if (sequence.index, sequence.sample) in done:
+                del self._calls[sequence]
+                continue
+            sequence.begin_again()
+            groups.setdefault(sequence.waits_for or sequence, []).append(sequence)
+        self._waiting.extendleft(reversed(groups.values()))
 
     def _passes(self) -> None:
         start, before = time.perf_counter(), self._executor.counters()
@@ -247,8 +269,11 @@ class Rounds:
                 answer = self._finish(sequence)
                 if answer is not None:
                     batch.remove(sequence)
-                    self._calls.pop(sequence).done.append(answer)
+                    self._calls[sequence].done.append(answer)
+                    del self._calls[sequence]
         spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
-        self.history.append(RoundStats(read, generated, time.perf_counter() - start, *spent))
+        seconds = time.perf_counter() - start
+        self.history.append(RoundStats(self._count, read, generated, seconds, *spent))
+        self._count += 1
         if len(self.history) >= 2 * _KEPT:
             del self.history[:_KEPT]

@@ -82,9 +82,7 @@ def load(
     Raises ArgumentError, BudgetError with the bytes wanted, FormatError, ChecksumError,
     UnsupportedModelError, ConversionError, or OpError for a head size whose cache cannot be packed.
     """
-    for name, value in (("context", context), ("batch_size", batch_size)):
-        if not (isinstance(value, int) and value > 0) and (name, value) != ("context", None):
-            raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
+    _check_room(context, batch_size)
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
     if kv != AUTO:
@@ -119,6 +117,12 @@ def load(
         raise
 
 
+def _check_room(context: int | None, batch_size: int) -> None:
+    for name, value in (("context", context), ("batch_size", batch_size)):
+        if not (isinstance(value, int) and value > 0) and (name, value) != ("context", None):
+            raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
+
+
 def open_model(
     checkpoint: Path,
     *,
@@ -140,6 +144,7 @@ def open_model(
 
     scoring: see `Budget`.
     """
+    _check_room(context, batch_size)
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 
 from qoff.engine import LLM, SamplingParams
+from qoff.engine.batch import BatchSlots
+from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError, DiskReadError
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
@@ -139,6 +143,56 @@ def test_an_interrupted_caller_leaves_the_others_alone(
     (other,) = {6, 13} - set(stopped)
     assert found[other] == expected[other]
     assert llm.blocks.used("device") == 0
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_an_interrupt_while_prompts_get_their_places_loses_none(
+    number: int, llm: LLM, expected: list[list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adds = iter(range(1, 1000))
+    add = BatchSlots.add
+
+    def interrupted(self: BatchSlots, sequence: Sequence) -> None:
+        if next(adds) == number:
+            raise KeyboardInterrupt
+        add(self, sequence)
+
+    monkeypatch.setattr(BatchSlots, "add", interrupted)
+    both = threading.Barrier(2)
+
+    def caller(prompt: int) -> list[tuple[int, ...]] | None:
+        both.wait()
+        try:
+            return answers(llm, prompt)
+        except KeyboardInterrupt:
+            return None
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(caller, (1, 3)))  # of two answers each
+    assert found.count(None) == 1
+    assert found[0] in (None, expected[1])
+    assert found[1] in (None, expected[3])
+
+
+def test_answers_that_are_done_come_before_the_error_of_a_later_round(llm: LLM) -> None:
+    def fail() -> None:
+        raise DiskReadError("the disk died")
+
+    short, long = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 50))
+    stream = llm.stream([PROMPTS[0], PROMPTS[1]], [short, long])
+    in_round(llm, fail, after=6)
+    assert next(stream).finish_reason == "length"
+    with pytest.raises(DiskReadError, match="died"):
+        next(stream)
+
+
+def test_a_closed_llm_holds_no_caches(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, PLAN)
+    llm.generate([PROMPTS[0]], PARAMS[0])
+    cache = weakref.ref(llm._rounds._batches[0].cache)
+    llm.close()
+    gc.collect()
+    assert cache() is None
 
 
 def test_what_fails_in_a_round_is_raised_in_all_its_callers(

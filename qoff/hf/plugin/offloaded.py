@@ -83,12 +83,14 @@ class OffloadedLayer:
             )
         try:
             with self._store.use(self._unit) as weights:
-                for place in self._places:
-                    place.put(place.find(weights))
-                return self._own(*args, **kwargs)
+                try:
+                    for place in self._places:
+                        place.put(place.find(weights))
+                    return self._own(*args, **kwargs)
+                finally:  # before the slot is read into again
+                    for place in self._places:
+                        place.put(place.empty)
         finally:
-            for place in self._places:
-                place.put(place.empty)
             self._turn.release()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

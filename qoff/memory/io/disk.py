@@ -84,6 +84,8 @@ class DiskReader:
         direct: bool = True,
         preadv: Preadv = os.preadv,
     ) -> None:
+        if threads < 1 or chunk < 1 or chunk % mmap.PAGESIZE:
+            raise ValueError(f"{threads} threads, {chunk} bytes a read: use 1 thread, whole pages")
         self._chunk = chunk
         self._direct = direct
         self._preadv = preadv

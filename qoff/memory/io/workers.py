@@ -79,8 +79,9 @@ class Workers:
         except BaseException as cause:
             death = self._error(f"{self._name}: a thread died: {cause!r}")
             death.__cause__ = cause
-            future.set_exception(death)
             self._stop(death)
+            if not future.done():  # else one of its callbacks failed
+                future.set_exception(death)
             return False
         finally:
             del call, future  # or an error's traceback would keep the memory that was filled
