@@ -51,7 +51,7 @@ def test_streamed_layers_generate_the_same(
     base: Path, stores: list[WeightStore], family: str
 ) -> None:
     path = tiny_checkpoint(base, family)
-    model, resident = load(path, device_map={"": "disk"}, offload_folder="unused"), load(path)
+    model, resident = load(path, device_map="disk", offload_folder="unused"), load(path)
     assert torch.equal(generated(model), generated(resident))
     layers = Checkpoint.open(path).layers
     assert list(model.hf_device_map.values()) == ["cpu", *["disk"] * len(layers)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import wraps
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -52,3 +54,12 @@ def _register(home: ModuleType) -> None:
 
     home.register_quantization_config(METHOD)(QoffConfig)
     home.register_quantizer(METHOD)(QoffHfQuantizer)
+    inner = import_module("transformers.integrations.accelerate").check_and_set_device_map
+
+    @wraps(inner)
+    def with_disk(device_map: object) -> object:
+        """Take "disk" as {"": "disk"}, which means the same and is refused as a device."""
+        return inner({"": device_map} if device_map == "disk" else device_map)
+
+    for name in ("transformers.integrations.accelerate", "transformers.modeling_utils"):
+        vars(sys.modules.get(name, home)).update(check_and_set_device_map=with_disk)
