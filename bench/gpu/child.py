@@ -28,6 +28,7 @@ Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
 _TAIL = 4000  # bytes of a lost child's output that are kept
+_LOGGED = 1 << 16  # bytes of a log that are looked at
 _POLL_S = 0.2
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _KILLED_S = 10.0  # until a child that was killed is gone
@@ -126,8 +127,10 @@ class _Child:
         elif not why and os.WEXITSTATUS(status):
             why = f"exit status {os.WEXITSTATUS(status)}"
         size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _TAIL))
-        tail = self._log.read().decode(errors="replace")
+        self._log.seek(max(0, size - _LOGGED))
+        lines = self._log.read().decode(errors="replace").splitlines(keepends=True)
+        # faulthandler ends with the names of all extension modules, in one line.
+        tail = "".join(x for x in lines if not x.startswith("Extension modules: "))[-_TAIL:]
         self.close()
         return Ended(self.job, time.monotonic() - self.start, why, killed, tail)
 

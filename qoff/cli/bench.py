@@ -152,19 +152,13 @@ def _report(model: str, how: ModelOptions, grid: GridOptions) -> ModelReport:
     before, start = foreign_cpu_s(), perf_counter()
     with progress_bar("measuring") as progress:
         total = len(setups) * len(cases) * (1 + grid.repetitions)
-        steps = count(1)
-        found = [
-            rate
-            for setup in setups
-            for rate in rates(
-                path,
-                setup,
-                cases,
-                grid.repetitions,
-                lambda: progress(next(steps), total),
-                **options,
-            )
-        ]
+        steps, found = count(1), []
+
+        def step() -> None:
+            progress(next(steps), total)
+
+        for setup in setups:
+            found += rates(path, setup, cases, grid.repetitions, step, **options)
     others = (foreign_cpu_s() - before) / (perf_counter() - start)
     nbytes = sum(file.nbytes for file in Checkpoint.open(path).files)
     name = Path(model).resolve().name if exists(model) else model

@@ -21,11 +21,13 @@ def source_tree() -> Path | None:
 def benches(root: Path) -> dict[str, str]:
     """The first line of what each program of `bench/` says of itself, by its name."""
     found = {}
-    for path in sorted((root / "bench").glob("*.py")):
+    folder = root / "bench"
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/__main__.py")]):
         module = ast.parse(path.read_text())
         functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef)]
         if "main" in functions:
-            found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
+            name = path.stem if path.parent == folder else path.parent.name
+            found[name] = (ast.get_docstring(module) or "").partition("\n")[0]
     return found
 
 

@@ -23,7 +23,7 @@ def test_the_bench_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.M
     assert set(content["measured"]) == {f"{NAME} M=1", f"{NAME} M=16"}
     gate_up, down = experts.random_experts(SMALL)
     single = content["measured"][f"{NAME} M=1"]
-    assert single["weight_bytes"] == 2 * (gate_up.nbytes + down.nbytes)
+    assert single["weight_bytes"] == 2 * (gate_up.expert(0).nbytes + down.expert(0).nbytes)
     assert single["eta"] > 0
     assert content["ratios"][f"{NAME} M=16"][experts.LOOP] > 0
 

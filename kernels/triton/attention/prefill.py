@@ -122,6 +122,8 @@ def prefill_attention_kernel(
                 low, high, top, total, SOFT_CAP, WINDOW, ASM,
             )  # fmt: skip
 
+    # Read again, as kept queries would spill; 0 is added so that the compiler does not see that.
+    q_row = place * (q_stride + tl.minimum(begin, 0)) + head * HEAD_DIM
     q_low, q_high = load_halves(q, q_row, inside, HALF, PAD, True)
     row_size = kv_heads * HEAD_DIM
     ring_base = s.to(tl.int64) * ring * row_size + kv_head * HEAD_DIM
