@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from qoff.errors import ArgumentError
+from qoff.eval.kv import kv_name
 from qoff.eval.perplexity.models import cached_reference
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample
@@ -57,7 +58,7 @@ def test_a_grid_is_the_product_of_its_axes_without_repetitions() -> None:
     assert len(found) == len(set(map(repr, found))) == 4 * (1 + 2 * 2)
     assert len(cells.cells(convertible=False)) == 5
     assert {cell.weights for cell in cells.cells(convertible=False)} == {None}
-    names = {cell.kv.name for cell in found}
+    names = {kv_name(cell.kv) for cell in found}
     assert {"float32", "8,4, window 0", "4,4, window 64"} < names
 
 
