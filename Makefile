@@ -17,11 +17,12 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 # The stamp's name holds what was installed, so an edit of either file installs again.
 INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: help venv demo test lint types layers pytest bench triton-3.6 format lock clean
+.PHONY: help venv demo test lint types layers pytest architectures bench triton-3.6 format lock clean
 
 help:
 	@echo "make demo     convert a small model to 4 bits and answer a prompt under a memory budget"
 	@echo "make test     lint, types, layers and tests"
+	@echo "make architectures  compile all Triton kernels for every architecture, not for three"
 	@echo "make bench    the CPU and disk benches, each beside its peer or its limit"
 	@echo "make triton-3.6  fetch Triton 3.6.0, with which the tests then compile all kernels too"
 	@echo "make format   format and fix the sources"
@@ -75,6 +76,9 @@ layers: $(INSTALLED)
 
 pytest: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+architectures: $(INSTALLED)
+	QOFF_ALL_ARCHITECTURES=1 $(BIN)/pytest tests/kernels/test_compile.py
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[bench]' --no-build-isolation -c constraints.txt

@@ -5,8 +5,9 @@ interpreter), and the figures come from what the compiler made. The pinned Trito
 Triton 3.6.0 too where a folder holds it: the one that the environment variable QOFF_TRITON_36
 names, by default .triton-3.6, which `make triton-3.6` fills.
 
-Compiling takes minutes. The first worker of a run that needs the figures compiles, the others wait
-for it; and .pytest_cache keeps them until a kernel, the bench or Triton changes.
+Compiling takes minutes: for three architectures by default, for all if QOFF_ALL_ARCHITECTURES is
+set (`make architectures`). The first worker of a run that needs the figures compiles, the others
+wait for it; and .pytest_cache keeps them until a kernel, the bench or Triton changes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ ELSEWHERE = ("cpu", "reference")  # of kernels/
 
 # The first test waits until all variants are compiled.
 pytestmark = pytest.mark.timeout(900)
+# The oldest, one with little shared memory, and Hopper.
+ARCHITECTURES = CAPABILITIES if os.environ.get("QOFF_ALL_ARCHITECTURES") else (75, 89, 90)
+ARCH_OPTIONS = [option for arch in ARCHITECTURES for option in ("--arch", str(arch))]
 
 
 @pytest.fixture(scope="session", params=["pinned", "3.6.0"])
@@ -47,7 +51,7 @@ def compiled(request: pytest.FixtureRequest, shared: Path) -> list[Artefact]:
     older = request.param == "3.6.0"
     if older and not (OLDER / "triton").is_dir():
         pytest.skip(f"no Triton 3.6.0 in {OLDER}: make triton-3.6, or name one by QOFF_TRITON_36")
-    version, found = compiled_once(shared, request.param, older=older)
+    version, found = compiled_once(shared, request.param, *ARCH_OPTIONS, older=older)
     assert not older or version == request.param, f"{OLDER} holds Triton {version}"
     return found
 
@@ -125,7 +129,7 @@ def read(path: Path) -> tuple[str, list[Artefact]]:
     return content["triton"], found
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("op", OPS)
 def test_variants_compile_well(compiled: list[Artefact], op: str, capability: int) -> None:
     mine = [a for a in compiled if (a.op, a.capability) == (op, capability)]
