@@ -27,7 +27,7 @@ from typing import Any
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
-_TAIL = 4000  # bytes of a lost child's output that are kept
+_TAIL = 4000  # characters of a lost child's output that are kept
 _LOGGED = 1 << 16  # bytes of a log that are looked at
 _POLL_S = 0.2
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -128,9 +128,7 @@ class _Child:
             why = f"exit status {os.WEXITSTATUS(status)}"
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _LOGGED))
-        lines = self._log.read().decode(errors="replace").splitlines(keepends=True)
-        # faulthandler ends with the names of all extension modules, in one line.
-        tail = "".join(x for x in lines if not x.startswith("Extension modules: "))[-_TAIL:]
+        tail = _tail(self._log.read().decode(errors="replace"))
         self.close()
         return Ended(self.job, time.monotonic() - self.start, why, killed, tail)
 
@@ -170,6 +168,13 @@ def run(
             kill(child.pid)
             child.close()
         selector.close()
+
+
+def _tail(log: str) -> str:
+    """The end of a log. faulthandler writes the innermost frame first: that half of it is kept."""
+    crash = log.rfind("Fatal Python error: ")
+    end = len(log) if crash < 0 else min(len(log), crash + _TAIL // 2)
+    return log[max(0, end - _TAIL) : end]
 
 
 def _pass_on(child: _Child, on_event: Callable[[Job, Event], None]) -> None:
