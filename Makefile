@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cks
 help:
 	@echo "make demo     convert a small model to 4 bits and answer a prompt under a memory budget"
 	@echo "make test     lint, types, layers and tests"
-	@echo "make architectures  compile all Triton kernels for every architecture, not for three"
+	@echo "make architectures  compile all Triton kernels for every architecture, not for two"
 	@echo "make bench    the CPU and disk benches, each beside its peer or its limit"
 	@echo "make triton-3.6  fetch Triton 3.6.0, with which the tests then compile all kernels too"
 	@echo "make format   format and fix the sources"
@@ -53,9 +53,9 @@ $(BIN)/python:
 # torch comes first and alone: that request also matches a build without CUDA where pip is offered
 # one. The package itself is built with the setuptools that torch brought, not with a fetched one.
 $(INSTALLED): $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH) -c constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(TORCH) -c constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check 'setuptools>=77' -c constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-build-isolation -e '.[dev]' -c constraints.txt
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 # For `bench` and `tests`; last, or the folder `kernels` would stand for the PyPI package.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -81,6 +82,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted_calls_are_cheap() -> None:
+    """Save Triton's interpreter a third of its time.
+
+    It patches `triton.language` at a launch, and then again for each call from one kernel function
+    to another. Here a launch patches all that any of them may use.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        import triton.language as tl
+        from triton.runtime import interpreter
+
+        patch = interpreter._patch_lang
+        everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+        interpreter._patch_lang = lambda function: patch(everything)
+        interpreter.InterpretedFunction.__call__ = lambda self, *args, **options: (
+            self.rewrite()(*args, **options)
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)

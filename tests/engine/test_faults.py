@@ -216,24 +216,17 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda x: getattr(x, "__name__", x))
-@pytest.mark.parametrize("nth", [3])
 def test_an_interrupted_pass_gives_everything_back(
-    owner: type,
-    name: str,
-    nth: int,
-    checkpoint: Path,
-    plans: dict[str, Plan],
-    expected: list[Completion],
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, plans: dict[str, Plan], expected: list[Completion]
 ) -> None:
     with LLM(checkpoint, plans["host"], _instrumentation=POISON) as llm:
-        with monkeypatch.context() as patched:
-            interrupt = Interrupt(patched, owner, name, nth)
-            with pytest.raises(KeyboardInterrupt):
-                answers(llm)
-            assert interrupt.happened
-        assert_nothing_held(llm)
+        for owner, name in PLACES:
+            with pytest.MonkeyPatch.context() as patched:
+                interrupt = Interrupt(patched, owner, name, 3)
+                with pytest.raises(KeyboardInterrupt):
+                    answers(llm)
+                assert interrupt.happened, f"{owner.__name__}.{name}"
+            assert_nothing_held(llm)
         assert answers(llm) == expected
         assert_nothing_held(llm)
 

@@ -32,7 +32,7 @@ LETTERS = random.Random(3)
 PROMPTS = [
     [LETTERS.randrange(4, 128) for _ in range(length)] for length in (150, 1, 64, 97, 20, 200, 33)
 ]
-PARAMS = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
 QUANT = KVQuant(window=16)
 CONTEXT = 300
 
@@ -57,7 +57,7 @@ def answers(checkpoint: Path, plan: Plan) -> list[tuple[int, ...]]:
     return [result.token_ids for result in found]
 
 
-@settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=6, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     fractions=st.tuples(st.sampled_from([0, 0.3, 0.5, 1]), st.sampled_from([0, 0.4, 1])),
     batches=st.tuples(st.integers(1, 4), st.integers(1, 3)),
@@ -235,11 +235,11 @@ def test_layers_larger_than_a_slot_come_in_tiles(
         "plan_residency",
         lambda path, _, *args, **kw: plan_residency(path, least, *args, **kw),
     )
-    plan = Plan(batch_size=2, batches=3, context=CONTEXT, kv=QUANT, activations=activations)
+    plan = Plan(batch_size=1, batches=3, context=CONTEXT, kv=QUANT, activations=activations)
     with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
         assert {0, 5} <= llm.runtime.residency.tiled
-        found = llm.generate(PROMPTS, PARAMS)
-    assert [r.token_ids for r in found] == expected
+        found = llm.generate(PROMPTS[:3], PARAMS)
+    assert [r.token_ids for r in found] == expected[:3]
 
 
 def test_ends_at_eos_and_at_stop_texts(checkpoint: Path) -> None:

@@ -43,7 +43,7 @@ def test_nothing_goes_beyond_the_bound(base: Path, family: str, kv: Any) -> None
     path = tiny_checkpoint(base, family)
     if kv is not None and family != "llama-head64":
         pytest.skip("its heads cannot be packed")
-    for batch, context, prompt in ((1, 700, 600), (3, 200, 150)):
+    for batch, context, prompt in ((1, 640, 600), (3, 170, 150)):
         options = {"kv": kv, "context": context, "batch_size": batch}
         least, _ = load_budgets(path, **options)
         with pytest.raises(BudgetError, match=f"at least {least:,}"):

@@ -5,8 +5,8 @@ interpreter), and the figures come from what the compiler made. The pinned Trito
 Triton 3.6.0 too where a folder holds it: the one that the environment variable QOFF_TRITON_36
 names, by default .triton-3.6, which `make triton-3.6` fills.
 
-Compiling takes minutes: for three architectures by default, for all if QOFF_ALL_ARCHITECTURES is
-set (`make architectures`). The first worker of a run that needs the figures compiles, the others
+Compiling takes minutes: for two architectures by default, for all if QOFF_ALL_ARCHITECTURES is
+set (`make architectures`: after a change of a kernel). The first worker of a run that needs the figures compiles, the others
 wait for it; and .pytest_cache keeps them until a kernel, the bench or Triton changes.
 """
 
@@ -40,8 +40,8 @@ ELSEWHERE = ("cpu", "reference")  # of kernels/
 
 # The first test waits until all variants are compiled.
 pytestmark = pytest.mark.timeout(900)
-# The oldest, one with little shared memory, and Hopper.
-ARCHITECTURES = CAPABILITIES if os.environ.get("QOFF_ALL_ARCHITECTURES") else (75, 89, 90)
+# Without tensor cores, and with wgmma.
+ARCHITECTURES = CAPABILITIES if os.environ.get("QOFF_ALL_ARCHITECTURES") else (75, 90)
 ARCH_OPTIONS = [option for arch in ARCHITECTURES for option in ("--arch", str(arch))]
 
 

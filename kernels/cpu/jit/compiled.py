@@ -2,8 +2,8 @@
 
 numba's own cache watches only the file that a function is in; these kernels inline code from the
 other files of kernels/cpu, and constants of kernels/layout. The locator below stamps every cached
-function with a hash of both folders. `NUMBA_CACHE_DIR` moves the cache as it does for any numba
-function.
+function with a hash of both folders, and keeps it under that hash: installations of one version
+share what is compiled. `NUMBA_CACHE_DIR` moves the cache as it does for any numba function.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def _locator(base: Any) -> type:
 
         def get_source_stamp(self) -> str:
             return stamp(_FOLDER, _FOLDER.parent / "layout")
+
+        @classmethod
+        def get_suitable_cache_subpath(cls, py_file: str) -> str:
+            folder = Path(py_file).resolve().parent.relative_to(_FOLDER)
+            return str(Path("qoff", stamp(_FOLDER, _FOLDER.parent / "layout")[:16], folder))
 
         @classmethod
         def from_function(cls, py_func: Callable, py_file: str) -> Any:
