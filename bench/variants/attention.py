@@ -21,6 +21,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
 from qoff.kernels.triton.attention.append import kv_append
 from qoff.kernels.triton.attention.decode import decode_attention
 from qoff.kernels.triton.attention.merge import merge
+from qoff.kernels.triton.attention.new_token import NewTokens
 from qoff.kernels.triton.attention.prefill import prefill_attention
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 
@@ -88,8 +89,9 @@ def _merged(capability: int) -> Iterator[Variant]:
 
 
 def _decode(capability: int) -> Iterator[Variant]:
-    """Each form with groups of 4 queries; groups of other sizes, the extras together and bfloat16
-    with the default form. But Turing's head size 256 and groups over 8, which spill registers."""
+    """Each form with groups of 4 queries; groups of other sizes, larger ones with norms of heads,
+    and bfloat16 with the default form; the extras together, with tokens that are in the ring. But
+    Turing's head size 256 and groups over 8, which spill registers."""
     for form in (
         *map(KVFormat, HEAD_DIMS),
         KVFormat(128, k_bits=8),
@@ -154,7 +156,8 @@ def _attention(
     k = empty(DTYPES[dtype], tokens, _KV_HEADS, form.head_dim)
     sinks = empty(torch.float32, shape.heads) if extras else None
     if decode:
-        launch = partial(decode_attention, q, cache, shape, sinks)
+        new = None if extras else _new_tokens(k, form, normed=group > 4)
+        launch = partial(decode_attention, q, cache, shape, sinks, new=new)
     else:
         launch = partial(prefill_attention, q, k, k, cache, shape, sinks)
     name = f"{kind}-{dtype}-{_kind(form)}-group{group}{'-extras' * extras}"
@@ -162,6 +165,13 @@ def _attention(
     kernel = "scratch_kernel" if kind == "scratch" else f"{kind}_attention_kernel"
     op = "decode_attention" if decode else "prefill_attention"
     return Variant(op, name, kernel, launch, _traits(kind, capability, form, rows))
+
+
+def _new_tokens(k: torch.Tensor, form: KVFormat, normed: bool) -> NewTokens:
+    """All channels turned, or with two of the head sizes a part."""
+    pairs = form.head_dim // (4 if form.head_dim in (80, 256) else 2)
+    table, norm = empty(torch.float32, 9, pairs), empty(k.dtype, form.head_dim) if normed else None
+    return NewTokens(k, k, (table, table), norm, norm)
 
 
 def _traits(kind: str, capability: int, form: KVFormat, rows: int) -> frozenset[str]:

@@ -20,6 +20,7 @@ from bench.variants.variant import (
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.linear.dequantize import dequantize
 from qoff.kernels.triton.linear.linear import w4_linear
+from qoff.kernels.triton.linear.product import Epilogue
 from qoff.kernels.triton.linear.quantize import quantize
 
 _MANY, _FEW = 1 << 16, 1 << 10  # rows
@@ -35,6 +36,7 @@ def variants(capability: int) -> Iterator[Variant]:
     if capability < 80:
         for bits, group in ((4, 32), (4, 64), (4, 128), (8, 64)):
             yield _linear("fma", frozenset({WIDE_CODES}), "fp16", bits, group)
+        yield _linear("fma", frozenset({WIDE_CODES}), "fp16", end="-silu-residual")
         return
     for dtype, tokens in product(("fp16", "bf16"), (1, 2, 4, 8, 16)):
         yield _linear("gemv", _GEMV, dtype, tokens=tokens)
@@ -57,8 +59,12 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _linear("skinny", _SKINNY, "fp16", group=32, tokens=16)
     yield _linear("skinny", _SKINNY, "bf16", group=128, tokens=33)
     yield _linear("skinny", _SKINNY, "fp16", bits=8, tokens=33)
-    for dtype in ("fp16", "bf16"):
-        yield _linear("add_splits", frozenset(), dtype, rows=_FEW)
+    yield _linear("gemv", _GEMV, "fp16", end="-silu")
+    yield _linear("gemv", _GEMV, "bf16", end="-residual")
+    yield _linear("gemv", _GEMV, "bf16", tokens=16, end="-silu-residual")
+    yield _linear("skinny", _SKINNY, "fp16", tokens=33, end="-silu-residual")
+    for dtype, end in (("fp16", ""), ("bf16", "-silu-residual")):
+        yield _linear("add_splits", frozenset(), dtype, rows=_FEW, end=end)
 
 
 def _linear(
@@ -72,6 +78,7 @@ def _linear(
     even: bool = True,
     scale: str = "fp16",
     bias: bool = True,
+    end: str = "",
 ) -> Variant:
     row_bytes = (1 << 16) + (0 if even else max(16, group * bits // 8))
     columns = row_bytes * 8 // bits
@@ -79,10 +86,13 @@ def _linear(
     scale_min = empty(DTYPES[scale], columns // group, rows, 2)
     weight = QTensor(codes, scale_min, (rows, columns), bits, group, "split32")
     x = empty(DTYPES[dtype], tokens, columns)
-    launch = partial(w4_linear, x, weight, empty(DTYPES[dtype], rows) if bias else None)
+    silu = "silu" in end
+    added = empty(DTYPES[dtype], tokens, rows // 2 if silu else rows) if "residual" in end else None
+    bias_ = empty(DTYPES[dtype], rows) if bias else None
+    launch = partial(w4_linear, x, weight, bias_, end=Epilogue(added, silu))
     name = f"{kind}-{dtype}-{bits}bit-group{group}-m{tokens}"
     name += ("" if rows == _MANY else "-splits") + ("" if even else "-uneven")
-    name += "" if bias else f"-scale{scale}-nobias"
+    name += end if bias else f"-scale{scale}-nobias"
     return Variant("w4_linear", name, f"{kind}_kernel", launch, traits)
 
 

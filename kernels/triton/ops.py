@@ -21,20 +21,19 @@ from qoff.kernels.operands import require
 
 from .attention.append import NewBlocks, pack_blocks, write_recent
 from .attention.decode import decode_attention, decode_bytes
+from .attention.new_token import NewTokens
 from .attention.offloaded import OffloadedAttention, joined_bytes
 from .attention.prefill import prefill_attention, prefill_bytes
-from .elementwise.gated_silu import gated_silu
 from .elementwise.rms_norm import rms_norm
 from .elementwise.rope import rope
 from .linear import linear
+from .linear.product import Epilogue
 from .moe.experts import experts
 
 PACKING = "split32"
 CACHE = "device"
 USES_OUT = False
 ACTIVATION_BITS: tuple[int, ...] = (16,)
-
-Tables = tuple[Tensor, Tensor]
 
 __all__ = [
     "ACTIVATION_BITS",
@@ -63,7 +62,8 @@ def w4_linear(
 
     x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]:
     any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same.
-    Every step is rounded to the dtype of x. Raises OpError.
+    The norm and the result are rounded to the dtype of x; from M = 65 on every step is. Raises
+    OpError.
     """
     rows = weight.shape[0]
     if silu_mul and rows % 32:
@@ -74,12 +74,8 @@ def w4_linear(
             require(name, tensor, (x.dtype,), shape, x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         y = x if norm is None else rms_norm(x, norm, eps)[0]
-        y = linear.w4_linear(y, weight, None if bias is None else bias.to(x.dtype))
-        if silu_mul:
-            y = gated_silu(y)
-        if residual is not None:
-            return torch.add(y, residual, out=out)
-        return y if out is None else out.copy_(y)
+        end = Epilogue(residual, silu_mul, out)
+        return linear.w4_linear(y, weight, None if bias is None else bias.to(x.dtype), end=end)
 
 
 def attention(
@@ -111,16 +107,25 @@ def attention(
         require("out", out, (qkv.dtype,), (len(qkv), width), qkv.device)
     with torch.cuda.device_of(qkv):
         rows = qkv if step.order is None else qkv[step.order]
-        heads = rows.view(len(rows), -1, shape.head_dim)
+        heads = rows.view(rows.shape[0], -1, shape.head_dim)
         query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        query, key = _normed(query, q_norm, shape.norm_eps), _normed(key, k_norm, shape.norm_eps)
-        query = _turned(query, step.positions, rotary)
-        attend = _decode if step.max_rows == 1 else _prefill
-        offloaded = OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
         if cache.values_rotated:
             value = rotate_values(value)
-        attended, lse = attend(query, key, value, rotary, shape, cache, sinks)
-        attended = attended if offloaded is None else offloaded.join(attended, lse)
+        if step.max_rows == 1 and not cache.offloaded:  # all else is done where it attends
+            new = NewTokens(key, value, rotary, q_norm, k_norm)
+            attended = _decode(query, new, shape, cache, sinks)[0]
+        else:
+            query, key = (
+                _turned(_normed(x, norm, shape.norm_eps), step.positions, rotary)
+                for x, norm in ((query, q_norm), (key, k_norm))
+            )
+            offloaded = (
+                OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
+            )
+            new = NewTokens(key, value)
+            attend = _decode if step.max_rows == 1 else _prefill
+            attended, lse = attend(query, new, shape, cache, sinks)
+            attended = attended if offloaded is None else offloaded.join(attended, lse)
         if cache.values_rotated:
             attended = rotate_values(attended, back=True)
         attended = attended.flatten(1)
@@ -166,56 +171,45 @@ def attention_bytes(
 
 def _decode(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: Tables | None,
+    new: NewTokens,
     shape: HeadShape,
     cache: DeviceLayerCache,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """One query a sequence: its key goes to the ring first, complete blocks are packed last."""
-    write_recent(key, value, cache, cache.step.packed, tables)
-    slots = cache.step.slots
-    if slots is not None:
-        every = query.new_zeros(len(cache.step.start), *query.shape[1:])
-        every[slots] = query
-        query = every
-    attended, lse = decode_attention(query, cache, shape, sinks)
-    _pack(key, value, cache, tables)
-    if slots is None:
-        return attended, lse
-    return attended[slots], lse[slots] if cache.offloaded else lse
+    attended, lse = decode_attention(query, cache, shape, sinks, new=new)
+    _pack(new, cache, cache.step.length)
+    return attended, lse
 
 
 def _prefill(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: Tables | None,
+    new: NewTokens,
     shape: HeadShape,
     cache: DeviceLayerCache,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Many queries: they attend to the cache as it was and to each other, then it is written."""
-    key = _turned(key, cache.step.positions, tables)
-    attended, lse = prefill_attention(query, key, value, cache, shape, sinks)
-    _pack(key, value, cache)
-    write_recent(key, value, cache, cache.step.after)
+    attended, lse = prefill_attention(query, new.key, new.value, cache, shape, sinks)
+    _pack(new, cache, cache.step.start)
+    write_recent(new.key, new.value, cache, cache.step.after)
     return attended, lse
 
 
-def _pack(
-    key: Tensor, value: Tensor, cache: DeviceLayerCache, tables: Tables | None = None
-) -> None:
-    """Pack the blocks that become complete: first those for host memory, then those for the GPU."""
+def _pack(new: NewTokens, cache: DeviceLayerCache, start: Tensor) -> None:
+    """Pack the blocks that become complete: first those for host memory, then those for the GPU.
+
+    start: int32 [S], where the tokens begin that are not in the ring.
+    """
     step, before = cache.step, cache.step.packed
     if cache.write_back is not None and step.offloaded_until is not None:
         until, most = step.offloaded_until, step.max_offloaded_blocks
-        pack_blocks(key, value, cache, NewBlocks(cache.write_back, before, until, most), tables)
+        blocks = NewBlocks(cache.write_back, before, until, most, start)
+        pack_blocks(new.key, new.value, cache, blocks)
         before = until
     if step.max_new_blocks:
-        new = NewBlocks(cache.pool, before, step.after, step.max_new_blocks)
-        pack_blocks(key, value, cache, new, tables)
+        blocks = NewBlocks(cache.pool, before, step.after, step.max_new_blocks, start)
+        pack_blocks(new.key, new.value, cache, blocks)
 
 
 def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -226,5 +220,5 @@ def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return rms_norm(rows, weight, eps)[0].view(heads.shape)
 
 
-def _turned(heads: Tensor, positions: Tensor, tables: Tables | None) -> Tensor:
+def _turned(heads: Tensor, positions: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
     return heads if tables is None else rope(heads, positions, *tables)

@@ -400,8 +400,8 @@ def test_tuning_asks_for_the_keys_that_launchers_look_up(
         asked.append((op, key))
 
     monkeypatch.setattr(tuned, "lookup", lookup)
-    for launcher in (gemv, skinny, decode):
-        launcher._configured.cache_clear()
+    for cached in (gemv._prepared, skinny._prepared, decode._configured):
+        cached.cache_clear()
     shape = replace(LLAMA_8B, heads=4, kv_heads=2, head_dim=64)
     monkeypatch.setattr(tune, "_CONTEXT", 70)
     monkeypatch.setattr(tune, "_BATCH", 1)

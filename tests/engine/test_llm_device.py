@@ -69,19 +69,16 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if ON_GPU:
         return
     monkeypatch.setattr(triton_ops, "rope", elementwise.rope)
-    monkeypatch.setattr(triton_ops, "gated_silu", gated_silu)
     monkeypatch.setattr(triton_ops, "rms_norm", lambda *x: (elementwise.rms_norm(*x),))
     monkeypatch.setattr(triton_ops.linear, "w4_linear", w4_linear)
 
 
-def w4_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+def w4_linear(x: Tensor, weight: QTensor, bias: None, end: Any) -> Tensor:
     """`kernels.triton.linear.linear.w4_linear` in torch, rows for themselves."""
-    assert bias is None
-    return (x.float()[:, None] * weight.dequantize()).sum(-1).to(x.dtype)
-
-
-def gated_silu(z: Tensor) -> Tensor:
-    return reference_ops.activate(z.float(), "silu").to(z.dtype)
+    y = (x.float()[:, None] * weight.dequantize()).sum(-1)
+    y = reference_ops.activate(y, "silu") if end.silu_mul else y
+    y = (y if end.residual is None else y + end.residual).to(x.dtype)
+    return y if end.out is None else end.out.copy_(y)
 
 
 @pytest.fixture(scope="module")

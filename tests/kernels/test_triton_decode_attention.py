@@ -11,12 +11,14 @@ from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.reference import attention as reference_attention
+from qoff.kernels.reference import elementwise
 from qoff.kernels.triton.attention.decode import (
     DecodeConfig,
     blocks_per_run,
     decode_attention,
 )
-from tests.kernels.attention_operands import random_cache, without_oldest
+from qoff.kernels.triton.attention.new_token import NewTokens
+from tests.kernels.attention_operands import ints, random_cache, without_oldest
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -162,3 +164,42 @@ def test_runs_fill_the_processors_and_are_not_too_short() -> None:
     assert blocks_per_run(64, 2048, 132, config) == 63
     assert blocks_per_run(10**6, 100, 132, config) == 100
     assert blocks_per_run(0, 0, 132, config) == 4
+
+
+@pytest.mark.parametrize(
+    ("dim", "pairs", "normed", "dtype"),
+    [
+        (64, 32, True, torch.bfloat16),
+        (80, 16, True, torch.float16),  # a part of the channels is turned
+        (64, 0, False, torch.float16),
+    ],
+    ids=str,
+)
+def test_new_tokens(dim: int, pairs: int, normed: bool, dtype: torch.dtype) -> None:
+    """Normed, turned and put into the ring before it is attended; a sequence may have none."""
+    cache = random_cache(KVFormat(dim), 2, [(1, 5), (0, 0), (0, 64), (0, 1)], dtype)
+    step = cache.step
+    first_rows = ints([0, 1, 1, 2, 3])
+    step = replace(step, row_start=first_rows, positions=ints([68, 63, 0]))
+    cache = replace(cache, step=step)
+    shape = replace(_shape(cache, 4), norm_eps=1e-5)
+    q, k, v = torch.randn(3, 3 * 4, dim).to(dtype).split([4, 4, 4], dim=1)
+    k, v = k[:, :2], v[:, :2]
+    tables = tuple(torch.rand(2, 200, pairs)) if pairs else None
+    norms = tuple(torch.rand(2, dim) + 0.5) if normed else (None, None)
+    out, lse = decode_attention(
+        q, cache, shape, config=_runs(1), new=NewTokens(k, v, tables, *norms)
+    )
+
+    def turned(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        x = x if norm is None else elementwise.rms_norm(x, norm, 1e-5)
+        return x if tables is None else elementwise.rope(x, step.positions, *tables)
+
+    slots, queries = [0, 2, 3], torch.zeros(4, 4, dim, dtype=dtype)
+    queries[slots] = turned(q, norms[0])
+    places = step.positions % cache.recent_k.shape[1]
+    assert_close(cache.recent_k[slots, places.long()], turned(k, norms[1]), dtype=dtype)
+    assert torch.equal(cache.recent_v[slots, places.long()], v)
+    expected = reference_attention.decode_attention(queries.double(), cache, shape)
+    assert_close(out, expected[0][slots], dtype=dtype)
+    assert_close(lse, expected[1][slots], dtype=dtype)

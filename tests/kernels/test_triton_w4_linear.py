@@ -10,6 +10,7 @@ from qoff.kernels.triton.linear import linear as op
 from qoff.kernels.triton.linear.fma import FmaConfig
 from qoff.kernels.triton.linear.gemv import GemvConfig
 from qoff.kernels.triton.linear.linear import ScratchConfig, w4_linear
+from qoff.kernels.triton.linear.product import Epilogue
 from qoff.kernels.triton.linear.skinny import SkinnyConfig
 from tests.kernels.packed import quantized
 from tests.tolerances import assert_close
@@ -93,6 +94,32 @@ def test_without_bias(config, splits):
     x = torch.randn(2, 512).half()
     y = w4_linear(x, q, None, config)
     assert_close(y, expected(x, q, None), dtype=torch.float16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemvConfig(block_n=16, warps=1),
+        GemvConfig(block_n=32, splits=3),
+        SkinnyConfig(block_n=32),
+        SkinnyConfig(block_n=16, splits=2),
+        FmaConfig(),
+        ScratchConfig(),
+    ],
+)
+def test_gate_and_residual(config, bias):
+    """At the end of the kernel, or of the sum of its parts."""
+    q = quantized(96, 768, 4, 64)
+    x, added = torch.randn(3, 768).half(), torch.randn(96).half() if bias else None
+    z = expected(x, q, added)
+    gate, up = z.view(3, -1, 2, 16).unbind(2)
+    for silu_mul, y in ((False, z), (True, (gate * gate.sigmoid() * up).flatten(1))):
+        residual = torch.randn(y.shape).half()
+        wanted = y + residual.double()
+        found = w4_linear(x, q, added, config, Epilogue(residual, silu_mul, residual))
+        assert found is residual
+        assert_close(found, wanted, dtype=torch.float16)
 
 
 def test_no_tokens():

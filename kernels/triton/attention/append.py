@@ -14,6 +14,7 @@ from torch import Tensor
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.triton.elementwise.rope import check_tables
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .pack import load_half, load_turned, pack_channels, pack_tokens
 
@@ -112,7 +113,7 @@ def kv_append(k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: Tables | No
     rounding of a half.
     """
     step = cache.step
-    blocks = NewBlocks(cache.pool, step.packed, step.after, step.max_new_blocks)
+    blocks = NewBlocks(cache.pool, step.packed, step.after, step.max_new_blocks, step.start)
     pack_blocks(k, v, cache, blocks, tables)
     write_recent(k, v, cache, step.after, tables)
 
@@ -124,13 +125,14 @@ class NewBlocks(NamedTuple):
     before: Tensor  # int32 [S]
     after: Tensor  # int32 [S]
     most: int
+    start: Tensor  # int32 [S], where the tokens begin that are not in the ring
 
 
 def pack_blocks(
     k: Tensor, v: Tensor, cache: DeviceLayerCache, blocks: NewBlocks, tables: Tables | None = None
 ) -> None:
     """The part of `kv_append` that packs. Raises OpError."""
-    operands, turning = _operands(k, v, cache, tables)
+    operands, turning = _operands(k, v, cache, tables, blocks.start)
     form, table = cache.form, cache.step.table
     if not blocks.most or not len(table):
         return
@@ -151,15 +153,15 @@ def write_recent(
     k: Tensor, v: Tensor, cache: DeviceLayerCache, after: Tensor, tables: Tables | None = None
 ) -> None:
     """The part of `kv_append` that writes tokens from after[s] (int32 [S]) on to the ring."""
-    operands, turning = _operands(k, v, cache, tables)
+    operands, turning = _operands(k, v, cache, tables, cache.step.start)
     sequences, window, kv_heads, head_dim = cache.recent_k.shape
     rows = cache.step.max_rows
     if not rows or not sequences:
         return
     # Up to 1024 values of K in a program, 8 a thread.
-    padded = triton.next_power_of_2(head_dim)
-    heads = min(triton.next_power_of_2(kv_heads), max(1, 1024 // padded))
-    write_kernel[(triton.cdiv(kv_heads, heads), min(rows, window), sequences)](
+    padded = next_power_of_2(head_dim)
+    heads = min(next_power_of_2(kv_heads), max(1, 1024 // padded))
+    write_kernel[(cdiv(kv_heads, heads), min(rows, window), sequences)](
         *operands,
         after,
         **turning,
@@ -171,7 +173,7 @@ def write_recent(
 
 
 def _operands(
-    k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: Tables | None
+    k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: Tables | None, start: Tensor
 ) -> tuple[tuple[Tensor | int, ...], dict[str, Any]]:
     """What both kernels take first, and the constants of their rows. Raises OpError."""
     cache.check_fresh(k, v)
@@ -181,7 +183,7 @@ def _operands(
         pairs = tables[0].shape[1]
     step, rings = cache.step, (cache.recent_k, cache.recent_v)
     # Without tables k and v stand in, which are not read.
-    tensors = (k, v, *(tables or (k, v)), step.start, step.row_start, *rings)
+    tensors = (k, v, *(tables or (k, v)), start, step.row_start, *rings)
     sizes = (k.stride(0), v.stride(0), k.shape[1], cache.recent_k.shape[1])
     return (*tensors, *sizes), _row_constants(cache.form.half, pairs)
 
@@ -189,4 +191,4 @@ def _operands(
 @cache
 def _row_constants(half: int, pairs: int) -> dict[str, Any]:
     rope = "halves" if pairs == half else "split" if pairs else "none"
-    return {"HALF": half, "PADDED": triton.next_power_of_2(half), "PAIRS": pairs, "ROPE": rope}
+    return {"HALF": half, "PADDED": next_power_of_2(half), "PAIRS": pairs, "ROPE": rope}

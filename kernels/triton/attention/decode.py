@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,14 +27,18 @@ from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.operands import FLOATS_AND_32, require
+from qoff.kernels.triton.elementwise.rope import check_tables
 from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .decode_tiles import attend_blocks, attend_ring, load_queries
 from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, form_constants
-from .merge import merge, merge_bytes
+from .merge import join, merge_bytes
+from .new_token import NewTokens, keep_new, load_new
 
 
 @dataclass(frozen=True)
@@ -47,27 +52,36 @@ class DecodeConfig:
     min_blocks: int = 4  # in a run
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["run", "max_blocks", "rows"])
 def decode_attention_kernel(
-    q,  # [S, Hq, D]
+    q,  # [rows, Hq, D]
     pool, block_table, compressed, length, recent_k, recent_v, sinks, resident_from,
-    outs,  # [runs + 1, S, Hq, D]
-    lses,
+    outs,  # [runs + 1, rows, Hq, D]
+    lses, row_start, key, value, cos, sin, q_norm, k_norm,
     scale,  # softmax scale * log2(e)
     soft_cap,  # * log2(e)
+    eps,
     window,
-    run,  # blocks in a run
-    max_blocks,
     ring,  # W
     kv_heads,
     q_stride,
+    key_stride,
+    value_stride,
+    run,  # blocks in a run
+    max_blocks,
+    rows,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr, V_SCALE: tl.constexpr, NBYTES: tl.constexpr, SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, RESIDENT_FROM: tl.constexpr,
+    NEW: tl.constexpr, TURNED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One run of blocks, or (the first of a sequence) its recent window, for COLUMNS queries."""
+    """One run of blocks, or (the first of a sequence) its recent window, for COLUMNS queries.
+
+    With NEW the row of a sequence is at `row_start`, and the first program of a KV head and
+    sequence puts the new token into the ring before it attends to it: see `new_token`.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     TILES: tl.constexpr = (GROUP + COLUMNS - 1) // COLUMNS
     kv_head = tl.program_id(0) // TILES
@@ -81,10 +95,30 @@ def decode_attention_kernel(
     end = tl.load(length + s)
     in_blocks = tl.load(compressed + s)
     first_key = tl.maximum(end - window, 0) if WINDOW else 0
-    q0, q1, q2, q3 = load_queries(q + s.to(tl.int64) * q_stride + at, mask, HALF)
+    there = in_group < GROUP
+    at_row = s
+    if NEW:
+        at_row = tl.load(row_start + s)
+        there = in_group < tl.minimum(end, 1) * GROUP
+        mask = there[None, :] & (channel < HALF)[:, None]
+        position = tl.maximum(end - 1, 0)
+        source = q + at_row.to(tl.int64) * q_stride + (head * HEAD_DIM)[None, :]
+        q0, q1, q2, q3 = load_new(
+            source, there, position, cos, sin, q_norm, eps, HEAD_DIM, PAIRS, TURNED, Q_NORM
+        )
+    else:
+        q0, q1, q2, q3 = load_queries(q + s.to(tl.int64) * q_stride + at, mask, HALF)
     if part == 0:
         row = kv_heads * HEAD_DIM
         ring_base = s.to(tl.int64) * ring * row + kv_head * HEAD_DIM
+        if NEW:
+            slot = ring_base + (position % ring) * row
+            keep_new(
+                key + at_row.to(tl.int64) * key_stride + kv_head * HEAD_DIM,
+                value + at_row.to(tl.int64) * value_stride + kv_head * HEAD_DIM,
+                recent_k + slot, recent_v + slot, tl.minimum(end, 1), position, cos, sin, k_norm,
+                eps, HEAD_DIM, PAIRS, TURNED, K_NORM,
+            )  # fmt: skip
         o0, o1, o2, o3, top, total = attend_ring(
             q0, q1, q2, q3, recent_k + ring_base, recent_v + ring_base, row, ring,
             tl.maximum(in_blocks, first_key), end, scale, soft_cap,
@@ -112,9 +146,9 @@ def decode_attention_kernel(
     safe = tl.where(total == 0, 1.0, total)
     inverse = (1.0 / safe)[None, :]
     lse = tl.where(total == 0, -float("inf"), (top + tl.log2(safe)) * LN2)
-    row = (part * tl.num_programs(2) + s).to(tl.int64) * (kv_heads * GROUP)
-    tl.store(lses + row + head, lse, mask=in_group < GROUP)
-    target = outs + row * HEAD_DIM + at
+    first_head = (part * rows + at_row).to(tl.int64) * (kv_heads * GROUP)
+    tl.store(lses + first_head + head, lse, mask=there)
+    target = outs + first_head * HEAD_DIM + at
     DTYPE: tl.constexpr = outs.dtype.element_ty
     tl.store(target, (o0 * inverse).to(DTYPE), mask=mask)
     tl.store(target + 1, (o1 * inverse).to(DTYPE), mask=mask)
@@ -128,51 +162,142 @@ def decode_attention(
     shape: HeadShape,
     sinks: Tensor | None = None,
     config: DecodeConfig | None = None,
+    new: NewTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [S, Hq, D] in q's type and log-sum-exp float32 [S, Hq]: one query per sequence.
 
     Meaning and arguments are those of `reference.attention.decode_attention`. q: in the dtype of
-    the ring; its rows may lie apart. Raises OpError.
+    the ring; its rows may lie apart. new: the ring gets these keys and values first, and q are
+    queries as they come out of the projection; their rows, and those of the results, are those of
+    the pass, one for each sequence that has a new token. Raises OpError.
     """
     cache.check_queries(q, shape, sinks)
-    step, form, window = cache.step, cache.form, shape.window or 0
-    sequences, heads, kv_heads = len(step.start), shape.heads, shape.kv_heads
-    if len(q) != sequences:
-        raise OpError(f"q has a row for each of {sequences} sequences, not {len(q)}")
-    group = heads // kv_heads
-    columns = _columns(group)
-    config = config or _configured(q.device, form, columns)
-    blocks = step.max_packed // BLOCK_TOKENS
-    if window:  # a window that starts inside a block reaches into one more
-        blocks = min(blocks, window // BLOCK_TOKENS + 1)
-    tiles = kv_heads * triton.cdiv(group, columns)
-    run = blocks_per_run(sequences * tiles, blocks, Gpu.of(q.device).processors, config)
-    parts = 1 + triton.cdiv(blocks, run)
-    outs = torch.empty(parts, sequences, heads, form.head_dim, dtype=q.dtype, device=q.device)
-    lses = torch.empty(parts, sequences, heads, dtype=torch.float32, device=q.device)
-    if sequences:
-        decode_attention_kernel[(tiles, parts, sequences)](
+    if new is not None:
+        check_new(new, cache)
+    rows = len(cache.step.start) if new is None else len(cache.step.positions)
+    if len(q) != rows:
+        raise OpError(f"q has a row for each of {rows} sequences, not {len(q)}")
+    return attend(q, cache, shape, sinks, config, new)
+
+
+def attend(
+    q: Tensor,
+    cache: DeviceLayerCache,
+    shape: HeadShape,
+    sinks: Tensor | None,
+    config: DecodeConfig | None,
+    new: NewTokens | None,
+) -> tuple[Tensor, Tensor]:
+    """`decode_attention` of operands that were checked."""
+    step, form = cache.step, cache.form
+    rows, sequences = q.shape[0], step.start.shape[0]
+    outputs = (shape.heads, form.head_dim)
+    turned = 0 if new is None or new.tables is None else new.tables[0].shape[1]
+    flags = (
+        sinks is not None,
+        step.resident_from is not None,
+        new is not None,
+        turned,
+        new is not None and new.q_norm is not None,
+        new is not None and new.k_norm is not None,
+    )
+    kernel, split, most_parts = _bound(q.device, form, shape, sequences, flags, config)
+    parts, run = split.of(step.max_packed // BLOCK_TOKENS)
+    outs = q.new_empty(parts, rows, *outputs)
+    lses = q.new_empty(parts, rows, shape.heads, dtype=torch.float32)
+    if rows:
+        fresh, strides = _NOTHING, (0, 0)
+        if new is not None:
+            fresh = (step.row_start, new.key, new.value, *(new.tables or (None, None)), *new[3:])
+            strides = (new.key.stride(0), new.value.stride(0))
+        kernel(
+            (split.tiles, parts, sequences),
             q, cache.pool, step.table, step.packed, step.length, cache.recent_k, cache.recent_v,
-            sinks, step.resident_from, outs, lses, shape.scale * LOG2E.value,
-            shape.soft_cap * LOG2E.value, window, run, step.table.stride(0),
-            cache.recent_k.shape[1], kv_heads, q.stride(0), **form_constants(form),
-            GROUP=group,
-            COLUMNS=columns,
-            PAIRS=max(16, triton.next_power_of_2(form.head_dim // 4)),
-            SOFT_CAP=shape.soft_cap != 0,
-            WINDOW=window != 0,
-            SINKS=sinks is not None,
-            RESIDENT_FROM=step.resident_from is not None,
-            PREFETCH=bool(config.prefetch) and use_asm(),
-            STAGES=config.num_stages,
-            ASM=use_asm(),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            **LAUNCH,
+            sinks, step.resident_from, outs, lses, *fresh, shape.scale * LOG2E.value,
+            shape.soft_cap * LOG2E.value, shape.norm_eps, shape.window or 0,
+            cache.recent_k.shape[1], shape.kv_heads, q.stride(0), *strides,
+            run, step.table.stride(0), rows,
         )  # fmt: skip
     if parts == 1:
         return outs[0], lses[0]
-    return merge(outs, lses)
+    return join(outs, lses, most_parts)
+
+
+_NOTHING = (None,) * 7  # of new tokens
+
+
+def check_new(new: NewTokens, cache: DeviceLayerCache) -> None:
+    """Raise OpError unless the new tokens fit the cache."""
+    cache.check_fresh(new.key, new.value)
+    dim = cache.form.head_dim
+    if new.tables is not None:
+        check_tables(*new.tables, dim, new.key.device)
+    for name, weight in (("q_norm", new.q_norm), ("k_norm", new.k_norm)):
+        if weight is not None:
+            require(name, weight, FLOATS_AND_32, (dim,), new.key.device)
+
+
+class Split(NamedTuple):
+    """How the blocks of sequences are cut into runs."""
+
+    tiles: int  # programs for a run of all KV heads of a sequence
+    sequences: int
+    processors: int
+    config: DecodeConfig
+    most_blocks: int  # that a query can see
+
+    def of(self, blocks: int) -> tuple[int, int]:
+        """Parts, the ring among them, and blocks of a run, for so many of the longest sequence."""
+        blocks = min(blocks, self.most_blocks)
+        programs = self.tiles * self.sequences
+        run = blocks_per_run(programs, blocks, self.processors, self.config)
+        return 1 + cdiv(blocks, run), run
+
+    @property
+    def most_parts(self) -> int:
+        """Of sequences of any length."""
+        runs = _most_runs(self.tiles * self.sequences, self.processors, self.config)
+        return 1 + min(runs, cdiv(self.most_blocks, self.config.min_blocks))
+
+
+@cache
+def _bound(
+    device: torch.device,
+    form: KVFormat,
+    shape: HeadShape,
+    sequences: int,
+    flags: tuple[bool, bool, bool, int, bool, bool],
+    config: DecodeConfig | None,
+) -> tuple[BoundKernel, Split, int]:
+    """The kernel for all that does not change from step to step, how blocks are cut, and the most
+    parts.
+
+    flags: sinks, resident_from, new tokens, pairs that are turned, norms of queries and keys.
+    """
+    window, group = shape.window or 0, shape.heads // shape.kv_heads
+    columns = _columns(group)
+    config = config or _configured(device, form, columns)
+    tiles, processors = shape.kv_heads * cdiv(group, columns), Gpu.of(device).processors
+    # A window that starts inside a block reaches into one more.
+    most_blocks = window // BLOCK_TOKENS + 1 if window else 1 << 30
+    split = Split(tiles, sequences, processors, config, most_blocks)
+    names = ("SINKS", "RESIDENT_FROM", "NEW", "TURNED", "Q_NORM", "K_NORM")
+    kernel = BoundKernel(
+        decode_attention_kernel,
+        **form_constants(form),
+        **dict(zip(names, flags, strict=True)),
+        GROUP=group,
+        COLUMNS=columns,
+        PAIRS=max(16, next_power_of_2(form.head_dim // 4)),
+        SOFT_CAP=shape.soft_cap != 0,
+        WINDOW=window != 0,
+        PREFETCH=bool(config.prefetch) and use_asm(),
+        STAGES=config.num_stages,
+        ASM=use_asm(),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return kernel, split, split.most_parts
 
 
 @cache
@@ -188,7 +313,7 @@ def blocks_per_run(tiles: int, blocks: int, processors: int, config: DecodeConfi
     tiles: programs without splitting; blocks: of the longest sequence. Runs are equally long in all
     sequences, so a long one among short ones gets more programs.
     """
-    return max(config.min_blocks, triton.cdiv(blocks, _most_runs(tiles, processors, config)))
+    return max(config.min_blocks, cdiv(blocks, _most_runs(tiles, processors, config)))
 
 
 def decode_bytes(
@@ -207,15 +332,15 @@ def decode_bytes(
     group = heads // kv_heads
     columns = _columns(group)
     config = _configured(device, form, columns)
-    tiles = sequences * kv_heads * triton.cdiv(group, columns)
+    tiles = sequences * kv_heads * cdiv(group, columns)
     runs = _most_runs(tiles, Gpu.of(device).processors, config)
-    parts = 1 + min(triton.cdiv(blocks, config.min_blocks), runs)
+    parts = 1 + min(cdiv(blocks, config.min_blocks), runs)
     return (parts + 1) * merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
 
 
 def _most_runs(tiles: int, processors: int, config: DecodeConfig) -> int:
     """Into how many runs the blocks of a sequence are cut, at most."""
-    return triton.cdiv(processors * config.programs, max(1, tiles))
+    return cdiv(processors * config.programs, max(1, tiles))
 
 
 def _columns(group: int) -> int:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -11,12 +13,13 @@ from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, require
-from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.bound import BoundKernel
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .kv_tiles import LOG2E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "rows"])
 def merge_kernel(
     outs, lses, out, lse, parts, rows,
     D: tl.constexpr,
@@ -70,20 +73,25 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     require("lses", lses, (torch.float32,), outs.shape[:3], outs.device)
     if not outs.shape[0]:
         raise OpError("there is nothing to merge: outs [P, T, H, D] has no parts")
+    return join(outs, lses, outs.shape[0])
+
+
+def join(outs: Tensor, lses: Tensor, most_parts: int) -> tuple[Tensor, Tensor]:
+    """`merge` of checked operands, by the kernel for up to so many parts of the same heads."""
     parts, tokens, heads, head_dim = outs.shape
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    padded = triton.next_power_of_2(head_dim)
-    together = min(32, triton.next_power_of_2(parts))  # parts whose loads are under way
-    rows = max(1, 1024 // (together * padded))  # a head of a token each, in a program
-    values = together * rows * padded
-    merge_kernel[(triton.cdiv(tokens * heads, rows),)](
-        outs, lses, out, lse, parts, tokens * heads,
-        D=head_dim,
-        D_PADDED=padded,
-        PARTS=together,
-        ROWS=rows,
-        num_warps=1 if values <= 1024 else min(8, values // 512),
-        num_stages=1,
-        **LAUNCH,
-    )  # fmt: skip
+    kernel, together = _bound(head_dim, most_parts)
+    kernel((cdiv(tokens * heads, together), 1, 1), outs, lses, out, lse, parts, tokens * heads)
     return out, lse
+
+
+@cache
+def _bound(head_dim: int, most_parts: int) -> tuple[BoundKernel, int]:
+    """The kernel, and the rows of a program: heads of a token."""
+    padded = next_power_of_2(head_dim)
+    parts = min(32, next_power_of_2(most_parts))  # whose loads are under way
+    rows = max(1, 1024 // (parts * padded))
+    values = parts * rows * padded
+    warps = 1 if values <= 1024 else min(8, values // 512)
+    sizes = {"D": head_dim, "D_PADDED": padded, "PARTS": parts, "ROWS": rows}
+    return BoundKernel(merge_kernel, **sizes, num_warps=warps, num_stages=1), rows

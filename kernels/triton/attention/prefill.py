@@ -24,6 +24,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import LAUNCH, WARPS_OVER_ROWS
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, form_constants
@@ -192,7 +193,7 @@ def prefill_attention(
         return out, lse
     config = config or _configured(Gpu.of(q.device).capability, dim)
     blocks = step.max_packed // BLOCK_TOKENS
-    tiles = triton.cdiv(step.max_rows * group, config.rows)
+    tiles = cdiv(step.max_rows * group, config.rows)
     piece = 0
     if tiles >= config.scratch_tiles:
         values = sequences * blocks * BLOCK_TOKENS * dim
@@ -209,7 +210,7 @@ def prefill_attention(
             out, lse, shape.scale * LOG2E.value, shape.soft_cap * LOG2E.value, window,
             step.table.stride(0), cache.recent_k.shape[1], kv_heads, first, room[3], q.stride(0),
             k.stride(0), v.stride(0), **form_constants(form),
-            PAD=triton.next_power_of_2(form.half),
+            PAD=next_power_of_2(form.half),
             GROUP=group,
             ROWS=config.rows,
             SOFT_CAP=shape.soft_cap != 0,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import next_power_of_2
 from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .kv_tiles import TOKENS, form_constants
@@ -66,7 +67,7 @@ def dequantize_blocks(
         cache.pool, step.table, step.packed, step.start, step.resident_from, scratch[0],
         scratch[1], window, step.table.stride(0), cache.pool.shape[1], first_head, tokens,
         **form_constants(cache.form),
-        PAD=triton.next_power_of_2(cache.form.half),
+        PAD=next_power_of_2(cache.form.half),
         WINDOW=window != 0,
         RESIDENT_FROM=step.resident_from is not None,
         ASM=use_asm(),

@@ -11,6 +11,7 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import cdiv
 
 TURN = tl.constexpr(16)  # columns of gate, then as many of up
 _BLOCK = 1024  # columns of a row in a program
@@ -41,7 +42,7 @@ def gated_silu(z: Tensor) -> Tensor:
     tokens, columns = z.shape[0], z.shape[1] // 2
     out = z.new_empty(tokens, columns)
     if tokens:
-        gated_silu_kernel[(tokens, triton.cdiv(columns, _BLOCK))](
+        gated_silu_kernel[(tokens, cdiv(columns, _BLOCK))](
             z, out, columns, BLOCK=_BLOCK, num_warps=_WARPS, num_stages=1, **LAUNCH
         )
     return out

@@ -4,16 +4,19 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.operands import FLOATS_AND_32, require
-from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.bound import BoundKernel
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rms_norm_kernel(
     x,
     residual,
@@ -59,23 +62,18 @@ def rms_norm(
         require("residual", residual, (x.dtype,), x.shape, x.device)
     out = torch.empty_like(x)
     new_residual = x if residual is None else torch.empty_like(x)
-    width = triton.next_power_of_2(columns)
-    rows = max(1, 1024 // width)  # short rows (the norm of a head) share a program
-    rms_norm_kernel[(triton.cdiv(tokens, rows),)](
-        x,
-        x if residual is None else residual,
-        weight,
-        out,
-        new_residual,
-        tokens,
-        columns,
-        eps,
-        ROWS=rows,
-        COLUMNS=width,
-        ADD=residual is not None,
-        # 16 values a thread, so that a row needs few loads one after another.
-        num_warps=min(32, max(1, rows * width // 512)),
-        num_stages=1,
-        **LAUNCH,
-    )
+    kernel, rows = _bound(columns, residual is not None)
+    added = x if residual is None else residual
+    kernel((cdiv(tokens, rows), 1, 1), x, added, weight, out, new_residual, tokens, columns, eps)
     return out, new_residual
+
+
+@cache
+def _bound(columns: int, add: bool) -> tuple[BoundKernel, int]:
+    """The kernel, and the rows of a program."""
+    width = next_power_of_2(columns)
+    rows = max(1, 1024 // width)  # short rows (the norm of a head) share a program
+    sizes = {"ROWS": rows, "COLUMNS": width, "ADD": add}
+    # 16 values a thread, so that a row needs few loads one after another.
+    warps = min(32, max(1, rows * width // 512))
+    return BoundKernel(rms_norm_kernel, **sizes, num_warps=warps, num_stages=1), rows

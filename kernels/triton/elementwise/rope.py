@@ -14,6 +14,7 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, INTS, require
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     check_tables(cos, sin, head_dim, x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = _options(heads, head_dim, cos.shape[1])
-    rope_kernel[(tokens, triton.cdiv(heads, options["HEADS"]))](
+    rope_kernel[(tokens, cdiv(heads, options["HEADS"]))](
         x,
         positions,
         cos,
@@ -106,13 +107,13 @@ def check_tables(cos: Tensor, sin: Tensor, head_dim: int, device: torch.device) 
 @cache
 def _options(heads: int, head_dim: int, pairs: int) -> dict[str, int]:
     """Up to 2048 values in a program, 16 a thread."""
-    padded, rest = triton.next_power_of_2(head_dim), head_dim - 2 * pairs
-    together = min(max(1, 2048 // padded), triton.next_power_of_2(heads))
+    padded, rest = next_power_of_2(head_dim), head_dim - 2 * pairs
+    together = min(max(1, 2048 // padded), next_power_of_2(heads))
     return {
         "PAIRS": pairs,
-        "PAIRS_PADDED": triton.next_power_of_2(pairs),
+        "PAIRS_PADDED": next_power_of_2(pairs),
         "REST": rest,
-        "REST_PADDED": triton.next_power_of_2(max(rest, 1)),
+        "REST_PADDED": next_power_of_2(max(rest, 1)),
         "HEADS": together,
         "num_warps": max(1, together * padded // 512),
     }

@@ -15,6 +15,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import cdiv
 
 from .nibbles import byte_values, load_scale_min, low_high, use_asm
 
@@ -94,7 +95,7 @@ def dequantize_into(
     run = group_size * bits // 8
     per_program = max(1, config.block // run)
     runs = codes.numel() // run
-    dequantize_kernel[(triton.cdiv(runs, per_program),)](
+    dequantize_kernel[(cdiv(runs, per_program),)](
         codes,
         scale_min,
         out,

@@ -9,6 +9,7 @@ weight, which such GPUs have. Every token reads the codes anew.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import triton
@@ -16,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .nibbles import byte_values, load_scale_min, low_high
-from .product import form
+from .product import PLAIN, Case, Epilogue, form, rows_of, write
 
 TOKENS_MAX = 4
 
@@ -83,36 +86,40 @@ def fma_sums(x, codes, scale_min, row, N, row_bytes, FORM: tl.constexpr):
 
 
 @triton.jit
-def fma_kernel(x, codes, scale_min, bias, out, N, row_bytes, x_stride, FORM: tl.constexpr):
-    """Rows program_id(0) * BLOCK_N .. of W times token program_id(1)."""
-    BLOCK_N: tl.constexpr = FORM.config.block_n
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.program_id(1).to(tl.int64)
-    y = fma_sums(x + token * x_stride, codes, scale_min, row, N, row_bytes, FORM)
-    if FORM.bias:
-        y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)
-    tl.store(out + token * N + row, y.to(out.dtype.element_ty), mask=row < N)
+def fma_kernel(
+    x, codes, scale_min, bias, residual, out, N, row_bytes, x_stride, FORM: tl.constexpr
+):
+    """The rows of W of program_id(0) times token program_id(1)."""
+    row = rows_of(tl.program_id(0), FORM.config.block_n, FORM)
+    token = tl.program_id(1)
+    x_row = x + token.to(tl.int64) * x_stride
+    y = fma_sums(x_row, codes, scale_min, row, N, row_bytes, FORM)[:, None]
+    write(y, row, token + tl.arange(0, 1), token + 1, 0, bias, residual, out, 0, N, FORM)
 
 
 def fma(
-    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: FmaConfig | None = None
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None = None,
+    config: FmaConfig | None = None,
+    end: Epilogue = PLAIN,
 ) -> Tensor:
     """x @ W.T + bias; operands as `w4_linear` takes them."""
-    (n, row_bytes), bits, config = weight.codes.shape, weight.bits, config or FmaConfig()
-    group_bytes = weight.group_size * bits // 8
-    groups = triton.next_power_of_2(row_bytes // group_bytes)
-    groups = min(config.block_bytes // group_bytes, groups)
-    out = x.new_empty(len(x), n)
-    fma_kernel[(triton.cdiv(n, config.block_n), len(x))](
-        x,
-        weight.codes,
-        weight.scale_min,
-        bias,
-        out,
-        n,
-        row_bytes,
-        x.stride(0),
-        FORM=form(config, bits, group_bytes, False, bias is not None, groups),
-        **config.options,
-    )
+    kernel, grid = _bound(Case.of(x, weight, bias, end), config or FmaConfig())
+    out = end.target(x, weight)
+    operands = (x, weight.codes, weight.scale_min, bias, end.residual, out)
+    kernel(grid, *operands, *weight.codes.shape, x.stride(0))
     return out
+
+
+@cache
+def _bound(case: Case, config: FmaConfig) -> tuple[BoundKernel, tuple[int, int, int]]:
+    group_bytes = case.group * case.bits // 8
+    groups = min(config.block_bytes // group_bytes, next_power_of_2(case.k // case.group))
+    options = {
+        "activation": "silu" if case.silu_mul else "",
+        "residual": case.residual,
+    }
+    of = form(config, case.bits, group_bytes, False, case.bias, groups, **options)
+    grid = (cdiv(case.n, config.block_n), case.m, 1)
+    return BoundKernel(fma_kernel, FORM=of, **config.options), grid

@@ -24,7 +24,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,9 +31,21 @@ from torch import Tensor
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .nibbles import byte_values, dot16, load_scale_min, low_high
-from .product import SPLITS_MAX, Config, multiply, write
+from .product import (
+    PLAIN,
+    SPLITS_MAX,
+    Case,
+    Config,
+    Epilogue,
+    Prepared,
+    multiply,
+    prepare,
+    rows_of,
+    write,
+)
 
 COLUMNS = tl.constexpr(8)  # of the right operand: the narrowest that tensor cores take
 STEP_BYTES_MIN = 32  # of a row that tensor cores take at once
@@ -162,15 +173,15 @@ def gemv_sums(
 
 @triton.jit(do_not_specialize=["M", "steps"])
 def gemv_kernel(
-    x, codes, scale_min, bias, out, M, N, row_bytes, x_stride, steps, FORM: tl.constexpr
+    x, codes, scale_min, bias, residual, out, M, N, row_bytes, x_stride, steps, FORM: tl.constexpr
 ):
-    """Rows program_id(0) * BLOCK_N .., part program_id(1) of K; see `gemv_sums` and `write`."""
-    BLOCK_N: tl.constexpr = FORM.config.block_n
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(1) * steps * FORM.config.warps
+    """The rows of program_id(0), part program_id(2) of K; see `gemv_sums` and `write`."""
+    part = tl.program_id(2)
+    row = rows_of(tl.program_id(0), FORM.config.block_n, FORM)
+    start = part * steps * FORM.config.warps
     y = gemv_sums(x, codes, scale_min, row, M, N, row_bytes, x_stride, start, steps, FORM)
     token = tl.arange(0, y.shape[1])
-    write(y, row, token, tl.minimum(FORM.tokens, M), tl.program_id(1), bias, out, M, N, FORM)
+    write(y, row, token, tl.minimum(FORM.tokens, M), part, bias, residual, out, M, N, FORM)
 
 
 def tokens_max(group_bytes: int) -> int:
@@ -191,32 +202,37 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     """
     config = GemvConfig(block_n=32 if tokens <= 2 else 64, registers=255 if tokens > 8 else 168)
     wanted = 2 * gpu.processors
-    while config.block_n > 16 and triton.cdiv(rows, config.block_n) < wanted:
+    while config.block_n > 16 and cdiv(rows, config.block_n) < wanted:
         config = replace(config, block_n=config.block_n // 2)
-    programs = triton.cdiv(rows, config.block_n)
+    programs = cdiv(rows, config.block_n)
     step = config.warps * groups_per_step(tokens, group_bytes) * group_bytes
     splits = min(wanted // programs, row_bytes // (2 * step), SPLITS_MAX)
     return replace(config, splits=splits if splits >= 2 else 1)
 
 
 def gemv(
-    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: GemvConfig | None = None
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None = None,
+    config: GemvConfig | None = None,
+    end: Epilogue = PLAIN,
 ) -> Tensor:
     """x @ W.T + bias for up to `tokens_max` rows of x; operands as `w4_linear` takes them."""
-    bits, group, (n, k) = weight.bits, weight.group_size, weight.shape
-    tokens = triton.next_power_of_2(x.shape[0])
-    config = config or _configured(x.device, x.dtype, bits, group, tokens, n, k)
-    groups = groups_per_step(tokens, group * bits // 8)
-    step = groups * group * bits // 8 * config.warps
-    grid = (triton.cdiv(n, config.block_n), config.splits)
-    return multiply(gemv_kernel, grid, x, weight, bias, config, step, tokens, groups)
+    return multiply(_prepared(Case.of(x, weight, bias, end), config), x, weight, bias, end)
 
 
 @cache
-def _configured(
-    device: torch.device, dtype: torch.dtype, bits: int, group: int, tokens: int, n: int, k: int
-) -> GemvConfig:
-    entry = tuned.lookup("w4_gemv", device, f"{str(dtype)[6:]}-{bits}-{group}-{tokens}-{n}x{k}")
+def _prepared(case: Case, config: GemvConfig | None) -> Prepared:
+    tokens, group_bytes = next_power_of_2(case.m), case.group * case.bits // 8
+    config = config or _configured(case, tokens, group_bytes)
+    groups = groups_per_step(tokens, group_bytes)
+    step = groups * group_bytes * config.warps
+    programs = (cdiv(case.n, config.block_n), 1)
+    return prepare(gemv_kernel, programs, config, step, case, tokens, groups)
+
+
+def _configured(case: Case, tokens: int, group_bytes: int) -> GemvConfig:
+    entry = tuned.lookup("w4_gemv", case.device, case.tuned_key)
     if entry:
         return GemvConfig(**entry)
-    return choose(tokens, n, k * bits // 8, group * bits // 8, Gpu.of(device))
+    return choose(tokens, case.n, case.k * case.bits // 8, group_bytes, Gpu.of(case.device))

@@ -17,13 +17,14 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS, require
+from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.launch.gpu import Gpu
 
 from .dequantize import dequantize_into
 from .fma import TOKENS_MAX as FMA_MAX
 from .fma import FmaConfig, fma
 from .gemv import GemvConfig, gemv, tokens_max
-from .product import sums_bytes
+from .product import PLAIN, Epilogue, sums_bytes
 from .skinny import SkinnyConfig, skinny
 
 CUBLAS_BYTES = 64 << 20  # of torch for cuBLAS and cuBLASLt, on GPUs where they get most
@@ -41,13 +42,17 @@ Config = FmaConfig | GemvConfig | SkinnyConfig | ScratchConfig
 
 
 def w4_linear(
-    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: Config | None = None
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None = None,
+    config: Config | None = None,
+    end: Epilogue = PLAIN,
 ) -> Tensor:
-    """Return x @ W.T + bias, accumulated in float32.
+    """Return x @ W.T + bias, accumulated in float32, and what `end` says.
 
     x: [M, K] float16 or bfloat16 with contiguous rows. weight: W [N, K], packing split32. bias: [N]
-    in the dtype of x. Result: [M, N] in the dtype of x, the same bits each time. `config` selects
-    the way too. Raises OpError.
+    in the dtype of x. Result: [M, N] in the dtype of x, the same bits each time; what is in `end`
+    fits it, which is not checked. `config` selects the way too. Raises OpError.
     """
     n, k = weight.shape
     require("x", x, FLOATS, ("M", k), weight.device, rows_apart=True)
@@ -57,11 +62,13 @@ def w4_linear(
         require("bias", bias, (x.dtype,), (n,), x.device)
     tokens = x.shape[0]
     if tokens == 0:
-        return x.new_empty(0, n)
-    if config is not None:
-        return _WAYS[type(config)](x, weight, bias, config)
-    group_bytes = weight.group_size * weight.bits // 8
-    return _WAYS[way(tokens, group_bytes, Gpu.of(x.device).capability)](x, weight, bias)
+        return end.target(x, weight)
+    if config is None:
+        group_bytes = weight.group_size * weight.bits // 8
+        chosen = way(tokens, group_bytes, Gpu.of(x.device).capability)
+    else:
+        chosen = type(config)
+    return _WAYS[chosen](x, weight, bias, config, end)
 
 
 def way(tokens: int, group_bytes: int, capability: int) -> type[Config]:
@@ -74,9 +81,13 @@ def way(tokens: int, group_bytes: int, capability: int) -> type[Config]:
 
 
 def through_scratch(
-    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: ScratchConfig | None = None
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None = None,
+    config: ScratchConfig | None = None,
+    end: Epilogue = PLAIN,
 ) -> Tensor:
-    """x @ W.T + bias by way of pieces of rows of W in the dtype of x."""
+    """x @ W.T + bias by way of pieces of rows of W in the dtype of x, and what `end` says."""
     config = config or ScratchConfig()
     n, k = weight.shape
     codes, scale_min, bits, group = weight.codes, weight.scale_min, weight.bits, weight.group_size
@@ -91,7 +102,16 @@ def through_scratch(
             torch.mm(x, w.T, out=out[:, start:stop])
         else:
             torch.addmm(bias[start:stop], x, w.T, out=out[:, start:stop])
-    return out
+    return ended(out, end)
+
+
+def ended(y: Tensor, end: Epilogue) -> Tensor:
+    """What `end` says of a product y that is there without it."""
+    if end.silu_mul:
+        y = gated_silu(y)
+    if end.residual is not None:
+        return torch.add(y, end.residual, out=end.out)
+    return y if end.out is None else end.out.copy_(y)
 
 
 def _scratch_rows(n: int, k: int, config: ScratchConfig) -> int:

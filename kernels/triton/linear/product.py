@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,12 +15,15 @@ from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .nibbles import use_asm
 
 SPLITS_MAX = 16
+TURN = tl.constexpr(16)  # rows of gate, then as many of up
 _ROWS = 64  # of a program at least, where K is split and no configuration was measured
 _BLOCK = 256  # elements that a program adds up
 
@@ -55,101 +58,218 @@ class Form:
     even: bool  # the steps of a program end where a row does
     bias: bool
     groups: int = 1  # that a warp takes in a step
-    activation: str = ""  # of experts' gate and up
+    activation: str = ""  # of gate and up, whose rows alternate in blocks of TURN
     tokens: int = 1
     partial: bool = False  # a program along K writes its sums for itself
+    residual: bool = False
     asm: bool = field(default_factory=use_asm)
 
 
 form = cache(Form)
 
 
+class Epilogue(NamedTuple):
+    """What is done to a product [M, N] before it is written, and where that goes.
+
+    silu_mul: silu(gate) * up, [M, N / 2] (see `elementwise.gated_silu`). residual: added then; like
+    the result. out: where the result goes, None for a tensor of its own; may be the residual.
+    """
+
+    residual: Tensor | None = None
+    silu_mul: bool = False
+    out: Tensor | None = None
+
+    def target(self, x: Tensor, weight: QTensor) -> Tensor:
+        """Where the result of x times `weight` goes."""
+        if self.out is not None:
+            return self.out
+        rows = weight.shape[0]
+        return x.new_empty(x.shape[0], rows // 2 if self.silu_mul else rows)
+
+
+PLAIN = Epilogue()
+
+
+class Case(NamedTuple):
+    """What decides how a product and its epilogue are launched."""
+
+    device: torch.device
+    dtype: torch.dtype
+    bits: int
+    group: int
+    m: int
+    n: int
+    k: int
+    bias: bool
+    residual: bool
+    silu_mul: bool
+
+    @staticmethod
+    def of(x: Tensor, weight: QTensor, bias: Tensor | None, end: Epilogue) -> Case:
+        shape = (x.shape[0], *weight.shape)
+        flags = (bias is not None, end.residual is not None, end.silu_mul)
+        return Case(x.device, x.dtype, weight.bits, weight.group_size, *shape, *flags)
+
+    @property
+    def tuned_key(self) -> str:
+        """Of its measured configurations."""
+        tokens = next_power_of_2(self.m)
+        return f"{str(self.dtype)[6:]}-{self.bits}-{self.group}-{tokens}-{self.n}x{self.k}"
+
+
 @triton.jit
-def write(y, row, token, tokens, part, bias, out, M, N, FORM: tl.constexpr):
-    """Write y [rows, tokens] with the bias to out [M, N], or to float32 out [parts, M, N]."""
+def rows_of(program, BLOCK_N: tl.constexpr, FORM: tl.constexpr):
+    """The rows of W of a program; where they are activated, half of them gate, then as many up."""
+    index = tl.arange(0, BLOCK_N)
+    row = program * BLOCK_N + index
+    if FORM.activation != "":
+        HALF: tl.constexpr = BLOCK_N // 2
+        column = program * HALF + index % HALF
+        row = column // TURN * (2 * TURN) + index // HALF * TURN + column % TURN
+    return row
+
+
+@triton.jit
+def activated(y):
+    """silu(gate) * up of y [2 * ROWS, COLS], gate before up."""
+    ROWS: tl.constexpr = y.shape[0] // 2
+    both = tl.reshape(y, (2, ROWS, y.shape[1]))
+    is_gate = (tl.arange(0, 2) == 0)[:, None, None]
+    gate = tl.sum(tl.where(is_gate, both, 0.0), axis=0)
+    up = tl.sum(tl.where(is_gate, 0.0, both), axis=0)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def write(y, row, token, tokens, part, bias, residual, out, M, N, FORM: tl.constexpr):
+    """Write y [rows, tokens], finished, to out [M, N or N / 2], or to float32 out [parts, M, N].
+
+    row: see `rows_of`; of program_id(0).
+    """
     if FORM.bias:
         y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)[:, None]
-    target = out + token[None, :].to(tl.int64) * N + row[:, None]
+    column = row
+    columns = N
+    if FORM.activation != "":
+        HALF: tl.constexpr = y.shape[0] // 2
+        y = activated(y)
+        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        columns = N // 2
+    at = token[None, :].to(tl.int64) * columns + column[:, None]
+    keep = (column < columns)[:, None] & (token < tokens)[None, :]
+    if FORM.residual:
+        y += tl.load(residual + at, mask=keep, other=0.0).to(tl.float32)
     if FORM.partial:
-        target += part.to(tl.int64) * M * N
-    keep = (row < N)[:, None] & (token < tokens)[None, :]
-    tl.store(target, y.to(out.dtype.element_ty), mask=keep)
+        at += part.to(tl.int64) * M * N
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _add_parts(partial, bias, at, inside, size, N, SPLITS: tl.constexpr, BIAS: tl.constexpr):
+    """The sums and biases of the elements `at` [BLOCK] of a product, in the order of the parts."""
+    total = tl.zeros(at.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial + split * size + at, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
+    return total
 
 
 @triton.jit
 def add_splits_kernel(
-    partial, bias, out, size, N, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out = bias + the sum of SPLITS partial results of `size` = M * N elements each."""
+    partial, bias, residual, out, size, N, SPLITS: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = f(bias + the sum of SPLITS partial results of `size` = M * N elements each) + residual.
+
+    f: with SILU silu(gate) * up, otherwise nothing.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(partial + split * size + index, mask=inside, other=0.0)
-    if BIAS:
-        total += tl.load(bias + index % N, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        inside = index < size // 2
+        column = index % (N // 2)
+        at = index // (N // 2) * N + column // TURN * (2 * TURN) + column % TURN
+        gate = _add_parts(partial, bias, at, inside, size, N, SPLITS, BIAS)
+        up = _add_parts(partial, bias, at + TURN, inside, size, N, SPLITS, BIAS)
+        total = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        inside = index < size
+        total = _add_parts(partial, bias, index, inside, size, N, SPLITS, BIAS)
+    if RESIDUAL:
+        total += tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
 
 
-def multiply(
+class Prepared(NamedTuple):
+    """How products with matrices of one shape are launched."""
+
+    kernel: BoundKernel
+    grid: tuple[int, int, int]
+    steps: int  # of each program along K
+    splits: int
+    add_splits: BoundKernel
+
+
+def prepare(
     kernel: Any,
-    grid: tuple[int, ...],
-    x: Tensor,
-    weight: QTensor,
-    bias: Tensor | None,
+    programs: tuple[int, int],
     config: Config,
     step: int,
+    case: Case,
     tokens: int = 1,
     groups: int = 1,
-) -> Tensor:
-    """Launch `kernel`, and add the parts that programs along K made: [M, N] in the dtype of x.
+) -> Prepared:
+    """How `kernel` is launched.
 
-    step: bytes of a row that a program takes at once. tokens, groups: see `Form`.
+    programs: along the rows of W and, unless K comes next, of x; those along K follow. step: bytes
+    of a row of W that a program takes at once. tokens, groups: see `Form`.
     """
-    (n, row_bytes), bits, splits = weight.codes.shape, weight.bits, config.splits
-    out = x.new_empty(len(x), n)
-    target, steps = out, triton.cdiv(row_bytes, step * splits)
-    if splits > 1:
-        target = x.new_empty(splits, len(x), n, dtype=torch.float32)
-        config = replace(config, splits=1)  # one form for every number of programs
-    even, with_bias = steps * step * splits == row_bytes, bias is not None and splits == 1
-    group_bytes = weight.group_size * bits // 8
-    kernel[grid](
-        x,
-        weight.codes,
-        weight.scale_min,
-        bias,
-        target,
-        len(x),
-        n,
-        row_bytes,
-        x.stride(0),
-        steps,
+    row_bytes, splits = case.k * case.bits // 8, config.splits
+    steps = cdiv(row_bytes, step * splits)
+    kernel = BoundKernel(
+        kernel,
         FORM=form(
-            config, bits, group_bytes, even, with_bias, groups, tokens=tokens, partial=splits > 1
+            replace(config, splits=1),  # one form for every number of programs
+            case.bits,
+            case.group * case.bits // 8,
+            steps * step * splits == row_bytes,
+            case.bias and splits == 1,
+            groups,
+            "silu" if case.silu_mul and splits == 1 else "",
+            tokens=tokens,
+            partial=splits > 1,
+            residual=case.residual and splits == 1,
         ),
         **config.options,
     )
-    if splits > 1:
-        add_splits(target, bias, out)
-    return out
-
-
-def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [M, N] = bias [N] + the sum of float32 partial [splits, M, N], in their order."""
-    add_splits_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
-        partial,
-        bias,
-        out,
-        out.numel(),
-        out.shape[1],
-        SPLITS=len(partial),
-        BIAS=bias is not None,
+    added = BoundKernel(
+        add_splits_kernel,
+        SPLITS=splits,
+        BIAS=case.bias,
+        RESIDUAL=case.residual,
+        SILU=case.silu_mul,
         BLOCK=_BLOCK,
         num_warps=2,
         num_stages=3,
-        **LAUNCH,
     )
+    return Prepared(kernel, (*programs, splits), steps, splits, added)
+
+
+def multiply(
+    how: Prepared, x: Tensor, weight: QTensor, bias: Tensor | None, end: Epilogue
+) -> Tensor:
+    """x @ W.T + bias and what `end` says: [M, N] or [M, N / 2] in the dtype of x."""
+    m, (n, row_bytes), residual = x.shape[0], weight.codes.shape, end.residual
+    out = target = end.target(x, weight)
+    splits = how.splits
+    if splits > 1:
+        target = x.new_empty(splits, m, n, dtype=torch.float32)
+    operands = (x, weight.codes, weight.scale_min, bias, residual, target)
+    how.kernel(how.grid, *operands, m, n, row_bytes, x.stride(0), how.steps)
+    if splits > 1:
+        blocks = cdiv(out.numel(), _BLOCK)
+        how.add_splits((blocks, 1, 1), target, bias, residual, out, m * n, n)
+    return out
 
 
 def sums_bytes(tokens: int, n: int, k: int, device: torch.device) -> int:
@@ -157,7 +277,7 @@ def sums_bytes(tokens: int, n: int, k: int, device: torch.device) -> int:
 
     K is split until there are two programs for each processor, or as was measured to be fastest.
     """
-    splits = [min(SPLITS_MAX, 2 * Gpu.of(device).processors // triton.cdiv(n, _ROWS))]
+    splits = [min(SPLITS_MAX, 2 * Gpu.of(device).processors // cdiv(n, _ROWS))]
     for op in ("w4_gemv", "w4_skinny"):
         entries = tuned.entries(op, device).items()
         splits += [entry.get("splits", 1) for key, entry in entries if key.endswith(f"-{n}x{k}")]

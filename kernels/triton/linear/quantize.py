@@ -16,6 +16,7 @@ from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import cdiv
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def quantize(
     runs = w.numel() // group_size
     per_program = max(1, config.block // group_size)
     with torch.cuda.device_of(w):  # Triton launches on the current GPU
-        quantize_kernel[(triton.cdiv(runs, per_program),)](
+        quantize_kernel[(cdiv(runs, per_program),)](
             w,
             codes,
             scale_min,

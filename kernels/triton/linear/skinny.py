@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,9 +22,21 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .nibbles import byte_values, dot16, load_scale_min, low_high
-from .product import SPLITS_MAX, Config, multiply, write
+from .product import (
+    PLAIN,
+    SPLITS_MAX,
+    Case,
+    Config,
+    Epilogue,
+    Prepared,
+    multiply,
+    prepare,
+    rows_of,
+    write,
+)
 
 
 @dataclass(frozen=True)
@@ -135,18 +146,17 @@ def skinny_sums(
 
 @triton.jit(do_not_specialize=["M", "steps"])
 def skinny_kernel(
-    x, codes, scale_min, bias, out, M, N, row_bytes, x_stride, steps, FORM: tl.constexpr
+    x, codes, scale_min, bias, residual, out, M, N, row_bytes, x_stride, steps, FORM: tl.constexpr
 ):
-    """Rows program_id(0) * BLOCK_N .. of W times tokens program_id(1) * BLOCK_M .., part
-    program_id(2) of K; see `skinny_sums` and `write`."""
-    BLOCK_N: tl.constexpr = FORM.config.block_n
+    """The rows of W of program_id(0) times tokens program_id(1) * BLOCK_M .., part program_id(2) of
+    K; see `skinny_sums` and `write`."""
     BLOCK_M: tl.constexpr = FORM.config.block_m
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = rows_of(tl.program_id(0), FORM.config.block_n, FORM)
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     some = tl.minimum(token, M - 1)
     start = tl.program_id(2) * steps * FORM.config.parts
     y = skinny_sums(x, codes, scale_min, row, some, N, row_bytes, x_stride, start, steps, FORM)
-    write(y, row, token, M, tl.program_id(2), bias, out, M, N, FORM)
+    write(y, row, token, M, tl.program_id(2), bias, residual, out, M, N, FORM)
 
 
 def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -> SkinnyConfig:
@@ -157,35 +167,39 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     """
     # Scales of small groups need the registers; so do the copies of a tile in older Tritons.
     fits = group_bytes >= 32 and (WARPS_OVER_ROWS or gpu.capability in (90, 120))
-    block_m = min(64 if fits else 32, max(8, triton.next_power_of_2(tokens)))
+    block_m = min(64 if fits else 32, max(8, next_power_of_2(tokens)))
     config = SkinnyConfig(block_m=block_m)
     if block_m > 16 and WARPS_OVER_ROWS:
         config = replace(config, block_n=128, row_bytes=32 if block_m == 64 else 64, parts=2)
     elif block_m > 16:
         config = replace(config, row_bytes=32)
-    programs = triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, block_m)
+    programs = cdiv(rows, config.block_n) * cdiv(tokens, block_m)
     step = config.parts * config.row_bytes
     splits = min(gpu.processors // programs, row_bytes // (2 * step), SPLITS_MAX)
     return replace(config, splits=splits if splits >= 2 else 1)
 
 
 def skinny(
-    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: SkinnyConfig | None = None
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None = None,
+    config: SkinnyConfig | None = None,
+    end: Epilogue = PLAIN,
 ) -> Tensor:
     """x @ W.T + bias; operands as `w4_linear` takes them."""
-    m, bits, group, (n, k) = len(x), weight.bits, weight.group_size, weight.shape
-    config = config or _configured(x.device, x.dtype, bits, group, m, n, k)
-    grid = (triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m), config.splits)
-    step = config.parts * config.row_bytes
-    return multiply(skinny_kernel, grid, x, weight, bias, config, step)
+    return multiply(_prepared(Case.of(x, weight, bias, end), config), x, weight, bias, end)
 
 
 @cache
-def _configured(
-    device: torch.device, dtype: torch.dtype, bits: int, group: int, m: int, n: int, k: int
-) -> SkinnyConfig:
-    tokens = triton.next_power_of_2(m)
-    entry = tuned.lookup("w4_skinny", device, f"{str(dtype)[6:]}-{bits}-{group}-{tokens}-{n}x{k}")
+def _prepared(case: Case, config: SkinnyConfig | None) -> Prepared:
+    config = config or _configured(case)
+    programs = (cdiv(case.n, config.block_n), cdiv(case.m, config.block_m))
+    return prepare(skinny_kernel, programs, config, config.parts * config.row_bytes, case)
+
+
+def _configured(case: Case) -> SkinnyConfig:
+    entry = tuned.lookup("w4_skinny", case.device, case.tuned_key)
     if entry:
         return SkinnyConfig(**entry)
-    return choose(m, n, k * bits // 8, group * bits // 8, Gpu.of(device))
+    row_bytes, group_bytes = case.k * case.bits // 8, case.group * case.bits // 8
+    return choose(case.m, case.n, row_bytes, group_bytes, Gpu.of(case.device))

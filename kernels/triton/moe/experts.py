@@ -19,6 +19,7 @@ from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.sizes import cdiv
 
 from .pairs import fma_pairs, gemv_pairs
 from .product import UNIT, Product
@@ -135,7 +136,7 @@ def rule(pairs: int, experts: int, capability: int) -> int:
 def add_up(weighted: Tensor, out: Tensor) -> None:
     """out [M, H] = the sum of each token's rows of float32 weighted [M * T, H]."""
     tokens, hidden = out.shape
-    experts_sum_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
+    experts_sum_kernel[(tokens, cdiv(hidden, _BLOCK))](
         weighted,
         out,
         hidden,

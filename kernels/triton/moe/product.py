@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.triton.launch.sizes import cdiv
 from qoff.kernels.triton.linear.fma import FmaConfig
 from qoff.kernels.triton.linear.gemv import GemvConfig
 from qoff.kernels.triton.linear.product import form
@@ -68,9 +69,9 @@ class Product(NamedTuple):
             out = x.new_empty(pairs, n // 2)
         else:
             out = x.new_empty(pairs, n, dtype=torch.float32)
-        steps = (triton.cdiv(row_bytes, step),) if step else ()
+        steps = (cdiv(row_bytes, step),) if step else ()
         even, with_bias = bool(step) and row_bytes % step == 0, self.bias is not None
-        kernel[(triton.cdiv(n, config.block_n), programs)](
+        kernel[(cdiv(n, config.block_n), programs)](
             x,
             weight.codes,
             weight.scale_min,
