@@ -3,8 +3,9 @@
 The decoder runs on the Triton ops with memory of the CPU, and launches are stubbed, so all that is
 left is what the host does: counted, and timed in CPU time of its thread, for models of two depths;
 the cost of a layer is their difference over their layers. Kernels: Triton's, and operations of
-torch that would be kernels. Microseconds: without and with what Triton does before a launch, which
-is to bind and specialize arguments; not with the launch, and with what torch computes here.
+torch that would be kernels. Microseconds: without and with what comes before a launch, which is to
+find the compiled kernel by the arguments, Triton's way or a bound kernel's; not with the launch,
+and with what torch computes here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,8 +33,14 @@ from triton.runtime import jit
 from bench.gpu_limits import WARP
 from bench.harness import Report, arguments
 from bench.random_model import SMALL, write_random_checkpoint
+from bench.variants.variant import empty
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.triton import ops as triton_ops
+from qoff.kernels.triton.launch.bound import BoundKernel
+from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kvcache import KVQuant
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.forward_pass import ForwardPass
@@ -41,6 +49,8 @@ from qoff.models.runtime import Runtime
 _DEPTHS = (4, 12)
 _CAPABILITY = 90
 _STEPS, _STEPS_QUICK = 50, 5
+_CONTEXTS = (1, 63, 64, 200, 449, 1024, 5000, 33000, 131072)
+_COUNTS = ("start", "row_start", "length", "packed", "after")  # of a pass
 _PROMPT = 200  # tokens: some blocks are packed
 # Operations of torch that move no data on a GPU.
 _FREE = frozenset(
@@ -82,31 +92,94 @@ class _CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for a launch."""
+
+
+class _Compiled:
+    """What a bound kernel keeps, and launches at the next call, as long as the bench runs."""
+
+    on_launch: Callable[..., None]
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return partial(_Compiled.on_launch, self._kernel)
+
+
 @contextmanager
-def launches(on_launch: Callable[..., None]) -> Iterator[None]:
-    """Every launch of a Triton kernel calls `on_launch(kernel, *args, **kwargs)` instead."""
+def launches(
+    on_launch: Callable[..., None], on_bound: Callable[..., None] | None = None
+) -> Iterator[None]:
+    """Every launch of a Triton kernel calls `on_launch(kernel, *args, **kwargs)` instead.
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    on_bound: called for launches of what a bound kernel has found before; default: as for others.
+    """
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> _Compiled:
         on_launch(self, *args, **kwargs)
+        return _Compiled(self)
 
+    _Compiled.on_launch = staticmethod(on_bound or on_launch)
     with patch.object(jit.JITFunction, "run", run):
         yield
 
 
-def binder() -> Callable[..., None]:
-    """Does what Triton does before it launches a kernel that is compiled."""
+def binder(found: Callable[[Any, str], object] = nothing) -> Callable[..., None]:
+    """Does what Triton does before it launches a kernel that is compiled.
+
+    found: told the kernel, and the key that what is compiled is found by.
+    """
     backend = CUDABackend(GPUTarget("cuda", _CAPABILITY, WARP))
     bind: dict[int, Callable[..., Any]] = {}
 
     def on_launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        found = bind.get(id(kernel))
-        if found is None:
-            found = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
-            bind[id(kernel)] = found
-        _, specialization, options = found(*args, debug=False, **kwargs)
-        str((tuple(specialization), str(options)))  # the key that compiled kernels are found by
+        bound = bind.get(id(kernel))
+        if bound is None:
+            bound = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+            bind[id(kernel)] = bound
+        _, specialization, options = bound(*args, debug=False, **kwargs)
+        found(kernel, str((tuple(specialization), str(options))))
 
     return on_launch
+
+
+def new_forms(sequences: int) -> dict[int, int]:
+    """Forms of kernels that attention at decode compiles anew in each context of an answer.
+
+    As on a GPU of many processors, on meta tensors; at each context a block is packed too.
+    """
+    form, shape = KVFormat(128), HeadShape(32, 8, 128, 0.1)
+    found: set[str] = set()
+    seen = {}
+    bind = binder(lambda kernel, key: found.add(f"{kernel.fn.__name__} {key}"))
+    table = empty(torch.float32, _CONTEXTS[-1] + 1, 64)
+    with launches(bind, nothing), patch.object(Gpu, "of", lambda device: Gpu(_CAPABILITY, 132)):
+        for context in _CONTEXTS:
+            before = len(found)
+            cache = _cache_of(form, sequences, context)
+            ragged = Ragged.of([1] * sequences, [context] * sequences)
+            qkv = empty(torch.float16, sequences, shape.qkv_width)
+            triton_ops.attention(qkv, shape, cache, ragged, rotary=(table, table))
+            seen[context] = len(found) - before
+    return seen
+
+
+def _cache_of(form: KVFormat, sequences: int, context: int) -> DeviceLayerCache:
+    counts = [empty(torch.int32, sequences + (name == "row_start")) for name in _COUNTS]
+    blocks = -(-context // BLOCK_TOKENS)
+    step = PassTables(
+        **dict(zip(_COUNTS, counts, strict=True)),
+        table=empty(torch.int32, sequences, -(-(blocks + 1) // 16) * 16),
+        positions=counts[0],
+        max_rows=1,
+        max_packed=BLOCK_TOKENS * blocks,
+        max_new_blocks=1,
+    )
+    recent = empty(torch.float16, sequences, 128, 8, form.head_dim)
+    pool = empty(torch.uint8, blocks + 1, 8, form.nbytes)
+    return DeviceLayerCache(form, pool, recent, recent, step, values_rotated=True)
 
 
 def measure(folder: Path, layers: int, sequences: int, steps: int) -> HostCost:
@@ -124,10 +197,12 @@ def measure(folder: Path, layers: int, sequences: int, steps: int) -> HostCost:
             runtime.forward(ForwardPass(ids, ragged, cache, last))
 
         with torch.inference_mode():
-            with launches(lambda *args, **kwargs: None):
+            with launches(nothing):
                 step(_PROMPT)
-                bare = tuple(_seconds(step) for _ in range(steps))
-            with launches(binder()):
+                with patch.object(BoundKernel, "__call__", nothing):
+                    bare = tuple(_seconds(step) for _ in range(steps))
+            with launches(binder(), nothing):
+                step(1)
                 bound = tuple(_seconds(step) for _ in range(steps))
             counting = launches(lambda kernel, *a, **k: kernels.update([kernel.fn.__name__]))
             with counting, _CountOps() as counted:
@@ -156,12 +231,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for sequences in (1,) if args.quick else (1, 8, 64):
         with tempfile.TemporaryDirectory() as folder:
             few, many = (measure(Path(folder), d, sequences, steps) for d in _DEPTHS)
-        _add(report, sequences, few, many)
+        _add(report, sequences, few, many, new_forms(sequences))
     print("wrote", report.publish(args.out))
     return 0
 
 
-def _add(report: Report, sequences: int, few: HostCost, many: HostCost) -> None:
+def _add(
+    report: Report, sequences: int, few: HostCost, many: HostCost, forms: dict[int, int]
+) -> None:
     layers = _DEPTHS[1] - _DEPTHS[0]
     kernels, torch_ops = many.kernels - few.kernels, many.torch_ops - few.torch_ops
     bare, bound = (
@@ -179,6 +256,7 @@ def _add(report: Report, sequences: int, few: HostCost, many: HostCost) -> None:
         "host_us_with_binding": bound,
         "triton": {name: count / layers for name, count in sorted(kernels.items())},
         "torch": {name: count / layers for name, count in sorted(torch_ops.items())},
+        "attention_compiled_by_context": {str(context): count for context, count in forms.items()},
     }
     names = ", ".join(f"{name} {count / layers:g}" for name, count in kernels.most_common())
     report.notes.append(f"{sequences}: {names}")

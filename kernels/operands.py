@@ -49,10 +49,12 @@ def require(
 
 
 def _fits(found: Sequence[int], shape: Sequence[int | str]) -> bool:
-    pairs = zip(found, shape, strict=False)
-    return len(found) == len(shape) and all(
-        have == want or isinstance(want, str) for have, want in pairs
-    )
+    if len(found) != len(shape):
+        return False
+    for have, want in zip(found, shape, strict=True):  # for every operand of every launch
+        if have != want and not isinstance(want, str):
+            return False
+    return True
 
 
 def _contiguous_rows(tensor: Tensor) -> bool:

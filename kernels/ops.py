@@ -84,6 +84,26 @@ def with_activation_bits(ops: Ops, activation_bits: int) -> Ops:
     return ops if activation_bits == 16 else RoundedOps(ops, activation_bits)
 
 
+class ScratchOps:
+    """Ops of a GPU whose matmuls may take so many bytes for dequantized weights."""
+
+    def __init__(self, ops: Ops, scratch_bytes: int) -> None:
+        launchers: Any = ops  # these take the bytes with each call
+        self.PACKING, self.CACHE, self.USES_OUT = ops.PACKING, ops.CACHE, ops.USES_OUT
+        self.ACTIVATION_BITS = ops.ACTIVATION_BITS
+        self.attention, self.experts = ops.attention, ops.experts
+        self.w4_linear = partial(launchers.w4_linear, scratch_bytes=scratch_bytes)
+
+
+def with_scratch(ops: Ops, device: torch.device, bound: int | None) -> Ops:
+    """The ops, on a GPU with a scratch that fits the `bound` bytes that may be used of it."""
+    if ops.CACHE != "device":
+        return ops
+    from .triton.linear.linear import scratch_bytes
+
+    return ScratchOps(ops, scratch_bytes(device, bound))
+
+
 def exact(ops: Ops) -> Ops:
     """The same ops with 16-bit activations, for routers and heads."""
     return ops.exact if isinstance(ops, RoundedOps) else ops

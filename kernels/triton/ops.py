@@ -57,25 +57,27 @@ def w4_linear(
     residual: Tensor | None = None,
     silu_mul: bool = False,
     out: Tensor | None = None,
+    scratch_bytes: int = linear.SCRATCH_MIN,
 ) -> Tensor:
     """Return f(rms_norm(x) @ W.T + bias) + residual; f: see `interleaved_silu_mul`, or nothing.
 
     x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]:
     any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same.
-    The norm and the result are rounded to the dtype of x; from M = 65 on every step is. Raises
-    OpError.
+    The norm and the result are rounded to the dtype of x; from M = 65 on every step is.
+    scratch_bytes: what dequantized weights may take then. Raises OpError.
     """
     rows = weight.shape[0]
     if silu_mul and rows % 32:
         raise OpError(f"silu_mul needs a multiple of 32 rows, not {rows}")
-    for name, tensor in (("residual", residual), ("out", out)):
+    for name, tensor in (("residual", residual), ("out", None if out is residual else out)):
         if tensor is not None:
             shape = (x.shape[0], rows // 2 if silu_mul else rows)
             require(name, tensor, (x.dtype,), shape, x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         y = x if norm is None else rms_norm(x, norm, eps)[0]
         end = Epilogue(residual, silu_mul, out)
-        return linear.w4_linear(y, weight, None if bias is None else bias.to(x.dtype), end=end)
+        added = None if bias is None else bias.to(x.dtype)
+        return linear.w4_linear(y, weight, added, end=end, scratch=scratch_bytes)
 
 
 def attention(
@@ -99,9 +101,9 @@ def attention(
     it returns when the CPU has attended to them. Raises OpError.
     """
     require("qkv", qkv, (cache.recent_k.dtype,), ("M", shape.qkv_width), cache.recent_k.device)
-    step = cache.step
-    if len(step.positions) != len(qkv) or len(qkv) != ragged.tokens:
-        raise OpError(f"{len(qkv)} rows, but the cache was opened for {len(step.positions)}")
+    step, tokens = cache.step, qkv.shape[0]
+    if step.positions.shape[0] != tokens or tokens != ragged.tokens:
+        raise OpError(f"{tokens} rows, but the cache was opened for {len(step.positions)}")
     if out is not None:
         width = shape.heads * shape.head_dim
         require("out", out, (qkv.dtype,), (len(qkv), width), qkv.device)
@@ -109,12 +111,12 @@ def attention(
         rows = qkv if step.order is None else qkv[step.order]
         heads = rows.view(rows.shape[0], -1, shape.head_dim)
         query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        if cache.values_rotated:
-            value = rotate_values(value)
         if step.max_rows == 1 and not cache.offloaded:  # all else is done where it attends
-            new = NewTokens(key, value, rotary, q_norm, k_norm)
+            new = NewTokens(key, value, rotary, q_norm, k_norm, cache.values_rotated)
             attended = _decode(query, new, shape, cache, sinks)[0]
         else:
+            if cache.values_rotated:
+                value = rotate_values(value)
             query, key = (
                 _turned(_normed(x, norm, shape.norm_eps), step.positions, rotary)
                 for x, norm in ((query, q_norm), (key, k_norm))
@@ -126,8 +128,8 @@ def attention(
             attend = _decode if step.max_rows == 1 else _prefill
             attended, lse = attend(query, new, shape, cache, sinks)
             attended = attended if offloaded is None else offloaded.join(attended, lse)
-        if cache.values_rotated:
-            attended = rotate_values(attended, back=True)
+            if cache.values_rotated:
+                attended = rotate_values(attended, back=True)
         attended = attended.flatten(1)
         if step.order is not None:
             out = torch.empty_like(attended) if out is None else out

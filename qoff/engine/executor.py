@@ -77,6 +77,7 @@ class Executor(ABC):
                 transfers=transfers,
                 device=device,
                 dtype=dtype,
+                bound=plan.device_memory,
                 instrumentation=instrumentation,
             )
         )

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from qoff.errors import BudgetError
@@ -84,7 +84,7 @@ class Budget:
             rows = size
             if self._scoring is not None:
                 rows = size * count
-            return _working_bytes(decoder, self._kv, size, count, rows, context, tiled)
+            return _working_bytes(self.memory, decoder, self._kv, size, count, rows, context, tiled)
 
         longest = min(decoder.max_positions, _CONTEXTS[0])
         contexts = [longest, *(c for c in _CONTEXTS if c < longest)]
@@ -195,11 +195,12 @@ class Budget:
         sequences = len(counts)
         rows = max(rows, sequences)
         return _working_bytes(
-            self._decoder, self._kv, sequences, at_once, rows, longest, self._tiled
+            self.memory, self._decoder, self._kv, sequences, at_once, rows, longest, self._tiled
         )
 
 
 def _working_bytes(
+    bound: int,
     decoder: AnyDecoder,
     kv: KVQuant | None,
     sequences: int,
@@ -210,9 +211,9 @@ def _working_bytes(
 ) -> int:
     """The most bytes that a pass takes beside weights and KV cache, its logits included.
 
-    The pass reads `count` tokens of each sequence, the longest of which then has `longest`, for
-    `rows` rows of logits; tiled: layers stream in tiles. For models that run through transformers'
-    modules it is an estimate.
+    bound: bytes of the device that may be used in all. The pass reads `count` tokens of each
+    sequence, the longest of which then has `longest`, for `rows` rows of logits; tiled: layers
+    stream in tiles. For models that run through transformers' modules it is an estimate.
     """
     if isinstance(decoder, ModuleDecoder):
         vocab = decoder.vocab_size
@@ -222,7 +223,8 @@ def _working_bytes(
         assert kv is not None
         from qoff.plan.gpu import memory_on_gpu
 
-        plan = Plan(batch_size=sequences, context=longest, prefill_tokens=tokens, kv=kv)
+        options: dict[str, Any] = {"device_memory": bound, "batch_size": sequences, "kv": kv}
+        plan = Plan(**options, context=longest, prefill_tokens=tokens)
         device, dtype = decoder.device, decoder.dtype
         memory = memory_on_gpu(plan, spec, decoder.head_shapes, device, dtype, tiled)
         needed, extra = memory.purposes["device"], max(0, rows - sequences)

@@ -15,7 +15,9 @@ from qoff.memory import Unit
 
 from .spec import DecoderSpec
 
-MLP_TOKENS = 512  # tokens that go through the MLP together: bounds working space at prefill
+# Tokens that go through the MLP together: bounds working space at prefill.
+MLP_TOKENS = 512
+GPU_MLP_TOKENS = 2048  # where weights are dequantized each time
 
 
 class Activations(Protocol):
@@ -121,9 +123,9 @@ def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:
     return None if memory is None else memory[:rows]
 
 
-def mlp_tokens(tokens: int, tiled: bool) -> int:
+def mlp_tokens(tokens: int, tiled: bool, on_gpu: bool = False) -> int:
     """Tokens of which the MLP's intermediate values are kept at a time."""
-    return tokens if tiled else min(tokens, MLP_TOKENS)
+    return tokens if tiled else min(tokens, GPU_MLP_TOKENS if on_gpu else MLP_TOKENS)
 
 
 def _extra_width(spec: DecoderSpec) -> int:

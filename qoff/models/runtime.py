@@ -17,6 +17,7 @@ from torch import Tensor
 from qoff.budgets import resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, UnsupportedModelError
+from qoff.kernels.ops import with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
@@ -55,10 +56,12 @@ class Runtime:
     the caller's and outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden
     states and recent K and V are of `dtype`, float16 or bfloat16 ("auto": what the model was
     trained in), and the checkpoint is of packing split32. cuda_graphs: layers at decode are
-    replayed as CUDA graphs (experimental). trust_remote_code: run code that came with a model
-    transformers does not have. reserves: bytes within device_memory to keep free for the caller,
-    without and with layers in tiles; the first that leave enough for the weights are taken. One
-    forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is too
+    replayed as CUDA graphs (experimental). bound: bytes of the device that may be used in all (by
+    default device_memory): how much of a matrix is dequantized at once depends on it.
+    trust_remote_code: run code that came with a model transformers does not have. reserves: bytes
+    within device_memory to keep free for the caller, without and with layers in tiles; the first
+    that leave enough for the weights are taken. One forward pass runs at a time; others wait their
+    turn. Raises BudgetError when the budget is too
     small, OpError for a device that is not there, and the errors of `Checkpoint.open`.
     """
 
@@ -75,6 +78,7 @@ class Runtime:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "auto",
         cuda_graphs: bool = False,
+        bound: int | None = None,
         trust_remote_code: bool = False,
         instrumentation: Instrumentation = PLAIN,
         reserves: Callable[[AnyDecoder], Iterable[tuple[int, int]]] = lambda _: ((0, 0),),
@@ -95,6 +99,7 @@ class Runtime:
             spec = DecoderSpec.from_config(self.checkpoint.config)
             check_kv(head_shapes(spec), kv, ops.CACHE == "device")
             replays = Replays() if cuda_graphs and where.type == "cuda" else None
+            ops = with_scratch(ops, where, device_memory if bound is None else bound)
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
         transfers = transfers or transfers_to(where)
         try:

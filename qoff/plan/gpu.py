@@ -11,7 +11,7 @@ from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.triton.attention.offloaded import host_bytes
-from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes
+from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
 from qoff.kernels.triton.moe.experts import experts_bytes
 from qoff.kernels.triton.ops import attention_bytes
 from qoff.kvcache import DeviceCache
@@ -125,10 +125,10 @@ def _pass_bytes(
     tiled: bool,
 ) -> int:
     """Bytes of the device that the step of a pass allocates which takes most."""
-    tokens = plan.pass_tokens
+    tokens, scratch = plan.pass_tokens, scratch_bytes(device, plan.device_memory)
 
     def linear(count: int, rows: int, columns: int) -> int:
-        return linear_bytes(count, rows, columns, dtype, device, silu_mul=True)
+        return linear_bytes(count, rows, columns, dtype, device, silu_mul=True, scratch=scratch)
 
     layer = layer_bytes(
         spec,
@@ -139,7 +139,9 @@ def _pass_bytes(
         attention_bytes=attention,
         tiled=tiled,
     )
-    head = linear_bytes(plan.batch_size, spec.vocab_size, spec.hidden_size, dtype, device)
+    head = linear_bytes(
+        plan.batch_size, spec.vocab_size, spec.hidden_size, dtype, device, scratch=scratch
+    )
     head += logits_bytes(spec, plan.batch_size, dtype)
     work = CUBLAS_BYTES + max(embedded_bytes(spec, tokens, dtype), layer, head)
     return work + (plan.tile_bytes(spec, dtype) if tiled else 0)

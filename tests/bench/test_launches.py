@@ -18,6 +18,11 @@ def test_the_launches_of_a_layer_are_counted(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     (measured,) = json.loads((tmp_path / "x.json").read_text())["measured"].values()
     assert measured["triton"]["decode_attention_kernel"] == 1
+    assert measured["triton_launches"] <= 8
+    assert measured["torch_launches"] == 0
+    first, *later = measured["attention_compiled_by_context"].values()
+    assert first == 3  # attention, merge, packing of a block
+    assert not any(later)
     assert measured["triton_launches"] == sum(measured["triton"].values())
     assert measured["torch_launches"] == sum(measured["torch"].values())
     refused = subprocess.run(

@@ -73,7 +73,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops.linear, "w4_linear", w4_linear)
 
 
-def w4_linear(x: Tensor, weight: QTensor, bias: None, end: Any) -> Tensor:
+def w4_linear(x: Tensor, weight: QTensor, bias: None, end: Any, scratch: int) -> Tensor:
     """`kernels.triton.linear.linear.w4_linear` in torch, rows for themselves."""
     y = (x.float()[:, None] * weight.dequantize()).sum(-1)
     y = reference_ops.activate(y, "silu") if end.silu_mul else y

@@ -10,6 +10,7 @@ import torch
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.reference import attention as reference_attention
 from qoff.kernels.reference import elementwise
 from qoff.kernels.triton.attention.decode import (
@@ -167,15 +168,15 @@ def test_runs_fill_the_processors_and_are_not_too_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "pairs", "normed", "dtype"),
+    ("dim", "pairs", "normed", "rotated", "dtype"),
     [
-        (64, 32, True, torch.bfloat16),
-        (80, 16, True, torch.float16),  # a part of the channels is turned
-        (64, 0, False, torch.float16),
+        (64, 32, True, False, torch.bfloat16),
+        (80, 16, True, True, torch.float16),  # a part of the channels is turned
+        (64, 0, False, True, torch.float16),
     ],
     ids=str,
 )
-def test_new_tokens(dim: int, pairs: int, normed: bool, dtype: torch.dtype) -> None:
+def test_new_tokens(dim: int, pairs: int, normed: bool, rotated: bool, dtype: torch.dtype) -> None:
     """Normed, turned and put into the ring before it is attended; a sequence may have none."""
     cache = random_cache(KVFormat(dim), 2, [(1, 5), (0, 0), (0, 64), (0, 1)], dtype)
     step = cache.step
@@ -188,7 +189,7 @@ def test_new_tokens(dim: int, pairs: int, normed: bool, dtype: torch.dtype) -> N
     tables = tuple(torch.rand(2, 200, pairs)) if pairs else None
     norms = tuple(torch.rand(2, dim) + 0.5) if normed else (None, None)
     out, lse = decode_attention(
-        q, cache, shape, config=_runs(1), new=NewTokens(k, v, tables, *norms)
+        q, cache, shape, config=_runs(1), new=NewTokens(k, v, tables, *norms, rotated)
     )
 
     def turned(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
@@ -199,7 +200,9 @@ def test_new_tokens(dim: int, pairs: int, normed: bool, dtype: torch.dtype) -> N
     queries[slots] = turned(q, norms[0])
     places = step.positions % cache.recent_k.shape[1]
     assert_close(cache.recent_k[slots, places.long()], turned(k, norms[1]), dtype=dtype)
-    assert torch.equal(cache.recent_v[slots, places.long()], v)
+    kept = rotate_values(v) if rotated else v
+    assert_close(cache.recent_v[slots, places.long()], kept, dtype=dtype)
     expected = reference_attention.decode_attention(queries.double(), cache, shape)
-    assert_close(out, expected[0][slots], dtype=dtype)
+    wanted = rotate_values(expected[0], back=True) if rotated else expected[0]
+    assert_close(out, wanted[slots], dtype=dtype)
     assert_close(lse, expected[1][slots], dtype=dtype)

@@ -27,6 +27,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.rotation import value_run
 from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.elementwise.rope import check_tables
 from qoff.kernels.triton.launch import tuned
@@ -75,6 +76,7 @@ def decode_attention_kernel(
     V_CODES: tl.constexpr, V_SCALE: tl.constexpr, NBYTES: tl.constexpr, SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, RESIDENT_FROM: tl.constexpr,
     NEW: tl.constexpr, TURNED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    V_RUN: tl.constexpr,
     PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One run of blocks, or (the first of a sequence) its recent window, for COLUMNS queries.
@@ -117,7 +119,7 @@ def decode_attention_kernel(
                 key + at_row.to(tl.int64) * key_stride + kv_head * HEAD_DIM,
                 value + at_row.to(tl.int64) * value_stride + kv_head * HEAD_DIM,
                 recent_k + slot, recent_v + slot, tl.minimum(end, 1), position, cos, sin, k_norm,
-                eps, HEAD_DIM, PAIRS, TURNED, K_NORM,
+                eps, HEAD_DIM, PAIRS, TURNED, K_NORM, V_RUN,
             )  # fmt: skip
         o0, o1, o2, o3, top, total = attend_ring(
             q0, q1, q2, q3, recent_k + ring_base, recent_v + ring_base, row, ring,
@@ -174,23 +176,11 @@ def decode_attention(
     cache.check_queries(q, shape, sinks)
     if new is not None:
         check_new(new, cache)
-    rows = len(cache.step.start) if new is None else len(cache.step.positions)
-    if len(q) != rows:
-        raise OpError(f"q has a row for each of {rows} sequences, not {len(q)}")
-    return attend(q, cache, shape, sinks, config, new)
-
-
-def attend(
-    q: Tensor,
-    cache: DeviceLayerCache,
-    shape: HeadShape,
-    sinks: Tensor | None,
-    config: DecodeConfig | None,
-    new: NewTokens | None,
-) -> tuple[Tensor, Tensor]:
-    """`decode_attention` of operands that were checked."""
     step, form = cache.step, cache.form
-    rows, sequences = q.shape[0], step.start.shape[0]
+    sequences = step.start.shape[0]
+    rows = sequences if new is None else step.positions.shape[0]
+    if q.shape[0] != rows:
+        raise OpError(f"q has a row for each of {rows} sequences, not {len(q)}")
     outputs = (shape.heads, form.head_dim)
     turned = 0 if new is None or new.tables is None else new.tables[0].shape[1]
     flags = (
@@ -200,6 +190,7 @@ def attend(
         turned,
         new is not None and new.q_norm is not None,
         new is not None and new.k_norm is not None,
+        value_run(form.head_dim) if new is not None and new.rotated else 1,
     )
     kernel, split, most_parts = _bound(q.device, form, shape, sequences, flags, config)
     parts, run = split.of(step.max_packed // BLOCK_TOKENS)
@@ -208,7 +199,7 @@ def attend(
     if rows:
         fresh, strides = _NOTHING, (0, 0)
         if new is not None:
-            fresh = (step.row_start, new.key, new.value, *(new.tables or (None, None)), *new[3:])
+            fresh = (step.row_start, new.key, new.value, *(new.tables or (None, None)), *new[3:5])
             strides = (new.key.stride(0), new.value.stride(0))
         kernel(
             (split.tiles, parts, sequences),
@@ -218,9 +209,9 @@ def attend(
             cache.recent_k.shape[1], shape.kv_heads, q.stride(0), *strides,
             run, step.table.stride(0), rows,
         )  # fmt: skip
-    if parts == 1:
+    if parts == 1 and flags[-1] == 1:
         return outs[0], lses[0]
-    return join(outs, lses, most_parts)
+    return join(outs, lses, most_parts, flags[-1])
 
 
 _NOTHING = (None,) * 7  # of new tokens
@@ -266,13 +257,14 @@ def _bound(
     form: KVFormat,
     shape: HeadShape,
     sequences: int,
-    flags: tuple[bool, bool, bool, int, bool, bool],
+    flags: tuple[bool, bool, bool, int, bool, bool, int],
     config: DecodeConfig | None,
 ) -> tuple[BoundKernel, Split, int]:
     """The kernel for all that does not change from step to step, how blocks are cut, and the most
     parts.
 
-    flags: sinks, resident_from, new tokens, pairs that are turned, norms of queries and keys.
+    flags: sinks, resident_from, new tokens, pairs that are turned, norms of queries and of keys,
+    channels of V that are rotated together.
     """
     window, group = shape.window or 0, shape.heads // shape.kv_heads
     columns = _columns(group)
@@ -281,7 +273,7 @@ def _bound(
     # A window that starts inside a block reaches into one more.
     most_blocks = window // BLOCK_TOKENS + 1 if window else 1 << 30
     split = Split(tiles, sequences, processors, config, most_blocks)
-    names = ("SINKS", "RESIDENT_FROM", "NEW", "TURNED", "Q_NORM", "K_NORM")
+    names = ("SINKS", "RESIDENT_FROM", "NEW", "TURNED", "Q_NORM", "K_NORM", "V_RUN")
     kernel = BoundKernel(
         decode_attention_kernel,
         **form_constants(form),

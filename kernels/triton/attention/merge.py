@@ -17,6 +17,7 @@ from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .kv_tiles import LOG2E
+from .rotate import rotated
 
 
 @triton.jit(do_not_specialize=["parts", "rows"])
@@ -26,6 +27,7 @@ def merge_kernel(
     D_PADDED: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the parts, PARTS at a time; most of a row's parts are in one thread."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -50,7 +52,10 @@ def merge_kernel(
         joined = joined * keep[:, None] + tl.sum(used * weight[:, :, None], axis=0)
         total = total * keep + tl.sum(weight, axis=0)
         top = new_top
-    result = (joined / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    joined = joined / tl.where(total > 0.0, total, 1.0)[:, None]
+    if RUN > 1:
+        joined = rotated(joined, RUN, True)
+    result = joined.to(out.dtype.element_ty)
     mask = inside[:, None] & (channel < D)[None, :]
     tl.store(out + row[:, None] * D + channel[None, :], result, mask=mask)
     tl.store(lse + row, (top + tl.log2(total)) / LOG2E, mask=inside)
@@ -76,22 +81,25 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return join(outs, lses, outs.shape[0])
 
 
-def join(outs: Tensor, lses: Tensor, most_parts: int) -> tuple[Tensor, Tensor]:
-    """`merge` of checked operands, by the kernel for up to so many parts of the same heads."""
+def join(outs: Tensor, lses: Tensor, most_parts: int, run: int = 1) -> tuple[Tensor, Tensor]:
+    """`merge` of checked operands, by the kernel for up to so many parts of the same heads.
+
+    run: channels that are rotated back together, see `rotation.value_run`; 1 for none.
+    """
     parts, tokens, heads, head_dim = outs.shape
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    kernel, together = _bound(head_dim, most_parts)
+    kernel, together = _bound(head_dim, most_parts, run)
     kernel((cdiv(tokens * heads, together), 1, 1), outs, lses, out, lse, parts, tokens * heads)
     return out, lse
 
 
 @cache
-def _bound(head_dim: int, most_parts: int) -> tuple[BoundKernel, int]:
+def _bound(head_dim: int, most_parts: int, run: int) -> tuple[BoundKernel, int]:
     """The kernel, and the rows of a program: heads of a token."""
     padded = next_power_of_2(head_dim)
     parts = min(32, next_power_of_2(most_parts))  # whose loads are under way
     rows = max(1, 1024 // (parts * padded))
     values = parts * rows * padded
     warps = 1 if values <= 1024 else min(8, values // 512)
-    sizes = {"D": head_dim, "D_PADDED": padded, "PARTS": parts, "ROWS": rows}
+    sizes = {"D": head_dim, "D_PADDED": padded, "PARTS": parts, "ROWS": rows, "RUN": run}
     return BoundKernel(merge_kernel, **sizes, num_warps=warps, num_stages=1), rows

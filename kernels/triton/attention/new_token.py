@@ -17,13 +17,15 @@ from torch import Tensor
 from qoff.kernels.triton.elementwise.rope import turned
 
 from .decode_tiles import load_queries
+from .rotate import rotated
 
 
 class NewTokens(NamedTuple):
     """Keys and values of the new tokens of a decode step, and what is done to keys and queries.
 
     tables: cos and sin of RoPE, float32 [positions, R / 2]. q_norm, k_norm: weights [D] of an RMS
-    norm before it, any float dtype.
+    norm before it, any float dtype. rotated: V of the cache is (`rotation.rotate_values`), and
+    neither these values nor the results of attention are.
     """
 
     key: Tensor  # [M, kv_heads, D], in the dtype of the ring; its rows may lie apart
@@ -31,6 +33,7 @@ class NewTokens(NamedTuple):
     tables: tuple[Tensor, Tensor] | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    rotated: bool = False
 
 
 @triton.jit
@@ -118,10 +121,12 @@ def load_new(
 def keep_new(
     key, value, recent_k, recent_v, count, position, cos, sin, weight, eps,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """Norm and turn the key at pointer `key`, and write it and the value to their slots.
 
-    count: 1, or 0 for no token. What was written can be read in this program from here on.
+    RUN: channels of V that are rotated together, 1 for none. count: 1, or 0 for no token. What was
+    written can be read in this program from here on.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     one = tl.arange(0, 1)
@@ -131,13 +136,15 @@ def keep_new(
     )
     channel = 2 * tl.arange(0, PAIRS)[:, None]
     mask = (channel < HALF) & present[None, :]
-    v0, v1, v2, v3 = load_queries(value + channel, mask, HALF)
     tl.store(recent_k + channel, k0, mask=mask)
     tl.store(recent_k + channel + 1, k1, mask=mask)
     tl.store(recent_k + channel + HALF, k2, mask=mask)
     tl.store(recent_k + channel + HALF + 1, k3, mask=mask)
-    tl.store(recent_v + channel, v0, mask=mask)
-    tl.store(recent_v + channel + 1, v1, mask=mask)
-    tl.store(recent_v + channel + HALF, v2, mask=mask)
-    tl.store(recent_v + channel + HALF + 1, v3, mask=mask)
+    every = tl.arange(0, 4 * PAIRS)
+    live = every < tl.minimum(count, 1) * HEAD_DIM
+    v = tl.load(value + every, mask=live, other=0.0)
+    if RUN > 1:
+        v = rotated(v.to(tl.float32)[None, :], RUN, False)
+        v = tl.reshape(v, (4 * PAIRS,))
+    tl.store(recent_v + every, v.to(recent_v.dtype.element_ty), mask=live)
     tl.debug_barrier()

@@ -31,11 +31,26 @@ CUBLAS_BYTES = 64 << 20  # of torch for cuBLAS and cuBLASLt, on GPUs where they 
 SKINNY_MAX = 64  # tokens; beyond, cuBLAS makes up for the detour through the scratch
 
 
+SCRATCH_MIN = 64 << 20
+_SCRATCH_SHARE = 64  # of a GPU's memory: the down projection of 70B fits on a GPU of 32 GB
+
+
 @dataclass(frozen=True)
 class ScratchConfig:
     """Dequantize and multiply through a scratch of at most `nbytes` (at least 128 rows)."""
 
-    nbytes: int = 64 << 20
+    nbytes: int = SCRATCH_MIN
+
+
+def scratch_bytes(device: torch.device, bound: int | None = None) -> int:
+    """Bytes for dequantized weights on a GPU of which `bound` bytes may be used (None: all).
+
+    A matrix that fits is dequantized and multiplied at once.
+    """
+    if bound is None:
+        cuda = device.type == "cuda"
+        bound = torch.cuda.get_device_properties(device).total_memory if cuda else 0
+    return max(SCRATCH_MIN, bound // _SCRATCH_SHARE)
 
 
 Config = FmaConfig | GemvConfig | SkinnyConfig | ScratchConfig
@@ -47,12 +62,14 @@ def w4_linear(
     bias: Tensor | None = None,
     config: Config | None = None,
     end: Epilogue = PLAIN,
+    scratch: int = SCRATCH_MIN,
 ) -> Tensor:
     """Return x @ W.T + bias, accumulated in float32, and what `end` says.
 
     x: [M, K] float16 or bfloat16 with contiguous rows. weight: W [N, K], packing split32. bias: [N]
     in the dtype of x. Result: [M, N] in the dtype of x, the same bits each time; what is in `end`
-    fits it, which is not checked. `config` selects the way too. Raises OpError.
+    fits it, which is not checked. `config` selects the way too; scratch: bytes for dequantized
+    weights, where they are. Raises OpError.
     """
     n, k = weight.shape
     require("x", x, FLOATS, ("M", k), weight.device, rows_apart=True)
@@ -66,6 +83,8 @@ def w4_linear(
     if config is None:
         group_bytes = weight.group_size * weight.bits // 8
         chosen = way(tokens, group_bytes, Gpu.of(x.device).capability)
+        if chosen is ScratchConfig:
+            config = ScratchConfig(scratch)
     else:
         chosen = type(config)
     return _WAYS[chosen](x, weight, bias, config, end)
@@ -126,6 +145,7 @@ def linear_bytes(
     dtype: torch.dtype,
     device: torch.device,
     silu_mul: bool = False,
+    scratch: int = SCRATCH_MIN,
 ) -> int:
     """The most bytes the decoder's op allocates for up to `tokens` rows of x by W [N, K].
 
@@ -134,7 +154,7 @@ def linear_bytes(
     """
     work = sums_bytes(min(tokens, SKINNY_MAX), n, k, device)
     if tokens > SKINNY_MAX or Gpu.of(device).capability < 80:
-        work = max(work, _scratch_rows(n, k, ScratchConfig()) * k * dtype.itemsize)
+        work = max(work, _scratch_rows(n, k, ScratchConfig(scratch)) * k * dtype.itemsize)
     values = tokens * (n + k) + n + tokens * n // 2 * silu_mul
     return values * dtype.itemsize + work
 

@@ -14,7 +14,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops, exact
 from qoff.memory import TiledMatrix, Weights
 from qoff.models import names
-from qoff.models.forward_pass import MLP_TOKENS, ForwardPass, first_rows, mlp_tokens
+from qoff.models.forward_pass import ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
 from .experts import Experts
@@ -29,6 +29,7 @@ class Layer:
 
     def __init__(self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape]) -> None:
         self._spec, self._ops, self._shapes = spec, ops, shapes
+        self._on_gpu = ops.CACHE == "device"
         self._linear = Linear(ops, spec.norm_eps)
         self._exact_linear = Linear(exact(ops), spec.norm_eps)  # for scores that decide
         self._experts = None if spec.experts is None else Experts(spec.experts, ops)
@@ -89,7 +90,7 @@ class Layer:
     def _mlp(self, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
         count = len(run.input)
-        step = max(count, 1) if tiled(weights) else MLP_TOKENS
+        step = max(1, mlp_tokens(count, tiled(weights), self._on_gpu))
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
             x, norm = self._input(weights, run, _BEFORE_MLP, part)
@@ -126,8 +127,9 @@ class Layer:
         experts = self._experts
         assert experts is not None
         count = len(run.input)
-        for first in range(0, count, MLP_TOKENS):
-            part = slice(first, min(first + MLP_TOKENS, count))
+        step = max(1, mlp_tokens(count, False, self._on_gpu))
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
             x = normalized(self._spec, run.input[part], weights, _BEFORE_MLP)
             scores = yield from self._exact_linear(run, weights, names.ROUTER, x)
             added = experts.compute(x, scores, weights)
@@ -200,7 +202,7 @@ def layer_bytes(
     tiled: where matrices may come in tiles.
     """
     hidden, item = spec.hidden_size, dtype.itemsize
-    part = mlp_tokens(tokens, tiled)
+    part = mlp_tokens(tokens, tiled, on_gpu=True)
     normed = tokens * hidden * (2 * item + 8)  # in float32 and back
     aside = tokens * hidden * item  # added later: scaled, or what a parallel attention returns
 
@@ -222,7 +224,7 @@ def layer_bytes(
     rest = mlp(spec.intermediate_size)
     if spec.experts is not None:
         experts = spec.experts
-        some = min(tokens, MLP_TOKENS)
+        some = mlp_tokens(tokens, False, on_gpu=True)
         routed = some * (experts.count * (item + 12) + experts.top_k * 24)
         routed += linear(some, experts.count, hidden)
         sizes = (experts.top_k, experts.count, experts.intermediate_size, hidden)

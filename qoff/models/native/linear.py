@@ -46,14 +46,23 @@ class Linear:
         where the batch keeps them.
         """
         matrix, bias = weights[name], vector(weights, f"{name}.bias")
-        call = partial(self._ops.w4_linear, norm=norm, eps=self._eps, silu_mul=silu_mul)
         if not isinstance(matrix, TiledMatrix):
-            here = run.input[part] if x is None or adds else None
-            source, residual = here if x is None else x, here if adds else None
-            into = here if adds else out
-            return call(
-                cast(Tensor, source), cast(QTensor, matrix), bias=bias, residual=residual, out=into
+            here = x
+            if x is None or adds:
+                hidden = run.input
+                whole = part == ALL or part == slice(0, len(hidden))
+                here = hidden if whole else hidden[part]
+            return self._ops.w4_linear(
+                cast(Tensor, here if x is None else x),
+                cast(QTensor, matrix),
+                norm=norm,
+                eps=self._eps,
+                bias=bias,
+                residual=here if adds else None,
+                silu_mul=silu_mul,
+                out=here if adds else out,
             )
+        call = partial(self._ops.w4_linear, norm=norm, eps=self._eps, silu_mul=silu_mul)
         share = 2 if silu_mul else 1  # rows for a column of the result
         direct = self._ops.USES_OUT  # such ops take columns of a larger matrix
         for tile in matrix.tiles:
