@@ -18,9 +18,10 @@ from bench.variants.variant import (
 from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
+from qoff.kernels.layout.rotation import value_run
 from qoff.kernels.triton.attention.append import kv_append
 from qoff.kernels.triton.attention.decode import decode_attention
-from qoff.kernels.triton.attention.merge import merge
+from qoff.kernels.triton.attention.merge import join
 from qoff.kernels.triton.attention.new_token import NewTokens
 from qoff.kernels.triton.attention.prefill import prefill_attention
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
@@ -75,7 +76,7 @@ def _append(kind: str, dtype: str, form: KVFormat, pairs: int) -> Variant:
 
 
 def _merged(capability: int) -> Iterator[Variant]:
-    """Each size of a tile of up to 32 parts, with types and head sizes in turn."""
+    """Each size of a tile of up to 32 parts, with types, head sizes and rotation in turn."""
     types = ("fp32", *float_types(capability))
     sizes = [(64, 1), (64, 2), (80, 4), (64, 8), (64, 16), (64, 32)]
     sizes += [(128, 1), (96, 2), (128, 4), (80, 8), (96, 16), (128, 32)]
@@ -84,8 +85,10 @@ def _merged(capability: int) -> Iterator[Variant]:
         dtype = types[i // 2 % len(types)]
         parts = tile - (tile > 2)  # no multiple of 16
         outs = empty(DTYPES[dtype], parts, 16, 32, head_dim)
-        launch = partial(merge, outs, empty(torch.float32, parts, 16, 32))
-        yield Variant("merge", f"{dtype}-{head_dim}-{parts}parts", "merge_kernel", launch)
+        run = value_run(head_dim) if i % 3 == 0 else 1  # channels that are rotated back together
+        launch = partial(join, outs, empty(torch.float32, parts, 16, 32), parts, run)
+        name = f"{dtype}-{head_dim}-{parts}parts{'-rotated' * (run > 1)}"
+        yield Variant("merge", name, "merge_kernel", launch)
 
 
 def _decode(capability: int) -> Iterator[Variant]:
@@ -168,10 +171,10 @@ def _attention(
 
 
 def _new_tokens(k: torch.Tensor, form: KVFormat, normed: bool) -> NewTokens:
-    """All channels turned, or with two of the head sizes a part."""
+    """V is rotated, and all channels of keys turned, or with two of the head sizes a part."""
     pairs = form.head_dim // (4 if form.head_dim in (80, 256) else 2)
     table, norm = empty(torch.float32, 9, pairs), empty(k.dtype, form.head_dim) if normed else None
-    return NewTokens(k, k, (table, table), norm, norm)
+    return NewTokens(k, k, (table, table), norm, norm, rotated=True)
 
 
 def _traits(kind: str, capability: int, form: KVFormat, rows: int) -> frozenset[str]:

@@ -121,7 +121,7 @@ def pass_tables(
         max_rows=max(rows),
         max_packed=most,
         max_new_blocks=max((len(b) - offloaded[slot] for slot, b in new.items()), default=0),
-        resident_from=there[5] if any(resident_from) else None,
+        resident_from=there[5] if offloads else None,
         offloaded_until=there[6] if any(offloaded) else None,
         max_offloaded_blocks=max(offloaded),
     )
