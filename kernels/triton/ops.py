@@ -62,7 +62,8 @@ def w4_linear(
     """Return f(rms_norm(x) @ W.T + bias) + residual; f: see `interleaved_silu_mul`, or nothing.
 
     x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]:
-    any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same.
+    any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same,
+    but share no memory with x.
     The norm and the result are rounded to the dtype of x; from M = 65 on every step is.
     scratch_bytes: what dequantized weights may take then. Raises OpError.
     """
