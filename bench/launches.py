@@ -47,7 +47,7 @@ from qoff.models.runtime import Runtime
 
 _DEPTHS = (4, 12)
 _CAPABILITY = 90
-_STEPS, _STEPS_QUICK = 50, 5
+_STEPS, _STEPS_QUICK = 100, 5
 _CONTEXTS = (1, 63, 64, 200, 449, 1024, 5000, 33000, 131072)
 _COUNTS = ("start", "row_start", "length", "packed", "after")  # of a pass
 _PROMPT = 200  # tokens: some blocks are packed
@@ -166,12 +166,14 @@ def new_forms(sequences: int) -> dict[int, int]:
 
 
 def _cache_of(form: KVFormat, sequences: int, context: int) -> DeviceLayerCache:
-    counts = [empty(torch.int32, sequences + (name == "row_start")) for name in _COUNTS]
+    counts: dict[str, Any] = {
+        name: empty(torch.int32, sequences + (name == "row_start")) for name in _COUNTS
+    }
     blocks = -(-context // BLOCK_TOKENS)
     step = PassTables(
-        **dict(zip(_COUNTS, counts, strict=True)),
+        **counts,
         table=empty(torch.int32, sequences, -(-(blocks + 1) // 16) * 16),
-        positions=counts[0],
+        positions=counts["start"],
         max_rows=1,
         max_packed=BLOCK_TOKENS * blocks,
         max_new_blocks=1,

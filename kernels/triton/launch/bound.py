@@ -32,11 +32,12 @@ class BoundKernel:
         self._specialized = tuple(not param.do_not_specialize for param in params)
         self._compiled: dict[Hashable, Any] = {}
 
-    def __call__(self, grid: tuple[int, int, int], *args: Tensor | float | None) -> None:
-        """Launch on the current stream of the GPU of the first argument, a tensor."""
+    def __call__(self, grid: tuple[int, int, int], first: Tensor, *others: Any) -> None:
+        """Launch on the current stream of the GPU of the first argument."""
+        args = (first, *others)
         key = (
-            args[0].get_device(),
-            *[  # type: ignore[union-attr]
+            first.get_device(),
+            *[
                 (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, Tensor) else arg
                 for arg in compress(args, self._specialized)
             ],

@@ -50,8 +50,8 @@ class Linear:
             here = x
             if x is None or adds:
                 hidden = run.input
-                whole = part == ALL or part == slice(0, len(hidden))
-                here = hidden if whole else hidden[part]
+                every = part in (ALL, slice(0, len(hidden)))
+                here = hidden if every else hidden[part]
             return self._ops.w4_linear(
                 cast(Tensor, here if x is None else x),
                 cast(QTensor, matrix),
