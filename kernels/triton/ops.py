@@ -104,7 +104,7 @@ def attention(
     """
     require("qkv", qkv, (cache.recent_k.dtype,), ("M", shape.qkv_width), cache.recent_k.device)
     step = cache.step
-    if len(step.positions) != len(qkv) or len(qkv) != ragged.tokens:
+    if len(step.positions) != len(qkv):
         raise OpError(f"{len(qkv)} rows, but the cache was opened for {len(step.positions)}")
     if out is not None:
         width = shape.heads * shape.head_dim

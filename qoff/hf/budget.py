@@ -68,6 +68,7 @@ class Budget:
         self.free = 0  # bytes beside the weights
         self._kv, self._scoring = kv, scoring
         self._tiled = False
+        self._largest = 0  # sequences of a batch so far: recordings of its steps stay
         self._decoder: AnyDecoder | None = None
         self._caches: WeakSet[BoundedCache] = WeakSet()
         self._turn = threading.RLock()
@@ -131,6 +132,7 @@ class Budget:
                     "sequences, or load the model with more device_memory, or with the context "
                     "and batch_size that it is to have"
                 )
+            self._largest = max(self._largest, len(counts))
             if tokens > cache.room:
                 grown = tokens + tokens // 2  # for passes to come
                 fits = others + held.bytes_for(grown) + self._pass(counts, at_once, rows, grown)
@@ -195,7 +197,7 @@ class Budget:
         sequences = len(counts)
         rows = max(rows, sequences)
         return _working_bytes(
-            self._decoder, self._kv, sequences, at_once, rows, longest, self._tiled
+            self._decoder, self._kv, sequences, at_once, rows, longest, self._tiled, self._largest
         )
 
 
@@ -207,12 +209,13 @@ def _working_bytes(
     rows: int,
     longest: int,
     tiled: bool,
+    largest: int = 0,
 ) -> int:
     """The most bytes that a pass takes beside weights and KV cache, its logits included.
 
     The pass reads `count` tokens of each sequence, the longest of which then has `longest`, for
-    `rows` rows of logits; tiled: layers stream in tiles. For models that run through transformers'
-    modules it is an estimate.
+    `rows` rows of logits; tiled: layers stream in tiles. largest: sequences of a pass before. For
+    models that run through transformers' modules it is an estimate.
     """
     if isinstance(decoder, ModuleDecoder):
         vocab = decoder.vocab_size
@@ -224,7 +227,8 @@ def _working_bytes(
 
         plan = Plan(batch_size=sequences, context=longest, prefill_tokens=tokens, kv=kv)
         device, dtype = decoder.device, decoder.dtype
-        memory = memory_on_gpu(plan, spec, decoder.head_shapes, device, dtype, tiled)
+        recorded = 0 if decoder.replays is None else max(sequences, largest)
+        memory = memory_on_gpu(plan, spec, decoder.head_shapes, device, dtype, tiled, recorded)
         needed, extra = memory.purposes["device"], max(0, rows - sequences)
         more = logits_bytes(spec, extra, dtype) + 8 * extra * spec.hidden_size
         return needed["working space"] + needed["hidden states"] + more

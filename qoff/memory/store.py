@@ -133,23 +133,30 @@ class WeightStore:
         """Rows `ids`, int64 [T], of the weight `name`, [N, K], as float32 [T, K].
 
         From memory, of the device or the host; rows that are in neither are read from disk, just
-        these. The result is on the device. Raises OpError for rows that are not there,
-        DiskReadError.
+        these. The result is on the device. Raises OpError for rows that are not there, unless the
+        ids are on a GPU, which is not waited for; DiskReadError.
         """
         if self._closed:
             raise ArgumentError("the weight store is closed")
         entry = self.checkpoint.outer.weights[name]
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
+        looked_at = ids.numel() and not ids.is_cuda
+        if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
             raise OpError(
                 f"{name} has rows 0 to {entry.shape[0] - 1}, "
                 f"wanted {int(ids.min())} to {int(ids.max())}"
             )
-        ids = ids.cpu()
+        if name not in self._resident:
+            ids = ids.cpu()
         rows = torch.empty(len(ids), entry.shape[1], device=self._transfers.device)
         for some, out in zip(ids.split(_ROWS), rows.split(_ROWS), strict=True):
             if len(some):
                 self._gather(name, some, out)
         return rows
+
+    @property
+    def all_resident(self) -> bool:
+        """Whether no weight ever moves: all units, and the rows of `gather_rows`."""
+        return not self._streamed and EMBEDDING in self._resident
 
     @property
     def stats(self) -> StoreStats:

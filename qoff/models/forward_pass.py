@@ -97,6 +97,7 @@ class ForwardPass:
     # What the decoder sets on the way.
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
+    positions: Tensor | None = None  # of each row, on the device; of models that learn them
     hidden: Tensor | None = None  # [M, hidden_size] of the layer at work
 
     @property

@@ -54,12 +54,12 @@ class Runtime:
     kv: how its caches are packed; None keeps them in float32, which a GPU does not. The KV cache is
     the caller's and outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden
     states and recent K and V are of `dtype`, float16 or bfloat16 ("auto": what the model was
-    trained in), and the checkpoint is of packing split32. cuda_graphs: layers at decode are
-    replayed as CUDA graphs (experimental). trust_remote_code: run code that came with a model
-    transformers does not have. reserves: bytes within device_memory to keep free for the caller,
-    without and with layers in tiles; the first that leave enough for the weights are taken. One
-    forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is too
-    small, OpError for a device that is not there, and the errors of `Checkpoint.open`.
+    trained in), and the checkpoint is of packing split32; there decoding is replayed as CUDA
+    graphs, unless `settings.cuda_graphs` says no. trust_remote_code: run code that came with a
+    model transformers does not have. reserves: bytes within device_memory to keep free for the
+    caller, without and with layers in tiles; the first that leave enough for the weights are taken.
+    One forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is
+    too small, OpError for a device that is not there, and the errors of `Checkpoint.open`.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class Runtime:
         transfers: Transfers | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "auto",
-        cuda_graphs: bool = False,
         trust_remote_code: bool = False,
         instrumentation: Instrumentation = PLAIN,
         reserves: Callable[[AnyDecoder], Iterable[tuple[int, int]]] = lambda _: ((0, 0),),
@@ -94,7 +93,8 @@ class Runtime:
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
             check_kv(head_shapes(spec), kv, ops.CACHE == "device")
-            replays = Replays() if cuda_graphs and where.type == "cuda" else None
+            records = instrumentation.records(where)
+            replays = Replays(where, instrumentation.record) if records else None
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
         transfers = transfers or transfers_to(where)
         try:
@@ -122,6 +122,8 @@ class Runtime:
             transfers=transfers,
             instrumentation=instrumentation,
         )
+        if isinstance(self.decoder, Decoder):
+            self.decoder.resident = self.store.all_resident
         self.kv = kv
         self._timeline = instrumentation.timeline
         self._turn = threading.Lock()

@@ -1,0 +1,202 @@
+"""Steps of decoding that are recorded and replayed: the same results, whatever changes from step to
+step, and nothing computed but by replays.
+
+Where there is no GPU, `tests.tape` records instead of CUDA, and Triton interprets the kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.reference import elementwise
+from qoff.kernels.reference import ops as reference_ops
+from qoff.kvcache import DeviceCache
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.graphs import Record, Replays
+from tests.models.test_triton_decoder import KV8, checkpoint, interpreted
+from tests.tiny_models import PlainRun
+from tests.tolerances import assert_close
+from tests.triton_module import triton_module
+
+triton_ops = triton_module("ops")
+tape = pytest.importorskip("tests.tape")
+
+CPU = torch.device("cpu")
+SLOTS = 4
+PROMPTS = (76, 5, 77, 79)  # with a window of 16 tokens, a block is complete at 80
+# Slots that decode; the last ones end and begin while the others go on.
+STEPS = [(0, 1, 2, 3)] * 6 + [(0, 2, 3), (0, 2), (0, 2, 3), (2,), (1, 3), (2,)]
+
+
+def again(work: Callable[[], None]) -> Callable[[], None]:
+    """A recording of work that changes its input: it is not run for it."""
+    return work
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes long for each program: only attention and cache are Triton's."""
+
+    def w4_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+        y = (x.float()[:, None] * weight.dequantize()).sum(-1)  # rows for themselves
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def gated_silu(z: Tensor) -> Tensor:
+        return reference_ops.activate(z.float(), "silu").to(z.dtype)
+
+    monkeypatch.setattr(triton_ops, "rope", elementwise.rope)
+    monkeypatch.setattr(triton_ops, "gated_silu", gated_silu)
+    monkeypatch.setattr(triton_ops, "rms_norm", lambda *x: (elementwise.rms_norm(*x),))
+    monkeypatch.setattr(triton_ops.linear, "w4_linear", w4_linear)
+
+
+class Compared:
+    """One model twice, whose steps are replayed and are not; both are told the same."""
+
+    def __init__(self, path: Path, record: Record, resident: bool) -> None:
+        options: dict[str, Any] = {"dtype": torch.float16}
+        self.replays = Replays(CPU, record)
+        plain = PlainRun(path, triton_ops, **options)
+        replaying = PlainRun(path, triton_ops, **options, replays=self.replays)
+        replaying.decoder.resident = resident
+        self.runs = (plain, replaying)
+        self.caches: list[Any] = [run.decoder.new_cache(SLOTS, kv=KV8) for run in self.runs]
+
+    def forward(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """A pass over random tokens of some slots; logits are the same."""
+        starts = [0, *itertools.accumulate(counts)]
+        lengths = self.caches[0].lengths
+        spans = tuple(
+            Span(slot, start, count, lengths[slot])
+            for slot, start, count in zip(slots, starts[:-1], counts, strict=True)
+        )
+        ragged, tokens = Ragged(spans), torch.randint(3, 32, (starts[-1],))
+        expected, found = (
+            run.forward(ForwardPass(tokens, ragged, cache, ragged.last_rows))
+            for run, cache in zip(self.runs, self.caches, strict=True)
+        )
+        assert_close(found, expected, dtype=torch.float16)
+
+    def reset(self) -> None:
+        for cache in self.caches:
+            for slot in range(SLOTS):
+                cache.reset(slot)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("family", "resident"), [("smollm3", True), ("opt", True), ("smollm3", False), ("opt", False)]
+)
+def test_every_step_is_replayed_and_computes_the_same(
+    family: str, resident: bool, tmp_path: Path
+) -> None:
+    """Steps that pack blocks, with slots that are empty, of sequences that end and begin."""
+    both = Compared(checkpoint(tmp_path, family), tape.record if resident else again, resident)
+    parts = 1 if resident else both.runs[0].decoder.spec.num_layers
+    for done in range(2):
+        both.forward(range(SLOTS), PROMPTS)
+        for slots in STEPS:
+            both.forward(slots, [1] * len(slots))
+        assert both.caches[1].packed == [64, 0, 64, 64]
+        if not done:  # all that kernels are told, they were told now
+            before = both.replays.replayed
+        both.reset()
+    assert both.replays.replayed - before == parts * len(STEPS)
+    assert both.replays.recorded < parts * len(STEPS)
+    assert not both.replays.failed
+
+
+def test_a_key_is_of_one_cache_and_of_steps_that_kernels_are_told_the_same() -> None:
+    from tests.kvcache.test_device import FORMS, SHAPE
+
+    def key(cache: DeviceCache, *counts: int) -> object:
+        step = cache.begin(Ragged.of(list(counts), cache.lengths[: len(counts)]))
+        found = step.replay_key()  # type: ignore[attr-defined]  # of this cache's passes
+        step.end()
+        return found
+
+    def cache(**options: Any) -> DeviceCache:
+        return DeviceCache([SHAPE], FORMS[:1], 3, window=16, steady=True, device=CPU, **options)
+
+    first, other = cache(), cache()
+    assert key(first, 78, 3, 1) is None
+    keys = [key(first, 1, 1, 1) for _ in range(4)]
+    assert keys[0] == keys[3] != keys[1] != keys[2]  # the second packs a block
+    assert key(first, 1, 1) not in keys  # of two rows
+    key(other, 1, 1, 1)
+    assert key(other, 1, 1, 1) not in keys
+    assert key(DeviceCache([SHAPE], FORMS[:1], 1, device=CPU), 1) is None
+
+
+@interpreted
+def test_tokens_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    both = Compared(checkpoint(tmp_path, "opt"), tape.record, resident=True)
+    ragged = Ragged.of([1] * SLOTS, [0] * SLOTS)
+    run = ForwardPass(torch.tensor([1, 2, 3, 32]), ragged, both.caches[1], ragged.last_rows)
+    with pytest.raises(OpError, match="tokens are 0 to 31"):
+        both.runs[1].forward(run)
+
+
+def test_only_so_many_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qoff.models.native.graphs._MOST", 2)
+    replays = Replays(CPU, again)
+
+    def doubled(*keys: int) -> list[float]:
+        return [float(replays.run(key, None, torch.tensor(key), lambda x: 2 * x)) for key in keys]
+
+    assert doubled(1, 2, 1, 2, 1, 2) == [2, 4] * 3
+    assert (replays.recorded, replays.replayed) == (2, 4)
+    assert doubled(3, 2, 1, 1) == [6, 4, 2, 2]  # the third takes the place of the first
+    assert (replays.recorded, replays.replayed) == (3, 6)
+
+
+def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
+    def refuse(work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted\n  when stream is capturing")
+
+    replays, x = Replays(CPU, refuse), torch.ones(3)
+
+    def step(key: str) -> Tensor:
+        return replays.run(key, None, x, lambda x: x.add_(1))
+
+    assert step("a").tolist() == [2] * 3
+    assert x.tolist() == [1] * 3
+    with pytest.warns(RuntimeWarning, match=r"RuntimeError: operation not .* QOFF_CUDA_GRAPHS=0"):
+        assert step("a").tolist() == [2] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for key in ("a", "b", "b"):
+            step(key)
+    assert x.tolist() == [4] * 3
+    assert (replays.recorded, replays.replayed, replays.failed) == (0, 0, 1)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_gpu_usable() -> None:
+    device = torch.device("cuda")
+    replays = Replays(device)
+
+    def work(x: Tensor) -> Tensor:
+        y = x + 1
+        return y * float(y.sum())  # waits for the GPU, which a capture may not
+
+    found = []
+    with pytest.warns(RuntimeWarning, match="CUDA graph"):
+        found += [replays.run("key", None, torch.ones(2), work).tolist() for _ in range(3)]
+    assert found == [[8.0, 8.0]] * 3
+    assert torch.randn(1 << 20, device=device).isfinite().all()  # random numbers, fresh memory
+    others = Replays(device)
+    found = [others.run("key", None, torch.ones(2), lambda x: 2 * x).tolist() for _ in range(3)]
+    assert found == [[2.0, 2.0]] * 3
+    assert (others.recorded, others.replayed) == (1, 2)
