@@ -4,7 +4,8 @@ The decoder runs on the Triton ops with memory of the CPU, and launches are stub
 left is what the host does: counted, and timed in CPU time of its thread, for models of two depths;
 the cost of a layer is their difference over their layers. Kernels: Triton's, and operations of
 torch that would be kernels. Microseconds: without and with what Triton does before a launch, which
-is to bind and specialize arguments; not with the launch, and with what torch computes here.
+is to bind and specialize arguments; not with the launch, and with what torch computes here. Of a
+step that is replayed as one CUDA graph: all that is left to the host but the graph's launch.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class HostCost:
     torch_ops: Counter[str]
     bare_s: tuple[float, ...]  # launches do nothing
     bound_s: tuple[float, ...]  # launches bind and specialize their arguments
+    replayed_s: tuple[float, ...]  # of one graph, whose launch does nothing
 
 
 class _CountOps(TorchDispatchMode):
@@ -114,16 +116,8 @@ def measure(folder: Path, layers: int, sequences: int, steps: int) -> HostCost:
     path = folder / f"{layers}"
     write_random_checkpoint(path, SMALL | {"num_hidden_layers": layers})
     kernels: Counter[str] = Counter()
-    with Runtime(path, kv=KVQuant(), instrumentation=Instrumentation(ops=triton_ops)) as runtime:
-        cache = runtime.new_cache(sequences)
-
-        def step(tokens: int) -> None:
-            ragged = Ragged.of([tokens] * sequences, cache.lengths)
-            ids = torch.zeros(ragged.tokens, dtype=torch.int64)
-            last = tokens * torch.arange(1, sequences + 1) - 1
-            runtime.forward(ForwardPass(ids, ragged, cache, last))
-
-        with torch.inference_mode():
+    with torch.inference_mode():
+        with _opened(path, sequences) as step:
             with launches(lambda *args, **kwargs: None):
                 step(_PROMPT)
                 bare = tuple(_seconds(step) for _ in range(steps))
@@ -132,7 +126,28 @@ def measure(folder: Path, layers: int, sequences: int, steps: int) -> HostCost:
             counting = launches(lambda kernel, *a, **k: kernels.update([kernel.fn.__name__]))
             with counting, _CountOps() as counted:
                 step(1)
-    return HostCost(kernels, counted.seen, bare, bound)
+        nothing = launches(lambda *args, **kwargs: None)
+        with nothing, _opened(path, sequences, record=lambda _: lambda: None) as step:
+            for tokens in (_PROMPT, 1, 1):
+                step(tokens)
+            replayed = tuple(_seconds(step) for _ in range(steps))
+    return HostCost(kernels, counted.seen, bare, bound, replayed)
+
+
+@contextmanager
+def _opened(path: Path, sequences: int, **hooks: Any) -> Iterator[Callable[[int], None]]:
+    """A model, as what reads so many tokens of each sequence, one behind the other."""
+    instrumentation = Instrumentation(ops=triton_ops, **hooks)
+    with Runtime(path, kv=KVQuant(), instrumentation=instrumentation) as runtime:
+        cache = runtime.new_cache(sequences)
+
+        def step(tokens: int) -> None:
+            ragged = Ragged.of([tokens] * sequences, cache.lengths)
+            ids = torch.zeros(ragged.tokens, dtype=torch.int64)
+            last = tokens * torch.arange(1, sequences + 1) - 1
+            runtime.forward(ForwardPass(ids, ragged, cache, last))
+
+        yield step
 
 
 def _seconds(step: Callable[[int], None]) -> float:
@@ -147,7 +162,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("TRITON_INTERPRET is set: nothing is launched in this process", file=sys.stderr)
         return 2
-    header = ("sequences", "Triton", "torch", "us, stubbed", "us, with binding")
+    header = (
+        "sequences",
+        "Triton",
+        "torch",
+        "us, stubbed",
+        "us, with binding",
+        "us, replayed step",
+    )
     title = "One decoder layer at decode: launches, and microseconds of the host"
     settings = {"quick": args.quick, "depths": _DEPTHS}
     report = Report("launches", settings, title, header, unit="us per layer")
@@ -169,14 +191,15 @@ def _add(report: Report, sequences: int, few: HostCost, many: HostCost) -> None:
         for a, b in ((few.bare_s, many.bare_s), (few.bound_s, many.bound_s))
     )
     counts = (kernels.total() / layers, torch_ops.total() / layers)
-    report.rows.append(
-        (str(sequences), f"{counts[0]:.1f}", f"{counts[1]:.1f}", f"{bare:.0f}", f"{bound:.0f}")
-    )
+    replayed = 1e6 * statistics.median(many.replayed_s)
+    times = tuple(f"{us:.0f}" for us in (bare, bound, replayed))
+    report.rows.append((str(sequences), f"{counts[0]:.1f}", f"{counts[1]:.1f}", *times))
     report.measured[f"{sequences} sequences"] = {
         "triton_launches": counts[0],
         "torch_launches": counts[1],
         "host_us": bare,
         "host_us_with_binding": bound,
+        "replayed_step_us": replayed,  # of all layers
         "triton": {name: count / layers for name, count in sorted(kernels.items())},
         "torch": {name: count / layers for name, count in sorted(torch_ops.items())},
     }
