@@ -6,7 +6,6 @@ Where there is no GPU, `tests.tape` records instead of CUDA, and Triton interpre
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ tape = pytest.importorskip("tests.tape")
 
 CPU = torch.device("cpu")
 SLOTS = 4
-PROMPTS = (78, 5, 79, 4)  # with a window of 16 tokens, a block is complete at 80
+PROMPTS = (78, 5, 79, 4)  # tokens; with a window of 16 a block is complete at 80
 # Slots that decode; the last ones end and begin while the others go on.
 STEPS = [(0, 1, 2, 3)] * 4 + [(0, 2, 3), (0, 2), (2,), (1, 3)]
 
@@ -71,22 +70,20 @@ class Run:
         self.cache: Any = self.run.decoder.new_cache(SLOTS, kv=KV8)
 
     def generate(self) -> list[Tensor]:
-        """The logits of each pass, from an empty cache on."""
+        """The logits of each step, behind prompts that all runs have the same K and V of."""
         random = torch.Generator().manual_seed(0)
-        for slot in range(SLOTS):
+        for slot, tokens in enumerate(PROMPTS):
             self.cache.reset(slot)
-        found = [self.forward(range(SLOTS), PROMPTS, random)]
-        found += [self.forward(slots, [1] * len(slots), random) for slots in STEPS]
+            self.cache.lengths[slot] = tokens
+        for ring in (*self.cache.recent_k, *self.cache.recent_v):
+            ring.normal_(generator=random)
+        found = [self.forward(slots, random) for slots in STEPS]
         assert self.cache.packed == [64, 0, 64, 0]
         return found
 
-    def forward(self, slots: Sequence[int], counts: Sequence[int], random: Any) -> Tensor:
-        starts = [0, *itertools.accumulate(counts)]
-        spans = tuple(
-            Span(slot, start, count, self.cache.lengths[slot])
-            for slot, start, count in zip(slots, starts[:-1], counts, strict=True)
-        )
-        ragged, tokens = Ragged(spans), torch.randint(3, 32, (starts[-1],), generator=random)
+    def forward(self, slots: Sequence[int], random: torch.Generator) -> Tensor:
+        spans = (Span(slot, row, 1, self.cache.lengths[slot]) for row, slot in enumerate(slots))
+        ragged, tokens = Ragged(tuple(spans)), torch.randint(3, 32, (len(slots),), generator=random)
         return self.run.forward(ForwardPass(tokens, ragged, self.cache, ragged.last_rows))
 
 

@@ -163,7 +163,7 @@ class Decoder:
                 ids = pad(ids, (0, on_gpu.rows - len(ids)))
             key = on_gpu.replay_key()
         if key is not None:
-            key = (key, *(part.data_ptr() for table in tables for part in table))
+            key = (key, *(part.data_ptr() for both in tables for part in both))
         if key is not None and self.resident and isinstance(run.activations, ResidentActivations):
             logits = yield from self._whole(run, ids, key)
         else:
@@ -241,9 +241,11 @@ class Decoder:
 
 
 def _taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Some rows of x, which are numbered in host memory; None: all."""
-    if rows is None or torch.equal(rows, torch.arange(len(rows))):
-        return x if rows is None else x[: len(rows)]
+    """Some rows of x; None: all."""
+    if rows is None:
+        return x
+    if not rows.is_cuda and torch.equal(rows, torch.arange(len(rows))):
+        return x[: len(rows)]  # the usual ones, without a copy
     return x.index_select(0, on_device(rows, x.device))
 
 
