@@ -37,6 +37,7 @@ from qoff.kernels.triton import ops as triton_ops
 from qoff.kvcache import KVQuant
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.graphs import Record
 from qoff.models.runtime import Runtime
 
 _DEPTHS = (4, 12)
@@ -126,18 +127,24 @@ def measure(folder: Path, layers: int, sequences: int, steps: int) -> HostCost:
             counting = launches(lambda kernel, *a, **k: kernels.update([kernel.fn.__name__]))
             with counting, _CountOps() as counted:
                 step(1)
-        nothing = launches(lambda *args, **kwargs: None)
-        with nothing, _opened(path, sequences, record=lambda _: lambda: None) as step:
+        with launches(lambda *args, **kwargs: None), _opened(path, sequences, _record) as step:
             for tokens in (_PROMPT, 1, 1):
                 step(tokens)
             replayed = tuple(_seconds(step) for _ in range(steps))
     return HostCost(kernels, counted.seen, bare, bound, replayed)
 
 
+def _record(work: Callable[[], None]) -> Callable[[], None]:
+    """A recording whose replay does nothing."""
+    return lambda: None
+
+
 @contextmanager
-def _opened(path: Path, sequences: int, **hooks: Any) -> Iterator[Callable[[int], None]]:
+def _opened(
+    path: Path, sequences: int, record: Record | None = None
+) -> Iterator[Callable[[int], None]]:
     """A model, as what reads so many tokens of each sequence, one behind the other."""
-    instrumentation = Instrumentation(ops=triton_ops, **hooks)
+    instrumentation = Instrumentation(ops=triton_ops, record=record)
     with Runtime(path, kv=KVQuant(), instrumentation=instrumentation) as runtime:
         cache = runtime.new_cache(sequences)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, OpError
+from qoff.kernels.upload import pinned
 
 from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
@@ -262,7 +263,7 @@ class WeightStore:
         if missing.any():
             outer, entry = self.checkpoint.outer, self.checkpoint.outer.weights[name]
             found[missing] = read_rows(self._transfers.reader, outer, entry, ids[missing])
-        out.copy_(found)
+        out.copy_(pinned(found, out.device), non_blocking=True)
 
     def _check(self, unit: Unit) -> None:
         if self._closed:

@@ -164,7 +164,7 @@ class DeviceCachePass(SlotPass):
             ]
             self._tell_tables()
             rows: list[list[int]] = [[] for _ in range(cache.sequences)]
-            for span in spans:
+            for span in spans if cache.store.offloaded is not None else ():
                 rows[span.slot] = offloaded_blocks(cache.blocks[span.slot])
             self._view = self._find_offloaded(rows)
             elsewhere = not isinstance(self._view, PrefetchedBlocks)

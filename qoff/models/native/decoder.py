@@ -154,7 +154,8 @@ class Decoder:
         run.cached = cached = run.cache.begin(ragged)
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
-        ids, key = run.tokens, None
+        ids = run.tokens
+        key: Hashable | None = None
         on_gpu = cached if isinstance(cached, DeviceCachePass) else None
         if self.spec.learned_positions:
             run.positions = ragged.positions if on_gpu is None else on_gpu.positions
