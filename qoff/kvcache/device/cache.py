@@ -208,8 +208,9 @@ class DeviceCachePass(SlotPass):
         decodes = self._steady and step.max_rows == 1 and step.order is None
         if not decodes or self._view is not None or self._new_offloaded:
             return None
-        memory = (*cache.store.pool.layers, *cache.recent_k, *cache.recent_v, step.start)
-        sizes = (self.rows, step.table.shape[1], step.max_packed, step.max_new_blocks)
+        rings = (*cache.recent_k, *cache.recent_v)
+        memory = (*cache.store.pool.layers, *rings, step.start, step.positions)
+        sizes = (self.rows, *step.table.shape, step.max_packed, step.max_new_blocks)
         return (cache.kind, step.slots is None, *sizes, *(part.data_ptr() for part in memory))
 
     def prefetch(self, layer: int) -> None:
