@@ -107,7 +107,7 @@ def pass_tables(
         after[slot] = packed[slot] + BLOCK_TOKENS * len(blocks)
         until[slot] = packed[slot] + BLOCK_TOKENS * offloaded[slot]
         in_pool[slot] = packed[slot] - resident_from[slot]
-    numbers = [start, [0, *accumulate(rows)], length, before, after]
+    numbers: list[Sequence[int]] = [start, [0, *accumulate(rows)], length, before, after]
     if offloads:
         numbers += [resident_from, until]
     decodes = ragged.is_decode and tuple(spans) == ragged.spans
