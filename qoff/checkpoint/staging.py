@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NEW, _OLD = "new", "old"  # in the hidden directory: what is built, and what it replaces
 
 
@@ -23,7 +25,8 @@ def staging(place: Path) -> Iterator[Path]:
 
     It lies in a hidden directory that is removed at the end, with what was not published. A lock on
     that directory, which the system drops when a process dies, tells writers at work from what a
-    killed one left; the latter is removed first. Raises OSError.
+    killed one left; the latter is removed first, where it is a directory of the same user: a link
+    is never followed. Raises OSError.
     """
     for folder in _hidden(place):
         _remove_unlocked(folder, place)
@@ -97,7 +100,16 @@ def _prefix(place: Path) -> str:
 
 def _hidden(place: Path) -> list[Path]:
     name = re.compile(re.escape(_prefix(place)) + "[a-z0-9_]+")
-    return [p for p in place.parent.iterdir() if name.fullmatch(p.name) and p.is_dir()]
+    return [p for p in place.parent.iterdir() if name.fullmatch(p.name) and _own(p)]
+
+
+def _own(folder: Path) -> bool:
+    """Whether this is a directory, not a link to one, that this user has made."""
+    try:
+        found = folder.lstat()
+    except OSError:  # its writer has just ended
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _create(place: Path) -> tuple[Path, int]:
@@ -105,7 +117,7 @@ def _create(place: Path) -> tuple[Path, int]:
     while True:
         hidden = Path(tempfile.mkdtemp(prefix=_prefix(place), dir=place.parent))
         try:
-            descriptor = os.open(hidden, os.O_RDONLY)
+            descriptor = os.open(hidden, _DIRECTORY)
         except FileNotFoundError:
             continue  # a writer that came just now took it for a leftover
         try:
@@ -133,11 +145,11 @@ def _lock(descriptor: int) -> bool:
 
 def _remove_unlocked(hidden: Path, place: Path) -> None:
     try:
-        descriptor = os.open(hidden, os.O_RDONLY)
+        descriptor = os.open(hidden, _DIRECTORY)
     except OSError:
         return  # its writer has just ended, or it is not ours to touch
     try:
-        if _lock(descriptor):
+        if _own(hidden) and _lock(descriptor):
             _discard(hidden, place)
     except BlockingIOError:
         pass  # its writer is at work

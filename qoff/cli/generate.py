@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from qoff.errors import QoffError
+from qoff.hf.chat import ChatRenderer
 from qoff.hf.load import load_tokenizer, open_model
 from qoff.hf.model import QoffForCausalLM
 from qoff.memory.instrumentation import Instrumentation
@@ -58,12 +59,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> dict[s
     if raw or not tokenizer.chat_template:
         encoded: Any = tokenizer(prompt, return_tensors="pt")
     else:
-        encoded = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        with ChatRenderer() as renderer:
+            text = renderer.render(tokenizer, [{"role": "user", "content": prompt}])
+        encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     if not encoded["input_ids"].numel():
         raise QoffError("the prompt has no tokens; write something, or leave out --raw")
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}

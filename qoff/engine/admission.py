@@ -10,7 +10,7 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 
-from .prompts import PromptReader
+from .prompts import PromptReader, token_ids
 from .request import Completion, SamplingParams, Sequence
 
 
@@ -32,7 +32,11 @@ class Admission:
 
         Raises ArgumentError for as many parameters or continuations as there are no prompts.
         """
-        given = [None] * len(prompts) if continuations is None else list(continuations)
+        given: list[Any] = [None] * len(prompts)
+        if isinstance(continuations, Iterable):
+            given = list(continuations)
+        elif continuations is not None:
+            raise ArgumentError(f"continuations are a list, not {type(continuations).__name__}")
         several = list(params) if isinstance(params, Iterable) else None
         for one in [params] if several is None else several:
             if not isinstance(one, SamplingParams):
@@ -64,6 +68,7 @@ class Admission:
             _ = self._reader.tokenizer  # raises where there is none
         if after is not None:
             params = replace(params, n=params.n + 1)
+            after = list(token_ids(after))
             self._check_tokens("continuation", after)
             if len(after) > room:
                 raise ArgumentError(

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from qoff.hf.model import NOT_FINITE
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.slots import SlotCache, SlotSubset
 from qoff.models.forward_pass import ForwardPass
@@ -14,11 +15,6 @@ from qoff.models.forward_pass import ForwardPass
 from .prefixes import PrefixIndex
 from .request import Sequence
 from .sampling import Sampler
-
-_NOT_FINITE = (
-    "the model's logits are not finite (NaN or infinity): its weights may be damaged (see `qoff "
-    "verify`), or its values overflow float16 (dtype='bfloat16' has a larger range)"
-)
 
 
 class BatchSlots:
@@ -76,7 +72,7 @@ class BatchSlots:
             if finite:
                 one.answer.append(self._samplers[one].draw(logits))
             else:
-                one.error = _NOT_FINITE
+                one.error = NOT_FINITE
         return len(same) if finite else 0
 
     def _reads(self, slot: int, sequence: Sequence) -> bool:

@@ -193,6 +193,7 @@ class LLM:
         ArgumentError.
         """
         self._rounds.close()
+        self._reader.close()
         trace, self._trace = self._trace, None
         with self._resources:  # closed whatever the trace does
             if trace is not None and self.timeline is not None:

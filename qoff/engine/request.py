@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from qoff.errors import ArgumentError
+from qoff.schema import is_number, shown
 
 _ABOVE_0 = math.nextafter(0, 1)
 COLDEST = 0.01  # logits divided by less may overflow
@@ -75,7 +76,7 @@ class SamplingParams:
             ("logprobs", self.logprobs is None or _whole(self.logprobs, 0), "0 or more, or None"),
         ):
             if not good:
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; use {wanted}")
+                raise ArgumentError(f"{name} is {shown(getattr(self, name))}; use {wanted}")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -91,9 +92,7 @@ def _whole(number: object, least: int, most: int | None = None) -> bool:
 
 def _within(number: object, least: float, most: float = math.inf) -> bool:
     """Whether it is a finite number from `least` to `most`."""
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        return False
-    return math.isfinite(number) and least <= number <= most
+    return is_number(number) and least <= number <= most  # type: ignore[operator]
 
 
 def _texts(stop: object) -> bool:

@@ -13,21 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qoff.budgets import memory_bounds, resolve_device
-from qoff.errors import ArgumentError, ConversionError, FormatError
+from qoff.errors import ArgumentError, ConversionError, FormatError, raised_as
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline
 from qoff.models.convert.convert import convert
+from qoff.models.families.family import full_config
 from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
+from qoff.schema import read_object
 from qoff.settings import cache_directory
 
 from .budget import Budget, Scoring
+from .generation_config import read_generation_config
 from .hub import download, download_config, is_own
 from .model import QoffForCausalLM
 
@@ -286,34 +289,28 @@ def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrai
     Raises FormatError when there is none, it is damaged, or it is code that is not trusted.
     """
     trusted = trust_remote_code and any(checkpoint.glob("*.py"))
-    try:
+    advice = "put the model's tokenizer files there"
+    if not trusted and REMOTE_CODE in _read(checkpoint / "tokenizer_config.json"):
+        advice = (
+            "the tokenizer is code of its own, which is not run unless you say so: read it, then "
+            "convert and load with trust_remote_code=True (--trust-remote-code)"
+        )
+    with raised_as(FormatError, f"{checkpoint}: no usable tokenizer", advice):
         tokenizer = AutoTokenizer.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=trusted
         )
-    except Exception as error:  # tokenizers raises nothing more special for a damaged file
-        if not trusted and REMOTE_CODE in _read(checkpoint / "tokenizer_config.json"):
-            raise FormatError(
-                f"{checkpoint}: the tokenizer is code of its own, which is not run unless you say "
-                "so: read it, then convert and load with trust_remote_code=True "
-                "(--trust-remote-code)"
-            ) from error
-        reason = " ".join(str(error).split())
-        raise FormatError(
-            f"{checkpoint}: no usable tokenizer ({reason}); put the model's tokenizer files there"
-        ) from error
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.padding_side = "left"
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def _read(path: Path) -> dict[str, Any]:
     """A file of JSON; nothing where it is not readable."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read_object(path)
+    except FormatError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffForCausalLM:
@@ -321,11 +318,11 @@ def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffFor
         model = QoffForCausalLM(runtime.decoder.config, runtime, budget)
         model._is_stateful = runtime.decoder.model._is_stateful  # states that cannot go back
     else:
-        keys = runtime.checkpoint.config.items()
-        config = AutoConfig.for_model(**{k: v for k, v in keys if k != "quantization_config"})
+        config = full_config(runtime.checkpoint.config)
         model = QoffForCausalLM(config, runtime, budget)
-    if (checkpoint / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint)
+    generation = read_generation_config(checkpoint)
+    if generation is not None:
+        model.generation_config = generation
     model.eval()
     return model
 

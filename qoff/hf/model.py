@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import torch
@@ -15,7 +16,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from qoff.errors import OpError
+from qoff.errors import OpError, QoffError
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime, RuntimeStats
 
@@ -24,6 +25,11 @@ from .cache import QoffCache
 from .padded_batch import PaddedBatch
 from .placed import PlacedModel
 from .torch_threads import one_torch_thread
+
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights may be damaged (see `qoff "
+    "verify`), or its values overflow float16 (dtype='bfloat16' has a larger range)"
+)
 
 
 class QoffModelConfig(PretrainedConfig):
@@ -89,7 +95,8 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         with a bound of memory reads a prompt that has no room in one pass in pieces; with a packed
         cache, later pieces attend to packed tokens, which rounds. Raises OpError for what cannot be
         done (embeddings as input, hidden states or attention weights as output, another kind of
-        cache) and BudgetError for what the bound has no room for, before anything is computed.
+        cache) and BudgetError for what the bound has no room for, before anything is computed;
+        QoffError for logits that are not finite, of which `generate` would make token 0 for ever.
         """
         for name in _IN_TORCH:
             unsupported.setdefault(name, getattr(self.config, name, None))
@@ -119,6 +126,8 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         tokens = columns.tokens(input_ids)
         logits = found = self._read(tokens, columns, cache, rows, batch * kept).to(device)
         cache.add(columns)
+        if found.numel() and not math.isfinite(found.amax()):  # NaN if one is
+            raise QoffError(f"{self.runtime.checkpoint.path}: {NOT_FINITE}")
         if len(rows) < batch * kept:
             logits = torch.zeros(batch * kept, found.shape[1], device=device)
             logits[places.to(device)] = found

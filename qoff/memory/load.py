@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from hashlib import sha256
 
 from torch import Tensor
 
-from qoff.checkpoint import WeightFile, check_digest
+from qoff.checkpoint import FileCheck, WeightFile
 
 from .arena import Arena, map_pages
 from .io.disk import DiskReader
@@ -34,20 +33,20 @@ def load(
 
 
 def check_file(reader: DiskReader, file: WeightFile) -> None:
-    """Read a whole file in pieces and compare its checksum with the index.
+    """Read a whole file in pieces; compare its checksum with the index, look for NaN and infinity.
 
-    Needs 4 MiB meanwhile. Raises ChecksumError or DiskReadError.
+    Needs 4 MiB meanwhile. Raises ChecksumError, FormatError or DiskReadError.
     """
     buffers = map_pages(2 * _PIECE).split(_PIECE)
     pieces = [
         (start, buffers[i % 2][: file.nbytes - start])
         for i, start in enumerate(range(0, file.nbytes, _PIECE))
     ]
-    digest = sha256()
+    check = FileCheck(file)
     following = reader.submit(file.path, *pieces[0])
     for i, (_, piece) in enumerate(pieces):
         following.result()
         if i + 1 < len(pieces):
             following = reader.submit(file.path, *pieces[i + 1])
-        digest.update(piece.numpy().data)
-    check_digest(file, digest.hexdigest())
+        check.update(piece.numpy())
+    check.finish()

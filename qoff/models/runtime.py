@@ -27,6 +27,7 @@ from .modules.decoder import ModuleDecoder, is_modules
 from .native.decoder import Decoder, check_kv, head_shapes
 from .native.graphs import Replays
 from .spec import DecoderSpec
+from .stored import check_checkpoint
 
 AnyDecoder: TypeAlias = Decoder | ModuleDecoder
 
@@ -92,6 +93,7 @@ class Runtime:
             workspace = self.decoder.outer_bytes
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
+            check_checkpoint(spec, self.checkpoint)
             check_kv(head_shapes(spec), kv, ops.CACHE == "device")
             records = instrumentation.records(where)
             replays = Replays(where, instrumentation.record) if records else None

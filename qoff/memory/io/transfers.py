@@ -12,13 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from hashlib import sha256
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from qoff.checkpoint import check_digest
+from qoff.checkpoint import FileCheck
 from qoff.errors import DiskReadError
 from qoff.kernels.layout.qtensor import QTensor, repack_into
 from qoff.memory.arena import Arena, TierArenas
@@ -34,30 +33,30 @@ Mark: TypeAlias = Event | None  # a point in the order of computations, made by 
 
 
 class FileDigest:
-    """The checksum of a file whose whole data section passes by in a raw image, piece by piece."""
+    """The check of a file whose whole data section passes by in a raw image, piece by piece."""
 
     def __init__(self, reader: DiskReader, image: Image) -> None:
         assert image.data_at is not None
         self._reader, self._file = reader, image.file
         self._start = image.data_at
         self._stop = image.data_at + image.file.nbytes - image.file.data_start
-        self._digest = sha256()
+        self._check = FileCheck(image.file)
 
     def update(self, at: int, piece: Tensor) -> None:
         """Add the bytes of the raw image that start at `at`, where the last ones ended.
 
         Reads the header from the file first. Raises DiskReadError, and with the last bytes
-        ChecksumError when this is not the file's checksum.
+        ChecksumError when this is not the file's checksum, FormatError for NaN and infinity.
         """
         if at == 0:
             header = torch.empty(self._file.data_start, dtype=torch.uint8)
             self._reader.submit(self._file.path, 0, header, urgent=True).result()
-            self._digest.update(header.numpy().data)
+            self._check.update(header.numpy())
         first, stop = max(self._start - at, 0), min(self._stop - at, len(piece))
         if first < stop:
-            self._digest.update(piece[first:stop].numpy().data)
+            self._check.update(piece[first:stop].numpy())
         if at < self._stop <= at + len(piece):
-            check_digest(self._file, self._digest.hexdigest())
+            self._check.finish()
 
 
 class UnitRead:
