@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError, QoffError, raised_as
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 
@@ -33,11 +33,9 @@ class Admission:
         Raises ArgumentError for as many parameters or continuations as there are no prompts.
         """
         given: list[Any] = [None] * len(prompts)
-        if isinstance(continuations, Iterable):
-            given = list(continuations)
-        elif continuations is not None:
-            raise ArgumentError(f"continuations are a list, not {type(continuations).__name__}")
-        several = list(params) if isinstance(params, Iterable) else None
+        if continuations is not None:
+            given = _listed("continuations", continuations)
+        several = _listed("parameters", params) if isinstance(params, Iterable) else None
         for one in [params] if several is None else several:
             if not isinstance(one, SamplingParams):
                 raise ArgumentError(f"parameters are SamplingParams, not {type(one).__name__}")
@@ -113,3 +111,8 @@ class Admission:
         if not 0 <= min(tokens) <= max(tokens) < vocab:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             raise ArgumentError(f"the {what} has token {wrong}; there are 0 to {vocab - 1}")
+
+
+def _listed(what: str, values: Any) -> list[Any]:
+    with raised_as(ArgumentError, f"{what} are of type {type(values).__name__}", "give a list"):
+        return list(values)

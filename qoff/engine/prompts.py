@@ -33,7 +33,8 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise ArgumentError(f"prompts are of type {type(prompts).__name__}; give a list of prompts")
-    found = list(prompts)
+    with raised_as(ArgumentError, f"prompts are of type {type(prompts).__name__}"):
+        found = list(prompts)
     return [found] if found and all(isinstance(one, Number) for one in found) else found
 
 
@@ -113,7 +114,7 @@ def token_ids(prompt: object) -> tuple[int, ...]:
     """The token ids of a list. Raises ArgumentError for another type, and for other numbers."""
     if not isinstance(prompt, list | tuple):
         raise ArgumentError(f"a prompt is {_FORMS}, not {type(prompt).__name__}")
-    wrong = next((one for one in prompt if not _is_token(one)), None)
-    if wrong is not None:
-        raise ArgumentError(f"a prompt's token ids are whole numbers, not {type(wrong).__name__}")
+    for one in prompt:
+        if not _is_token(one):
+            raise ArgumentError(f"a prompt's token ids are whole numbers, not {type(one).__name__}")
     return tuple(map(int, prompt))

@@ -70,7 +70,7 @@ class SamplingParams:
             ("max_tokens", limit is None or _whole(limit, 1), "a whole number from 1, or None"),
             (
                 "min_tokens",
-                _whole(fewest, 0, limit),
+                _whole(fewest, 0, limit if _whole(limit, 1) else None),
                 "a whole number from 0 to max_tokens",
             ),
             ("logprobs", self.logprobs is None or _whole(self.logprobs, 0), "0 or more, or None"),
