@@ -62,7 +62,7 @@ _RUNAWAY = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 10**10 }}",
     "{% set x = namespace(a='a') %}{% for i in range(99) %}{% set x.a = x.a ~ x.a %}{% endfor %}",
-    "{{ 10 ** 10 ** 10 }}",
+    "{{ 10 ** (10 ** 10) }}",
     "{{ 'a'.center(10**10) }}",
     "{{ range(99999) | list | string * 9999 }}",
 )

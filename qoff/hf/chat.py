@@ -153,6 +153,8 @@ class _Worker:
             pass  # it has ended
         if answer:
             found: dict[str, str] = json.loads(answer)
+            if "fatal" in found:
+                self.close()
             return found
         self.close()
         late = self._process.returncode in (-signal.SIGPROF, -signal.SIGKILL)

@@ -36,13 +36,14 @@ TEMPLATES = {
 }
 WRONG = {
     "a loop": "{% for i in range(10**9) %}{% endfor %}",
-    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}",
     "a long text": "{{ 'a' * 10**10 }}",
     "a wide text": "{{ 'a'.center(10**10) }}",
     "doubling": "{% set n = namespace(a='aa') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}"
     "{% endfor %}",
     "much output": "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
-    "a large number": "{{ 10 ** 10 ** 10 }}",
+    "a large number": "{{ 10 ** (10 ** 10) }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "syntax": "{% for %}\n{% endfor %}",
     "nesting": "{{ " + "(" * 99999 + ")" * 99999 + " }}",
