@@ -33,7 +33,7 @@ class RopeSpec:
             raise unsupported("rope_parameters.rope_theta", self.theta, "a number above 0")
         for key, value in self.scaling:
             for one in value if isinstance(value, tuple) else (value,):
-                if not (is_number(one) or isinstance(one, bool | str)):
+                if not (is_number(one) or isinstance(one, bool)):
                     raise unsupported(f"rope_parameters.{key}", value, "finite numbers")
         if self.dim < 2 or self.dim % 2:
             raise unsupported(

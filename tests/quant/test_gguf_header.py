@@ -70,16 +70,15 @@ def test_what_is_read_is_what_the_package_reads(path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("bit", [33, 40, 62])
-def test_no_count_is_believed(path: Path, tmp_path: Path, bit: int) -> None:
-    """Each byte of the header in turn: its bit, and the 8 bytes there as a count."""
+def test_no_count_is_believed(path: Path, tmp_path: Path) -> None:
+    """Each 8 bytes of the header with one bit that makes a count of them absurd."""
     content, damaged = path.read_bytes(), tmp_path / "damaged.gguf"
     size = next(iter(GGUFFile(path)._tensors.values())).offset
     start = time.process_time()
     for at in range(8, size - 8):
         (count,) = struct.unpack_from("<Q", content, at)
         edited = bytearray(content)
-        struct.pack_into("<Q", edited, at, count | 1 << bit)
+        struct.pack_into("<Q", edited, at, count | 1 << 40)
         damaged.write_bytes(edited)
         with suppress(FormatError):
             GGUFFile(damaged)
