@@ -102,7 +102,7 @@ def _finite(raw: NDArray[np.uint8], dtype: torch.dtype) -> bool:
     """Whether the bytes of floats are those of finite ones.
 
     NaN and infinity have all bits of the exponent, so that as integers they are the largest of
-    their sign. Two maxima need no memory and take a twentieth of the time of the checksum.
+    their sign. Two maxima need no memory and take a hundredth of the time of the checksum.
     """
     infinity = _EXPONENTS[dtype]
     positive = raw.view(f"i{dtype.itemsize}").max()
