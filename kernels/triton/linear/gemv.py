@@ -22,15 +22,12 @@ partial sums, which a second kernel adds in a fixed order.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 
 from .nibbles import byte_values, dot16, load_scale_min, low_high
@@ -199,24 +196,10 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     return replace(config, splits=splits if splits >= 2 else 1)
 
 
-def gemv(
-    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: GemvConfig | None = None
-) -> Tensor:
+def gemv(x: Tensor, weight: QTensor, bias: Tensor | None, config: GemvConfig) -> Tensor:
     """x @ W.T + bias for up to `tokens_max` rows of x; operands as `w4_linear` takes them."""
-    bits, group, (n, k) = weight.bits, weight.group_size, weight.shape
-    tokens = triton.next_power_of_2(x.shape[0])
-    config = config or _configured(x.device, x.dtype, bits, group, tokens, n, k)
-    groups = groups_per_step(tokens, group * bits // 8)
-    step = groups * group * bits // 8 * config.warps
-    grid = (triton.cdiv(n, config.block_n), config.splits)
+    tokens, group_bytes = triton.next_power_of_2(len(x)), weight.group_size * weight.bits // 8
+    groups = groups_per_step(tokens, group_bytes)
+    step = groups * group_bytes * config.warps
+    grid = (triton.cdiv(weight.shape[0], config.block_n), config.splits)
     return multiply(gemv_kernel, grid, x, weight, bias, config, step, tokens, groups)
-
-
-@cache
-def _configured(
-    device: torch.device, dtype: torch.dtype, bits: int, group: int, tokens: int, n: int, k: int
-) -> GemvConfig:
-    entry = tuned.lookup("w4_gemv", device, f"{str(dtype)[6:]}-{bits}-{group}-{tokens}-{n}x{k}")
-    if entry:
-        return GemvConfig(**entry)
-    return choose(tokens, n, k * bits // 8, group * bits // 8, Gpu.of(device))

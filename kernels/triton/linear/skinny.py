@@ -12,15 +12,12 @@ the left operand that can only be read two bytes at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 
@@ -169,23 +166,9 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     return replace(config, splits=splits if splits >= 2 else 1)
 
 
-def skinny(
-    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: SkinnyConfig | None = None
-) -> Tensor:
+def skinny(x: Tensor, weight: QTensor, bias: Tensor | None, config: SkinnyConfig) -> Tensor:
     """x @ W.T + bias; operands as `w4_linear` takes them."""
-    m, bits, group, (n, k) = len(x), weight.bits, weight.group_size, weight.shape
-    config = config or _configured(x.device, x.dtype, bits, group, m, n, k)
+    m, n = len(x), weight.shape[0]
     grid = (triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m), config.splits)
     step = config.parts * config.row_bytes
     return multiply(skinny_kernel, grid, x, weight, bias, config, step)
-
-
-@cache
-def _configured(
-    device: torch.device, dtype: torch.dtype, bits: int, group: int, m: int, n: int, k: int
-) -> SkinnyConfig:
-    tokens = triton.next_power_of_2(m)
-    entry = tuned.lookup("w4_skinny", device, f"{str(dtype)[6:]}-{bits}-{group}-{tokens}-{n}x{k}")
-    if entry:
-        return SkinnyConfig(**entry)
-    return choose(m, n, k * bits // 8, group * bits // 8, Gpu.of(device))
