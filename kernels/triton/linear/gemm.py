@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import triton
 import triton.language as tl
@@ -93,10 +94,16 @@ class GemmConfig(Config):
     """block_n, block_m: rows of W (a multiple of 16 for each warp) and tokens of a program.
     row_bytes: bytes of codes of a row in a step, 16 at least."""
 
+    wgmma: ClassVar[bool] = True
     registers: int = 0
     block_n: int = 128
     block_m: int = 64
     row_bytes: int = 64
+
+    @property
+    def step(self) -> int:
+        """Bytes of a row that a program takes at once."""
+        return self.row_bytes
 
 
 # Tiles that do not spill. Two programs of four warps share an SM, so that one dequantizes while the
@@ -216,7 +223,7 @@ def gemm_sums(
     BLOCK_M: tl.constexpr = token.shape[0]
     DTYPE: tl.constexpr = x.dtype.element_ty
     BYTES: tl.constexpr = FORM.config.row_bytes
-    PAIRS: tl.constexpr = BYTES
+    PAIRS: tl.constexpr = BYTES // 2
     GROUP_BYTES: tl.constexpr = FORM.group_bytes
     GROUPS: tl.constexpr = max(1, BYTES // GROUP_BYTES)
     INPUTS: tl.constexpr = BYTES * (8 // FORM.bits)
@@ -225,7 +232,9 @@ def gemm_sums(
     pair = tl.arange(0, PAIRS)
     element = tl.arange(0, INPUTS)
     group = tl.arange(0, GROUPS)
-    code_row = codes.to(tl.pointer_type(tl.uint16)) + safe_row[:, None].to(tl.int64) * (row_bytes)
+    code_row = codes.to(tl.pointer_type(tl.uint16)) + safe_row[:, None].to(tl.int64) * (
+        row_bytes // 2
+    )
     code_pointer = code_row + start * PAIRS + pair[None, :]
     x_pointer = x + token[None, :].to(tl.int64) * x_stride + start * INPUTS + element[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -306,4 +315,4 @@ def gemm(x: Tensor, weight: QTensor, bias: Tensor | None, config: GemmConfig) ->
     """x @ W.T + bias; operands as `w4_linear` takes them."""
     m, n = len(x), weight.shape[0]
     grid = (triton.cdiv(m, config.block_m), triton.cdiv(n, config.block_n), config.splits)
-    return multiply(gemm_kernel, grid, x, weight, bias, config, config.row_bytes)
+    return multiply(gemm_kernel, grid, x, weight, bias, config, config.step)

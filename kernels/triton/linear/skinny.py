@@ -12,6 +12,7 @@ the left operand that can only be read two bytes at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import triton
 import triton.language as tl
@@ -30,11 +31,17 @@ class SkinnyConfig(Config):
     """block_n, block_m: rows of W (a multiple of 16) and tokens of a program. row_bytes: bytes of
     codes of a row in a step, 32 at least. parts: steps that different warps do at once."""
 
+    wgmma: ClassVar[bool] = False
     registers: int = 255
     block_n: int = 64
     block_m: int = 16
     row_bytes: int = 64
     parts: int = 4
+
+    @property
+    def step(self) -> int:
+        """Bytes of a row that a program takes at once."""
+        return self.parts * self.row_bytes
 
 
 @triton.jit
@@ -161,8 +168,7 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     elif block_m > 16:
         config = replace(config, row_bytes=32)
     programs = triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, block_m)
-    step = config.parts * config.row_bytes
-    splits = min(gpu.processors // programs, row_bytes // (2 * step), SPLITS_MAX)
+    splits = min(gpu.processors // programs, row_bytes // (2 * config.step), SPLITS_MAX)
     return replace(config, splits=splits if splits >= 2 else 1)
 
 
@@ -170,5 +176,4 @@ def skinny(x: Tensor, weight: QTensor, bias: Tensor | None, config: SkinnyConfig
     """x @ W.T + bias; operands as `w4_linear` takes them."""
     m, n = len(x), weight.shape[0]
     grid = (triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m), config.splits)
-    step = config.parts * config.row_bytes
-    return multiply(skinny_kernel, grid, x, weight, bias, config, step)
+    return multiply(skinny_kernel, grid, x, weight, bias, config, config.step)
