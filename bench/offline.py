@@ -90,11 +90,8 @@ class Artefact:
         if FROM_REGISTERS in self.traits:
             if self.from_shared or "wgmma.mma_async" not in self.tensor_cores:
                 yield f"{self.from_shared} of its {self.tensor_cores} read shared memory twice"
-            if self.full_waits > 1 or self.shared_stores_in_loop:
-                yield (
-                    f"waits for all products in {self.full_waits} places, stores to shared memory "
-                    f"in {self.shared_stores_in_loop} of the inner loop"
-                )
+            if self.full_waits > 1:
+                yield f"waits for all products in {self.full_waits} places"
         if WIDE_CODES in self.traits and not 0 < self.code_bytes <= self.wide_bytes:
             yield (
                 f"128-bit loads bring {self.wide_bytes} of {self.code_bytes} bytes of codes; "

@@ -26,7 +26,7 @@ from qoff.kernels.triton.linear.quantize import quantize
 _MANY, _FEW = 1 << 16, 1 << 10  # rows
 _GEMV = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
 _SKINNY = frozenset({TENSOR_CORES, WIDE_CODES})
-_GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS})
+_GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP})
 
 
 def variants(capability: int) -> Iterator[Variant]:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qoff.kernels.triton.linear import gemm, gemv, nibbles
+from qoff.kernels.triton.linear import gemm, nibbles, planes
 from qoff.kernels.triton.linear.nibbles import byte_values, low_high
 
 BYTES = np.arange(256, dtype=np.uint8)
@@ -113,10 +113,26 @@ def test_assembly_of_bytes():
     assert torch.equal(emulated(nibbles.BYTES_BF16, 2, torch.bfloat16)[0].float(), CODES.float())
 
 
-def test_assembly_of_ones():
-    ones = torch.ones(256)
-    assert torch.equal(emulated(gemv._ONES_F16, 2, torch.float16)[0].float(), ones)
-    assert torch.equal(emulated(gemv._ONES_BF16, 2, torch.bfloat16)[0].float(), ones)
+@pytest.mark.parametrize("kind", TYPES)
+def test_assembly_of_planes(kind):
+    """Even and odd bytes of every two, their nibbles, and ones."""
+    dtype, suffix, offset = TYPES[kind], "F16" if kind == "fp16" else "BF16", OFFSETS[kind]
+    both = np.arange(1 << 16, dtype=np.uint16)
+    even, odd = both & 255, both >> 8
+    whole = 1024 if kind == "fp16" else 0
+    expected = {
+        "NIBBLES": [v + offset for v in (even & 15, odd & 15, even >> 4, odd >> 4)],
+        "BYTES": [even + whole, odd + whole],
+        "ONES": [np.ones_like(both)],
+    }
+    if kind == "fp16":
+        expected["RAISED"] = [v + 1024 for v in (even & 15, odd & 15, even & 240, odd & 240)]
+    for name, tiles in expected.items():
+        source = getattr(planes, f"{name}_{suffix}").value
+        found = execute(source, {f"${len(tiles)}": both.view(np.uint32)})
+        for i, tile in enumerate(tiles):
+            values = np.broadcast_to(found[f"${i}"], 1 << 15)
+            assert np.array_equal(halves(np.ascontiguousarray(values), dtype).float(), tile)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -142,7 +158,7 @@ def test_assembly_of_weights(kind):
 def test_the_emulation_covers_all_assembly():
     """A new instruction or a new string must come with its emulation."""
     used = set()
-    for module in (nibbles, gemv, gemm):
+    for module in (nibbles, planes, gemm):
         for value in vars(module).values():
             if isinstance(value, tl.constexpr) and isinstance(value.value, str):
                 statements = re.sub(r"//.*|[{}]", "", value.value).split(";")

@@ -132,9 +132,10 @@ def test_no_tokens():
     assert w4_linear(torch.empty(0, 64).half(), q).shape == (0, 8)
 
 
-def test_rows_of_x_may_lie_apart():
+@pytest.mark.parametrize("start", [63, 64])
+def test_rows_of_x_may_lie_apart(start):
     q = quantized(20, 64, 4, 32)
-    x = torch.randn(5, 3 * 64).half()[:, 64:128]
+    x = torch.randn(3, 3 * 64 + start % 2).half()[:, start : start + 64]
     y = w4_linear(x, q)
     assert_close(y, expected(x, q, None), dtype=torch.float16)
 

@@ -26,6 +26,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch.gpu import Gpu
 
 from .nibbles import dot16, load_scale_min
+from .planes import halves
 from .product import SPLITS_MAX, SUMS_MAX, Config, multiply, write
 
 # What follows takes two bytes of codes ($2, or $1) and a pair each of factors and of middles, and
@@ -149,8 +150,7 @@ def _twice(values, DTYPE: tl.constexpr):
 @triton.jit
 def _unpaired(pairs, DTYPE: tl.constexpr):
     """Pairs of DTYPE in uint32 [N, P] as DTYPE [N, 2 * P]."""
-    even = (pairs & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
-    odd = (pairs >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    even, odd = halves(pairs, DTYPE)
     return tl.reshape(tl.join(even, odd), (pairs.shape[0], 2 * pairs.shape[1]))
 
 

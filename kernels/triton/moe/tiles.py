@@ -47,17 +47,18 @@ def experts_tile_kernel(
     expert = tl.load(table + tile).to(tl.int64)
     first = tl.load(table + tile_count + tile)
     last = tl.load(table + 2 * tile_count + tile)
+    if last <= first:
+        return
     place = first + tl.arange(0, FORM.config.block_m)
     keep = place < last
     pair = tl.load(order + place, mask=keep, other=0)
     token = pair // per_token
     codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
-    if last > first:
-        if FORM.config.wgmma:
-            y = gemm_sums(x, codes, scales, row, token, N, row_bytes, x_stride, 0, steps, FORM)
-        else:
-            y = skinny_sums(x, codes, scales, row, token, N, row_bytes, x_stride, 0, steps, FORM)
-        finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM)
+    if FORM.config.wgmma:
+        y = gemm_sums(x, codes, scales, row, token, N, row_bytes, x_stride, 0, steps, FORM)
+    else:
+        y = skinny_sums(x, codes, scales, row, token, N, row_bytes, x_stride, 0, steps, FORM)
+    finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM)
 
 
 def tiles(topk_ids: Tensor, experts: int, block: int) -> Tiles:
