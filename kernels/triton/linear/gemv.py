@@ -51,13 +51,20 @@ class GemvConfig(Config):
 
 
 @triton.jit
-def _group_sums(codes, first, second, DTYPE: tl.constexpr, FORM: tl.constexpr):
-    """Sums over groups of code * x, and of x. first, second: pairs of x, uint32; `second` is x of
-    the high nibbles."""
+def _group_sums(
+    codes,
+    first,
+    second,
+    OFFSET: tl.constexpr,
+    RAISED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Sums over groups of (OFFSET + code) * x, RAISED: of code * x, and of x.
+
+    first, second: pairs of x, uint32; `second` is x of the high nibbles.
+    """
     SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1], first.shape[2]]
-    IS_FLOAT16: tl.constexpr = tl.float16 == DTYPE
-    OFFSET: tl.constexpr = 1024.0 if IS_FLOAT16 else 128.0 if FORM.bits == 4 else 0.0
-    RAISED: tl.constexpr = IS_FLOAT16 and FORM.bits == 4 and FORM.tokens <= RAISED_TOKENS
     zero = tl.zeros(SHAPE, tl.float32)
     ones = ones_like(codes, DTYPE, FORM.asm)
     x_even, x_odd = halves(first, DTYPE)
@@ -83,8 +90,6 @@ def _group_sums(codes, first, second, DTYPE: tl.constexpr, FORM: tl.constexpr):
             code_sum = dot16(high_odd, x_odd, code_sum, FORM.asm)
             x_sum = dot16(ones, x_even, x_sum, FORM.asm)
             x_sum = dot16(ones, x_odd, x_sum, FORM.asm)
-    if not RAISED:
-        code_sum -= OFFSET * x_sum
     return code_sum, x_sum
 
 
@@ -107,6 +112,9 @@ def gemv_sums(
     COLS: tl.constexpr = max(COLUMNS, FORM.tokens)
     PAIRS: tl.constexpr = GROUPS * GROUP_PAIRS  # of a row, for a warp in a step
     SPREAD: tl.constexpr = 8 // BITS  # elements in a byte
+    IS_FLOAT16: tl.constexpr = tl.float16 == DTYPE
+    OFFSET: tl.constexpr = 1024.0 if IS_FLOAT16 else 128.0 if BITS == 4 else 0.0
+    RAISED: tl.constexpr = IS_FLOAT16 and BITS == 4 and FORM.tokens <= RAISED_TOKENS
     safe_row = tl.minimum(row, N - 1)
     part = tl.arange(0, WARPS)
     pair = tl.arange(0, PAIRS)
@@ -155,8 +163,10 @@ def gemv_sums(
             second = tl.load(x_pointer + done * SPREAD + 8, mask=inside, other=0)
         here = index + step * (WARPS * GROUPS) * N
         scale, minimum = load_scale_min(scale_min, here, live)
-        code_sum, x_sum = _group_sums(packed, first, second, DTYPE, FORM)
+        code_sum, x_sum = _group_sums(packed, first, second, OFFSET, RAISED, DTYPE, FORM)
         total += code_sum * scale
+        if not RAISED:
+            minimum -= OFFSET * scale
         total += x_sum * minimum
 
     tokens = tl.reshape(tl.sum(total, axis=0), (BLOCK_N, COLS // GROUPS, GROUPS))

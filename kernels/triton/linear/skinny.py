@@ -1,10 +1,9 @@
-"""y = x W^T for some tens of tokens: weights dequantized in registers, products on tensor cores.
+"""y = x W^T for some tens of tokens: weights dequantized in registers, products by `mma.sync`.
 
 A weight is (code - centre) * scale + (minimum + centre * scale) in the dtype of x, with the centre
 in the middle of the codes: both terms then round to a few parts in ten thousand of the weight's
 size even in bfloat16. Codes are the left operand, x^T the right one. The leading dimension of the
-products splits K over warps; it also keeps them on `mma.sync` where `wgmma` would want a layout of
-the left operand that can only be read two bytes at a time.
+products splits K over warps, so that none dequantizes what another does; see `gemm` for `wgmma`.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
