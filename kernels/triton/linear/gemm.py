@@ -27,7 +27,7 @@ from qoff.kernels.triton.launch.gpu import Gpu
 
 from .nibbles import dot16, load_scale_min
 from .planes import halves
-from .product import SPLITS_MAX, SUMS_MAX, Config, multiply, write
+from .product import SPLITS_MAX, SUMS_BYTES, SUMS_TOKENS, Config, multiply, write
 
 # What follows takes two bytes of codes ($2, or $1) and a pair each of factors and of middles, and
 # gives pairs of weights. `prmt` puts the bytes into the halves of a register, `lop3` cuts nibbles
@@ -119,7 +119,6 @@ _TILES = (
     GemmConfig(block_m=16, stages=4),
 )
 _WARPS = 8  # of an SM
-_STEPS = 4  # of a program, at least, where K is split
 # To read and dequantize a weight takes an SM as long as to multiply it by so many tokens; to write
 # and add up a partial sum as long as a product along so many inputs.
 _DEQUANTIZE_TOKENS, _PARTIAL_INPUTS = 64, 512
@@ -289,8 +288,8 @@ def _configs(tokens: int, row_bytes: int) -> Iterator[GemmConfig]:
             continue
         yield tile
         splits = 2
-        while splits <= min(SPLITS_MAX, row_bytes // (_STEPS * tile.row_bytes)):
-            if tile.block_n * tile.block_m <= SUMS_MAX:
+        while splits <= min(SPLITS_MAX, row_bytes // max(SUMS_BYTES, 4 * tile.row_bytes)):
+            if tile.block_m <= SUMS_TOKENS:
                 yield replace(tile, splits=splits)
             splits *= 2
 

@@ -21,8 +21,9 @@ from qoff.kernels.triton.launch.options import LAUNCH
 from .nibbles import use_asm
 
 SPLITS_MAX = 16
-SUMS_MAX = 128 * 128  # of a program, where K is split and no configuration was measured
-_ROWS = 128  # of a program at most, where K is split and no configuration was measured
+# Where K is split and no configuration was measured: rows and tokens of a program at most, bytes of
+# codes of a row at least.
+_ROWS, SUMS_TOKENS, SUMS_BYTES = 128, 128, 128
 _BLOCK = 256  # elements that a program adds up
 
 
@@ -156,12 +157,11 @@ def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
 def sums_bytes(tokens: int, n: int, k: int, device: torch.device) -> int:
     """The most bytes that `multiply` allocates beside its result for up to `tokens` rows of x.
 
-    K is split until there are two programs for each processor, each with at most SUMS_MAX sums, or
-    as was measured to be fastest.
+    K is split until there are two programs for each processor, or as was measured to be fastest.
     """
-    processors = Gpu.of(device).processors
-    splits = min(SPLITS_MAX, 2 * processors // triton.cdiv(n, _ROWS))
-    sums = [min(splits * tokens * n, 2 * processors * SUMS_MAX) if splits > 1 else 0]
+    wanted = 2 * Gpu.of(device).processors // triton.cdiv(n, _ROWS)
+    splits = min(SPLITS_MAX, wanted, k // SUMS_BYTES)
+    sums = [splits * min(tokens, SUMS_TOKENS) * n if splits > 1 else 0]
     for op in ("w4_gemv", "w4_skinny", "w4_gemm"):
         for key, entry in tuned.entries(op, device).items():
             if key.endswith(f"-{n}x{k}") and entry.get("splits", 1) > 1:
