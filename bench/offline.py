@@ -187,8 +187,9 @@ def _said(cubin: bytes, tool: str, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [path, option, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [path, option, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def collect(

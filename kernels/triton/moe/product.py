@@ -17,7 +17,10 @@ from torch import Tensor
 
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.triton.linear.fma import FmaConfig
-from qoff.kernels.triton.linear.product import Config, form
+from qoff.kernels.triton.linear.gemm import GemmConfig
+from qoff.kernels.triton.linear.gemv import GemvConfig
+from qoff.kernels.triton.linear.product import form
+from qoff.kernels.triton.linear.skinny import SkinnyConfig
 
 UNIT = 16  # bytes, in which distances of experts are told: what 128-bit loads are aligned to
 TURN = tl.constexpr(16)  # rows of gate, then as many of up
@@ -50,7 +53,7 @@ class Product(NamedTuple):
         kernel: Any,
         programs: int,
         which: Sequence[Tensor | int],
-        config: Config | FmaConfig,
+        config: GemvConfig | SkinnyConfig | GemmConfig | FmaConfig,
         step: int = 0,
         groups: int = 1,
     ) -> Tensor:
