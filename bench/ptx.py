@@ -49,6 +49,7 @@ class Found:
 
     loads: tuple[Load, ...]
     tensor_cores: tuple[str, ...]  # the kinds of instructions
+    from_shared: int  # `wgmma` whose left operand is in shared memory, not in registers
     shared_stores_in_loop: int  # in loops that contain no loop
     bytes_before_use: int  # most bytes of a thread's loads issued before one of them is used
 
@@ -68,6 +69,7 @@ def read(text: str) -> Found:
     return Found(
         tuple(_loads(instructions, sources)),
         tuple(sorted(kinds)),
+        sum(i.name.startswith("wgmma.mma_async") and i.text.count("{") < 2 for i in instructions),
         sum(isinstance(i, Instruction) and _stores_shared(i) for i in inside),
         _bytes_before_use(instructions),
     )

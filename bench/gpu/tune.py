@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,26 +24,39 @@ from bench.gpu.ops.decode_attention import problem
 from bench.gpu.ops.w4_linear import GROUP
 from bench.gpu.timer import Timer
 from qoff.kernels.triton.attention.decode import DecodeConfig
+from qoff.kernels.triton.linear.gemm import GemmConfig
 from qoff.kernels.triton.linear.gemv import GemvConfig, tokens_max
-from qoff.kernels.triton.linear.linear import w4_linear
+from qoff.kernels.triton.linear.linear import (
+    SKINNY_MAX,
+    TUNED,
+    Config,
+    ScratchConfig,
+    tuned_key,
+    w4_linear,
+)
 from qoff.kernels.triton.linear.skinny import SkinnyConfig
 
 _SAMPLE_S = 1.5
 _SETS = 4  # of operands, for the calls of a graph
 _GAIN = 1.03
-_SKINNY_MAX = 64
+_GEMM_MAX = 4096  # tokens
 _BITS = 4
 _CONTEXT, _BATCH = 32768, 8
 
 
 @dataclass(frozen=True)
 class Search:
-    """One entry of the file to find: `build` makes a call for a configuration, None for its own."""
+    """One entry of the file to find: `build` makes a call for a configuration, None for its own.
+
+    names: what files of tuned configurations call an op by the type of its configuration, where
+    that is not `op`: the op does its work in one of several ways.
+    """
 
     op: str
     key: str
     candidates: tuple[Any, ...]
     build: Callable[[torch.device], Callable[[Any], Call]]
+    names: Mapping[type, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -67,14 +80,14 @@ def tune(
             continue
         emit({"begin": search.name})
         with torch.inference_mode():
-            fields = best(search, device, timer, end)
-        emit({"tuned": [search.op, search.key, fields], "item": search.name})
+            config = best(search, device, timer, end)
+        name = search.names.get(type(config), search.op)
+        fields = None if config is None else asdict(config)
+        emit({"tuned": [name, search.key, fields], "item": search.name})
 
 
-def best(
-    search: Search, device: torch.device, timer: Timer, end: float = float("inf")
-) -> dict[str, int] | None:
-    """The fields of the fastest candidate of those that are compiled by `end`.
+def best(search: Search, device: torch.device, timer: Timer, end: float = float("inf")) -> Any:
+    """The fastest candidate of those that are compiled by `end`.
 
     None where the launcher's own choice is as fast.
     """
@@ -95,13 +108,13 @@ def best(
     fastest = min(seconds, key=lambda name: seconds[name])
     if candidates[fastest] is None or seconds["own"] < _GAIN * seconds[fastest]:
         return None
-    return asdict(candidates[fastest])  # type: ignore[call-overload]
+    return candidates[fastest]
 
 
 def searches(op: str, models: Sequence[ModelShape]) -> Iterator[Search]:
     """What can be tuned of an op, the most useful first."""
     if op == "w4_linear":
-        for m in (m for m in TOKENS if m <= _SKINNY_MAX):
+        for m in TOKENS:
             for n, k in dict.fromkeys(s for model in models for s in model.linears().values()):
                 yield _linear(m, n, k)
     if op == "decode_attention":
@@ -109,8 +122,7 @@ def searches(op: str, models: Sequence[ModelShape]) -> Iterator[Search]:
 
 
 def _linear(m: int, n: int, k: int) -> Search:
-    gemv = m <= tokens_max(GROUP * _BITS // 8)
-    key = f"float16-{_BITS}-{GROUP}-{m}-{n}x{k}"  # as the launchers make it
+    key = tuned_key(torch.float16, _BITS, GROUP, m, n, k)
 
     def build(device: torch.device) -> Callable[[Any], Call]:
         q = random_weight(n, k, device, _BITS, GROUP)
@@ -121,17 +133,28 @@ def _linear(m: int, n: int, k: int) -> Search:
 
         return call
 
-    return Search("w4_gemv" if gemv else "w4_skinny", key, tuple(_configs(gemv, m)), build)
+    return Search("w4_linear", key, tuple(_configs(m)), build, {t: op for op, t in TUNED.items()})
 
 
-def _configs(gemv: bool, m: int) -> Iterator[GemvConfig | SkinnyConfig]:
-    if gemv:
-        for rows, warps, stages, splits in itertools.product(
-            (16, 32, 64), (4, 8), (2, 3), (1, 2, 4)
-        ):
-            registers = 255 if m > 8 else 168 if warps == 4 else 128
-            yield GemvConfig(warps, stages, splits, registers, block_n=rows)
-        return
+def _configs(m: int) -> Iterator[Config]:
+    """Of every way that may be the fastest for m tokens."""
+    if m <= tokens_max(GROUP * _BITS // 8):
+        yield from _gemvs(m)
+    elif m <= SKINNY_MAX:
+        yield from _skinnies(m)
+    if 16 <= m <= _GEMM_MAX:
+        yield from _gemms(m)
+    if m > SKINNY_MAX:
+        yield ScratchConfig()
+
+
+def _gemvs(m: int) -> Iterator[Config]:
+    for rows, warps, stages, splits in itertools.product((16, 32, 64), (4, 8), (2, 3), (1, 2, 4)):
+        registers = 255 if m > 8 else 168 if warps == 4 else 128
+        yield GemvConfig(warps, stages, splits, registers, block_n=rows)
+
+
+def _skinnies(m: int) -> Iterator[Config]:
     for rows, parts, stages, splits in itertools.product((64, 128), (1, 2, 4), (2, 3), (1, 2, 4)):
         yield SkinnyConfig(
             block_n=rows,
@@ -141,6 +164,23 @@ def _configs(gemv: bool, m: int) -> Iterator[GemvConfig | SkinnyConfig]:
             stages=stages,
             splits=splits,
         )
+
+
+def _gemms(m: int) -> Iterator[Config]:
+    """Programs along K where there are few tokens; on GPUs without `wgmma`, too."""
+    for rows, warps, block_m in itertools.product((64, 128, 256), (4, 8), (16, 32, 64, 128, 256)):
+        sums = rows * block_m // (32 * warps)  # registers of a thread for them
+        if not min(m, 64) <= block_m <= m or not 16 <= rows // warps <= 32 or sums > 128:
+            continue
+        for row_bytes, splits in itertools.product((32, 64), (1, 2, 4) if m <= 256 else (1,)):
+            yield GemmConfig(
+                warps=warps,
+                stages=3 if row_bytes == 64 else 4,
+                splits=splits,
+                block_n=rows,
+                block_m=block_m,
+                row_bytes=row_bytes,
+            )
 
 
 def _decode(models: Sequence[ModelShape]) -> Iterator[Search]:

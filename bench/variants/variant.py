@@ -14,6 +14,7 @@ from qoff.kernels.triton.launch.gpu import Gpu
 
 # What the artefacts of a variant are asked to show; tests/kernels/test_compile.py looks.
 TENSOR_CORES = "tensor cores"  # mma.sync or wgmma (tcgen05 on sm_100)
+FROM_REGISTERS = "from registers"  # wgmma reads weights from registers, and is not waited for
 WIDE_CODES = "wide codes"  # 128-bit global loads (or asynchronous copies) of codes
 NO_SHARED_IN_LOOP = "no shared memory in the loop"  # no layout conversion through shared memory
 

@@ -30,7 +30,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.triton.attention import decode
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.linear import gemv, skinny
+from qoff.kernels.triton.linear import linear
 
 CPU = torch.device("cpu")
 # The launchers of the same tests on a GPU are what `python -m bench.gpu` runs there.
@@ -400,8 +400,8 @@ def test_tuning_asks_for_the_keys_that_launchers_look_up(
         asked.append((op, key))
 
     monkeypatch.setattr(tuned, "lookup", lookup)
-    for launcher in (gemv, skinny, decode):
-        launcher._configured.cache_clear()
+    linear.configured.cache_clear()
+    decode._configured.cache_clear()
     shape = replace(LLAMA_8B, heads=4, kv_heads=2, head_dim=64)
     monkeypatch.setattr(tune, "_CONTEXT", 70)
     monkeypatch.setattr(tune, "_BATCH", 1)
@@ -411,7 +411,8 @@ def test_tuning_asks_for_the_keys_that_launchers_look_up(
         found = list(tune.searches(op, (shape,)))
     for search in found:
         search.build(CPU)(None)()
-    assert {(s.op, s.key) for s in found} <= set(asked)
+    names = {(name, s.key) for s in found for name in s.names.values() or (s.op,)}
+    assert names <= set(asked)
 
 
 def test_tuning_reports_what_is_faster() -> None:
@@ -430,12 +431,13 @@ def test_tuning_reports_what_is_faster() -> None:
         return call
 
     configs = tuple(tune.DecodeConfig(1, programs=p) for p in (4, 8, 99))
-    search = tune.Search("decode_attention", "key", configs, lambda device: launch)
+    names = {tune.DecodeConfig: "a way"}
+    search = tune.Search("decode_attention", "key", configs, lambda device: launch, names)
     same = replace(search, key="same", candidates=())
     report = GpuReport({})
     tune.tune(report.add, [search, same], (), CPU, Timer(), float("inf"))
-    assert report.tuned["decode_attention"].keys() == {"key"}
-    assert report.tuned["decode_attention"]["key"]["programs"] == 8
+    assert report.tuned["a way"].keys() == {"key"}
+    assert report.tuned["a way"]["key"]["programs"] == 8
     assert report.done == ["decode_attention key", "decode_attention same"]
     late: list[dict[str, Any]] = []
     tune.tune(late.append, [search, same], report.done[:1], CPU, Timer(), 0.0)

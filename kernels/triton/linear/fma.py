@@ -94,11 +94,9 @@ def fma_kernel(x, codes, scale_min, bias, out, N, row_bytes, x_stride, FORM: tl.
     tl.store(out + token * N + row, y.to(out.dtype.element_ty), mask=row < N)
 
 
-def fma(
-    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: FmaConfig | None = None
-) -> Tensor:
+def fma(x: Tensor, weight: QTensor, bias: Tensor | None, config: FmaConfig) -> Tensor:
     """x @ W.T + bias; operands as `w4_linear` takes them."""
-    (n, row_bytes), bits, config = weight.codes.shape, weight.bits, config or FmaConfig()
+    (n, row_bytes), bits = weight.codes.shape, weight.bits
     group_bytes = weight.group_size * bits // 8
     groups = triton.next_power_of_2(row_bytes // group_bytes)
     groups = min(config.block_bytes // group_bytes, groups)

@@ -21,7 +21,9 @@ from qoff.kernels.triton.launch.options import LAUNCH
 from .nibbles import use_asm
 
 SPLITS_MAX = 16
-_ROWS = 64  # of a program at least, where K is split and no configuration was measured
+# Where K is split and no configuration was measured: rows and tokens of a program at most, bytes of
+# codes of a row at least.
+_ROWS, SUMS_TOKENS, SUMS_BYTES = 128, 128, 128
 _BLOCK = 256  # elements that a program adds up
 
 
@@ -153,12 +155,15 @@ def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def sums_bytes(tokens: int, n: int, k: int, device: torch.device) -> int:
-    """The most bytes that `multiply` allocates beside its result, for the parts of splits.
+    """The most bytes that `multiply` allocates beside its result for up to `tokens` rows of x.
 
     K is split until there are two programs for each processor, or as was measured to be fastest.
     """
-    splits = [min(SPLITS_MAX, 2 * Gpu.of(device).processors // triton.cdiv(n, _ROWS))]
-    for op in ("w4_gemv", "w4_skinny"):
-        entries = tuned.entries(op, device).items()
-        splits += [entry.get("splits", 1) for key, entry in entries if key.endswith(f"-{n}x{k}")]
-    return 4 * max(splits) * tokens * n if max(splits) > 1 else 0
+    wanted = 2 * Gpu.of(device).processors // triton.cdiv(n, _ROWS)
+    splits = min(SPLITS_MAX, wanted, k // SUMS_BYTES)
+    sums = [splits * min(tokens, SUMS_TOKENS) * n if splits > 1 else 0]
+    for op in ("w4_gemv", "w4_skinny", "w4_gemm"):
+        for key, entry in tuned.entries(op, device).items():
+            if key.endswith(f"-{n}x{k}") and entry.get("splits", 1) > 1:
+                sums.append(entry["splits"] * min(tokens, int(key.split("-")[3])) * n)
+    return 4 * max(sums)

@@ -1,10 +1,9 @@
-"""y = x W^T for some tens of tokens: weights dequantized in registers, products on tensor cores.
+"""y = x W^T for some tens of tokens: weights dequantized in registers, products by `mma.sync`.
 
 A weight is (code - centre) * scale + (minimum + centre * scale) in the dtype of x, with the centre
 in the middle of the codes: both terms then round to a few parts in ten thousand of the weight's
 size even in bfloat16. Codes are the left operand, x^T the right one. The leading dimension of the
-products splits K over warps; it also keeps them on `mma.sync` where `wgmma` would want a layout of
-the left operand that can only be read two bytes at a time.
+products splits K over warps, so that none dequantizes what another does; see `gemm` for `wgmma`.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -12,15 +11,13 @@ the left operand that can only be read two bytes at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from typing import ClassVar
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 
@@ -33,11 +30,17 @@ class SkinnyConfig(Config):
     """block_n, block_m: rows of W (a multiple of 16) and tokens of a program. row_bytes: bytes of
     codes of a row in a step, 32 at least. parts: steps that different warps do at once."""
 
+    wgmma: ClassVar[bool] = False
     registers: int = 255
     block_n: int = 64
     block_m: int = 16
     row_bytes: int = 64
     parts: int = 4
+
+    @property
+    def step(self) -> int:
+        """Bytes of a row that a program takes at once."""
+        return self.parts * self.row_bytes
 
 
 @triton.jit
@@ -164,28 +167,12 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     elif block_m > 16:
         config = replace(config, row_bytes=32)
     programs = triton.cdiv(rows, config.block_n) * triton.cdiv(tokens, block_m)
-    step = config.parts * config.row_bytes
-    splits = min(gpu.processors // programs, row_bytes // (2 * step), SPLITS_MAX)
+    splits = min(gpu.processors // programs, row_bytes // (2 * config.step), SPLITS_MAX)
     return replace(config, splits=splits if splits >= 2 else 1)
 
 
-def skinny(
-    x: Tensor, weight: QTensor, bias: Tensor | None = None, config: SkinnyConfig | None = None
-) -> Tensor:
+def skinny(x: Tensor, weight: QTensor, bias: Tensor | None, config: SkinnyConfig) -> Tensor:
     """x @ W.T + bias; operands as `w4_linear` takes them."""
-    m, bits, group, (n, k) = len(x), weight.bits, weight.group_size, weight.shape
-    config = config or _configured(x.device, x.dtype, bits, group, m, n, k)
+    m, n = len(x), weight.shape[0]
     grid = (triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m), config.splits)
-    step = config.parts * config.row_bytes
-    return multiply(skinny_kernel, grid, x, weight, bias, config, step)
-
-
-@cache
-def _configured(
-    device: torch.device, dtype: torch.dtype, bits: int, group: int, m: int, n: int, k: int
-) -> SkinnyConfig:
-    tokens = triton.next_power_of_2(m)
-    entry = tuned.lookup("w4_skinny", device, f"{str(dtype)[6:]}-{bits}-{group}-{tokens}-{n}x{k}")
-    if entry:
-        return SkinnyConfig(**entry)
-    return choose(m, n, k * bits // 8, group * bits // 8, Gpu.of(device))
+    return multiply(skinny_kernel, grid, x, weight, bias, config, config.step)
