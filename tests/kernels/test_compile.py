@@ -6,8 +6,9 @@ Triton 3.6.0 too where a folder holds it: the one that the environment variable 
 names, by default .triton-3.6, which `make triton-3.6` fills.
 
 Compiling takes minutes: for two architectures by default, for all if QOFF_ALL_ARCHITECTURES is
-set (`make architectures`: after a change of a kernel). The first worker of a run that needs the figures compiles, the others
-wait for it; and .pytest_cache keeps them until a kernel, the bench or Triton changes.
+set (`make architectures`: after a change of a kernel). The first worker of a run that needs the
+figures compiles, the others wait for it; and .pytest_cache keeps them until a kernel, the bench or
+Triton changes.
 """
 
 from __future__ import annotations
