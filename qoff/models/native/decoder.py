@@ -153,7 +153,6 @@ class Decoder:
         self.spec.check_positions(ragged.longest + 1)
         run.cached = cached = run.cache.begin(ragged)
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
-        run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         ids = run.tokens
         key: Hashable | None = None
         on_gpu = cached if isinstance(cached, DeviceCachePass) else None
@@ -164,7 +163,9 @@ class Decoder:
                 ids = pad(ids, (0, on_gpu.rows - len(ids)))
             key = on_gpu.replay_key()
         if key is not None:
+            tables = [table.whole for table in self._rotary]
             key = (key, *(part.data_ptr() for both in tables for part in both))
+        run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         if key is not None and self.resident and isinstance(run.activations, ResidentActivations):
             logits = yield from self._whole(run, ids, key)
         else:
