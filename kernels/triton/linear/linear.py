@@ -160,10 +160,16 @@ def linear_bytes(
     programs along K or the scratch; not what cuBLAS takes for itself, `CUBLAS_BYTES`.
     """
     work = sums_bytes(tokens, n, k, device)
-    if tokens > SKINNY_MAX or Gpu.of(device).capability < 80:
+    if _takes_scratch(tokens, n, k, device):
         work = max(work, _scratch_rows(n, k, ScratchConfig()) * k * dtype.itemsize)
     values = tokens * (n + k) + n + tokens * n // 2 * silu_mul
     return values * dtype.itemsize + work
+
+
+def _takes_scratch(tokens: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether some number of tokens up to `tokens` may be computed through the scratch."""
+    ruled = ScratchConfig in (way(m, 32, Gpu.of(device).capability) for m in (16, tokens))
+    return ruled or any(key.endswith(f"-{n}x{k}") for key in tuned.entries("w4_scratch", device))
 
 
 _WAYS: dict[type[Config], Callable[..., Tensor]] = {
