@@ -98,8 +98,8 @@ def interpreted_calls_are_cheap() -> None:
         patch = interpreter._patch_lang
         everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
         interpreter._patch_lang = lambda function: patch(everything)
-        interpreter.InterpretedFunction.__call__ = lambda self, *args, **options: (
-            self.rewrite()(*args, **options)
+        interpreter.InterpretedFunction.__call__ = lambda self, *args, **options: self.rewrite()(
+            *args, **options
         )
 
 
