@@ -35,7 +35,7 @@ from . import corpus, requests, targets
 from .children import Finding, run_all
 from .targets import Target
 
-_WARMUP = 40  # unchanged inputs of each kind, of which some have different beginnings
+_WARMUP = 25  # unchanged inputs of each kind, of which some have different beginnings
 _AT_ONCE = 2000  # inputs between two looks at the clock
 
 

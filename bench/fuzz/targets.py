@@ -156,7 +156,7 @@ def _convertible(folder: Path) -> None:
     source = open_source(folder)
     config = source.config()
     if not is_native(config):
-        read_config(config, folder)
+        read_config(config, folder, tensors=len(source.names()))  # type: ignore[attr-defined]
         return
     spec = DecoderSpec.from_config(converted(config, lambda name: False)[0])
     for rope in {spec.rope, spec.local_rope} - {None}:
@@ -167,9 +167,11 @@ def _convertible(folder: Path) -> None:
 
 
 def _modules(folder: Path) -> None:
-    config = open_source(folder).config()
+    source = open_source(folder)
+    config = source.config()
     if not is_native(config):
-        build(read_config(config, folder))
+        tensors = len(source.names())  # type: ignore[attr-defined]
+        build(read_config(config, folder, tensors=tensors))
 
 
 def _open(folder: Path) -> None:

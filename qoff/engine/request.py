@@ -12,6 +12,7 @@ from qoff.schema import is_number, shown
 
 _ABOVE_0 = math.nextafter(0, 1)
 COLDEST = 0.01  # logits divided by less may overflow
+_FACTOR = 1e30  # and by more, or multiplied
 FinishReason = Literal["stop", "length", "given", "error"]
 
 
@@ -58,7 +59,11 @@ class SamplingParams:
             ("n", _whole(self.n, 1), "a whole number from 1"),
             ("presence_penalty", _within(self.presence_penalty, -2, 2), "a number from -2 to 2"),
             ("frequency_penalty", _within(self.frequency_penalty, -2, 2), "a number from -2 to 2"),
-            ("repetition_penalty", _within(self.repetition_penalty, _ABOVE_0), "a number above 0"),
+            (
+                "repetition_penalty",
+                _within(self.repetition_penalty, 1 / _FACTOR, _FACTOR),
+                "a number above 0, at most 1e30",
+            ),
             ("temperature", heated, f"0, or a number from {COLDEST} on"),
             ("top_p", _within(self.top_p, _ABOVE_0, 1), "above 0, at most 1"),
             ("top_k", _whole(self.top_k, -1), "a whole number from 1; 0 or -1 for all tokens"),

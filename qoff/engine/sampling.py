@@ -62,7 +62,7 @@ class Sampler:
         logits = logits.clone()
         if params.repetition_penalty != 1:
             seen = torch.cat([self._prompt, answer]).unique()
-            were, by = logits[seen], params.repetition_penalty
+            were, by = logits[seen], float(params.repetition_penalty)
             logits[seen] = torch.where(were > 0, were / by, were * by)
         if self._repeats:
             tokens, counts = answer.unique(return_counts=True)

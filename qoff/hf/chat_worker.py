@@ -27,12 +27,12 @@ def environment() -> Any:
     class Generation(Extension):
         """`{% generation %}` marks what an assistant says; it changes nothing here."""
 
-        tags = frozenset({"generation"})
-
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body).set_lineno(line)
+
+    Generation.tags = {"generation"}
 
     class Dict:
         """`dict` without the attributes of a class."""

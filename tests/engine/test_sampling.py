@@ -148,3 +148,10 @@ def test_answers_end_at_the_models_end_token_unless_it_is_ignored(llm: LLM) -> N
     assert all(len(one.token_ids) == 90 for one in ignores)
     assert all(len(one.token_ids) >= 60 for one in late)
     assert all(EOS not in one.token_ids for one in (*ends, *late))
+
+
+@pytest.mark.parametrize("penalty", [10**30, 1e30, 1e-30])
+def test_any_penalty_draws_a_token(penalty: float) -> None:
+    params = SamplingParams(repetition_penalty=penalty, max_tokens=9)
+    sampler = Sampler(Sequence(0, 0, None, (1, 2), params, 9))
+    assert 0 <= sampler.draw(torch.randn(9)) < 9

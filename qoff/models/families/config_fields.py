@@ -103,15 +103,17 @@ def check_fields(config: Mapping[str, Any]) -> None:
         raise unsupported(key, config[key], FIELDS[key].words)
 
 
-def check_counts(config: Mapping[str, Any], prefix: str = "") -> None:
+def check_counts(config: Mapping[str, Any], prefix: str = "", layers: int = _MANY) -> None:
     """Raise UnsupportedModelError for a number that no model has, of layers or experts above all.
 
     Also in a part of the config, such as `text_config`, and for architectures whose fields have
-    other names.
+    other names. layers: the most that there can be; a model has a tensor for each at least.
     """
     for name, value in config.items():
-        counts = any(word in str(name) for word in ("layer", "expert", "block"))
-        if type(value) is int and abs(value) > (_MANY if counts else 1 << 53):
-            raise unsupported(f"{prefix}{name}", value, "a number that a model can have")
+        most = _MANY if "expert" in str(name) or "block" in str(name) else 1 << 53
+        if "layer" in str(name):
+            most = min(layers, _MANY)
+        if type(value) is int and abs(value) > most:
+            raise unsupported(f"{prefix}{name}", value, f"up to {most}, as this model has tensors")
         if isinstance(value, dict) and name != "quantization_config":
-            check_counts(value, f"{prefix}{name}.")
+            check_counts(value, f"{prefix}{name}.", layers)
