@@ -21,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -83,7 +84,7 @@ class Fuzzer:
             fewer = [x for x in kept if x != edit]
             if any(
                 isinstance(one, Finding) and one.signature == finding.signature
-                for one in run_all([finding.number], lambda n, fewer=fewer: self.run(n, fewer))
+                for one in run_all([finding.number], partial(self.run, kept=fewer))
             ):
                 kept = fewer
         return kept

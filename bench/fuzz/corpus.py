@@ -120,7 +120,7 @@ def _write(folder: Path) -> None:
     _save_tokenizer(source)
     save_file(tensors, source / "model.safetensors")
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, part in enumerate((names[::2], names[1::2])):
         file = f"model-{i}.safetensors"
         save_file({name: tensors[name] for name in part}, sharded / file)

@@ -227,4 +227,4 @@ def _tokenizer(folder: Path) -> None:
     from qoff.engine.prompts import PromptReader
 
     _, tokens = PromptReader(tokenizer).read("then the cat")
-    tokenizer.decode(tokens[:50])
+    tokenizer.decode(list(tokens[:50]))

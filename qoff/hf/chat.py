@@ -119,7 +119,7 @@ class _Worker:
         import jinja2
         import markupsafe
 
-        folders = {str(Path(module.__file__).parents[1]) for module in (jinja2, markupsafe)}
+        folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
         script = str(Path(__file__).with_name("chat_worker.py"))
         try:
             self._process = subprocess.Popen(

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 from datetime import datetime
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 _MEMORY = 1 << 30  # bytes of address space
 
@@ -78,12 +78,12 @@ def answer(jinja: Any, request: dict[str, Any]) -> dict[str, str]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def read(source: BinaryIO) -> bytes:
+def read(source: IO[bytes]) -> bytes:
     """A message; none at the end of the pipe."""
     return source.read(int.from_bytes(source.read(8), "little"))
 
 
-def write(target: BinaryIO, message: bytes) -> None:
+def write(target: IO[bytes], message: bytes) -> None:
     target.write(len(message).to_bytes(8, "little") + message)
     target.flush()
 

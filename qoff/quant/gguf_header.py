@@ -127,7 +127,7 @@ class _Reader:
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data
-        self._view = memoryview(data)
+        self._view = data.data
         self.at = 0
 
     def check(self, what: str, count: int, nbytes: int) -> int:
