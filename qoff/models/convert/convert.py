@@ -16,6 +16,7 @@ from qoff.models.modules.configs import is_native
 from qoff.models.sources import SafetensorsSource, Source, open_source, own_code
 from qoff.quant import QTensor, QuantConfig
 from qoff.quant.matrix import CALIBRATED
+from qoff.system_memory import refusals
 
 from .builder import Builder, with_uniform_experts
 from .layerwise import Calibration
@@ -25,6 +26,7 @@ from .unconverted import Unconverted
 Progress = Callable[[int, int], None]  # units done, units in all: the layers and the outer file
 
 
+@refusals()
 def convert(
     source_path: str | os.PathLike[str],
     out: str | os.PathLike[str],
