@@ -22,6 +22,7 @@ from bench.random_model import SMALL, write_random_checkpoint
 from qoff.engine import LLM, SamplingParams
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import TIERS, KVPlacement
+from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.plan import Plan
 
 TINY = SMALL | {
@@ -119,6 +120,7 @@ def run(checkpoint: Path, plan: Plan, threads: int, seconds: float, seed: int) -
                 raise caller.error
         requests.answers(llm, [0])  # those that gave up are swept away before it
         counts = sum((caller.counts for caller in callers), Counter[str]())
+        assert isinstance(llm.blocks, TieredBlocks)
         counts["blocks kept"] = sum(llm.blocks.used(tier) for tier in TIERS)
         counts["rounds"] = llm.rounds[-1].number - before
     return counts
