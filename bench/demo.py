@@ -99,12 +99,14 @@ def fetch_float(folder: Path = FOLDER) -> Path:
 def _answer(checkpoint: str, budget: str | None, tokens: int, out: Path) -> None:
     """Answer the prompt in this process, so that its peak RSS is that of one run."""
     from qoff.cli.generate import answer, encode, rows
-    from qoff.hf.load import load
+    from qoff.engine import SamplingParams
+    from qoff.hf.load import load_tokenizer, open_runtime
 
-    model, tokenizer = load(checkpoint, device_memory=budget)
-    inputs = encode(tokenizer, PROMPT, raw=False)
-    result = answer(model, tokenizer, inputs, max_new_tokens=tokens, do_sample=False)
-    model.close()
+    tokenizer = load_tokenizer(Path(checkpoint))
+    ids = encode(tokenizer, PROMPT, raw=False)
+    opened = open_runtime(Path(checkpoint), device_memory=budget)
+    with opened.runtime:
+        result = answer(opened, tokenizer, ids, SamplingParams(temperature=0, max_tokens=tokens))
     out.write_text(json.dumps({"rows": rows(result), "text": result["text"]}))
 
 

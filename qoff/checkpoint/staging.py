@@ -6,14 +6,11 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import stat
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NEW, _OLD = "new", "old"  # in the hidden directory: what is built, and what it replaces
@@ -35,8 +32,10 @@ def staging(place: Path) -> Iterator[Path]:
         (hidden / _NEW).mkdir()
         yield hidden / _NEW
     finally:
-        _discard(hidden, place)
-        os.close(descriptor)
+        try:
+            _discard(hidden, place)
+        finally:
+            os.close(descriptor)
 
 
 def publish(built: Path, place: Path) -> None:
@@ -76,24 +75,6 @@ def parents(place: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-@contextmanager
-def sigterm_as_exit() -> Iterator[None]:
-    """Let SIGTERM end the process through its `finally` blocks, unless the program handles it."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _prefix(place: Path) -> str:
     return f".{place.name}.qoff-"
 
@@ -126,6 +107,10 @@ def _create(place: Path) -> tuple[Path, int]:
                 return hidden, descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
+        except BaseException:
+            os.close(descriptor)  # or its lock would keep the directory from who removes it
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
         os.close(descriptor)
 
 

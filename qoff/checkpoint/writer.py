@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ConversionError, FormatError
+from qoff.interrupts import check, ending_by_signals
 from qoff.quant import QTensor
 from qoff.units import format_size
 
@@ -37,7 +38,7 @@ from .layout import (
     tensors_of,
 )
 from .reader import Checkpoint, read_config
-from .staging import parents, publish, sigterm_as_exit, staging
+from .staging import parents, publish, staging
 
 _PIECE = 8 << 20  # bytes hashed and written at a time
 
@@ -67,7 +68,7 @@ class CheckpointWriter:
 
     def __enter__(self) -> Self:
         with self._failures(), ExitStack() as stack:
-            stack.enter_context(sigterm_as_exit())
+            stack.enter_context(ending_by_signals())
             stack.enter_context(parents(self.path))
             self._folder = stack.enter_context(staging(self.path))
             self._check_place()
@@ -77,7 +78,8 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        self._stack.__exit__(*failure)
+        with self._failures():
+            self._stack.__exit__(*failure)
 
     def write_layer(self, layer: int, weights: Mapping[str, QTensor | Tensor]) -> None:
         """Write the weights of a decoder layer, in their order, under their full names."""
@@ -122,6 +124,7 @@ class CheckpointWriter:
             publish(self._folder, self.path)
 
     def _write(self, name: str, weights: Mapping[str, QTensor | Tensor]) -> None:
+        check()
         entries, tensors = _layout(weights)
         digest, nbytes = hashlib.sha256(), 0
         with self._failures(), self._new_file(name) as file:

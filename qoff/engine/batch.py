@@ -7,10 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from qoff.hf.model import NOT_FINITE
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.slots import SlotCache, SlotSubset
-from qoff.models.forward_pass import ForwardPass
+from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 
 from .prefixes import PrefixIndex
 from .request import Sequence

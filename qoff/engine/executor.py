@@ -30,6 +30,7 @@ from qoff.models.native.decoder import Decoder, head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
+from qoff.system_memory import check_machine
 
 
 class Executor(ABC):
@@ -155,7 +156,13 @@ class Executor(ABC):
         residency = plan_residency(
             checkpoint, left, plan.slots, packing=packing, host_staging=staging
         )
-        return self._memory_of(tiled=True) if residency.tiled_layers else memory
+        if residency.tiled_layers:
+            memory = self._memory_of(tiled=True)
+        on_host = memory.total(HOST)
+        if self.device.type == "cpu":
+            on_host += memory.total(DEVICE) + residency.device_bytes
+        check_machine(on_host, "the plan's sequences and the weights beside them")
+        return memory
 
 
 class CpuExecutor(Executor):

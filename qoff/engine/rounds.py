@@ -6,7 +6,6 @@ all of them. A caller that goes away takes its sequences with it between two rou
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -17,8 +16,11 @@ import torch
 
 from qoff.errors import ArgumentError
 from qoff.hf.torch_threads import one_torch_thread
+from qoff.interrupts import check as check_interrupts
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
+from qoff.process import Opener
+from qoff.system_memory import refusals
 
 from .batch import BatchSlots
 from .executor import Executor
@@ -71,7 +73,7 @@ class Rounds:
         self._finish = finish
         self.history: list[RoundStats] = []  # of the newest thousands
         self._count = 0
-        self._process = os.getpid()
+        self.opener = Opener("this LLM")
         self._closed = False
         # Held to look at what follows, not during a round. Reentrant: a generator may be
         # collected, and leave, at any time.
@@ -107,8 +109,6 @@ class Rounds:
 
     def close(self) -> None:
         """Wait for the round that is computed; every caller then gets an ArgumentError."""
-        if self._process != os.getpid():
-            return
         with self._changed:
             if self._worker == threading.get_ident():
                 raise ArgumentError("an LLM cannot be closed in the middle of its round")
@@ -118,11 +118,7 @@ class Rounds:
             self._changed.notify_all()
 
     def _check(self) -> None:
-        if self._process != os.getpid():
-            raise ArgumentError(
-                f"this LLM was opened by process {self._process}, and its threads are there: "
-                "open one in each process"
-            )
+        self.opener.check()
         if self._worker == threading.get_ident():
             raise ArgumentError("an LLM cannot be called in the middle of its own round")
         if self._closed:
@@ -192,11 +188,12 @@ class Rounds:
         An error is for all callers that have a sequence in a batch. Where this thread is
         interrupted, the sequences of the others begin again.
         """
+        check_interrupts()
         try:
             with self._changed:
                 self._sweep()
                 self._admit()
-            with torch.inference_mode(), one_torch_thread():
+            with torch.inference_mode(), one_torch_thread(), refusals():
                 self._passes()
         except Exception as error:
             with self._changed:

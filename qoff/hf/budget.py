@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from qoff.models.native.decoder import logits_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Plan
+from qoff.process import ForkLock
 from qoff.units import format_size
 
 _CONTEXTS = (2048, 1024, 512, 256)
@@ -71,7 +71,7 @@ class Budget:
         self._largest = 0  # sequences of a batch so far: recordings of its steps stay
         self._decoder: AnyDecoder | None = None
         self._caches: WeakSet[BoundedCache] = WeakSet()
-        self._turn = threading.RLock()
+        self._turn = ForkLock()
 
     def choices(self, decoder: AnyDecoder) -> Iterator[tuple[int, int]]:
         """Bytes to keep free beside the weights, without and with layers in tiles; best first."""
@@ -85,7 +85,7 @@ class Budget:
             rows = size
             if self._scoring is not None:
                 rows = size * count
-            return _working_bytes(decoder, self._kv, size, count, rows, context, tiled)
+            return working_bytes(decoder, self._kv, size, count, rows, context, tiled)
 
         longest = min(decoder.max_positions, _CONTEXTS[0])
         contexts = [longest, *(c for c in _CONTEXTS if c < longest)]
@@ -196,12 +196,12 @@ class Budget:
         assert self._decoder is not None
         sequences = len(counts)
         rows = max(rows, sequences)
-        return _working_bytes(
+        return working_bytes(
             self._decoder, self._kv, sequences, at_once, rows, longest, self._tiled, self._largest
         )
 
 
-def _working_bytes(
+def working_bytes(
     decoder: AnyDecoder,
     kv: KVQuant | None,
     sequences: int,

@@ -10,12 +10,13 @@ from dataclasses import asdict
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qoff.budgets import memory_bounds, resolve_device
+from qoff.dynamo import import_configurations
 from qoff.errors import ArgumentError, ConversionError, FormatError, raised_as
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
 from qoff.memory.instrumentation import PLAIN, Instrumentation
@@ -28,16 +29,20 @@ from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 from qoff.schema import read_object
 from qoff.settings import cache_directory
+from qoff.system_memory import refusals
 
 from .budget import Budget, Scoring
 from .generation_config import read_generation_config
 from .hub import download, download_config, is_own
-from .model import QoffForCausalLM
+
+if TYPE_CHECKING:
+    from .model import QoffForCausalLM
 
 AUTO = "auto"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
+@refusals()
 def load(
     path_or_hub_id: str | PathLike[str],
     *,
@@ -120,13 +125,22 @@ def load(
         raise
 
 
+class Opened(NamedTuple):
+    """A checkpoint that runs, what bounds its memory, and how its caches are kept."""
+
+    runtime: Runtime
+    budget: Budget | None
+    kv: str
+
+
 def _check_room(context: int | None, batch_size: int) -> None:
     for name, value in (("context", context), ("batch_size", batch_size)):
         if not (isinstance(value, int) and value > 0) and (name, value) != ("context", None):
             raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
 
 
-def open_model(
+@refusals()
+def open_runtime(
     checkpoint: Path,
     *,
     device: torch.device | str = AUTO,
@@ -142,11 +156,8 @@ def open_model(
     trust_remote_code: bool = False,
     instrumentation: Instrumentation = PLAIN,
     scoring: Scoring | None = None,
-) -> QoffForCausalLM:
-    """The model of a qoff checkpoint, without its tokenizer; all else is as for `load`.
-
-    scoring: see `Budget`.
-    """
+) -> Opened:
+    """What runs a qoff checkpoint; the arguments are those of `load`. scoring: see `Budget`."""
     _check_room(context, batch_size)
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
@@ -185,9 +196,15 @@ def open_model(
         described = f"float32 ({error})"
         runtime, budget = opened(None)
         logging.getLogger(__name__).info("KV cache: %s", described)
+    return Opened(runtime, budget, described)
+
+
+def open_model(checkpoint: Path, **options: Any) -> QoffForCausalLM:
+    """The model of a qoff checkpoint, without its tokenizer. options: of `open_runtime`."""
+    runtime, budget, kv = open_runtime(checkpoint, **options)
     try:
         model = _model(runtime, checkpoint, budget)
-        model.kv = described
+        model.kv = kv
         return model
     except BaseException:
         runtime.close()
@@ -288,6 +305,7 @@ def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrai
 
     Raises FormatError when there is none, it is damaged, or it is code that is not trusted.
     """
+    import_configurations()
     trusted = trust_remote_code and any(checkpoint.glob("*.py"))
     advice = "put the model's tokenizer files there"
     if not trusted and REMOTE_CODE in _read(checkpoint / "tokenizer_config.json"):
@@ -314,6 +332,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffForCausalLM:
+    from .model import QoffForCausalLM  # 140 MB of transformers, which only this needs
+
     if isinstance(runtime.decoder, ModuleDecoder):
         model = QoffForCausalLM(runtime.decoder.config, runtime, budget)
         model._is_stateful = runtime.decoder.model._is_stateful  # states that cannot go back

@@ -16,20 +16,17 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from qoff.dynamo import uncompiled
 from qoff.errors import OpError, QoffError
-from qoff.models.forward_pass import ForwardPass
+from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.runtime import Runtime, RuntimeStats
+from qoff.system_memory import refusals
 
 from .budget import Budget
 from .cache import QoffCache
 from .padded_batch import PaddedBatch
 from .placed import PlacedModel
 from .torch_threads import one_torch_thread
-
-NOT_FINITE = (
-    "the model's logits are not finite (NaN or infinity): its weights may be damaged (see `qoff "
-    "verify`), or its values overflow float16 (dtype='bfloat16' has a larger range)"
-)
 
 
 class QoffModelConfig(PretrainedConfig):
@@ -74,7 +71,8 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @torch.compiler.disable  # dynamo would break the graph at every op, for minutes
+    @uncompiled  # dynamo would break the graph at every op, for minutes
+    @refusals()
     def forward(
         self,
         input_ids: Tensor | None = None,

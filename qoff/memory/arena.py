@@ -50,9 +50,9 @@ class Arena:
         self.used = 0  # kept after close()
         try:
             self._memory: Tensor | None = allocate(nbytes)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise BudgetError(
-                f"{tier} memory: the system refused {nbytes:,} bytes ({error.strerror}); "
+                f"{tier} memory: the system refused {nbytes:,} bytes ({error}); "
                 "use a smaller budget"
             ) from error
 
@@ -94,13 +94,15 @@ class TierArenas:
 
     def close(self) -> None:
         """Wait until a GPU uses neither any more and let go of them; may be repeated."""
-        if self._stream is not None:
-            self._stream.close()
-            if self._locked is not None:
-                self._stream.unpin(self._locked)
+        stream, locked = self._stream, self._locked
         self._stream = self._locked = None
-        for arena in self.arenas.values():
-            arena.close()
+        with contextlib.ExitStack() as all_of_it:
+            for arena in self.arenas.values():
+                all_of_it.callback(arena.close)
+            if stream is not None and locked is not None:
+                all_of_it.callback(stream.unpin, locked)
+            if stream is not None:
+                stream.close()
 
     def _host_memory(self, nbytes: int) -> Tensor:
         memory = map_pages(nbytes)

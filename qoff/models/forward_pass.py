@@ -17,6 +17,11 @@ from .spec import DecoderSpec
 
 MLP_TOKENS = 512  # tokens that go through the MLP together: bounds working space at prefill
 
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights may be damaged (see `qoff "
+    "verify`), or its values overflow float16 (dtype='bfloat16' has a larger range)"
+)
+
 
 class Activations(Protocol):
     """Where the hidden states of a batch are between two units."""

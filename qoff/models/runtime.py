@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,10 +16,13 @@ from torch import Tensor
 from qoff.budgets import resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, UnsupportedModelError
+from qoff.interrupts import check as check_interrupts
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import EMBEDDING, Residency, unit_label
+from qoff.process import ForkLock, only_here
+from qoff.system_memory import check_machine, refusals
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
@@ -60,7 +62,8 @@ class Runtime:
     model transformers does not have. reserves: bytes within device_memory to keep free for the
     caller, without and with layers in tiles; the first that leave enough for the weights are taken.
     One forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is
-    too small, OpError for a device that is not there, and the errors of `Checkpoint.open`.
+    too small, OpError for a device that is not there, and the errors of `Checkpoint.open`. In a
+    forked process it runs if nothing streams; else passes raise ArgumentError.
     """
 
     def __init__(
@@ -113,6 +116,8 @@ class Runtime:
                 ),
                 workspace,
             )
+            on_host = residency.host_bytes + (residency.device_bytes if where.type == "cpu" else 0)
+            check_machine(on_host, "weights and working space")
         except BaseException:
             if transfers is not None:
                 transfers.close()
@@ -128,12 +133,13 @@ class Runtime:
             self.decoder.resident = self.store.all_resident
         self.kv = kv
         self._timeline = instrumentation.timeline
-        self._turn = threading.Lock()
-        weakref.finalize(self, self.store.close)  # for who drops it without closing it
+        self._turn = ForkLock()
+        weakref.finalize(self, only_here(self.store.close))  # for who drops it without closing it
 
     def forward(self, run: ForwardPass) -> Tensor:
         """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""
-        with self._turn:
+        check_interrupts()
+        with self._turn, refusals():
             steps = self.decoder.steps(run)
             unit = next(steps)
             while True:

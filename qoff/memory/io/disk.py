@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from qoff.errors import DiskReadError
 from .direct import DirectFile, Preadv
 from .workers import Workers
 
+Stamp: TypeAlias = tuple[int, int, int]  # bytes, times of modification and of change, in ns
 _BOUNCE = 128 << 10  # bytes per thread for what is not aligned
 
 
@@ -114,6 +117,14 @@ class DiskReader:
             buffered = frozenset(p for p, f in self._files.items() if not f.direct)
             return DiskStats(self._bytes, busy, buffered)
 
+    def stamp(self, path: Path) -> Stamp | None:
+        """What a change of the file that is read as `path` changes; None where it has no file."""
+        try:
+            status = os.fstat(self._file(path).fileno())
+        except OSError:
+            return None
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
     def submit(
         self, path: str | Path, offset: int, dest: Tensor, urgent: bool = False
     ) -> ReadRequest:
@@ -162,8 +173,9 @@ class DiskReader:
         with self._lock:
             files = list(self._files.values())
             self._files.clear()
-        for file in files:
-            file.close()
+        with ExitStack() as all_of_them:
+            for file in files:
+                all_of_them.callback(file.close)
 
     def _read(
         self, request: ReadRequest, file: DirectFile, offset: int, dest: memoryview, address: int

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -200,12 +201,13 @@ class Transfers(ABC):
 
     def close(self) -> None:
         """Stop; transfers under way fail. Joins all threads, gives the arenas up."""
-        self.reader.close()  # which ends what the others wait for
-        for threads in self._threads:
-            threads.close()
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        if self._tiers is not None:
-            self._tiers.close()
+        with ExitStack() as all_of_it:  # whatever of it fails
+            if self._tiers is not None:
+                all_of_it.callback(self._tiers.close)
+            for threads in reversed(self._threads):
+                all_of_it.callback(threads.close)
+            self._staging = torch.empty(0, dtype=torch.uint8)
+            self.reader.close()  # which ends what the others wait for
 
     def _start(
         self, read: UnitRead, ranges: Sequence[FileRange], memory: Tensor, lane: str

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from qoff.dynamo import import_configurations
 from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import RopeSpec, unsupported
 from qoff.schema import is_number, shown
@@ -88,6 +89,7 @@ def full_config(config: Mapping[str, Any]) -> Any:
 
     Raises UnsupportedModelError for values that it refuses.
     """
+    import_configurations()
     from transformers import AutoConfig, PreTrainedConfig
 
     check_counts(config)
