@@ -24,6 +24,7 @@ from .batch import BatchSlots
 from .executor import Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Completion, Sequence
+from .sampling import LogitsRow, Sampler
 from .schedule import Schedule
 
 _KEPT = 4096  # rounds whose numbers are kept, at least
@@ -82,7 +83,12 @@ class Rounds:
         self._gone: deque[_Call] = deque()
         self._sweeping = False
         prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
-        self._batches = [BatchSlots(executor.new_cache(), prefixes) for _ in range(plan.batches)]
+        places = plan.batches * plan.batch_size
+        self._sampler = Sampler(executor.spec.vocab_size, places, plan.context, executor.device)
+        self._batches = [
+            BatchSlots(executor.new_cache(), self._sampler, first, prefixes)
+            for first in range(0, places, plan.batch_size)
+        ]
 
     def answers(self, groups: Iterable[list[Sequence]]) -> Iterator[Completion]:
         """The answers of sequences, those of a prompt together, as they are done.
@@ -258,11 +264,12 @@ class Rounds:
                 if self._executor.activations is not None:
                     run.activations = self._executor.activations.batch(len(passes))
                 passes.append((batch, run))
-        read = generated = 0
+        read, rows = 0, list[LogitsRow]()
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):
-            tokens, drawn = batch.take(run, logits)
-            read, generated = read + tokens, generated + drawn
+            tokens, more = batch.take(run, logits)
+            read, rows = read + tokens, rows + more
+        generated = self._sampler.draw(rows)
         for batch in self._batches:
             batch.index()
             for sequence in batch.sequences():
