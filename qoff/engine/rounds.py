@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qoff.budgets import on_device
 from qoff.errors import ArgumentError
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.models.forward_pass import ForwardPass
@@ -199,11 +200,12 @@ class Rounds:
         interrupted, the sequences of the others begin again.
         """
         try:
-            with self._changed:
-                self._sweep()
-                self._admit()
-            with torch.inference_mode(), one_torch_thread():
-                self._passes()
+            with on_device(self._executor.device):
+                with self._changed:
+                    self._sweep()
+                    self._admit()
+                with torch.inference_mode(), one_torch_thread():
+                    self._passes()
         except Exception as error:
             with self._changed:
                 calls = {self._calls[one] for one in self._admitted()}

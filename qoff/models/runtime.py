@@ -14,7 +14,7 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
-from qoff.budgets import resolve_device, resolve_dtype
+from qoff.budgets import on_device, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, UnsupportedModelError
 from qoff.kvcache import KVCache, KVQuant
@@ -127,13 +127,14 @@ class Runtime:
         if isinstance(self.decoder, Decoder):
             self.decoder.resident = self.store.all_resident
         self.kv = kv
+        self._device = where
         self._timeline = instrumentation.timeline
         self._turn = threading.Lock()
         weakref.finalize(self, self.store.close)  # for who drops it without closing it
 
     def forward(self, run: ForwardPass) -> Tensor:
         """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""
-        with self._turn:
+        with self._turn, on_device(self._device):
             steps = self.decoder.steps(run)
             unit = next(steps)
             while True:
