@@ -12,7 +12,7 @@ import torch
 from qoff.engine.admission import Admission
 from qoff.engine.prompts import Chat, PromptReader, conversations, prompt_list
 from qoff.engine.request import SamplingParams, Sequence
-from qoff.engine.sampling import Sampler
+from qoff.engine.sampling import LogitsRow, Sampler
 from qoff.hf.load import load_tokenizer
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
@@ -86,12 +86,12 @@ def targets(folder: Path) -> dict[str, Target]:
     def sampled(fields: dict[str, Any]) -> None:
         params = SamplingParams(**fields)
         sequence = Sequence(0, 0, None, (1, 2, 3), params, 9, frozenset({7, 300}))
-        sampler = Sampler(sequence)
+        sampler = Sampler(50, 1, 6, torch.device("cpu"))
+        sampler.begin(0, sequence)
         for _ in range(3):
-            token = sampler.draw(torch.randn(50) * 10)
-            if not 0 <= token < 50:
-                raise AssertionError(f"token {token} of 50")
-            sequence.answer.append(token)
+            sampler.draw([LogitsRow(0, sequence, torch.randn(50) * 10)])
+            if not 0 <= sequence.answer[-1] < 50:
+                raise AssertionError(f"token {sequence.answer[-1]} of 50")
 
     return {
         "chat-template": Target(lambda _: corpus.TEMPLATE, _edit_template, chat_template),

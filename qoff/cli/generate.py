@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 import time
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from qoff.engine.answers import default_params, end_tokens
 from qoff.engine.request import SamplingParams, Sequence
-from qoff.engine.sampling import Sampler
+from qoff.engine.sampling import LogitsRow, Sampler
 from qoff.errors import QoffError
 from qoff.hf.chat import ChatRenderer
 from qoff.hf.load import Opened, load_tokenizer, open_runtime
@@ -25,7 +24,6 @@ from qoff.hf.torch_threads import one_torch_thread
 from qoff.measure.model_rates import Sequences
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.timeline import Timeline
-from qoff.models.forward_pass import NOT_FINITE
 from qoff.units import format_size
 
 
@@ -117,13 +115,17 @@ def answer(
 
 def _tokens(sequence: Sequence, read: Sequences, checkpoint: Path) -> Iterator[int]:
     """The tokens of an answer, the one that ends it included."""
-    sampler, following = Sampler(sequence), list(sequence.prompt)
+    context, following = len(sequence.prompt) + sequence.max_tokens, list(sequence.prompt)
+    sampler: Sampler | None = None
     while len(sequence.answer) < sequence.max_tokens and not sequence.ended:
-        logits = read.logits(torch.tensor([following]))[0].cpu()
-        if not math.isfinite(logits.amax()):
-            raise QoffError(f"{checkpoint}: {NOT_FINITE}")
-        following = [sampler.draw(logits)]
-        sequence.answer += following
+        logits = read.logits(torch.tensor([following]))[0]
+        if sampler is None:
+            sampler = Sampler(len(logits), 1, context, logits.device)
+            sampler.begin(0, sequence)
+        sampler.draw([LogitsRow(0, sequence, logits)])
+        if sequence.error:
+            raise QoffError(f"{checkpoint}: {sequence.error}")
+        following = sequence.answer[-1:]
         sequence.ended = following[0] in sequence.ends
         yield following[0]
 

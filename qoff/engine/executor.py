@@ -100,13 +100,15 @@ class Executor(ABC):
         self.activations = None
         tokens = max(plan.prefill_tokens, plan.batch_size)
         if parked:
+            # Their moves wait for the disk, those of KV blocks do not.
+            moves = own.enter_context(closing(Copies(device, instrumentation)))
             self.activations = ActivationStore(
                 plan.activations,
                 2 * plan.batches,
                 tokens,
                 spec.hidden_size,
                 dict(self.arenas),
-                self._copies,
+                moves,
                 self._spill,
                 blocks[DISK],
                 dtype,
@@ -127,12 +129,13 @@ class Executor(ABC):
     def counters(self) -> tuple[float, ...]:
         """Seconds and bytes since the start, in the order of `RoundStats`."""
         weights, activations = self.runtime.store.stats, self.activations
+        copied = self._copies.bytes + (0 if activations is None else activations.copies.bytes)
         return (
             weights.wait_s,
             self.kv_wait_s,
             0.0 if activations is None else activations.wait_s,
             weights.bytes_read + self._reader.stats.bytes,
-            weights.bytes_copied + self._copies.bytes,
+            weights.bytes_copied + copied,
             0 if self._spill is None else self._spill.written,
         )
 

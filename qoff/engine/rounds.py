@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qoff.budgets import device_guard
 from qoff.errors import ArgumentError
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.interrupts import check as check_interrupts
@@ -26,6 +27,7 @@ from .batch import BatchSlots
 from .executor import Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Completion, Sequence
+from .sampling import LogitsRow, Sampler
 from .schedule import Schedule
 
 _KEPT = 4096  # rounds whose numbers are kept, at least
@@ -84,7 +86,12 @@ class Rounds:
         self._gone: deque[_Call] = deque()
         self._sweeping = False
         prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
-        self._batches = [BatchSlots(executor.new_cache(), prefixes) for _ in range(plan.batches)]
+        places = plan.batches * plan.batch_size
+        self._sampler = Sampler(executor.spec.vocab_size, places, plan.context, executor.device)
+        self._batches = [
+            BatchSlots(executor.new_cache(), self._sampler, first, prefixes)
+            for first in range(0, places, plan.batch_size)
+        ]
 
     def answers(self, groups: Iterable[list[Sequence]]) -> Iterator[Completion]:
         """The answers of sequences, those of a prompt together, as they are done.
@@ -190,11 +197,12 @@ class Rounds:
         """
         check_interrupts()
         try:
-            with self._changed:
-                self._sweep()
-                self._admit()
-            with torch.inference_mode(), one_torch_thread(), refusals():
-                self._passes()
+            with device_guard(self._executor.device):
+                with self._changed:
+                    self._sweep()
+                    self._admit()
+                with torch.inference_mode(), one_torch_thread(), refusals():
+                    self._passes()
         except Exception as error:
             with self._changed:
                 calls = {self._calls[one] for one in self._admitted()}
@@ -255,11 +263,12 @@ class Rounds:
                 if self._executor.activations is not None:
                     run.activations = self._executor.activations.batch(len(passes))
                 passes.append((batch, run))
-        read = generated = 0
+        read, rows = 0, list[LogitsRow]()
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):
-            tokens, drawn = batch.take(run, logits)
-            read, generated = read + tokens, generated + drawn
+            tokens, more = batch.take(run, logits)
+            read, rows = read + tokens, rows + more
+        generated = self._sampler.draw(rows)
         for batch in self._batches:
             batch.index()
             for sequence in batch.sequences():

@@ -13,7 +13,7 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
-from qoff.budgets import resolve_device, resolve_dtype
+from qoff.budgets import device_guard, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, UnsupportedModelError
 from qoff.interrupts import check as check_interrupts
@@ -132,6 +132,7 @@ class Runtime:
         if isinstance(self.decoder, Decoder):
             self.decoder.resident = self.store.all_resident
         self.kv = kv
+        self._device = where
         self._timeline = instrumentation.timeline
         self._turn = ForkLock()
         weakref.finalize(self, only_here(self.store.close))  # for who drops it without closing it
@@ -139,7 +140,7 @@ class Runtime:
     def forward(self, run: ForwardPass) -> Tensor:
         """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""
         check_interrupts()
-        with self._turn, refusals():
+        with self._turn, refusals(), device_guard(self._device):
             steps = self.decoder.steps(run)
             unit = next(steps)
             while True:

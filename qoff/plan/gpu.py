@@ -68,7 +68,7 @@ def memory_on_gpu(
         context = plan.context + max(plan.context // 4, 1024)
         steps = replace(plan, batch_size=recorded, prefill_tokens=1, context=context)
         on_device += _pass_bytes(steps, *model) + _fixed_bytes(recorded, spec, dtype)
-    work = {DEVICE: on_device, HOST: plan.logits_bytes(spec)}
+    work = {DEVICE: on_device, HOST: 0}
     if _attends_on_host(plan):  # queries and results
         work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
     hidden = plan.hidden_bytes(spec.hidden_size, dtype)
@@ -149,7 +149,8 @@ def _pass_bytes(
     )
     head = linear_bytes(plan.batch_size, spec.vocab_size, spec.hidden_size, dtype, device)
     head += logits_bytes(spec, plan.batch_size, dtype)
-    work = CUBLAS_BYTES + max(embedded_bytes(spec, tokens, dtype), layer, head)
+    embedded, sampling = embedded_bytes(spec, tokens, dtype), plan.sampling_bytes(spec)
+    work = CUBLAS_BYTES + max(embedded, layer, head, sampling)
     return work + (plan.tile_bytes(spec, dtype) if tiled else 0)
 
 

@@ -141,7 +141,7 @@ def decode_attention(
         raise OpError(f"q has a row for each of {sequences} sequences, not {len(q)}")
     group = heads // kv_heads
     columns = _columns(group)
-    config = config or _configured(q.device, form, columns)
+    config = config or _configured(q.device, q.dtype, form, columns)
     blocks = step.max_packed // BLOCK_TOKENS
     if window:  # a window that starts inside a block reaches into one more
         blocks = min(blocks, window // BLOCK_TOKENS + 1)
@@ -176,8 +176,10 @@ def decode_attention(
 
 
 @cache
-def _configured(device: torch.device, form: KVFormat, columns: int) -> DecodeConfig:
-    key = f"{form.head_dim}-k{form.k_bits}-v{form.v_bits}-{columns}"
+def _configured(
+    device: torch.device, dtype: torch.dtype, form: KVFormat, columns: int
+) -> DecodeConfig:
+    key = f"{str(dtype)[6:]}-{form.head_dim}-k{form.k_bits}-v{form.v_bits}-{columns}"
     entry = tuned.lookup("decode_attention", device, key)
     return DecodeConfig(**entry) if entry else _heuristic(Gpu.of(device).capability, form, columns)
 
@@ -206,7 +208,7 @@ def decode_bytes(
     """
     group = heads // kv_heads
     columns = _columns(group)
-    config = _configured(device, form, columns)
+    config = _configured(device, dtype, form, columns)
     tiles = sequences * kv_heads * triton.cdiv(group, columns)
     runs = _most_runs(tiles, Gpu.of(device).processors, config)
     parts = 1 + min(triton.cdiv(blocks, config.min_blocks), runs)

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -11,9 +14,19 @@ from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, require
+from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.options import LAUNCH
 
 from .kv_tiles import LOG2E
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """`rows` heads of a token each in a program, with the loads of `parts` parts under way."""
+
+    rows: int
+    parts: int
+    num_warps: int
 
 
 @triton.jit
@@ -58,7 +71,7 @@ def merge_bytes(tokens: int, heads: int, head_dim: int, itemsize: int) -> int:
     return tokens * heads * (head_dim * itemsize + 4)
 
 
-def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def merge(outs: Tensor, lses: Tensor, config: MergeConfig | None = None) -> tuple[Tensor, Tensor]:
     """Join partial attention results outs [P, T, H, D] by their log-sum-exps, float32 [P, T, H].
 
     outs: float16, bfloat16 or float32. Returns the output [T, H, D] in their dtype and its natural
@@ -72,18 +85,27 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         raise OpError("there is nothing to merge: outs [P, T, H, D] has no parts")
     parts, tokens, heads, head_dim = outs.shape
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    padded = triton.next_power_of_2(head_dim)
-    together = min(32, triton.next_power_of_2(parts))  # parts whose loads are under way
-    rows = max(1, 1024 // (together * padded))  # a head of a token each, in a program
-    values = together * rows * padded
-    merge_kernel[(triton.cdiv(tokens * heads, rows),)](
+    together = min(32, triton.next_power_of_2(parts))
+    config = config or _configured(outs.device, outs.dtype, head_dim, together)
+    merge_kernel[(triton.cdiv(tokens * heads, config.rows),)](
         outs, lses, out, lse, parts, tokens * heads,
         D=head_dim,
-        D_PADDED=padded,
-        PARTS=together,
-        ROWS=rows,
-        num_warps=1 if values <= 1024 else min(8, values // 512),
+        D_PADDED=triton.next_power_of_2(head_dim),
+        PARTS=config.parts,
+        ROWS=config.rows,
+        num_warps=config.num_warps,
         num_stages=1,
         **LAUNCH,
     )  # fmt: skip
     return out, lse
+
+
+@cache
+def _configured(device: torch.device, dtype: torch.dtype, head_dim: int, parts: int) -> MergeConfig:
+    entry = tuned.lookup("merge", device, f"{str(dtype)[6:]}-{head_dim}-{parts}")
+    if entry:
+        return MergeConfig(**entry)
+    padded = triton.next_power_of_2(head_dim)
+    rows = max(1, 1024 // (parts * padded))
+    values = parts * rows * padded
+    return MergeConfig(rows, parts, num_warps=1 if values <= 1024 else min(8, values // 512))

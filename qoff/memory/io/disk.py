@@ -20,7 +20,7 @@ from torch import Tensor
 from qoff.errors import DiskReadError
 
 from .direct import DirectFile, Preadv
-from .workers import Workers
+from .workers import Workers, when_all
 
 Stamp: TypeAlias = tuple[int, int, int]  # bytes, times of modification and of change, in ns
 _BOUNCE = 128 << 10  # bytes per thread for what is not aligned
@@ -41,9 +41,6 @@ class ReadRequest(Future[None]):
     def __init__(self) -> None:
         super().__init__()
         self.abandoned = False
-        self._left = 0
-        self._error: BaseException | None = None
-        self._guard = threading.Lock()
 
     def abandon(self) -> None:
         """Skip the chunks that have not started; the request then ends with an error."""
@@ -51,22 +48,13 @@ class ReadRequest(Future[None]):
 
     def follow(self, chunks: Sequence[Future[None]]) -> None:
         """End when all of `chunks` have, with the error of the first that failed."""
-        self._left = len(chunks)
-        for chunk in chunks:
-            chunk.add_done_callback(self._ended)
-        if not chunks:
-            self.set_result(None)
+        when_all(chunks, self._ended)
 
-    def _ended(self, chunk: Future[None]) -> None:
-        with self._guard:
-            self._error = self._error or chunk.exception()
-            self._left -= 1
-            if self._left:
-                return
-        if self._error is None:
+    def _ended(self, error: BaseException | None) -> None:
+        if error is None:
             self.set_result(None)
         else:
-            self.set_exception(self._error)
+            self.set_exception(error)
 
 
 class DiskReader:
