@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import time
@@ -45,16 +46,22 @@ class ModelCampaign:
 
         Raises ArgumentError without a GPU, or with another one than the report's.
         """
-        self._describe()
-        wanted = [row for row in rows if row.key not in self.report.done]
-        for model, group in groupby(wanted, key=lambda row: row.model):
-            of_model = list(group)
-            if any(row.system == "qoff" for row in of_model):
-                self._job(f"write {model}", partial(_write, self.place, model), _WRITE_LIMIT_S)
-            for row in of_model:
-                self._job(row.key, partial(_measure, self.place, row), row.limit_s)
-            shutil.rmtree(self.place.folder / model, ignore_errors=True)
+        gc.freeze()  # the children do not look through what all have
+        try:
+            self._describe()
+            wanted = [row for row in rows if row.key not in self.report.done]
+            for model, group in groupby(wanted, key=lambda row: row.model):
+                self._measure_model(model, list(group))
+        finally:
+            gc.unfreeze()
         self.write()
+
+    def _measure_model(self, model: str, rows: Sequence[Row]) -> None:
+        if any(row.system == "qoff" for row in rows):
+            self._job(f"write {model}", partial(_write, self.place, model), _WRITE_LIMIT_S)
+        for row in rows:
+            self._job(row.key, partial(_measure, self.place, row), row.limit_s)
+        shutil.rmtree(self.place.folder / model, ignore_errors=True)
 
     def _describe(self) -> None:
         before, self.report.gpu = self.report.gpu, {}

@@ -138,7 +138,7 @@ def rehearsed() -> tuple[Mapping[str, Config], tuple[Row, ...]]:
     """Tiny models, one of each kind, and rows of every kind; one hangs."""
     tiny = {"num_hidden_layers": 6, "num_attention_heads": 2, "vocab_size": 128}
     gated = tiny | {"hidden_size": 128, "intermediate_size": 64, "num_key_value_heads": 1}
-    models = {
+    models: dict[str, Config] = {
         "llama-8b": _LLAMA | gated,
         "opt-30b": _opt(128, 6, 2) | tiny,
         "mixtral-8x7b": _MIXTRAL | gated,
