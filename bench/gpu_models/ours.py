@@ -28,7 +28,8 @@ from qoff.units import parse_size
 
 _HOST_SHARE = 0.75  # of the machine's memory, for weights and KV
 _WRITERS = 16  # layers that are drawn and written at once; each is up to 0.8 GB
-_WARM_PROMPT, _WARM_NEW = 32, 2
+_WARM_PROMPT, _WARM_NEW = 32, 3  # the second of a kind of steps is recorded, the third replayed
+_WARM_TOKENS = 4096  # as long as the prompts are no more, they are read whole
 _COPIED = 256 << 20
 
 
@@ -87,7 +88,9 @@ def measure(place: Place, row: Row) -> dict[str, Any]:
     plan, notes = plan_for(place, row, path)
     clock = ComputeClock(make=_cuda_event if place.on_gpu else HostEvent)
     with LLM(path, plan, device=place.device, _instrumentation=clock) as llm:
-        llm.generate(place.prompts(row, _WARM_PROMPT).tolist(), _params(_WARM_NEW))
+        long = row.sequences * row.prompt > _WARM_TOKENS
+        warm = place.prompts(row, _WARM_PROMPT if long else row.prompt)
+        llm.generate(warm.tolist(), _params(_WARM_NEW))
         first = llm.rounds[-1].number + 1
         clock.begin(lambda: llm.rounds[-1].number + 1)
         prompts = place.prompts(row, row.prompt).tolist()
