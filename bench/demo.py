@@ -61,17 +61,17 @@ def fetch_gguf(folder: Path = FOLDER) -> Path:
     return target
 
 
-def fetch_checkpoint(folder: Path = FOLDER) -> Path:
+def fetch_checkpoint(folder: Path = FOLDER, for_cpu: bool = True) -> Path:
     """Return the demo model as a qoff checkpoint, converted if it is not there yet."""
     from qoff.cli.output import progress_bar
     from qoff.hf.load import is_checkpoint
     from qoff.models.convert.convert import convert
 
-    target = folder / "SmolLM2-135M-Instruct-qoff"
+    target = folder / f"SmolLM2-135M-Instruct-qoff{'' if for_cpu else '-any'}"
     if not is_checkpoint(target):
         gguf = fetch_gguf(folder)
         with progress_bar("converting to 4 bits") as progress:
-            convert(gguf, target, for_cpu=True, overwrite=True, progress=progress)
+            convert(gguf, target, for_cpu=for_cpu, overwrite=True, progress=progress)
     return target
 
 

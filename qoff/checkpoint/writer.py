@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
@@ -49,7 +50,7 @@ class CheckpointWriter:
     `finish` moves the directory into place as its last step. Whatever ends the writing before (an
     exception, a signal, a full disk) removes the hidden directory; a process killed outright leaves
     it, `Checkpoint.open` does not take it for a checkpoint, and the next writer for the same place
-    removes it. Use it as a context manager.
+    removes it. Use it as a context manager. Layers may be written by several threads.
 
     overwrite: replace a checkpoint that is there, at the end; never anything else.
     expected_bytes: what the weights will take, to be refused at once where the disk has less free.
@@ -65,6 +66,7 @@ class CheckpointWriter:
         self._checksums: dict[str, dict[str, Any]] = {}
         self._weight_map: dict[str, str] = {}
         self._total = 0
+        self._lock = threading.Lock()  # of the three above
 
     def __enter__(self) -> Self:
         with self._failures(), ExitStack() as stack:
@@ -132,11 +134,12 @@ class CheckpointWriter:
                 digest.update(piece)
                 file.write(piece)
                 nbytes += len(piece)
-        self._checksums[name] = {"sha256": digest.hexdigest(), "nbytes": nbytes}
-        for entry in entries.values():
-            for tensor in tensors_of(entry):
-                self._weight_map[tensor.name] = name
-                self._total += tensor.nbytes
+        with self._lock:
+            self._checksums[name] = {"sha256": digest.hexdigest(), "nbytes": nbytes}
+            for entry in entries.values():
+                for tensor in tensors_of(entry):
+                    self._weight_map[tensor.name] = name
+                    self._total += tensor.nbytes
 
     def _write_bytes(self, name: str, data: bytes) -> None:
         with self._failures(), self._new_file(name) as file:
