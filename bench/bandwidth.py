@@ -1,8 +1,10 @@
-"""How fast this machine reads memory: the limit of everything that is bound by weights."""
+"""How fast this machine reads memory and disk and copies: limits of what is bound by weights."""
 
 from __future__ import annotations
 
 import ctypes
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -11,11 +13,13 @@ import numba
 import numpy as np
 import torch
 
-from bench.sampling import timed
+from bench.sampling import timed, torch_threads
+from qoff.checkpoint import Checkpoint
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import JOB
 from qoff.kernels.cpu.jit.pool import default_pool, take
 from qoff.measure.samples import Samples
+from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
 
 BUFFER_BYTES = 256 << 20
@@ -48,6 +52,45 @@ class ReadBandwidth:
         ways = [samples for name, samples in seconds.items() if name.startswith("read, ")]
         fastest = min(ways, key=lambda samples: samples.median)
         return Samples(tuple(self.buffer.nbytes / s for s in fastest.values))
+
+
+class RawRead:
+    """Whole layer files, one after the other, by a reader as the store has: bytes per second."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._files = checkpoint.layers
+        largest = max(file.nbytes for file in self._files)
+        self._buffers = [map_pages(-(-largest // 4096) * 4096) for _ in range(2)]
+        self.reader = DiskReader()
+
+    def __call__(self) -> float:
+        start = time.perf_counter()
+        pending = [self._submit(0)]
+        for i in range(1, len(self._files)):
+            pending.append(self._submit(i))
+            pending.pop(0).result()  # then its buffer is free for the file after this
+        pending.pop().result()
+        return sum(f.nbytes for f in self._files) / (time.perf_counter() - start)
+
+    def _submit(self, i: int) -> Any:
+        file = self._files[i]
+        return self.reader.submit(file.path, 0, self._buffers[i % 2][: file.nbytes])
+
+
+def copy_rate(device: torch.device | str = "cpu", nbytes: int = 256 << 20) -> float:
+    """Bytes per second of copies alone: pinned memory to a GPU, or on a CPU by one thread."""
+    on_gpu = torch.device(device).type != "cpu"
+    source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+    dest = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    seconds = []
+    with torch_threads(1):
+        for _ in range(8 if on_gpu else 3):
+            start = time.perf_counter()
+            dest.copy_(source, non_blocking=True)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - start)
+    return nbytes / statistics.median(seconds)
 
 
 def read_all(buffer: torch.Tensor) -> float:

@@ -61,17 +61,17 @@ def fetch_gguf(folder: Path = FOLDER) -> Path:
     return target
 
 
-def fetch_checkpoint(folder: Path = FOLDER) -> Path:
+def fetch_checkpoint(folder: Path = FOLDER, for_cpu: bool = True) -> Path:
     """Return the demo model as a qoff checkpoint, converted if it is not there yet."""
     from qoff.cli.output import progress_bar
     from qoff.hf.load import is_checkpoint
     from qoff.models.convert.convert import convert
 
-    target = folder / "SmolLM2-135M-Instruct-qoff"
+    target = folder / f"SmolLM2-135M-Instruct-qoff{'' if for_cpu else '-any'}"
     if not is_checkpoint(target):
         gguf = fetch_gguf(folder)
         with progress_bar("converting to 4 bits") as progress:
-            convert(gguf, target, for_cpu=True, overwrite=True, progress=progress)
+            convert(gguf, target, for_cpu=for_cpu, overwrite=True, progress=progress)
     return target
 
 
@@ -99,12 +99,14 @@ def fetch_float(folder: Path = FOLDER) -> Path:
 def _answer(checkpoint: str, budget: str | None, tokens: int, out: Path) -> None:
     """Answer the prompt in this process, so that its peak RSS is that of one run."""
     from qoff.cli.generate import answer, encode, rows
-    from qoff.hf.load import load
+    from qoff.engine import SamplingParams
+    from qoff.hf.load import load_tokenizer, open_runtime
 
-    model, tokenizer = load(checkpoint, device_memory=budget)
-    inputs = encode(tokenizer, PROMPT, raw=False)
-    result = answer(model, tokenizer, inputs, max_new_tokens=tokens, do_sample=False)
-    model.close()
+    tokenizer = load_tokenizer(Path(checkpoint))
+    ids = encode(tokenizer, PROMPT, raw=False)
+    opened = open_runtime(Path(checkpoint), device_memory=budget)
+    with opened.runtime:
+        result = answer(opened, tokenizer, ids, SamplingParams(temperature=0, max_tokens=tokens))
     out.write_text(json.dumps({"rows": rows(result), "text": result["text"]}))
 
 

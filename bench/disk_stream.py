@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.bandwidth import RawRead
 from bench.greedy import Greedy
 from bench.harness import Bar, Report, arguments
 from bench.peers.accelerate_offload import Offloaded, storage_bytes
@@ -24,8 +25,6 @@ from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from bench.sampling import interleaved, torch_threads
 from qoff.checkpoint import Checkpoint
 from qoff.measure.samples import Samples
-from qoff.memory import DiskReader
-from qoff.memory.arena import map_pages
 from qoff.models.runtime import Runtime
 from qoff.units import format_size
 
@@ -38,29 +37,6 @@ READ, STREAM, RESIDENT, COLD, WARM = (
     "accelerate, page cache dropped",
     "accelerate, from page cache",
 )
-
-
-class RawRead:
-    """Whole layer files, one after the other, by a reader as the store has: bytes per second."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._files = checkpoint.layers
-        largest = max(file.nbytes for file in self._files)
-        self._buffers = [map_pages(-(-largest // 4096) * 4096) for _ in range(2)]
-        self.reader = DiskReader()
-
-    def __call__(self) -> float:
-        start = time.perf_counter()
-        pending = [self._submit(0)]
-        for i in range(1, len(self._files)):
-            pending.append(self._submit(i))
-            pending.pop(0).result()  # then its buffer is free for the file after this
-        pending.pop().result()
-        return sum(f.nbytes for f in self._files) / (time.perf_counter() - start)
-
-    def _submit(self, i: int) -> Any:
-        file = self._files[i]
-        return self.reader.submit(file.path, 0, self._buffers[i % 2][: file.nbytes])
 
 
 @dataclass

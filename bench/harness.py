@@ -8,11 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from qoff.measure.results import BenchResult
-
 RESULTS = Path(__file__).resolve().parent / "results"
 _WIDTH = 170  # columns of a table that goes into a file
 
@@ -51,6 +46,11 @@ class Report:
 
     def publish(self, out: Path | None) -> Path:
         """Print the table and write the JSON, by default into bench/results; returns its path."""
+        from rich.console import Console  # `Bar` is for machines without it, too
+        from rich.table import Table
+
+        from qoff.measure.results import BenchResult
+
         table = Table(title=self.title, title_justify="left")
         for i, name in enumerate(self.header):
             table.add_column(name, justify="right" if i else "left", no_wrap=True)

@@ -6,11 +6,13 @@ the cost of a layer is their difference over their layers. Kernels: Triton's, an
 torch that would be kernels. Microseconds: without and with what comes before a launch, which is to
 find the compiled kernel by the arguments, Triton's way or a bound kernel's; not with the launch,
 and with what torch computes here. Of each kind the fastest of many steps: other processes disturb.
+Of a step that is replayed as one CUDA graph: all that is left to the host but the graph's launch.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -43,6 +45,7 @@ from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kvcache import KVQuant
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.graphs import Record
 from qoff.models.runtime import Runtime
 
 _DEPTHS = (4, 12)
@@ -75,6 +78,7 @@ class HostCost:
     torch_ops: Counter[str]
     bare_s: tuple[float, ...]  # launches do nothing
     bound_s: tuple[float, ...]  # launches bind and specialize their arguments
+    replayed_s: tuple[float, ...]  # of one graph, whose launch does nothing
 
 
 class _CountOps(TorchDispatchMode):
@@ -188,16 +192,8 @@ def measure(folder: Path, layers: int, sequences: int, steps: int) -> HostCost:
     path = folder / f"{layers}"
     write_random_checkpoint(path, SMALL | {"num_hidden_layers": layers})
     kernels: Counter[str] = Counter()
-    with Runtime(path, kv=KVQuant(), instrumentation=Instrumentation(ops=triton_ops)) as runtime:
-        cache = runtime.new_cache(sequences)
-
-        def step(tokens: int) -> None:
-            ragged = Ragged.of([tokens] * sequences, cache.lengths)
-            ids = torch.zeros(ragged.tokens, dtype=torch.int64)
-            last = tokens * torch.arange(1, sequences + 1) - 1
-            runtime.forward(ForwardPass(ids, ragged, cache, last))
-
-        with torch.inference_mode():
+    with torch.inference_mode():
+        with _opened(path, sequences) as step:
             with launches(nothing):
                 step(_PROMPT)
                 with patch.object(BoundKernel, "__call__", nothing):
@@ -208,7 +204,34 @@ def measure(folder: Path, layers: int, sequences: int, steps: int) -> HostCost:
             counting = launches(lambda kernel, *a, **k: kernels.update([kernel.fn.__name__]))
             with counting, _CountOps() as counted:
                 step(1)
-    return HostCost(kernels, counted.seen, bare, bound)
+        with launches(nothing), _opened(path, sequences, _record) as step:
+            for tokens in (_PROMPT, 1, 1):
+                step(tokens)
+            replayed = tuple(_seconds(step) for _ in range(steps))
+    return HostCost(kernels, counted.seen, bare, bound, replayed)
+
+
+def _record(work: Callable[[], None]) -> Callable[[], None]:
+    """A recording whose replay does nothing."""
+    return lambda: None
+
+
+@contextmanager
+def _opened(
+    path: Path, sequences: int, record: Record | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A model, as what reads so many tokens of each sequence, one behind the other."""
+    instrumentation = Instrumentation(ops=triton_ops, record=record)
+    with Runtime(path, kv=KVQuant(), instrumentation=instrumentation) as runtime:
+        cache = runtime.new_cache(sequences)
+
+        def step(tokens: int) -> None:
+            ragged = Ragged.of([tokens] * sequences, cache.lengths)
+            ids = torch.zeros(ragged.tokens, dtype=torch.int64)
+            last = tokens * torch.arange(1, sequences + 1) - 1
+            runtime.forward(ForwardPass(ids, ragged, cache, last))
+
+        yield step
 
 
 def _seconds(step: Callable[[int], None]) -> float:
@@ -223,7 +246,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("TRITON_INTERPRET is set: nothing is launched in this process", file=sys.stderr)
         return 2
-    header = ("sequences", "Triton", "torch", "us, stubbed", "us, with binding")
+    header = (
+        "sequences",
+        "Triton",
+        "torch",
+        "us, stubbed",
+        "us, with binding",
+        "us, replayed step",
+    )
     title = "One decoder layer at decode: launches, and microseconds of the host"
     settings = {"quick": args.quick, "depths": _DEPTHS}
     report = Report("launches", settings, title, header, unit="us per layer")
@@ -247,14 +277,15 @@ def _add(
         for a, b in ((few.bare_s, many.bare_s), (few.bound_s, many.bound_s))
     )
     counts = (kernels.total() / layers, torch_ops.total() / layers)
-    report.rows.append(
-        (str(sequences), f"{counts[0]:.1f}", f"{counts[1]:.1f}", f"{bare:.0f}", f"{bound:.0f}")
-    )
+    replayed = 1e6 * statistics.median(many.replayed_s)
+    times = tuple(f"{us:.0f}" for us in (bare, bound, replayed))
+    report.rows.append((str(sequences), f"{counts[0]:.1f}", f"{counts[1]:.1f}", *times))
     report.measured[f"{sequences} sequences"] = {
         "triton_launches": counts[0],
         "torch_launches": counts[1],
         "host_us": bare,
         "host_us_with_binding": bound,
+        "replayed_step_us": replayed,  # of all layers
         "triton": {name: count / layers for name, count in sorted(kernels.items())},
         "torch": {name: count / layers for name, count in sorted(torch_ops.items())},
         "attention_compiled_by_context": {str(context): count for context, count in forms.items()},

@@ -23,6 +23,7 @@ from bench import ptx, ttgir
 from bench.gpu_limits import LIMITS, WARP, blocks_per_sm
 from bench.variants.shipped import shipped
 from bench.variants.variant import (
+    FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
     TENSOR_CORES,
     WIDE_CODES,
@@ -33,6 +34,7 @@ from bench.variants.variant import (
 )
 from qoff.errors import OpError
 
+_FULL_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # for all products
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -51,6 +53,8 @@ class Artefact:
     shared: int = 0
     tensor_cores: tuple[str, ...] = ()
     slow_dots: int = 0
+    from_shared: int = 0  # see `ptx.Found`
+    full_waits: int = 0  # for all `wgmma` under way, read only if a trait asks for it
     code_widths: dict[str, int] = field(default_factory=dict)  # bits -> loads from uint8 arguments
     code_bytes: int = 0  # of a block: tiles of codes that it loads, each load counted once
     wide_bytes: int = 0  # of a block: what loads of 128 bits and more bring from uint8 arguments
@@ -83,6 +87,11 @@ class Artefact:
     def _missing_traits(self) -> Iterator[str]:
         if TENSOR_CORES in self.traits and (not self.tensor_cores or self.slow_dots):
             yield f"{self.slow_dots} products without tensor cores (has {self.tensor_cores})"
+        if FROM_REGISTERS in self.traits:
+            if self.from_shared or "wgmma.mma_async" not in self.tensor_cores:
+                yield f"{self.from_shared} of its {self.tensor_cores} read shared memory twice"
+            if self.full_waits > 1:
+                yield f"waits for all products in {self.full_waits} places"
         if WIDE_CODES in self.traits and not 0 < self.code_bytes <= self.wide_bytes:
             yield (
                 f"128-bit loads bring {self.wide_bytes} of {self.code_bytes} bytes of codes; "
@@ -143,6 +152,8 @@ def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> A
         shared=compiled.metadata.shared,
         tensor_cores=code.tensor_cores,
         slow_dots=tiles.slow_dots,
+        from_shared=code.from_shared,
+        full_waits=full_waits(compiled.asm["cubin"]) if FROM_REGISTERS in variant.traits else 0,
         code_widths={str(w): n for w, n in sorted(code.widths(bytes_arguments).items())},
         code_bytes=tiles.code_bytes,
         wide_bytes=threads * sum(load.nbytes for load in wide),
@@ -154,20 +165,31 @@ def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> A
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of local memory (stack included) of a thread, as cuobjdump says."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    said = _said(cubin, "cuobjdump", "--dump-resource-usage")
     usage = _USAGE.search(said)
     if usage is None:
         raise RuntimeError(f"cuobjdump printed no resource usage: {said!r}")
     registers, stack, local = map(int, usage.groups())
     return registers, stack + local
+
+
+def full_waits(cubin: bytes) -> int:
+    """Waits for all `wgmma` under way. One, after the loop, is needed; where ptxas cannot follow
+    the registers of accumulators it adds one to every product (its warning C7515)."""
+    return len(_FULL_WAIT.findall(_said(cubin, "nvdisasm", "-c")))
+
+
+def _said(cubin: bytes, tool: str, option: str) -> str:
+    """What one of the tools that come with Triton prints about a cubin."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [path, option, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def collect(

@@ -4,6 +4,7 @@ The demo model, and with `--large` a random one of 1.1B parameters: decode round
 weights, KV cache or hidden states are moved. The bound of a round is the longest of its computation
 (the round of the same batches with everything resident), the bytes it reads from disk at the rate
 of O_DIRECT reads alone, and its copies at the rate of a copy alone, all in the same minutes.
+`--device cuda` measures the same on a GPU, whose copies are those from pinned memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ from typing import Any, Self
 
 import torch
 
+from bench.bandwidth import RawRead, copy_rate
 from bench.demo import fetch_checkpoint
-from bench.disk_stream import RawRead
 from bench.harness import Report, arguments
 from bench.plot import draw
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
@@ -60,8 +60,8 @@ class Work:
 class Case:
     """One plan, which answers the same prompts over and over."""
 
-    def __init__(self, path: Path, work: Work, plan: Plan) -> None:
-        self.llm = LLM(path, plan, device="cpu")
+    def __init__(self, path: Path, work: Work, plan: Plan, device: str) -> None:
+        self.llm = LLM(path, plan, device=device)
         self._work = work
         vocab = self.llm.runtime.spec.vocab_size
         numbers = torch.Generator().manual_seed(1)
@@ -90,10 +90,10 @@ class Case:
         return replace(median, **means)
 
 
-def plans(path: Path, work: Work) -> dict[str, Plan]:
+def plans(path: Path, work: Work, device: str) -> dict[str, Plan]:
     """The plans to compare; budgets are parts of what all weights take, beside the rest."""
     base = work.plan
-    with LLM(path, base, device="cpu") as llm:
+    with LLM(path, base, device=device) as llm:
         rest, weights = llm.memory.total("device"), llm.runtime.residency.device_bytes
     found = {RESIDENT: base}
     for part in (0.75, 0.5, 0.3):
@@ -112,29 +112,15 @@ def plans(path: Path, work: Work) -> dict[str, Plan]:
     return found
 
 
-def copy_rate(nbytes: int = 256 << 20) -> float:
-    """Bytes per second of a copy in memory by one thread."""
-    source, dest = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        seconds = []
-        for _ in range(3):
-            start = time.perf_counter()
-            dest.copy_(source)
-            seconds.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return nbytes / statistics.median(seconds)
-
-
-def measure(result: Report, name: str, path: Path, work: Work, rounds: int) -> None:
+def measure(
+    result: Report, name: str, path: Path, work: Work, rounds: int, device: str = "cpu"
+) -> None:
     """Measure all plans of a model in turn, into the report."""
     with ExitStack() as stack:
         cases: dict[str, Case] = {}
-        for label, plan in plans(path, work).items():
+        for label, plan in plans(path, work, device).items():
             try:
-                cases[label] = stack.enter_context(Case(path, work, plan))
+                cases[label] = stack.enter_context(Case(path, work, plan, device))
             except BudgetError as refusal:
                 result.notes.append(f"{name}: {label}: refused: {refusal}")
         raw = RawRead(Checkpoint.open(path))
@@ -145,7 +131,7 @@ def measure(result: Report, name: str, path: Path, work: Work, rounds: int) -> N
         disk, copies = [], []
         for _ in range(rounds):
             disk.append(raw())
-            copies.append(copy_rate())
+            copies.append(copy_rate(device))
             for label, case in cases.items():
                 found[label].append(case())
         memory = {
@@ -217,23 +203,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         large=(bool, False, "a random model of 1.1B parameters, too"),
         plot=(bool, False, "draw, with matplotlib (the extra `bench`)"),
         folder=(Path, None, "where to write that model; default the temporary folder"),
+        device=(str, "cpu", "what computes: cpu or cuda"),
     )
     result = Report(
         "offload",
-        {"quick": args.quick, "large": args.large},
+        {"quick": args.quick, "large": args.large, "device": args.device},
         "decode rounds of the block schedule; of bound: part of what bytes or computation allow",
         ("plan", "device", "tokens/s", "spread", "disk MB/token", "host MB/token", "waiting",
          "bound", "of bound"),
     )  # fmt: skip
     work = Work(2, 2, 128, 8) if args.quick else Work(16, 2, 256, 12)
-    measure(result, "135M", fetch_checkpoint(), work, 1 if args.quick else 3)
+    rounds, on_cpu = 1 if args.quick else 3, args.device == "cpu"
+    demo = fetch_checkpoint() if on_cpu else fetch_checkpoint(for_cpu=False)
+    measure(result, "135M", demo, work, rounds, args.device)
     if args.large:
         config: dict[str, Any] = SMALL if args.quick else TINYLLAMA
         folder = Path(tempfile.mkdtemp(prefix="qoff-offload-", dir=args.folder))
         try:
-            write_random_checkpoint(folder / "qoff", config)
+            packing = "rows16" if on_cpu else "split32"
+            write_random_checkpoint(folder / "qoff", config, packing=packing)
             small = Work(2, 2, 64, 4) if args.quick else Work(8, 2, 128, 6)
-            measure(result, "1.1B random", folder / "qoff", small, 1 if args.quick else 3)
+            measure(result, "1.1B random", folder / "qoff", small, rounds, args.device)
         finally:
             shutil.rmtree(folder)
     path = result.publish(args.out)

@@ -49,8 +49,11 @@ class Found:
 
     loads: tuple[Load, ...]
     tensor_cores: tuple[str, ...]  # the kinds of instructions
+    from_shared: int  # `wgmma` whose left operand is in shared memory, not in registers
     shared_stores_in_loop: int  # in loops that contain no loop
     bytes_before_use: int  # most bytes of a thread's loads issued before one of them is used
+    loop_instructions: int  # of a thread, in loops that contain no loop
+    loop_bytes: int  # that these load
 
     def widths(self, arguments: Iterable[int]) -> Counter[int]:
         """How many loads of each width in bits come from one of the arguments."""
@@ -64,12 +67,20 @@ def read(text: str) -> Found:
     instructions = [item for item in items if isinstance(item, Instruction)]
     sources = _pointer_sources(instructions)
     kinds = {k for k in _TENSOR_CORES for i in instructions if i.name.startswith(k)}
-    inside = [items[i] for first, last in _innermost_loops(items) for i in range(first, last)]
+    inside = [
+        item
+        for first, last in _innermost_loops(items)
+        for item in items[first:last]
+        if isinstance(item, Instruction)
+    ]
     return Found(
         tuple(_loads(instructions, sources)),
         tuple(sorted(kinds)),
-        sum(isinstance(i, Instruction) and _stores_shared(i) for i in inside),
+        sum(i.name.startswith("wgmma.mma_async") and i.text.count("{") < 2 for i in instructions),
+        sum(map(_stores_shared, inside)),
         _bytes_before_use(instructions),
+        len(inside),
+        sum(map(_loaded_bytes, inside)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,37 +40,48 @@ GROUP = 64
 _HEAD_BITS = 8
 
 
-def random_matrix(shape: tuple[int, int], bits: int, generator: torch.Generator) -> QTensor:
-    """A matrix of random codes, packing rows16, with elements of deviation about 1 / sqrt(K)."""
-    codes_shape, scale_shape = packed_shapes(shape, bits, GROUP, "rows16")
+def random_matrix(
+    shape: tuple[int, int], bits: int, generator: torch.Generator, packing: str = "rows16"
+) -> QTensor:
+    """A matrix of random codes, with elements of deviation about 1 / sqrt(K)."""
+    codes_shape, scale_shape = packed_shapes(shape, bits, GROUP, packing)
     codes = torch.empty(codes_shape, dtype=torch.uint8)
     codes.view(-1).view(torch.int64).random_(generator=generator)
     deviation = (2**bits) / 12**0.5  # of uniform codes
     scale = (0.5 + torch.rand(scale_shape, generator=generator)) / (deviation * shape[1] ** 0.5)
     scale[:, :, 1] = scale[:, :, 0] * -(2**bits - 1) / 2
-    return QTensor(codes, scale.half(), shape, bits, GROUP, "rows16")
+    return QTensor(codes, scale.half(), shape, bits, GROUP, packing)
 
 
-def write_random_checkpoint(path: Path, config: Mapping[str, Any], seed: int = 0) -> None:
-    """Write a checkpoint of a Hugging Face config: 4-bit layers, 8-bit embedding and head."""
+def write_random_checkpoint(
+    path: Path, config: Mapping[str, Any], seed: int = 0, packing: str = "rows16", threads: int = 1
+) -> None:
+    """Write a checkpoint of a Hugging Face config: 4-bit layers, 8-bit embedding and head.
+
+    Each thread holds a layer in memory.
+    """
     spec = DecoderSpec.from_config(config)
-    generator = torch.Generator().manual_seed(seed)
 
-    def draw(weights: tuple[names.Weight, ...], prefix: str, bits: int) -> dict[str, Any]:
+    def draw(weights: tuple[names.Weight, ...], layer: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed + layer + 1)
+        prefix, bits = ("", _HEAD_BITS) if layer < 0 else (names.layer_prefix(layer), 4)
         drawn: dict[str, QTensor | Tensor] = {}
         for weight in weights:
             if weight.columns is None:
                 drawn[prefix + weight.name] = torch.ones(weight.rows)
             else:
                 shape = (weight.rows, weight.columns)
-                drawn[prefix + weight.name] = random_matrix(shape, bits, generator)
+                drawn[prefix + weight.name] = random_matrix(shape, bits, generator, packing)
         return drawn
 
-    with CheckpointWriter(path) as writer:
-        for layer in range(spec.num_layers):
-            weights = draw(names.layer_weights(spec, layer), names.layer_prefix(layer), 4)
-            writer.write_layer(layer, weights)
-        writer.write_outer(draw(names.outer_weights(spec), "", _HEAD_BITS))
+    with CheckpointWriter(path) as writer, ThreadPoolExecutor(threads) as pool:
+
+        def write(layer: int) -> None:
+            writer.write_layer(layer, draw(names.layer_weights(spec, layer), layer))
+
+        for _ in pool.map(write, range(spec.num_layers)):
+            pass
+        writer.write_outer(draw(names.outer_weights(spec), -1))
         writer.finish(
             {
                 **config,
@@ -77,7 +89,7 @@ def write_random_checkpoint(path: Path, config: Mapping[str, Any], seed: int = 0
                     "bits": 4,
                     "group_size": GROUP,
                     "solver": "random",
-                    "packing": "rows16",
+                    "packing": packing,
                 },
             }
         )

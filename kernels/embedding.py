@@ -11,18 +11,21 @@ from qoff.errors import OpError
 
 from .layout.packing import ROW_BLOCK
 from .layout.qtensor import QTensor
+from .upload import on_device
 
 
 def embedding(ids: Tensor, weight: QTensor) -> Tensor:
     """Dequantize the rows `ids` (int64 [T]) of a weight [N, K] of any packing to float32 [T, K].
 
-    Raises OpError for an id outside of [0, N).
+    Raises OpError for an id outside of [0, N), unless the ids are on a GPU: to look at them would
+    wait for it.
     """
     n, k = weight.shape
-    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < n):
+    if ids.numel() and not ids.is_cuda and not (int(ids.min()) >= 0 and int(ids.max()) < n):
         raise OpError(
             f"embedding: ids from {int(ids.min())} to {int(ids.max())}, rows 0 to {n - 1}"
         )
+    ids = on_device(ids, weight.device)
     if weight.packing == "split32":
         codes, scale_min = weight.codes[ids], weight.scale_min[:, ids].contiguous()
         rows = replace(weight, codes=codes, scale_min=scale_min, shape=(len(ids), k))

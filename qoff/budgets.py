@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -83,16 +84,29 @@ def memory_bounds(
 def resolve_device(device: torch.device | str) -> torch.device:
     """The device of a name like "cuda:1"; "auto": a GPU if torch can use one, else the CPU.
 
-    Raises ArgumentError where torch knows no such name.
+    "cuda" is the calling thread's current GPU; other threads may have another one, so the result
+    has its number. Raises ArgumentError where torch knows no such name, or has no such GPU.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(
             f"no device is called {device!r}; use 'auto', 'cpu' or 'cuda'"
         ) from error
+    if found.type != "cuda" or not torch.cuda.is_available():
+        return found
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= torch.cuda.device_count():
+        raise ArgumentError(f"there is no GPU {index}; torch sees {torch.cuda.device_count()}")
+    return torch.device("cuda", index)
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the calling thread's current one: kernels, streams and events are then of it."""
+    chosen = device.type == "cuda" and device.index is not None
+    return torch.cuda.device(device) if chosen else nullcontext()
 
 
 def resolve_dtype(
@@ -111,7 +125,8 @@ def resolve_dtype(
                 f"dtype is {dtype!r}, but a CPU computes in float32; use dtype='auto'"
             )
         return torch.float32
-    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    with device_guard(device):
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if dtype == "auto" and wanted not in _GPU_DTYPES:
         return torch.bfloat16 if has_bfloat16 else torch.float16
     if wanted not in _GPU_DTYPES:

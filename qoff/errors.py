@@ -3,6 +3,11 @@
 `assert` is for what cannot happen; these are for what can.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class QoffError(Exception):
     """Base of all qoff errors; the command line prints its message and exits with status 1."""
@@ -46,3 +51,23 @@ class DiskReadError(QoffError, OSError):
 
 class DiskWriteError(QoffError, OSError):
     """Writing what does not fit the memory to disk failed."""
+
+
+@contextmanager
+def raised_as(kind: type[QoffError], what: str, advice: str = "") -> Iterator[None]:
+    """Turn what the code of others raises over an input, Rust's panics too, into one line of ours.
+
+    What a QoffError says already, and a lack of memory, stay as they are.
+    """
+    try:
+        yield
+    except (QoffError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(f"{error}".split())[:_SHOWN] or type(error).__name__
+        raise kind(f"{what}: {reason}" + (f"; {advice}" if advice else "")) from error
+
+
+_SHOWN = 300  # characters of another's message

@@ -3,6 +3,8 @@
 QOFF_CACHE: where models that were converted on the way are kept; by default $XDG_CACHE_HOME/qoff,
 or ~/.cache/qoff.
 
+QOFF_CUDA_GRAPHS: 0 turns CUDA graphs off; by default a GPU replays the steps of decoding as graphs.
+
 QOFF_TRITON_36: read by tests/kernels/test_compile.py alone: a folder with Triton 3.6.0, to compile
 the kernels with that version too; by default .triton-3.6 (`make triton-3.6`).
 
@@ -23,3 +25,8 @@ def cache_directory() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "qoff"
+
+
+def cuda_graphs() -> bool:
+    """Return whether decoding on a GPU is recorded and replayed as CUDA graphs."""
+    return os.environ.get("QOFF_CUDA_GRAPHS", "1") not in ("", "0")

@@ -41,7 +41,7 @@ def run_bare(code: str, *args: str) -> subprocess.CompletedProcess[str]:
 def test_what_a_gpu_needs_is_imported_without_other_packages() -> None:
     assert {"gguf", "greenlet", "hypothesis", "psutil", "rich", "scipy", "typer"} <= {*absent()}
     modules = []
-    for folder in ("qoff", "bench/gpu"):
+    for folder in ("qoff", "bench/gpu", "bench/gpu_models"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             if not NEEDS.match(name) and "__main__" not in name:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from qoff.budgets import memory_bounds, resolve_device, resolve_dtype
+from qoff.budgets import device_guard, memory_bounds, resolve_device, resolve_dtype
 from qoff.errors import ArgumentError
 from qoff.plan import Plan
 
@@ -53,7 +55,9 @@ def test_a_plan_holds_bytes() -> None:
 
 
 def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for there, name in ((True, "cuda"), (False, "cpu")):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for there, name in ((True, "cuda:1"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         assert resolve_device("auto") == torch.device(name)
     with pytest.raises(ArgumentError, match="no device is called 'tpu:0'"):
@@ -92,3 +96,25 @@ def test_a_gpu_without_bfloat16_says_what_to_use(monkeypatch: pytest.MonkeyPatch
     assert resolve_dtype("auto", {"dtype": "float32"}, GPU) == torch.float16
     with pytest.raises(ArgumentError, match="cannot multiply bfloat16"):
         resolve_dtype("auto", {"dtype": "bfloat16"}, GPU)
+
+
+def test_the_gpu_that_was_chosen_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    current = [0]
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], chosen.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: current[0] == 1)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ArgumentError, match="there is no GPU 2; torch sees 2"):
+        resolve_device("cuda:2")
+    for index, dtype in enumerate((torch.float16, torch.bfloat16)):
+        assert resolve_dtype("auto", {}, torch.device("cuda", index)) == dtype
+    with device_guard(CPU):
+        assert current == [0]

@@ -14,7 +14,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = frozenset(
-    {"budgets", "errors", "settings", "units"}
+    {
+        "budgets",
+        "dynamo",
+        "errors",
+        "interrupts",
+        "process",
+        "schema",
+        "settings",
+        "system_memory",
+        "units",
+    }
 )  # every layer may import these; they import no layer
 RANK = {
     layer: rank

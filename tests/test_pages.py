@@ -24,6 +24,8 @@ OTHERS = {
     "--large",
     "--any",
     "--options",
+    "--seconds",
+    "--seed",
     "--override-tensor",
 }
 

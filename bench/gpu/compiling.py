@@ -17,20 +17,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import jit
 
 from bench.gpu import child, ops, tune
 from bench.gpu.case import TimedCase
 from bench.gpu.child import Ended, Event, Job
 from bench.gpu.model_shapes import shapes
 from bench.gpu_limits import WARP
-from bench.variants.variant import Launch, recorder
+from bench.variants.variant import Launch, recording
 from qoff.kernels.triton.launch.gpu import Gpu
 
 LIMIT_S = 90.0  # of one kernel
@@ -59,11 +57,9 @@ def collect(
         key = f"{source.hash()} {sorted(map(str, launch.options.items()))}"
         found.setdefault(key, CompileRequest(now, launch.kernel.__name__, source, launch.options))
 
-    run = recorder(exact, keep)
-    of = staticmethod(lambda device: gpu)
-    with patch.object(jit.JITFunction, "run", run), patch.object(Gpu, "of", of):
+    with recording(gpu, exact, keep):
         for now in op_names:
-            for call in _launching(now, work, quick, tiny):
+            for call in _launching(now, work, quick, tiny, gpu.capability):
                 try:
                     call()
                 except Exception:  # of a reference that needs numbers; the op was launched before
@@ -72,7 +68,7 @@ def collect(
 
 
 def _launching(
-    op: str, work: Sequence[str], quick: bool, tiny: bool
+    op: str, work: Sequence[str], quick: bool, tiny: bool, capability: int
 ) -> Iterator[Callable[[], object]]:
     """Calls that launch what the work on an op launches, on meta tensors."""
     meta, module, models = torch.device("meta"), ops.module(op), shapes(quick)
@@ -81,7 +77,7 @@ def _launching(
     if "cases" in work:
         yield from (_case_call(case, meta) for case in module.cases(quick, models))
     if "searches" in work:
-        for search in tune.searches(op, models):
+        for search in tune.searches(op, models, capability):
             make = search.build(meta)
             yield from (make(config) for config in (None, *search.candidates))
 

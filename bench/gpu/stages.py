@@ -11,23 +11,25 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.gpu import ops, rehearsal, tune, work
+from bench.gpu import ops, predict, rehearsal, tune, work
 from bench.gpu.case import Check, TimedCase
 from bench.gpu.child import Emit, Job
 from bench.gpu.model_shapes import shapes
 from bench.gpu.timer import CudaTimer, Timer
+from qoff.kernels.triton.launch.gpu import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("device", "compile", "checks", "tests", "ceilings", "timings", "tuning")
 _GPU_TESTS = re.compile(r"mark\.gpu\b|^from tests\.memory\.kinds import", re.MULTILINE)
 _TEST_S = 60  # of one GPU test
 _INTERRUPT_S = 10.0  # for pytest to write its reports in
-_TUNED = ("w4_linear", "decode_attention")
+TUNED = ("w4_linear", "decode_attention", "prefill_attention", "merge", "dequantize")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class Settings:
         return cases
 
     def searches(self, op: str) -> Iterable[tune.Search]:
-        return () if self.rehearse else tune.searches(op, shapes(self.quick))
+        if self.rehearse:
+            return ()
+        return tune.searches(op, shapes(self.quick), Gpu.of(self.device()).capability)
 
 
 def device(settings: Settings) -> Job:
@@ -139,14 +143,15 @@ def tuning(settings: Settings, op: str, done: Collection[str], seconds: float) -
 
     def do(emit: Emit) -> None:
         end = time.monotonic() + seconds
-        searches = settings.searches(op)
-        tune.tune(emit, searches, done, settings.device(), settings.timer(), end)
+        searches, where = settings.searches(op), settings.device()
+        promising = partial(predict.promising, device=where, end=end)
+        tune.tune(emit, searches, done, where, settings.timer(), end, promising)
 
     return Job(op, do, seconds + 2 * settings.silence_s, seconds + settings.silence_s)
 
 
 def tuned_ops(settings: Settings) -> list[str]:
-    return [op for op in settings.ops if op in _TUNED]
+    return [op for op in settings.ops if op in TUNED]
 
 
 def gpu_tests() -> list[str]:

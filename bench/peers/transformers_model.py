@@ -19,8 +19,10 @@ class _Clock(StoppingCriteria):
         self.stamps: list[float] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)
         self.stamps.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @torch.inference_mode()

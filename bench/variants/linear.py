@@ -10,6 +10,7 @@ import torch
 
 from bench.variants.variant import (
     DTYPES,
+    FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
     TENSOR_CORES,
     WIDE_CODES,
@@ -26,6 +27,7 @@ from qoff.kernels.triton.linear.quantize import quantize
 _MANY, _FEW = 1 << 16, 1 << 10  # rows
 _GEMV = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
 _SKINNY = frozenset({TENSOR_CORES, WIDE_CODES})
+_GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP})
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -50,6 +52,15 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _linear("gemv", _GEMV, "bf16", tokens=16, rows=_FEW, even=False)
     yield _linear("gemv", _GEMV, "fp16", bits=8)
     yield _linear("gemv", _GEMV, "bf16", bits=8, group=128, even=False)
+    yield _linear("gemv", _GEMV, "fp16", end="-silu")
+    yield _linear("gemv", _GEMV, "bf16", end="-residual")
+    yield _linear("gemv", _GEMV, "bf16", tokens=16, end="-silu-residual")
+    yield from _gemm() if capability == 90 else _skinny()
+    for dtype, end in (("fp16", ""), ("bf16", "-silu-residual")):
+        yield _linear("add_splits", frozenset(), dtype, rows=_FEW, end=end)
+
+
+def _skinny() -> Iterator[Variant]:
     for dtype, (group, tokens) in product(("fp16", "bf16"), ((64, 17), (64, 33), (32, 33))):
         yield _linear("skinny", _SKINNY, dtype, group=group, tokens=tokens)
     yield _linear("skinny", _SKINNY, "fp16", tokens=33, even=False)
@@ -59,12 +70,19 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _linear("skinny", _SKINNY, "fp16", group=32, tokens=16)
     yield _linear("skinny", _SKINNY, "bf16", group=128, tokens=33)
     yield _linear("skinny", _SKINNY, "fp16", bits=8, tokens=33)
-    yield _linear("gemv", _GEMV, "fp16", end="-silu")
-    yield _linear("gemv", _GEMV, "bf16", end="-residual")
-    yield _linear("gemv", _GEMV, "bf16", tokens=16, end="-silu-residual")
     yield _linear("skinny", _SKINNY, "fp16", tokens=33, end="-silu-residual")
-    for dtype, end in (("fp16", ""), ("bf16", "-silu-residual")):
-        yield _linear("add_splits", frozenset(), dtype, rows=_FEW, end=end)
+
+
+def _gemm() -> Iterator[Variant]:
+    """Each tile of the rule, most with formats that take many registers."""
+    yield _linear("gemm", _GEMM, "bf16", group=32, tokens=16)
+    yield _linear("gemm", _GEMM, "fp16", tokens=17)
+    yield _linear("gemm", _GEMM, "bf16", group=32, tokens=64, scale="fp32", bias=False)
+    yield _linear("gemm", _GEMM, "fp16", tokens=64, rows=_FEW)
+    yield _linear("gemm", _GEMM, "bf16", tokens=128, even=False)
+    yield _linear("gemm", _GEMM, "fp16", bits=8, tokens=128, rows=_FEW)
+    yield _linear("gemm", _GEMM, "bf16", group=128, tokens=256, even=False)
+    yield _linear("gemm", _GEMM, "fp16", group=32, tokens=1024)
 
 
 def _linear(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bench.variants.variant import (
     DTYPES,
+    FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
     TENSOR_CORES,
     WIDE_CODES,
@@ -60,7 +61,7 @@ def variants(capability: int) -> Iterator[Variant]:
             traits = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
             yield _product("gemv", traits, dtype, bits, group, activation, **options)
     if capability >= 80:
-        traits = frozenset({TENSOR_CORES, WIDE_CODES})
+        traits = frozenset({TENSOR_CORES, FROM_REGISTERS if capability == 90 else WIDE_CODES})
         for dtype, bits, group, activation, options in _TILES:
             yield _product("tile", traits, dtype, bits, group, activation, **options)
     for dtype in float_types(capability):

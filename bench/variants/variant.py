@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from qoff.kernels.triton.launch.gpu import Gpu
 
 # What the artefacts of a variant are asked to show; tests/kernels/test_compile.py looks.
 TENSOR_CORES = "tensor cores"  # mma.sync or wgmma (tcgen05 on sm_100)
+FROM_REGISTERS = "from registers"  # wgmma reads weights from registers, and is not waited for
 WIDE_CODES = "wide codes"  # 128-bit global loads (or asynchronous copies) of codes
 NO_SHARED_IN_LOOP = "no shared memory in the loop"  # no layout conversion through shared memory
 
@@ -42,6 +46,7 @@ class Launch(NamedTuple):
     signature: Mapping[str, str]  # type of each argument, "constexpr" for a constant
     constants: Mapping[tuple[int, ...], Any]
     attributes: Mapping[tuple[int, ...], Any]  # which arguments are multiples of 16
+    programs: int
 
 
 _launches: list[Launch] = []
@@ -62,9 +67,21 @@ def recorder(capability: int, keep: Callable[[Launch], object]) -> Callable[...,
         bound, specialization, options = bind(*args, **kwargs)
         # Refuses unknown options, as at a launch.
         options, *rest = self._pack_args(backend, kwargs, bound, specialization, options)
-        keep(Launch(self, vars(options), *rest))
+        signature, constants, attributes = rest
+        launched = Launch(self, vars(options), signature, constants, attributes, math.prod(grid))
+        keep(launched)
 
     return run
+
+
+@contextmanager
+def recording(gpu: Gpu, exact: int, keep: Callable[[Launch], object]) -> Iterator[None]:
+    """Launches are recorded meanwhile, as on a GPU. exact: the compute capability of the code."""
+    from triton.runtime import jit
+
+    of = staticmethod(lambda device: gpu)
+    with patch.object(jit.JITFunction, "run", recorder(exact, keep)), patch.object(Gpu, "of", of):
+        yield
 
 
 def stand_in(capability: int) -> None:

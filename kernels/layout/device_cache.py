@@ -22,11 +22,12 @@ from .layer_cache import PackedTokens
 class PassTables:
     """The sequences of one forward pass in all S slots of a cache; for all layers.
 
-    Rows are the new tokens in the order of their slots. A slot without new tokens counts as empty:
-    zeros everywhere. Tensors are on the device, numbers are what the host knows without waiting.
-    The tokens before `resident_from` are in host memory; those from `packed` to `offloaded_until`
-    will be. Raises OpError for tensors and numbers that do not fit each other; what is in the
-    tensors is not looked at, as that would wait for the GPU.
+    Rows are the new tokens in the order of their slots; at decode others may follow, in slots
+    without new tokens. Such a slot counts as empty: zeros everywhere. Tensors are on the device,
+    numbers are what the host knows without waiting. The tokens before `resident_from` are in host
+    memory; those from `packed` to `offloaded_until` will be. Raises OpError for tensors and numbers
+    that do not fit each other; what is in the tensors is not looked at, as that would wait for the
+    GPU.
     """
 
     start: Tensor  # int32 [S], position of the first new token
@@ -118,16 +119,3 @@ class DeviceLayerCache:
         dtype, device = (self.recent_k.dtype,), self.recent_k.device
         require("k", key, dtype, ("T", *self.recent_k.shape[2:]), device, rows_apart=True)
         require("v", value, dtype, key.shape, device, rows_apart=True)
-
-    def replay_key(self) -> tuple[int, ...] | None:
-        """What kernels are told of this cache beside the values in its memory.
-
-        None for a pass that is not one new token for every slot in order, that packs blocks, or
-        that attends to any in host memory.
-        """
-        step = self.step
-        packs = step.max_new_blocks or step.max_offloaded_blocks
-        if step.max_rows > 1 or packs or self.offloaded or not (step.order is step.slots is None):
-            return None
-        tensors = (self.pool, self.recent_k, self.recent_v, step.start, step.table)
-        return (*(t.data_ptr() for t in tensors), step.table.shape[1], step.max_packed)

@@ -63,9 +63,9 @@ def w4_linear(
 
     x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]:
     any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same,
-    but share no memory with x.
-    The norm and the result are rounded to the dtype of x; from M = 65 on every step is.
-    scratch_bytes: what dequantized weights may take then. Raises OpError.
+    but share no memory with x. The norm and the result are rounded to the dtype of x; every step
+    is where the kernel leaves f and the residual to others (`gemm`, or a scratch).
+    scratch_bytes: what dequantized weights may take. Raises OpError.
     """
     rows = weight.shape[0]
     if silu_mul and rows % 32:
@@ -103,7 +103,7 @@ def attention(
     """
     require("qkv", qkv, (cache.recent_k.dtype,), ("M", shape.qkv_width), cache.recent_k.device)
     step, tokens = cache.step, qkv.shape[0]
-    if step.positions.shape[0] != tokens or tokens != ragged.tokens:
+    if step.positions.shape[0] != tokens:
         raise OpError(f"{tokens} rows, but the cache was opened for {len(step.positions)}")
     if out is not None:
         width = shape.heads * shape.head_dim

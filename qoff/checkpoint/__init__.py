@@ -9,18 +9,18 @@ from .layout import (
     view_weight,
 )
 from .reader import Checkpoint, read_config, read_weight
-from .verify import VerifyReport, check_digest, verify
+from .verify import FileCheck, VerifyReport, verify
 from .writer import CheckpointWriter
 
 __all__ = [
     "Checkpoint",
     "CheckpointWriter",
+    "FileCheck",
     "QuantEntry",
     "TensorEntry",
     "VerifyReport",
     "WeightEntry",
     "WeightFile",
-    "check_digest",
     "read_config",
     "read_weight",
     "tensors_of",

@@ -11,11 +11,15 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
+import torch
+
 from qoff.errors import FormatError, OpError
 from qoff.kernels.layout.packing import PACKINGS, packed_shapes
+from qoff.schema import load_object, shown
 
 from .layout import (
     ALIGNMENT,
@@ -28,7 +32,6 @@ from .layout import (
     WeightEntry,
     tensors_of,
 )
-from .strict_json import load_object
 
 METADATA, METADATA_KEY = "__metadata__", "qoff"
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -71,13 +74,13 @@ def read(path: Path) -> tuple[int, dict[str, WeightEntry]]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            text = _header_text(file, size)
+            text = header_text(file, size)
         start = 8 + len(text)
         header = _object(text, "the header is")
         if start % ALIGNMENT:
             raise ValueError(f"data starts at byte {start}, not at a multiple of {ALIGNMENT}")
         described = _described(header.pop(METADATA, None))
-        tensors = [_tensor(name, value, start) for name, value in header.items()]
+        tensors = [described_tensor(name, value, start) for name, value in header.items()]
         tensors.sort(key=lambda t: (t.offset, t.nbytes))
         _check_contiguous(tensors, start, size)
         return start, _weights(tensors, described)
@@ -102,7 +105,8 @@ def _object(text: bytes | str, what: str) -> dict[str, Any]:
         raise ValueError(f"{what} not a JSON object ({error})") from error
 
 
-def _header_text(file: BinaryIO, size: int) -> bytes:
+def header_text(file: BinaryIO, size: int) -> bytes:
+    """Read the header of a safetensors file of `size` bytes. Raises ValueError for its length."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER):
         raise ValueError(
@@ -116,15 +120,22 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**63 for x in value)
 
 
-def _tensor(name: str, value: Any, start: int) -> TensorEntry:
+def described_tensor(
+    name: str, value: Any, start: int, dtypes: Mapping[str, torch.dtype] = DTYPES
+) -> TensorEntry:
+    """A tensor as a header's JSON describes it, of a file whose data starts at `start`.
+
+    Raises ValueError for what no file could hold; what this one holds is not compared.
+    """
     found = value if isinstance(value, dict) else {}
     dtype_name, shape, offsets = (found.get(k) for k in ("dtype", "shape", "data_offsets"))
-    wrongly = f"tensor {name!r} is described wrongly"
+    wrongly = f"tensor {shown(name)} is described wrongly"
     if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
         raise ValueError(f"{wrongly}: shape and offsets must be whole numbers")
-    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    dtype = dtypes.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise ValueError(f"{wrongly}: its dtype is {dtype_name!r}, not one of {', '.join(DTYPES)}")
+        known = ", ".join(dtypes)
+        raise ValueError(f"{wrongly}: its dtype is {shown(dtype_name)}, not one of {known}")
     # The sizes of an empty tensor could be anything: bound them as if it were not empty.
     if len(shape) > MAX_DIMENSIONS or math.prod(x for x in shape if x) >= 2**60:
         raise ValueError(f"tensor {name!r} has an impossible shape")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qoff.errors import DiskReadError, FormatError
 from qoff.quant import QTensor
+from qoff.schema import read_object
 
 from . import header
 from .layout import (
@@ -30,9 +31,9 @@ from .layout import (
     tensors_of,
     view_weight,
 )
-from .strict_json import load_object
 
 _AGAIN = "convert the model again"
+_ADVICE = f"is this a qoff checkpoint? If it is, {_AGAIN}"
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -50,7 +51,7 @@ class Checkpoint:
         """Read and check index and headers. Raises FormatError naming the file that is wrong."""
         folder = Path(path)
         config, index = read_config(folder), folder / INDEX_FILE
-        found = _json_object(index)
+        found = read_object(index, _ADVICE)
         checksums, weight_map = found.get("checksums"), found.get("weight_map")
         if not isinstance(checksums, dict) or not isinstance(weight_map, dict):
             raise FormatError(f"{index}: has no checksums and weight_map; {_AGAIN}")
@@ -105,7 +106,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not found:
         raise FormatError(f"{folder}: no such directory; convert a model first: qoff convert")
     path = folder / CONFIG_FILE
-    config = _json_object(path)
+    config = read_object(path, _ADVICE)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         quantization = {}
@@ -126,18 +127,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             "or convert the original model"
         )
     return config
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        if not S_ISREG(path.stat().st_mode):  # reading a pipe could block
-            raise FormatError(f"{path}: is not a file; is this a qoff checkpoint?")
-        return load_object(path.read_bytes())
-    except OSError as error:
-        wrong = f"cannot be read ({error.strerror}); is this a qoff checkpoint?"
-        raise FormatError(f"{path}: {wrong}") from error
-    except ValueError as error:
-        raise FormatError(f"{path}: is not a JSON object ({error}); {_AGAIN}") from error
 
 
 def _inside(folder: Path, name: str) -> None:

@@ -6,14 +6,13 @@ import fcntl
 import os
 import re
 import shutil
-import signal
+import stat
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NEW, _OLD = "new", "old"  # in the hidden directory: what is built, and what it replaces
 
 
@@ -23,7 +22,8 @@ def staging(place: Path) -> Iterator[Path]:
 
     It lies in a hidden directory that is removed at the end, with what was not published. A lock on
     that directory, which the system drops when a process dies, tells writers at work from what a
-    killed one left; the latter is removed first. Raises OSError.
+    killed one left; the latter is removed first, where it is a directory of the same user: a link
+    is never followed. Raises OSError.
     """
     for folder in _hidden(place):
         _remove_unlocked(folder, place)
@@ -32,8 +32,10 @@ def staging(place: Path) -> Iterator[Path]:
         (hidden / _NEW).mkdir()
         yield hidden / _NEW
     finally:
-        _discard(hidden, place)
-        os.close(descriptor)
+        try:
+            _discard(hidden, place)
+        finally:
+            os.close(descriptor)
 
 
 def publish(built: Path, place: Path) -> None:
@@ -73,31 +75,22 @@ def parents(place: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-@contextmanager
-def sigterm_as_exit() -> Iterator[None]:
-    """Let SIGTERM end the process through its `finally` blocks, unless the program handles it."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _prefix(place: Path) -> str:
     return f".{place.name}.qoff-"
 
 
 def _hidden(place: Path) -> list[Path]:
     name = re.compile(re.escape(_prefix(place)) + "[a-z0-9_]+")
-    return [p for p in place.parent.iterdir() if name.fullmatch(p.name) and p.is_dir()]
+    return [p for p in place.parent.iterdir() if name.fullmatch(p.name) and _own(p)]
+
+
+def _own(folder: Path) -> bool:
+    """Whether this is a directory, not a link to one, that this user has made."""
+    try:
+        found = folder.lstat()
+    except OSError:  # its writer has just ended
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _create(place: Path) -> tuple[Path, int]:
@@ -105,7 +98,7 @@ def _create(place: Path) -> tuple[Path, int]:
     while True:
         hidden = Path(tempfile.mkdtemp(prefix=_prefix(place), dir=place.parent))
         try:
-            descriptor = os.open(hidden, os.O_RDONLY)
+            descriptor = os.open(hidden, _DIRECTORY)
         except FileNotFoundError:
             continue  # a writer that came just now took it for a leftover
         try:
@@ -114,6 +107,10 @@ def _create(place: Path) -> tuple[Path, int]:
                 return hidden, descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
+        except BaseException:
+            os.close(descriptor)  # or its lock would keep the directory from who removes it
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
         os.close(descriptor)
 
 
@@ -133,11 +130,11 @@ def _lock(descriptor: int) -> bool:
 
 def _remove_unlocked(hidden: Path, place: Path) -> None:
     try:
-        descriptor = os.open(hidden, os.O_RDONLY)
+        descriptor = os.open(hidden, _DIRECTORY)
     except OSError:
         return  # its writer has just ended, or it is not ours to touch
     try:
-        if _lock(descriptor):
+        if _own(hidden) and _lock(descriptor):
             _discard(hidden, place)
     except BlockingIOError:
         pass  # its writer is at work

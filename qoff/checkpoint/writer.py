@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ConversionError, FormatError
+from qoff.interrupts import check, ending_by_signals
 from qoff.quant import QTensor
 from qoff.units import format_size
 
@@ -37,7 +39,7 @@ from .layout import (
     tensors_of,
 )
 from .reader import Checkpoint, read_config
-from .staging import parents, publish, sigterm_as_exit, staging
+from .staging import parents, publish, staging
 
 _PIECE = 8 << 20  # bytes hashed and written at a time
 
@@ -48,7 +50,7 @@ class CheckpointWriter:
     `finish` moves the directory into place as its last step. Whatever ends the writing before (an
     exception, a signal, a full disk) removes the hidden directory; a process killed outright leaves
     it, `Checkpoint.open` does not take it for a checkpoint, and the next writer for the same place
-    removes it. Use it as a context manager.
+    removes it. Use it as a context manager. Layers may be written by several threads.
 
     overwrite: replace a checkpoint that is there, at the end; never anything else.
     expected_bytes: what the weights will take, to be refused at once where the disk has less free.
@@ -64,10 +66,11 @@ class CheckpointWriter:
         self._checksums: dict[str, dict[str, Any]] = {}
         self._weight_map: dict[str, str] = {}
         self._total = 0
+        self._lock = threading.Lock()  # of the three above
 
     def __enter__(self) -> Self:
         with self._failures(), ExitStack() as stack:
-            stack.enter_context(sigterm_as_exit())
+            stack.enter_context(ending_by_signals())
             stack.enter_context(parents(self.path))
             self._folder = stack.enter_context(staging(self.path))
             self._check_place()
@@ -77,7 +80,8 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        self._stack.__exit__(*failure)
+        with self._failures():
+            self._stack.__exit__(*failure)
 
     def write_layer(self, layer: int, weights: Mapping[str, QTensor | Tensor]) -> None:
         """Write the weights of a decoder layer, in their order, under their full names."""
@@ -122,6 +126,7 @@ class CheckpointWriter:
             publish(self._folder, self.path)
 
     def _write(self, name: str, weights: Mapping[str, QTensor | Tensor]) -> None:
+        check()
         entries, tensors = _layout(weights)
         digest, nbytes = hashlib.sha256(), 0
         with self._failures(), self._new_file(name) as file:
@@ -129,11 +134,12 @@ class CheckpointWriter:
                 digest.update(piece)
                 file.write(piece)
                 nbytes += len(piece)
-        self._checksums[name] = {"sha256": digest.hexdigest(), "nbytes": nbytes}
-        for entry in entries.values():
-            for tensor in tensors_of(entry):
-                self._weight_map[tensor.name] = name
-                self._total += tensor.nbytes
+        with self._lock:
+            self._checksums[name] = {"sha256": digest.hexdigest(), "nbytes": nbytes}
+            for entry in entries.values():
+                for tensor in tensors_of(entry):
+                    self._weight_map[tensor.name] = name
+                    self._total += tensor.nbytes
 
     def _write_bytes(self, name: str, data: bytes) -> None:
         with self._failures(), self._new_file(name) as file:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Never
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -20,12 +16,10 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.units import format_size
 
 from .options import CacheOptions, DrawOptions, Model, Raw, RunOptions, Trace, command
-from .output import print_table
+from .output import print_line, print_table
 
 if TYPE_CHECKING:
     from qoff.engine import LLM, Completion
-
-TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -117,17 +111,14 @@ def batch(
     params = SamplingParams(**vars(sampling))
     texts = read_prompts(prompts)
     ended: Counter[str] = Counter()
-    with (
-        _ended_by_sigterm(),
-        LLM(
-            model, plan, trace=trace, cache_dir=how.cache_dir, revision=how.revision, **opening
-        ) as llm,
-    ):
+    with LLM(
+        model, plan, trace=trace, cache_dir=how.cache_dir, revision=how.revision, **opening
+    ) as llm:
         chats = not raw and llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
         wanted = [Chat([{"role": "user", "content": text}]) if chats else text for text in texts]
         for answer in llm.stream(wanted, params):
             ended[answer.finish_reason] += 1
-            print(json.dumps(_line(answer), ensure_ascii=False), flush=True)
+            print_line(json.dumps(_line(answer), ensure_ascii=False))
         if stats:
             _print_stats(llm)
     if ended["error"]:
@@ -168,20 +159,6 @@ def _line(answer: Completion) -> dict[str, Any]:
     line = {key: value for key, value in asdict(answer).items() if value not in ("", None)}
     line.pop("prompt", None)
     return {**line, "prompt_tokens": len(line.pop("prompt_token_ids"))}
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that memory, files and threads are released."""
-
-    def stop(number: int, frame: FrameType | None) -> Never:
-        raise SystemExit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _print_stats(llm: LLM) -> None:

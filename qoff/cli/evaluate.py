@@ -35,9 +35,9 @@ from qoff.eval.tasks.run import markdown, run_tasks
 from qoff.eval.texts import CALIBRATION_TEXT
 from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
 from qoff.kvcache import KVPlacement, KVQuant
-from qoff.models.sources import read_json
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
+from qoff.schema import read_object
 from qoff.units import format_size
 
 from .convert import calibration_ids
@@ -165,7 +165,7 @@ def run_sweep(
 def _check_floats(source: Path) -> None:
     """Raise ArgumentError for a model whose weights are quantized already."""
     try:
-        quantized = read_json(source / CONFIG_FILE).get("quantization_config") is not None
+        quantized = read_object(source / CONFIG_FILE).get("quantization_config") is not None
     except FormatError:
         quantized = True
     if quantized:

@@ -5,68 +5,42 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from qoff.engine.answers import default_params, end_tokens
+from qoff.engine.request import SamplingParams, Sequence
+from qoff.engine.sampling import LogitsRow, Sampler
 from qoff.errors import QoffError
-from qoff.hf.load import load_tokenizer, open_model
-from qoff.hf.model import QoffForCausalLM
+from qoff.hf.chat import ChatRenderer
+from qoff.hf.load import Opened, load_tokenizer, open_runtime
+from qoff.hf.torch_threads import one_torch_thread
+from qoff.measure.model_rates import Sequences
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.timeline import Timeline
 from qoff.units import format_size
 
 
-class _TimedStreamer(TextStreamer):
-    """Prints text as it comes (unless quiet) and notes when each token came.
-
-    stamps: seconds, of the start and of each token. waits: for weights until then, since the
-    model's start.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, waited: Callable[[], float], quiet: bool
-    ) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._waited, self._quiet = waited, quiet
-        self._prompt_seen = False
-        self.stamps = [time.perf_counter()]
-        self.waits: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        if self._prompt_seen:
-            self.stamps.append(time.perf_counter())
-            self.waits.append(self._waited())
-        self._prompt_seen = True
-        super().put(value)
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if not self._quiet:
-            super().on_finalized_text(text, stream_end)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> dict[str, Tensor]:
-    """Return input_ids and attention_mask, through the chat template if any, unless `raw`.
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[int]:
+    """Return the prompt's tokens, through the chat template if any, unless `raw`.
 
     Raises QoffError for a prompt without tokens.
     """
     if raw or not tokenizer.chat_template:
-        encoded: Any = tokenizer(prompt, return_tensors="pt")
+        encoded: Any = tokenizer(prompt)
     else:
-        encoded = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-    if not encoded["input_ids"].numel():
+        with ChatRenderer() as renderer:
+            text = renderer.render(tokenizer, [{"role": "user", "content": prompt}])
+        encoded = tokenizer(text, add_special_tokens=False)
+    if not encoded["input_ids"]:
         raise QoffError("the prompt has no tokens; write something, or leave out --raw")
-    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    return list(encoded["input_ids"])
 
 
 def open_for(
@@ -76,51 +50,52 @@ def open_for(
     raw: bool,
     timeline: Timeline | None,
     **options: Any,
-) -> tuple[QoffForCausalLM, PreTrainedTokenizerBase, dict[str, Tensor]]:
-    """A model with room for this prompt and its answer, its tokenizer, and the prompt's tokens."""
+) -> tuple[Opened, PreTrainedTokenizerBase, list[int]]:
+    """What runs a model, with room for this prompt and its answer; tokenizer, prompt's tokens."""
     tokenizer = load_tokenizer(checkpoint, options["trust_remote_code"])
-    inputs = encode(tokenizer, prompt, raw)
-    context = inputs["input_ids"].shape[1] + new_tokens
+    ids = encode(tokenizer, prompt, raw)
     watched = Instrumentation(timeline=timeline)
-    model = open_model(checkpoint, context=context, instrumentation=watched, **options)
-    return model, tokenizer, inputs
+    context = len(ids) + new_tokens
+    opened = open_runtime(checkpoint, context=context, instrumentation=watched, **options)
+    return opened, tokenizer, ids
 
 
 def answer(
-    model: QoffForCausalLM,
+    opened: Opened,
     tokenizer: PreTrainedTokenizerBase,
-    inputs: Mapping[str, Tensor],
-    *,
+    ids: list[int],
+    params: SamplingParams,
     quiet: bool = False,
-    seed: int = 0,
-    **options: Any,
 ) -> dict[str, Any]:
     """Generate once: the text, and what it cost in seconds, bytes and tokens per second.
 
-    inputs: of `encode`. options: of `generate`. Prints the text as it comes unless quiet. "rounds"
-    are seconds of each token, and how many of these were spent waiting for the disk.
+    ids: of the prompt. Prints the text as it comes unless quiet. "rounds" are seconds of each
+    token, and how many of these were spent waiting for the disk. Raises QoffError for logits that
+    are not finite, and what a pass does.
     """
-    torch.manual_seed(seed)
-    before = model.stats()
-    streamer = _TimedStreamer(tokenizer, lambda: model.stats().wait_s, quiet)
-    generating: Any = model  # transformers types `generate` for models of its own
-    out = generating.generate(
-        **inputs,
-        streamer=streamer,
-        pad_token_id=tokenizer.pad_token_id,
-        return_dict_in_generate=True,
-        **options,
-    )
-    after = model.stats()
-    prompt_tokens = inputs["input_ids"].shape[1]
-    new = out.sequences[0, prompt_tokens:]
-    first, *others = seconds = [b - a for a, b in pairwise(streamer.stamps)]
-    waits = [b - a for a, b in pairwise([before.wait_s, *streamer.waits])]
+    runtime, checkpoint = opened.runtime, opened.runtime.checkpoint
+    penalty = default_params(checkpoint).repetition_penalty
+    params, most = replace(params, repetition_penalty=penalty), params.max_tokens or 1
+    sequence = Sequence(0, 0, None, tuple(ids), params, most, end_tokens(checkpoint))
+    room = len(ids) + (most if opened.budget is not None else 0)
+    before, stamps, waits = runtime.stats(), [time.perf_counter()], []
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    with torch.inference_mode(), one_torch_thread():
+        sequences = Sequences(runtime, 1, room, opened.budget)
+        for token in _tokens(sequence, sequences, checkpoint.path):
+            stamps.append(time.perf_counter())
+            waits.append(runtime.stats().wait_s)
+            if not quiet:
+                streamer.put(torch.tensor([token]))
+    if not quiet:
+        streamer.end()
+    after, new = runtime.stats(), sequence.answer
+    first, *others = seconds = [b - a for a, b in pairwise(stamps)]
     return {
         "text": str(tokenizer.decode(new, skip_special_tokens=True)),
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": len(ids),
         "new_tokens": len(new),
-        "prefill_tokens_per_s": prompt_tokens / first,
+        "prefill_tokens_per_s": len(ids) / first,
         "first_token_s": first,
         "decode_tokens_per_s": len(others) / sum(others) if sum(others) > 0 else 0.0,
         "disk_bytes": after.disk_bytes - before.disk_bytes,
@@ -129,10 +104,30 @@ def answer(
         "arena_peak_bytes": after.arena_peak,
         "arena_capacity_bytes": after.arena_capacity,
         "resident_bytes": after.resident_bytes,
-        "kv_cache_bytes": out.past_key_values.tokens.nbytes,
+        "kv_cache_bytes": sequences.nbytes,
         "peak_rss_bytes": peak_rss(),
-        "rounds": list(zip(seconds, waits, strict=True)),
+        "rounds": [
+            (spent, b - a)
+            for spent, (a, b) in zip(seconds, pairwise([before.wait_s, *waits]), strict=True)
+        ],
     }
+
+
+def _tokens(sequence: Sequence, read: Sequences, checkpoint: Path) -> Iterator[int]:
+    """The tokens of an answer, the one that ends it included."""
+    context, following = len(sequence.prompt) + sequence.max_tokens, list(sequence.prompt)
+    sampler: Sampler | None = None
+    while len(sequence.answer) < sequence.max_tokens and not sequence.ended:
+        logits = read.logits(torch.tensor([following]))[0]
+        if sampler is None:
+            sampler = Sampler(len(logits), 1, context, logits.device)
+            sampler.begin(0, sequence)
+        sampler.draw([LogitsRow(0, sequence, logits)])
+        if sequence.error:
+            raise QoffError(f"{checkpoint}: {sequence.error}")
+        following = sequence.answer[-1:]
+        sequence.ended = following[0] in sequence.ends
+        yield following[0]
 
 
 def rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -127,21 +128,15 @@ def generate(
     timeline = None if trace is None else Timeline()
     if trace is not None:
         checked_path(trace)
-    SamplingParams(**vars(draw))  # refuses what would overflow
-    sampled = draw.temperature > 0
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sampled}
-    if sampled:
-        options |= {**vars(draw), "top_k": max(0, draw.top_k)}
-    options["seed"] = draw.seed
+    params = SamplingParams(**vars(draw), max_tokens=max_new_tokens)
     path = how.checkpoint(model, quiet=as_json)
     opening = {**how.opening(), "kv": cache.quant()}
-    loaded, tokenizer, inputs = open_for(path, prompt, max_new_tokens, raw, timeline, **opening)
-    try:
-        result = answer(loaded, tokenizer, inputs, quiet=as_json, **options)
-    finally:
-        loaded.close()
+    opened, tokenizer, ids = open_for(path, prompt, max_new_tokens, raw, timeline, **opening)
+    with ExitStack() as ends:  # whatever of it fails
+        ends.callback(opened.runtime.close)
         if timeline is not None and trace is not None:
-            timeline.write(trace)
+            ends.callback(timeline.write, trace)
+        result = answer(opened, tokenizer, ids, params, quiet=as_json)
     if stats:
         times = [[f"{part * 1e3:.1f}" for part in one] for one in result["rounds"]]
         numbered = [(str(number), *one) for number, one in enumerate(times)]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from typer import Argument, Option
 
 from qoff.errors import ArgumentError, QoffError
+from qoff.interrupts import ending_by_signals
+from qoff.system_memory import refusals
 
 from .output import progress_bar, stop_with
 
@@ -60,7 +62,8 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         try:
             for name, kind in groups.items():
                 given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-            run(**given)
+            with ending_by_signals(), refusals():
+                run(**given)
         except (QoffError, OSError) as error:
             stop_with(str(error))
         except KeyboardInterrupt:
@@ -105,7 +108,7 @@ class ModelOptions:
             )
 
     def opening(self) -> dict[str, Any]:
-        """The options that `hf.load.open_model` takes for a checkpoint."""
+        """The options that `hf.load.open_runtime` takes for a checkpoint."""
         found = {**vars(self), "max_memory": memory_by_place(self.max_memory)}
         return {name: found[name] for name in found.keys() - {"cache_dir", "revision"}}
 

@@ -14,6 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from qoff.interrupts import whole
+
 Format = Literal["md", "csv", "json"]  # of tables for other programs
 
 
@@ -23,9 +25,19 @@ def stop_with(message: str, status: int = 1) -> NoReturn:
     raise typer.Exit(status) from None
 
 
+def print_line(text: str) -> None:
+    """Print text on standard output, all of it even if a signal comes meanwhile."""
+    with whole():
+        sys.stdout.flush()
+        left = memoryview(f"{text}\n".encode(sys.stdout.encoding or "utf-8", "replace"))
+        while left:  # with PYTHONUNBUFFERED, a signal cuts what one call writes
+            left = left[sys.stdout.buffer.write(left) :]
+        sys.stdout.buffer.flush()
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document on standard output."""
-    print(json.dumps(value, indent=2))
+    print_line(json.dumps(value, indent=2))
 
 
 def print_table(

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError, QoffError, raised_as
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 
-from .prompts import PromptReader
+from .prompts import PromptReader, token_ids
 from .request import Completion, SamplingParams, Sequence
 
 
@@ -32,8 +32,10 @@ class Admission:
 
         Raises ArgumentError for as many parameters or continuations as there are no prompts.
         """
-        given = [None] * len(prompts) if continuations is None else list(continuations)
-        several = list(params) if isinstance(params, Iterable) else None
+        given: list[Any] = [None] * len(prompts)
+        if continuations is not None:
+            given = _listed("continuations", continuations)
+        several = _listed("parameters", params) if isinstance(params, Iterable) else None
         for one in [params] if several is None else several:
             if not isinstance(one, SamplingParams):
                 raise ArgumentError(f"parameters are SamplingParams, not {type(one).__name__}")
@@ -64,6 +66,7 @@ class Admission:
             _ = self._reader.tokenizer  # raises where there is none
         if after is not None:
             params = replace(params, n=params.n + 1)
+            after = list(token_ids(after))
             self._check_tokens("continuation", after)
             if len(after) > room:
                 raise ArgumentError(
@@ -108,3 +111,8 @@ class Admission:
         if not 0 <= min(tokens) <= max(tokens) < vocab:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             raise ArgumentError(f"the {what} has token {wrong}; there are 0 to {vocab - 1}")
+
+
+def _listed(what: str, values: Any) -> list[Any]:
+    with raised_as(ArgumentError, f"{what} are of type {type(values).__name__}", "give a list"):
+        return list(values)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError, FormatError
+from qoff.hf.generation_config import GENERATION_CONFIG, read_generation_config
 
 from .request import Completion, FinishReason, SamplingParams, Sequence
 
@@ -46,7 +48,7 @@ def completion(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) ->
 def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
     """Tokens that end an answer."""
     found = checkpoint.config.get("eos_token_id")
-    config = _generation_config(checkpoint)
+    config = read_generation_config(checkpoint.path)
     if config is not None:
         found = found if config.eos_token_id is None else config.eos_token_id
     if found is None:
@@ -56,17 +58,14 @@ def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:
     """What the checkpoint's generation_config.json says, if there is one; else the defaults."""
-    config = _generation_config(checkpoint)
+    config = read_generation_config(checkpoint.path)
     said = {} if config is None else config.to_diff_dict()
     found = {name: said.get(name) for name in _SAMPLING}
     found["max_tokens"] = said.get("max_new_tokens")
-    return SamplingParams(**{name: value for name, value in found.items() if value is not None})
-
-
-def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
-    if not (checkpoint.path / "generation_config.json").exists():
-        return None
-    return GenerationConfig.from_pretrained(checkpoint.path)
+    try:
+        return SamplingParams(**{name: value for name, value in found.items() if value is not None})
+    except ArgumentError as error:
+        raise FormatError(f"{checkpoint.path / GENERATION_CONFIG}: {error}") from error
 
 
 def _before_stop(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> str | None:

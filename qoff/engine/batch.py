@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -13,22 +11,26 @@ from qoff.models.forward_pass import ForwardPass
 
 from .prefixes import PrefixIndex
 from .request import Sequence
-from .sampling import Sampler
-
-_NOT_FINITE = (
-    "the model's logits are not finite (NaN or infinity): its weights may be damaged (see `qoff "
-    "verify`), or its values overflow float16 (dtype='bfloat16' has a larger range)"
-)
+from .sampling import LogitsRow, Sampler
 
 
 class BatchSlots:
-    """`cache.sequences` slots, some of them with a sequence and what chooses its tokens."""
+    """`cache.sequences` slots, some of them with a sequence.
 
-    def __init__(self, cache: SlotCache, prefixes: PrefixIndex | None = None) -> None:
+    sampler: chooses tokens; slot i is its place `first_place` + i.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        sampler: Sampler,
+        first_place: int = 0,
+        prefixes: PrefixIndex | None = None,
+    ) -> None:
         self.cache = cache
+        self._sampler, self._first_place = sampler, first_place
         self._prefixes = prefixes
         self._slots: dict[int, Sequence] = {}
-        self._samplers: dict[Sequence, Sampler] = {}
 
     @property
     def free(self) -> int:
@@ -38,7 +40,7 @@ class BatchSlots:
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into an empty slot."""
         slot = min(set(range(self.cache.sequences)) - self._slots.keys())
-        self._samplers[sequence] = Sampler(sequence)
+        self._sampler.begin(self._first_place + slot, sequence)
         self._slots[slot] = sequence
         self.cache.reset(slot, len(sequence.prompt) + sequence.max_tokens)
 
@@ -47,7 +49,7 @@ class BatchSlots:
         slot = self._slot_of(sequence)
         sequence.ended = True
         blocks = self.cache.blocks[slot]
-        del self._slots[slot], self._samplers[sequence]
+        del self._slots[slot]
         self.cache.reset(slot)
         if self._prefixes is not None:
             self._prefixes.drop(blocks)
@@ -59,25 +61,18 @@ class BatchSlots:
     def _slot_of(self, sequence: Sequence) -> int:
         return next(slot for slot, one in self._slots.items() if one is sequence)
 
-    def _extend(self, sequence: Sequence, logits: Tensor) -> int:
-        """Draw the next token from float32 logits [vocab_size], also for those that wait for it.
+    def _with_forks(self, slot: int) -> list[int]:
+        """A slot and those of the sequences that wait for it to read their prompt.
 
-        Sequences that wait for another one to read their prompt go on from there, with its blocks.
-        Returns how many tokens were drawn.
+        They go on from there, with its blocks.
         """
-        same = [sequence]
-        for slot, other in sorted(self._slots.items()):
+        sequence, same = self._slots[slot], [slot]
+        for at, other in sorted(self._slots.items()):
             if other.waits_for is sequence:
-                self.cache.fork(self._slot_of(sequence), slot)
+                self.cache.fork(slot, at)
                 other.read, other.waits_for = sequence.read, None
-                same.append(other)
-        finite = math.isfinite(logits.amax())  # NaN if one is
-        for one in same:
-            if finite:
-                one.answer.append(self._samplers[one].draw(logits))
-            else:
-                one.error = _NOT_FINITE
-        return len(same) if finite else 0
+                same.append(at)
+        return same
 
     def _reads(self, slot: int, sequence: Sequence) -> bool:
         """Whether a sequence has some of its prompt to read now."""
@@ -130,19 +125,18 @@ class BatchSlots:
         done = [s.read + n == len(s.prompt) for _, s, n in chosen]
         return ForwardPass(tokens, ragged, cache, ragged.last_rows[torch.tensor(done)])
 
-    def take(self, run: ForwardPass, logits: Tensor) -> tuple[int, int]:
-        """Note what a pass has read of prompts, and draw a token for each row of its logits.
-
-        Returns how many tokens were read and drawn.
-        """
-        read = drawn = 0
-        rows = iter(logits.cpu())
+    def take(self, run: ForwardPass, logits: Tensor) -> tuple[int, list[LogitsRow]]:
+        """Note what a pass has read of prompts; how many tokens, and what next ones come from."""
+        read, rows, found = 0, iter(logits), list[LogitsRow]()
         subset = run.cache.slots if isinstance(run.cache, SlotSubset) else None
         for span in run.ragged.spans:
-            sequence = self._slots[span.slot if subset is None else subset[span.slot]]
+            slot = span.slot if subset is None else subset[span.slot]
+            sequence = self._slots[slot]
             if subset is not None:
                 read += span.count
                 sequence.read += span.count
             if sequence.decoding:
-                drawn += self._extend(sequence, next(rows))
-        return read, drawn
+                row = next(rows)
+                for at in self._with_forks(slot):
+                    found.append(LogitsRow(self._first_place + at, self._slots[at], row))
+        return read, found

@@ -30,6 +30,7 @@ from qoff.models.native.decoder import Decoder, head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
+from qoff.system_memory import check_machine
 
 
 class Executor(ABC):
@@ -100,13 +101,15 @@ class Executor(ABC):
         self.activations = None
         tokens = max(plan.prefill_tokens, plan.batch_size)
         if parked:
+            # Their moves wait for the disk, those of KV blocks do not.
+            moves = own.enter_context(closing(Copies(device, instrumentation)))
             self.activations = ActivationStore(
                 plan.activations,
                 2 * plan.batches,
                 tokens,
                 spec.hidden_size,
                 dict(self.arenas),
-                self._copies,
+                moves,
                 self._spill,
                 blocks[DISK],
                 dtype,
@@ -127,12 +130,13 @@ class Executor(ABC):
     def counters(self) -> tuple[float, ...]:
         """Seconds and bytes since the start, in the order of `RoundStats`."""
         weights, activations = self.runtime.store.stats, self.activations
+        copied = self._copies.bytes + (0 if activations is None else activations.copies.bytes)
         return (
             weights.wait_s,
             self.kv_wait_s,
             0.0 if activations is None else activations.wait_s,
             weights.bytes_read + self._reader.stats.bytes,
-            weights.bytes_copied + self._copies.bytes,
+            weights.bytes_copied + copied,
             0 if self._spill is None else self._spill.written,
         )
 
@@ -156,7 +160,13 @@ class Executor(ABC):
         residency = plan_residency(
             checkpoint, left, plan.slots, packing=packing, host_staging=staging
         )
-        return self._memory_of(tiled=True) if residency.tiled_layers else memory
+        if residency.tiled_layers:
+            memory = self._memory_of(tiled=True)
+        on_host = memory.total(HOST)
+        if self.device.type == "cpu":
+            on_host += memory.total(DEVICE) + residency.device_bytes
+        check_machine(on_host, "the plan's sequences and the weights beside them")
+        return memory
 
 
 class CpuExecutor(Executor):

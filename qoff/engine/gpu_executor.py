@@ -30,6 +30,7 @@ class GpuExecutor(Executor):
             self.forms,
             self.plan.batch_size,
             window=self.plan.kv.window,
+            steady=self.instrumentation.records(self.device),
             values_rotated=self.plan.kv.values_rotated,
             device=self.device,
             dtype=self.dtype,
@@ -44,7 +45,10 @@ class GpuExecutor(Executor):
         return CudaTransfers(self.device, reader)
 
     def _memory_of(self, tiled: bool) -> Memory:
-        return memory_on_gpu(self.plan, self.spec, self.shapes, self.device, self.dtype, tiled)
+        recorded = self.plan.batch_size if self.instrumentation.records(self.device) else 0
+        return memory_on_gpu(
+            self.plan, self.spec, self.shapes, self.device, self.dtype, tiled, recorded
+        )
 
     def _open_blocks(self) -> DeviceBlocks:
         assert self.memory.on_gpu is not None

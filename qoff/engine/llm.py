@@ -20,7 +20,9 @@ from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
 from qoff.plan import Plan
+from qoff.process import only_here
 from qoff.quant import QuantConfig
+from qoff.system_memory import refusals
 
 from .admission import Admission
 from .answers import completion, default_params, end_tokens
@@ -45,6 +47,7 @@ class LLM:
     share it: their sequences go through the same rounds, and each gets its own answers.
     """
 
+    @refusals()
     def __init__(
         self,
         path: str | PathLike[str],
@@ -93,7 +96,7 @@ class LLM:
 
             kind = GpuExecutor
         self._resources = ExitStack()
-        weakref.finalize(self, self._resources.close)
+        weakref.finalize(self, only_here(self._resources.close))
         try:
             self._executor = kind(
                 checkpoint,
@@ -190,9 +193,12 @@ class LLM:
         """Write the trace, stop all threads, give memory and disk space back; idempotent.
 
         From another thread: after the round that is computed. Callers that wait for answers get an
-        ArgumentError.
+        ArgumentError. In a forked process it does nothing.
         """
+        if not self._rounds.opener.is_this:
+            return
         self._rounds.close()
+        self._reader.close()
         trace, self._trace = self._trace, None
         with self._resources:  # closed whatever the trace does
             if trace is not None and self.timeline is not None:

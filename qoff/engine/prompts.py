@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, raised_as
+from qoff.hf.chat import ChatRenderer
+from qoff.schema import shown
 
 _FORMS = "text, token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, to be continued. options: of the tokenizer's `apply_chat_template`."""
+    """A conversation, to be continued. options: of `ChatRenderer.render`."""
 
     messages: list[Mapping[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -26,13 +28,14 @@ Prompt: TypeAlias = str | list[int] | tuple[int, ...] | Mapping[str, Any] | Chat
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
-    """Prompts one by one; a text and a flat list of token ids are one prompt."""
+    """Prompts one by one; a text is one, and a flat list of numbers, right or wrong, is one."""
     if isinstance(prompts, str | bytes | Mapping | Chat):
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise ArgumentError(f"prompts are of type {type(prompts).__name__}; give a list of prompts")
-    found = list(prompts)
-    return [found] if found and all(map(_is_token, found)) else found
+    with raised_as(ArgumentError, f"prompts are of type {type(prompts).__name__}"):
+        found = list(prompts)
+    return [found] if found and all(isinstance(one, Number) for one in found) else found
 
 
 def conversations(messages: Any, options: Mapping[str, Any]) -> list[Chat]:
@@ -54,6 +57,11 @@ class PromptReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
+        self._renderer = ChatRenderer()
+
+    def close(self) -> None:
+        """End the process that renders chat templates, if there is one."""
+        self._renderer.close()
 
     def read(self, prompt: object) -> tuple[str | None, tuple[int, ...]]:
         """The text of a prompt, where it is known, and its token ids.
@@ -61,19 +69,20 @@ class PromptReader:
         Raises ArgumentError for what is no prompt, and for text without a tokenizer.
         """
         if isinstance(prompt, Mapping):
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
-            if unknown or not prompt:
-                keys = ", ".join(map(repr, prompt))
+            if not prompt or not all(key in ("prompt", "prompt_token_ids") for key in prompt):
+                keys = ", ".join(map(shown, prompt))
                 raise ArgumentError(f"a prompt is {_FORMS}, not a dict with the keys {keys or '-'}")
             text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is not None and not isinstance(text, str):
+                raise ArgumentError(f"a prompt is text, not {type(text).__name__}")
             if tokens is not None:
-                return text, _tokens(tokens)
+                return text, token_ids(tokens)
             prompt = text
         if isinstance(prompt, str):
             return prompt, self._encoded(prompt)
         if isinstance(prompt, Chat):
             return self._chat(prompt)
-        return None, _tokens(prompt)
+        return None, token_ids(prompt)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -88,31 +97,24 @@ class PromptReader:
             raise ArgumentError("the tokenizer has no chat template; give chat_template")
 
     def _chat(self, chat: Chat) -> tuple[str, tuple[int, ...]]:
-        options: dict[str, Any] = {"add_generation_prompt": True, **chat.options}
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in chat.messages], tokenize=False, **options
-            )
-        except Exception as error:  # a template is code of the model's
-            raise ArgumentError(f"the chat template does not take this: {error}") from error
+        text = self._renderer.render(self.tokenizer, chat.messages, **chat.options)
         # A template has the special tokens itself.
-        return str(text), self._encoded(text, add_special_tokens=False)
+        return text, self._encoded(text, add_special_tokens=False)
 
-    def _encoded(self, text: Any, **options: Any) -> tuple[int, ...]:
-        try:
+    def _encoded(self, text: str, **options: Any) -> tuple[int, ...]:
+        with raised_as(ArgumentError, "the tokenizer does not take this text"):
             return tuple(self.tokenizer(text, **options)["input_ids"])
-        except (TypeError, UnicodeError) as error:  # half of a surrogate pair, for example
-            raise ArgumentError(f"the tokenizer does not take this text: {error}") from error
 
 
 def _is_token(one: object) -> bool:
     return isinstance(one, Integral) and not isinstance(one, bool)
 
 
-def _tokens(prompt: object) -> tuple[int, ...]:
+def token_ids(prompt: object) -> tuple[int, ...]:
+    """The token ids of a list. Raises ArgumentError for another type, and for other numbers."""
     if not isinstance(prompt, list | tuple):
         raise ArgumentError(f"a prompt is {_FORMS}, not {type(prompt).__name__}")
-    wrong = next((one for one in prompt if not _is_token(one)), None)
-    if wrong is not None:
-        raise ArgumentError(f"a prompt's token ids are whole numbers, not {type(wrong).__name__}")
+    for one in prompt:
+        if not _is_token(one):
+            raise ArgumentError(f"a prompt's token ids are whole numbers, not {type(one).__name__}")
     return tuple(map(int, prompt))

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from qoff.errors import ArgumentError
+from qoff.schema import is_number, shown
 
 _ABOVE_0 = math.nextafter(0, 1)
 COLDEST = 0.01  # logits divided by less may overflow
+_FACTOR = 1e30  # and by more, or multiplied
 FinishReason = Literal["stop", "length", "given", "error"]
 
 
@@ -57,7 +59,11 @@ class SamplingParams:
             ("n", _whole(self.n, 1), "a whole number from 1"),
             ("presence_penalty", _within(self.presence_penalty, -2, 2), "a number from -2 to 2"),
             ("frequency_penalty", _within(self.frequency_penalty, -2, 2), "a number from -2 to 2"),
-            ("repetition_penalty", _within(self.repetition_penalty, _ABOVE_0), "a number above 0"),
+            (
+                "repetition_penalty",
+                _within(self.repetition_penalty, 1 / _FACTOR, _FACTOR),
+                "a number above 0, at most 1e30",
+            ),
             ("temperature", heated, f"0, or a number from {COLDEST} on"),
             ("top_p", _within(self.top_p, _ABOVE_0, 1), "above 0, at most 1"),
             ("top_k", _whole(self.top_k, -1), "a whole number from 1; 0 or -1 for all tokens"),
@@ -69,13 +75,13 @@ class SamplingParams:
             ("max_tokens", limit is None or _whole(limit, 1), "a whole number from 1, or None"),
             (
                 "min_tokens",
-                _whole(fewest, 0, limit),
+                _whole(fewest, 0, limit if _whole(limit, 1) else None),
                 "a whole number from 0 to max_tokens",
             ),
             ("logprobs", self.logprobs is None or _whole(self.logprobs, 0), "0 or more, or None"),
         ):
             if not good:
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; use {wanted}")
+                raise ArgumentError(f"{name} is {shown(getattr(self, name))}; use {wanted}")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -91,9 +97,7 @@ def _whole(number: object, least: int, most: int | None = None) -> bool:
 
 def _within(number: object, least: float, most: float = math.inf) -> bool:
     """Whether it is a finite number from `least` to `most`."""
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        return False
-    return math.isfinite(number) and least <= number <= most
+    return is_number(number) and least <= number <= most  # type: ignore[operator]
 
 
 def _texts(stop: object) -> bool:

@@ -6,7 +6,6 @@ all of them. A caller that goes away takes its sequences with it between two rou
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -15,15 +14,20 @@ from dataclasses import dataclass
 
 import torch
 
+from qoff.budgets import device_guard
 from qoff.errors import ArgumentError
 from qoff.hf.torch_threads import one_torch_thread
+from qoff.interrupts import check as check_interrupts
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
+from qoff.process import Opener
+from qoff.system_memory import refusals
 
 from .batch import BatchSlots
 from .executor import Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Completion, Sequence
+from .sampling import LogitsRow, Sampler
 from .schedule import Schedule
 
 _KEPT = 4096  # rounds whose numbers are kept, at least
@@ -71,7 +75,7 @@ class Rounds:
         self._finish = finish
         self.history: list[RoundStats] = []  # of the newest thousands
         self._count = 0
-        self._process = os.getpid()
+        self.opener = Opener("this LLM")
         self._closed = False
         # Held to look at what follows, not during a round. Reentrant: a generator may be
         # collected, and leave, at any time.
@@ -82,7 +86,12 @@ class Rounds:
         self._gone: deque[_Call] = deque()
         self._sweeping = False
         prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
-        self._batches = [BatchSlots(executor.new_cache(), prefixes) for _ in range(plan.batches)]
+        places = plan.batches * plan.batch_size
+        self._sampler = Sampler(executor.spec.vocab_size, places, plan.context, executor.device)
+        self._batches = [
+            BatchSlots(executor.new_cache(), self._sampler, first, prefixes)
+            for first in range(0, places, plan.batch_size)
+        ]
 
     def answers(self, groups: Iterable[list[Sequence]]) -> Iterator[Completion]:
         """The answers of sequences, those of a prompt together, as they are done.
@@ -107,8 +116,6 @@ class Rounds:
 
     def close(self) -> None:
         """Wait for the round that is computed; every caller then gets an ArgumentError."""
-        if self._process != os.getpid():
-            return
         with self._changed:
             if self._worker == threading.get_ident():
                 raise ArgumentError("an LLM cannot be closed in the middle of its round")
@@ -118,11 +125,7 @@ class Rounds:
             self._changed.notify_all()
 
     def _check(self) -> None:
-        if self._process != os.getpid():
-            raise ArgumentError(
-                f"this LLM was opened by process {self._process}, and its threads are there: "
-                "open one in each process"
-            )
+        self.opener.check()
         if self._worker == threading.get_ident():
             raise ArgumentError("an LLM cannot be called in the middle of its own round")
         if self._closed:
@@ -192,12 +195,14 @@ class Rounds:
         An error is for all callers that have a sequence in a batch. Where this thread is
         interrupted, the sequences of the others begin again.
         """
+        check_interrupts()
         try:
-            with self._changed:
-                self._sweep()
-                self._admit()
-            with torch.inference_mode(), one_torch_thread():
-                self._passes()
+            with device_guard(self._executor.device):
+                with self._changed:
+                    self._sweep()
+                    self._admit()
+                with torch.inference_mode(), one_torch_thread(), refusals():
+                    self._passes()
         except Exception as error:
             with self._changed:
                 calls = {self._calls[one] for one in self._admitted()}
@@ -258,11 +263,12 @@ class Rounds:
                 if self._executor.activations is not None:
                     run.activations = self._executor.activations.batch(len(passes))
                 passes.append((batch, run))
-        read = generated = 0
+        read, rows = 0, list[LogitsRow]()
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):
-            tokens, drawn = batch.take(run, logits)
-            read, generated = read + tokens, generated + drawn
+            tokens, more = batch.take(run, logits)
+            read, rows = read + tokens, rows + more
+        generated = self._sampler.draw(rows)
         for batch in self._batches:
             batch.index()
             for sequence in batch.sequences():

@@ -1,108 +1,225 @@
-"""The next token of each sequence from its logits."""
+"""The next tokens of sequences from their logits: all of a round together, on the device."""
 
 from __future__ import annotations
 
-from typing import Any
+import secrets
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+
+from qoff.kernels.sampling import (
+    Warp,
+    columns,
+    draw_,
+    log_probabilities,
+    noise_size,
+    penalize_,
+    rows_together,
 )
+from qoff.kernels.upload import on_device
+from qoff.models.forward_pass import NOT_FINITE
 
 from .request import Logprob, SamplingParams, Sequence
 
 
+class LogitsRow(NamedTuple):
+    """What a token of a sequence is chosen from. place: the sequence's, among all."""
+
+    place: int
+    sequence: Sequence
+    logits: Tensor  # float32 [vocab_size]; stay as they are: forks draw from them, too
+
+
 class Sampler:
-    """Draws the tokens of one answer, by seed and sample alone, or takes those that are given."""
+    """Chooses the next tokens of sequences, by their seeds and samples alone, or takes given ones.
 
-    def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
-        params = sequence.params
-        repetition = params.repetition_penalty != 1
-        self._prompt = torch.tensor(sequence.prompt if repetition else ()).long().unique()
-        self._repeats = bool(params.presence_penalty or params.frequency_penalty)
-        self._least = params.min_tokens if sequence.ends else 0
-        self._adjusts = repetition or self._repeats or self._least > 0
-        self._greedy = params.temperature == 0
-        if self._greedy:
-            return
-        self._generator = _generator(sequence)
-        self._warpers = _warpers(params)
-
-    def draw(self, logits: Tensor) -> int:
-        """The next token for float32 logits [vocab_size], which stay as they are.
-
-        Notes its log-probability in the sequence, if asked for, or if the token was given.
-        """
-        sequence = self._sequence
-        if sequence.given:
-            token = sequence.given[len(sequence.answer)]
-        else:
-            token = self._choose(self._adjusted(logits) if self._adjusts else logits)
-        count = sequence.params.logprobs
-        if sequence.given or count is not None:
-            sequence.logprobs.append(logprobs(logits, token, count or 0))
-        return token
-
-    def _choose(self, logits: Tensor) -> int:
-        if self._greedy:
-            return int(logits.argmax())
-        no_tokens = torch.empty(1, 0, dtype=torch.int64)  # these warpers look at scores alone
-        probabilities = self._warpers(no_tokens, logits[None]).softmax(-1)
-        return int(torch.multinomial(probabilities[0], 1, generator=self._generator))
-
-    def _adjusted(self, logits: Tensor) -> Tensor:
-        """The logits with penalties, and without the ends of an answer that is too short."""
-        params, answer = self._sequence.params, torch.tensor(self._sequence.answer).long()
-        logits = logits.clone()
-        if params.repetition_penalty != 1:
-            seen = torch.cat([self._prompt, answer]).unique()
-            were, by = logits[seen], params.repetition_penalty
-            logits[seen] = torch.where(were > 0, were / by, were * by)
-        if self._repeats:
-            tokens, counts = answer.unique(return_counts=True)
-            logits[tokens] -= params.frequency_penalty * counts + params.presence_penalty
-        if len(answer) < self._least:
-            logits[[token for token in self._sequence.ends if token < len(logits)]] = -torch.inf
-        return logits
-
-
-def logprobs(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
-    """Of a token first, then of the `count` most likely ones, for float32 logits [vocab_size]."""
-    every = logits.log_softmax(-1)
-    value = every[token]
-    found = {token: Logprob(float(value), int((every > value).sum()) + 1)}
-    if count:
-        values, tokens = every.topk(min(count, len(every)))
-        for rank, (other, at) in enumerate(zip(tokens.tolist(), values.tolist(), strict=True), 1):
-            found.setdefault(other, Logprob(at, rank))
-    return found
-
-
-def _generator(sequence: Sequence) -> torch.Generator:
-    generator, seed = torch.Generator(), sequence.params.seed
-    if seed is None:
-        generator.seed()
-        return generator
-    return generator.manual_seed((seed + sequence.sample) % 2**63)  # as in vLLM
-
-
-def _warpers(params: SamplingParams) -> Any:
-    """What shapes the distribution, in vLLM's order; called with tokens, which they ignore, and
-    scores [1, V].
+    places: of sequences, at most. context: tokens of each. device: of the logits. What it takes
+    there is bounded by `kernels.sampling.sampling_bytes`; it waits for the device once a call.
     """
-    warpers: Any = LogitsProcessorList()  # typed for LongTensor
-    if params.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(float(params.temperature)))
-    if params.min_p:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    if params.top_k > 0:
-        warpers.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    return warpers
+
+    def __init__(self, vocab_size: int, places: int, context: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._history_shape = places, context
+        self._history: Tensor | None = None  # int32, tokens of those with penalties
+        self._random: dict[int, np.random.Philox] = {}  # by place
+
+    @torch.inference_mode()
+    def begin(self, place: int, sequence: Sequence) -> None:
+        """Take note of a sequence at a place, in place of the one before."""
+        if sequence.params.temperature > 0:
+            self._random[place] = _generator(sequence)
+        if _penalizes(sequence.params):
+            if self._history is None:
+                shape = self._history_shape
+                self._history = torch.empty(shape, dtype=torch.int32, device=self._device)
+            tokens = torch.tensor([*sequence.prompt, *sequence.answer], dtype=torch.int32)
+            self._history[place].fill_(self._vocab_size)[: len(tokens)] = self._there(tokens)
+
+    @torch.inference_mode()
+    def draw(self, rows: Many[LogitsRow]) -> int:
+        """Choose a token of each row and append it to the sequence's answer; how many that were.
+
+        Notes its log-probability, too, if asked for, or if the token was given. A sequence whose
+        logits are not finite gets an error instead.
+        """
+        rows = sorted(rows, key=_kind)
+        chosen = [self._choose(some) for some in self._chunks(rows)]
+        if not chosen:
+            return 0
+        tokens = torch.cat(chosen)
+        given = [_given(row.sequence) for row in rows]
+        if max(given) >= 0:
+            known = self._there(torch.tensor(given))
+            tokens = torch.where((tokens >= 0) & (known >= 0), known, tokens)
+        asked = [i for i, row in enumerate(rows) if _logprobs(row.sequence) is not None]
+        found = list(self._log_probabilities([rows[i] for i in asked], tokens, asked))
+        tokens, *found = self._fetch([tokens, *found])
+        self._note(rows, tokens.tolist(), asked, found)
+        return int((tokens >= 0).sum())
+
+    def _chunks(self, rows: Many[LogitsRow]) -> Iterator[list[LogitsRow]]:
+        """Rows that are treated alike, as many as there is working space for."""
+        for _, group in groupby(rows, _kind):
+            alike = list(group)
+            most = max(row.sequence.params.top_k for row in alike)
+            step = rows_together(self._vocab_size, min(max(most, 0), self._vocab_size))
+            yield from (alike[i : i + step] for i in range(0, len(alike), step))
+
+    def _choose(self, rows: Many[LogitsRow]) -> Tensor:
+        """The token of each row, -1 where its logits are not finite."""
+        size = self._vocab_size
+        logits = torch.empty(len(rows), columns(size), device=self._device)
+        torch.stack([row.logits for row in rows], out=logits[:, :size])
+        logits[:, size:] = -torch.inf
+        finite = logits.amax(1).isfinite()  # NaN if one is
+        if _penalizes(rows[0].sequence.params):
+            self._penalize(logits, rows)
+        early = [(i, end) for i, row in enumerate(rows) for end in _forbidden(row.sequence, size)]
+        if early:
+            at = self._there(torch.tensor(early)).T
+            logits[at[0], at[1]] = -torch.inf
+        if rows[0].sequence.params.temperature == 0:
+            tokens = logits.argmax(1)
+        else:
+            tokens = draw_(logits, self._noise(rows), self._warp(rows))
+        return torch.where(finite, tokens, -1)
+
+    def _penalize(self, logits: Tensor, rows: Many[LogitsRow]) -> None:
+        """Bring the newest tokens to the histories; those before are there."""
+        assert self._history is not None
+        counts, by = [], []
+        for place, one, _ in rows:
+            length = len(one.prompt) + len(one.answer)
+            newest = one.answer[-1] if one.answer else one.prompt[-1]
+            counts.append((place, length - 1, newest, len(one.prompt)))
+            params = one.params
+            by.append(
+                (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            )
+        places, last, newest, prompts = self._there(torch.tensor(counts)).T
+        self._history[places, last] = newest.int()
+        longest = 1 + max(count[1] for count in counts)
+        history = self._history[places, :longest].long()
+        numbers = self._there(torch.tensor(by)).T[..., None]
+        penalize_(logits, history, prompts[:, None], numbers, self._vocab_size)
+
+    def _noise(self, rows: Many[LogitsRow]) -> Tensor:
+        """Uniform between 0 and 1, float64 [R, noise_size]: NumPy's Philox streams never change."""
+        size = noise_size(self._vocab_size)
+        raw = np.stack([self._random[row.place].random_raw(size) for row in rows])
+        return self._there(torch.from_numpy(((raw >> np.uint64(12)) + 0.5) * 2.0**-52))
+
+    def _warp(self, rows: Many[LogitsRow]) -> Warp:
+        each = [row.sequence.params for row in rows]
+        numbers = torch.tensor([(one.temperature, one.min_p, one.top_p) for one in each])
+        warp = Warp(self._there(numbers).T[..., None], any(one.top_p < 1 for one in each))
+        if each[0].top_k <= 0:
+            return warp
+        top_k = [min(one.top_k, self._vocab_size) for one in each]
+        return replace(warp, top_k=self._there(torch.tensor(top_k))[:, None], ranked=max(top_k))
+
+    def _log_probabilities(
+        self, rows: Many[LogitsRow], tokens: Tensor, places: Many[int]
+    ) -> Iterator[Tensor]:
+        """What `log_probabilities` finds of some rows, whose tokens are at `places`, in chunks."""
+        if not rows:
+            return
+        mine = tokens[self._there(torch.tensor(places))].clamp_(min=0)
+        most = max(_logprobs(row.sequence) or 0 for row in rows)
+        step = rows_together(self._vocab_size, min(most, self._vocab_size))
+        for first in range(0, len(rows), step):
+            logits = torch.stack([row.logits for row in rows[first : first + step]])
+            yield from log_probabilities(logits, mine[first : first + step], most)
+
+    def _note(
+        self, rows: Many[LogitsRow], tokens: list[int], asked: Many[int], found: list[Tensor]
+    ) -> None:
+        """Write down what was chosen. found: of the rows `asked`, of `_log_probabilities`."""
+        for row, token in zip(rows, tokens, strict=True):
+            if token < 0:
+                row.sequence.error = NOT_FINITE
+            else:
+                row.sequence.answer.append(token)
+        parts = [torch.cat(found[i::4]).tolist() for i in range(4)] if asked else [[]] * 4
+        for i, value, rank, best, ids in zip(asked, *parts, strict=True):
+            sequence, token = rows[i].sequence, tokens[i]
+            if token >= 0:
+                step = {token: Logprob(value, rank)}
+                count = _logprobs(sequence) or 0
+                for place, (other, at) in enumerate(zip(ids[:count], best, strict=False), 1):
+                    step.setdefault(other, Logprob(at, place))
+                sequence.logprobs.append(step)
+
+    def _there(self, host: Tensor) -> Tensor:
+        return on_device(host, self._device)
+
+    def _fetch(self, found: list[Tensor]) -> list[Tensor]:
+        """In host memory."""
+        if self._device.type != "cuda":
+            return found
+        pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found]
+        for host, x in zip(pinned, found, strict=True):
+            host.copy_(x, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+        return pinned
+
+
+def _kind(row: LogitsRow) -> tuple[bool, bool, bool]:
+    """Rows of one kind are treated together."""
+    params = row.sequence.params
+    return (_penalizes(params), params.temperature > 0, params.top_k > 0)
+
+
+def _penalizes(params: SamplingParams) -> bool:
+    asked = params.presence_penalty or params.frequency_penalty
+    return bool(asked) or params.repetition_penalty != 1
+
+
+def _forbidden(sequence: Sequence, vocab_size: int) -> list[int]:
+    """The ends of an answer that is too short."""
+    if len(sequence.answer) >= sequence.params.min_tokens:
+        return []
+    return [token for token in sequence.ends if token < vocab_size]
+
+
+def _given(sequence: Sequence) -> int:
+    return sequence.given[len(sequence.answer)] if sequence.given else -1
+
+
+def _logprobs(sequence: Sequence) -> int | None:
+    """How many of the likeliest tokens' are wanted beside the token's own; None: not even that."""
+    return (sequence.params.logprobs or 0) if sequence.given else sequence.params.logprobs
+
+
+def _generator(sequence: Sequence) -> np.random.Philox:
+    """Of counters: as many numbers for each token."""
+    seed = sequence.params.seed
+    if seed is None:
+        return np.random.Philox(key=secrets.randbits(64))
+    return np.random.Philox(key=(seed + sequence.sample) % 2**63)  # as in vLLM

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from qoff.models.native.decoder import logits_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Plan
+from qoff.process import ForkLock
 from qoff.units import format_size
 
 _CONTEXTS = (2048, 1024, 512, 256)
@@ -68,9 +68,10 @@ class Budget:
         self.free = 0  # bytes beside the weights
         self._kv, self._scoring = kv, scoring
         self._tiled = False
+        self._largest = 0  # sequences of a batch so far: recordings of its steps stay
         self._decoder: AnyDecoder | None = None
         self._caches: WeakSet[BoundedCache] = WeakSet()
-        self._turn = threading.RLock()
+        self._turn = ForkLock()
 
     def choices(self, decoder: AnyDecoder) -> Iterator[tuple[int, int]]:
         """Bytes to keep free beside the weights, without and with layers in tiles; best first."""
@@ -84,7 +85,9 @@ class Budget:
             rows = size
             if self._scoring is not None:
                 rows = size * count
-            return _working_bytes(self.memory, decoder, self._kv, size, count, rows, context, tiled)
+            return working_bytes(
+                decoder, self._kv, size, count, rows, context, tiled, bound=self.memory
+            )
 
         longest = min(decoder.max_positions, _CONTEXTS[0])
         contexts = [longest, *(c for c in _CONTEXTS if c < longest)]
@@ -131,6 +134,7 @@ class Budget:
                     "sequences, or load the model with more device_memory, or with the context "
                     "and batch_size that it is to have"
                 )
+            self._largest = max(self._largest, len(counts))
             if tokens > cache.room:
                 grown = tokens + tokens // 2  # for passes to come
                 fits = others + held.bytes_for(grown) + self._pass(counts, at_once, rows, grown)
@@ -194,13 +198,20 @@ class Budget:
         assert self._decoder is not None
         sequences = len(counts)
         rows = max(rows, sequences)
-        return _working_bytes(
-            self.memory, self._decoder, self._kv, sequences, at_once, rows, longest, self._tiled
+        return working_bytes(
+            self._decoder,
+            self._kv,
+            sequences,
+            at_once,
+            rows,
+            longest,
+            self._tiled,
+            self._largest,
+            bound=self.memory,
         )
 
 
-def _working_bytes(
-    bound: int,
+def working_bytes(
     decoder: AnyDecoder,
     kv: KVQuant | None,
     sequences: int,
@@ -208,12 +219,16 @@ def _working_bytes(
     rows: int,
     longest: int,
     tiled: bool,
+    largest: int = 0,
+    *,
+    bound: int | None = None,
 ) -> int:
     """The most bytes that a pass takes beside weights and KV cache, its logits included.
 
-    bound: bytes of the device that may be used in all. The pass reads `count` tokens of each
-    sequence, the longest of which then has `longest`, for `rows` rows of logits; tiled: layers
-    stream in tiles. For models that run through transformers' modules it is an estimate.
+    The pass reads `count` tokens of each sequence, the longest of which then has `longest`, for
+    `rows` rows of logits; tiled: layers stream in tiles. largest: sequences of a pass before.
+    bound: bytes of the device that may be used in all, None for all of it. For models that run
+    through transformers' modules it is an estimate.
     """
     if isinstance(decoder, ModuleDecoder):
         vocab = decoder.vocab_size
@@ -226,7 +241,8 @@ def _working_bytes(
         options: dict[str, Any] = {"device_memory": bound, "batch_size": sequences, "kv": kv}
         plan = Plan(**options, context=longest, prefill_tokens=tokens)
         device, dtype = decoder.device, decoder.dtype
-        memory = memory_on_gpu(plan, spec, decoder.head_shapes, device, dtype, tiled)
+        recorded = 0 if decoder.replays is None else max(sequences, largest)
+        memory = memory_on_gpu(plan, spec, decoder.head_shapes, device, dtype, tiled, recorded)
         needed, extra = memory.purposes["device"], max(0, rows - sequences)
         more = logits_bytes(spec, extra, dtype) + 8 * extra * spec.hidden_size
         return needed["working space"] + needed["hidden states"] + more

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from qoff.errors import QoffError
@@ -10,6 +9,7 @@ from qoff.models.families import converted
 from qoff.models.modules.configs import check_config, is_native
 from qoff.models.spec import DecoderSpec
 from qoff.quant import read_scheme
+from qoff.schema import read_object
 
 _FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _NOT_FILES = ["*/*", "consolidated*"]  # the same weights once more, in other formats
@@ -22,12 +22,7 @@ def download_config(hub_id: str, revision: str | None, trust_remote_code: bool =
     downloaded, and QoffError like `download`.
     """
     path = _fetch(hub_id, revision, ["config.json"]) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise QoffError(
-            f"{hub_id}: has no readable config.json; is it a language model?"
-        ) from error
+    config = read_object(path, f"{hub_id} has no readable config.json: is it a language model?")
     if is_native(config):
         DecoderSpec.from_config(converted(config, lambda name: False)[0])
     else:

@@ -10,31 +10,39 @@ from dataclasses import asdict
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qoff.budgets import memory_bounds, resolve_device
-from qoff.errors import ArgumentError, ConversionError, FormatError
+from qoff.dynamo import import_configurations
+from qoff.errors import ArgumentError, ConversionError, FormatError, raised_as
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline
 from qoff.models.convert.convert import convert
+from qoff.models.families.family import full_config
 from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
+from qoff.schema import read_object
 from qoff.settings import cache_directory
+from qoff.system_memory import refusals
 
 from .budget import Budget, Scoring
+from .generation_config import read_generation_config
 from .hub import download, download_config, is_own
-from .model import QoffForCausalLM
+
+if TYPE_CHECKING:
+    from .model import QoffForCausalLM
 
 AUTO = "auto"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
+@refusals()
 def load(
     path_or_hub_id: str | PathLike[str],
     *,
@@ -117,13 +125,22 @@ def load(
         raise
 
 
+class Opened(NamedTuple):
+    """A checkpoint that runs, what bounds its memory, and how its caches are kept."""
+
+    runtime: Runtime
+    budget: Budget | None
+    kv: str
+
+
 def _check_room(context: int | None, batch_size: int) -> None:
     for name, value in (("context", context), ("batch_size", batch_size)):
         if not (isinstance(value, int) and value > 0) and (name, value) != ("context", None):
             raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
 
 
-def open_model(
+@refusals()
+def open_runtime(
     checkpoint: Path,
     *,
     device: torch.device | str = AUTO,
@@ -139,11 +156,8 @@ def open_model(
     trust_remote_code: bool = False,
     instrumentation: Instrumentation = PLAIN,
     scoring: Scoring | None = None,
-) -> QoffForCausalLM:
-    """The model of a qoff checkpoint, without its tokenizer; all else is as for `load`.
-
-    scoring: see `Budget`.
-    """
+) -> Opened:
+    """What runs a qoff checkpoint; the arguments are those of `load`. scoring: see `Budget`."""
     _check_room(context, batch_size)
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
@@ -182,9 +196,15 @@ def open_model(
         described = f"float32 ({error})"
         runtime, budget = opened(None)
         logging.getLogger(__name__).info("KV cache: %s", described)
+    return Opened(runtime, budget, described)
+
+
+def open_model(checkpoint: Path, **options: Any) -> QoffForCausalLM:
+    """The model of a qoff checkpoint, without its tokenizer. options: of `open_runtime`."""
+    runtime, budget, kv = open_runtime(checkpoint, **options)
     try:
         model = _model(runtime, checkpoint, budget)
-        model.kv = described
+        model.kv = kv
         return model
     except BaseException:
         runtime.close()
@@ -285,47 +305,44 @@ def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrai
 
     Raises FormatError when there is none, it is damaged, or it is code that is not trusted.
     """
+    import_configurations()
     trusted = trust_remote_code and any(checkpoint.glob("*.py"))
-    try:
+    advice = "put the model's tokenizer files there"
+    if not trusted and REMOTE_CODE in _read(checkpoint / "tokenizer_config.json"):
+        advice = (
+            "the tokenizer is code of its own, which is not run unless you say so: read it, then "
+            "convert and load with trust_remote_code=True (--trust-remote-code)"
+        )
+    with raised_as(FormatError, f"{checkpoint}: no usable tokenizer", advice):
         tokenizer = AutoTokenizer.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=trusted
         )
-    except Exception as error:  # tokenizers raises nothing more special for a damaged file
-        if not trusted and REMOTE_CODE in _read(checkpoint / "tokenizer_config.json"):
-            raise FormatError(
-                f"{checkpoint}: the tokenizer is code of its own, which is not run unless you say "
-                "so: read it, then convert and load with trust_remote_code=True "
-                "(--trust-remote-code)"
-            ) from error
-        reason = " ".join(str(error).split())
-        raise FormatError(
-            f"{checkpoint}: no usable tokenizer ({reason}); put the model's tokenizer files there"
-        ) from error
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.padding_side = "left"
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def _read(path: Path) -> dict[str, Any]:
     """A file of JSON; nothing where it is not readable."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read_object(path)
+    except FormatError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffForCausalLM:
+    from .model import QoffForCausalLM  # 140 MB of transformers, which only this needs
+
     if isinstance(runtime.decoder, ModuleDecoder):
         model = QoffForCausalLM(runtime.decoder.config, runtime, budget)
         model._is_stateful = runtime.decoder.model._is_stateful  # states that cannot go back
     else:
-        keys = runtime.checkpoint.config.items()
-        config = AutoConfig.for_model(**{k: v for k, v in keys if k != "quantization_config"})
+        config = full_config(runtime.checkpoint.config)
         model = QoffForCausalLM(config, runtime, budget)
-    if (checkpoint / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint)
+    generation = read_generation_config(checkpoint)
+    if generation is not None:
+        model.generation_config = generation
     model.eval()
     return model
 

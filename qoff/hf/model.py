@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import torch
@@ -15,9 +16,11 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from qoff.errors import OpError
-from qoff.models.forward_pass import ForwardPass
+from qoff.dynamo import uncompiled
+from qoff.errors import OpError, QoffError
+from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.runtime import Runtime, RuntimeStats
+from qoff.system_memory import refusals
 
 from .budget import Budget
 from .cache import QoffCache
@@ -68,7 +71,8 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @torch.compiler.disable  # dynamo would break the graph at every op, for minutes
+    @uncompiled  # dynamo would break the graph at every op, for minutes
+    @refusals()
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -89,7 +93,8 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         with a bound of memory reads a prompt that has no room in one pass in pieces; with a packed
         cache, later pieces attend to packed tokens, which rounds. Raises OpError for what cannot be
         done (embeddings as input, hidden states or attention weights as output, another kind of
-        cache) and BudgetError for what the bound has no room for, before anything is computed.
+        cache) and BudgetError for what the bound has no room for, before anything is computed;
+        QoffError for logits that are not finite, of which `generate` would make token 0 for ever.
         """
         for name in _IN_TORCH:
             unsupported.setdefault(name, getattr(self.config, name, None))
@@ -119,6 +124,8 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         tokens = columns.tokens(input_ids)
         logits = found = self._read(tokens, columns, cache, rows, batch * kept).to(device)
         cache.add(columns)
+        if found.numel() and not math.isfinite(found.amax()):  # NaN if one is
+            raise QoffError(f"{self.runtime.checkpoint.path}: {NOT_FINITE}")
         if len(rows) < batch * kept:
             logits = torch.zeros(batch * kept, found.shape[1], device=device)
             logits[places.to(device)] = found

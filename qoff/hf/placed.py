@@ -94,7 +94,9 @@ class PlacedModel(PreTrainedModel):
         decoder = self.runtime.decoder
         at = self._computes_on
         computed = torch.float32 if isinstance(decoder, ModuleDecoder) else decoder.dtype
-        if device is not None and (device.type, device.index or 0) != (at.type, at.index or 0):
+        if device is not None and (
+            device.type != at.type or device.index not in (None, at.index or 0)
+        ):
             raise OpError(
                 f"the model computes on {at} and cannot be moved to {device}; load it with "
                 f"qoff.load(..., device={str(device)!r})"

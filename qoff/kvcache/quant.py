@@ -13,8 +13,8 @@ from qoff.kernels.layout.kv_format import KVFormat
 KVBits = int | tuple[int, int] | str  # of K and V together, of each, or text as `KVQuant.of` reads
 UNPACKED = 16  # "bits" of K and V in a layer that stays as it is
 
-_PAIR = re.compile(r"\s*(\d+)\s*(?:,\s*(\d+)\s*)?")
-_LAYERS = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
+_PAIR = re.compile(r"\s*(\d{1,3})\s*(?:,\s*(\d{1,3})\s*)?")
+_LAYERS = re.compile(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?")  # no model has 10,000
 _GRAMMAR = "4, or 8,4 for K and V, or 4/0-3:8,4/9:8 with other bits for some layers"
 
 

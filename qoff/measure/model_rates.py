@@ -17,10 +17,9 @@ from torch import Tensor
 
 from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, BudgetError
-from qoff.hf.budget import Budget
-from qoff.hf.load import open_model
-from qoff.hf.model import QoffForCausalLM
+from qoff.errors import ArgumentError
+from qoff.hf.budget import Budget, working_bytes
+from qoff.hf.load import Opened, open_runtime
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import ops_for
@@ -29,6 +28,7 @@ from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
+from qoff.system_memory import check_machine, refusals
 
 from .cases import AUTO, FLOAT, Case, Setup
 from .samples import Samples
@@ -81,15 +81,13 @@ def check(path: Path, setups: Sequence[Setup], cases: Sequence[Case], **options:
                 setup.kv.forms([spec.head_dim] * spec.num_layers)
     for setup in setups[1:]:  # the first is opened next
         if setup.budget is not None:
-            _opened(path, setup, cases, options).close()
+            _opened(path, setup, cases, options).runtime.close()
 
 
-def _opened(
-    path: Path, setup: Setup, cases: Sequence[Case], options: Mapping[str, Any]
-) -> QoffForCausalLM:
+def _opened(path: Path, setup: Setup, cases: Sequence[Case], options: Mapping[str, Any]) -> Opened:
     """The model in one setup, with room for the largest of the cases where memory is bounded."""
     largest = max(cases, key=lambda case: (case.batch * case.positions, case.batch))
-    return open_model(
+    return open_runtime(
         path,
         device_memory=setup.budget,
         activation_bits=setup.activation_bits,
@@ -115,15 +113,12 @@ def rates(
     goes back to blocks of some tokens that would still be in its window. Models that run through
     transformers' modules, whose states may not go back, fill a new one each time. Where the setup
     bounds memory, prompts without room for one pass are read in pieces, as `qoff.load` does. done:
-    called after each repetition, warm-ups too. options: more for `open_model`, whose errors it
+    called after each repetition, warm-ups too. options: more for `open_runtime`, whose errors it
     raises; BudgetError also where there is no memory for the cache.
     """
     found: list[ModelRate] = []
-    with (
-        _opened(path, setup, cases, options) as model,
-        one_torch_thread(),
-        torch.inference_mode(),
-    ):
+    model = _opened(path, setup, cases, options)
+    with model.runtime, one_torch_thread(), torch.inference_mode():
         if setup.kv == AUTO:
             setup = replace(setup, kv_bits=FLOAT if model.runtime.kv is None else "4")
         for _, group in groupby(cases, key=lambda case: (case.batch, case.depth)):
@@ -154,7 +149,11 @@ class Sequences:
         return self.tokens.nbytes
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Read int64 [B, T]: the likeliest token after each sequence, int64 [B].
+        """Read int64 [B, T]: the likeliest token after each sequence, int64 [B]."""
+        return self.logits(tokens).argmax(dim=-1).cpu()  # which waits for a GPU
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Read int64 [B, T]: logits after each sequence, float32 [B, vocab_size].
 
         It takes one pass, unless a budget has no room for it.
         """
@@ -165,7 +164,7 @@ class Sequences:
                 ForwardPass(part.flatten(), ragged, self.tokens, ragged.last_rows)
             )
             self.length += part.shape[1]
-        return logits.argmax(dim=-1).cpu()  # which waits for a GPU
+        return logits
 
     def _at_once(self, longest: int, count: int) -> int:
         """How many of `count` new tokens are read in one pass; there is room for `longest` then."""
@@ -183,7 +182,7 @@ class Sequences:
 class _Start:
     """Sequences of some depth, and the way back to it. longest: the case with the most tokens."""
 
-    def __init__(self, model: QoffForCausalLM, longest: Case) -> None:
+    def __init__(self, model: Opened, longest: Case) -> None:
         self._runtime, self._budget, self._longest = model.runtime, model.budget, longest
         self._anew = isinstance(self._runtime.decoder, ModuleDecoder)
         self._sequences: Sequences | None = None
@@ -196,20 +195,25 @@ class _Start:
             return self._sequences
         self._sequences = None  # before there is another one
         case, runtime = self._longest, self._runtime
-        try:
+        _check_machine(runtime, case)
+        with refusals():
             self._sequences = Sequences(runtime, case.batch, case.positions, self._budget)
-        except BudgetError:
-            raise
-        except (MemoryError, RuntimeError) as error:  # RuntimeError: of torch, on a CPU
-            raise BudgetError(
-                f"{case}: no memory for a KV cache of {case.batch} sequences of {case.positions} "
-                "tokens; give less depth, fewer sequences or a smaller --kv"
-            ) from error
         if depth:
             piece = depth if self._anew else max(1, _PIECE // case.batch)
             for part in tokens(runtime, case.batch, depth).split(piece, dim=1):
                 self._sequences.read(part)
         return self._sequences
+
+
+def _check_machine(runtime: Runtime, case: Case) -> None:
+    """Raise BudgetError for a case on a CPU that no memory of the machine would do for."""
+    decoder, count = runtime.decoder, case.tokens if case.kind == "pp" else 1
+    if isinstance(decoder, ModuleDecoder) or decoder.device.type == "cpu":
+        cache = case.batch * runtime.new_cache(1).bytes_for(case.positions)
+        work = working_bytes(
+            decoder, runtime.kv, case.batch, count, case.batch, case.positions, False
+        )
+        check_machine(cache + work, f"{case}: a KV cache and a pass")
 
 
 def tokens(runtime: Runtime, batch: int, count: int) -> Tensor:

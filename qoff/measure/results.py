@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from qoff.checkpoint.strict_json import load_object
 from qoff.errors import FormatError
+from qoff.schema import load_object
 
 from .machine import machine, versions
 

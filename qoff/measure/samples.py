@@ -7,8 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 QUIET = 0.1  # of a core, used by others
 
 
@@ -47,6 +45,8 @@ class Samples:
 
 def foreign_cpu_s() -> float:
     """CPU seconds that other processes, or other machines on the same host, took since boot."""
+    import psutil  # a machine with little more than torch measures, too
+
     times = psutil.cpu_times()
     busy = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
     return float(busy - time.process_time())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import resource
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from qoff.errors import BudgetError
+from qoff.units import format_size
 
 from .io.copy_stream import CopyStream
 
@@ -49,10 +52,11 @@ class Arena:
         self.capacity = nbytes
         self.used = 0  # kept after close()
         try:
-            self._memory: Tensor | None = allocate(nbytes)
-        except OSError as error:
+            with torch.inference_mode(False):  # else other threads could not write to it
+                self._memory: Tensor | None = allocate(nbytes)
+        except (OSError, OverflowError) as error:
             raise BudgetError(
-                f"{tier} memory: the system refused {nbytes:,} bytes ({error.strerror}); "
+                f"{tier} memory: the system refused {nbytes:,} bytes ({error}); "
                 "use a smaller budget"
             ) from error
 
@@ -81,8 +85,8 @@ class TierArenas:
     """Arenas "device" and "host" of `nbytes`, by tier.
 
     stream: of a GPU, closed with this; then host memory is locked, so that it can be copied from
-    and to while the GPU computes. None: the device is the CPU, whose memory is both. Raises
-    BudgetError for memory that cannot be had.
+    and to while the GPU computes, or else a warning says what the system refused. None: the device
+    is the CPU, whose memory is both. Raises BudgetError for memory that cannot be had.
     """
 
     def __init__(self, nbytes: Mapping[str, int], stream: CopyStream | None = None) -> None:
@@ -94,17 +98,40 @@ class TierArenas:
 
     def close(self) -> None:
         """Wait until a GPU uses neither any more and let go of them; may be repeated."""
-        if self._stream is not None:
-            self._stream.close()
-            if self._locked is not None:
-                self._stream.unpin(self._locked)
+        stream, locked = self._stream, self._locked
         self._stream = self._locked = None
-        for arena in self.arenas.values():
-            arena.close()
+        with contextlib.ExitStack() as all_of_it:
+            for arena in self.arenas.values():
+                all_of_it.callback(arena.close)
+            if stream is not None and locked is not None:
+                all_of_it.callback(stream.unpin, locked)
+            if stream is not None:
+                stream.close()
 
     def _host_memory(self, nbytes: int) -> Tensor:
         memory = map_pages(nbytes)
-        if self._stream is not None and nbytes:
+        if self._stream is None or not nbytes:
+            return memory
+        try:
             self._stream.pin(memory)
-            self._locked = memory
+        except OSError as refused:
+            return self._pinned_by_the_driver(memory, self._stream, refused)
+        self._locked = memory
         return memory
+
+    @staticmethod
+    def _pinned_by_the_driver(memory: Tensor, stream: CopyStream, refused: OSError) -> Tensor:
+        """Other memory, pinned; or `memory` as it is, which copies then go through unpinned."""
+        try:
+            return stream.allocate_pinned(memory.nbytes)
+        except OSError as error:
+            stream.pageable = True
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            allowed = "unlimited" if limit == resource.RLIM_INFINITY else format_size(limit)
+            warnings.warn(
+                f"{format_size(memory.nbytes)} of host memory cannot be pinned "
+                f"({refused.strerror}; {error.strerror}), so that copies to the GPU are slower; "
+                f"the limit of locked memory (RLIMIT_MEMLOCK, `ulimit -l`) is {allowed}",
+                stacklevel=2,
+            )
+            return memory

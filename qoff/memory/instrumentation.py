@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from qoff.kernels.ops import Ops, ops_for, with_activation_bits
+from qoff.settings import cuda_graphs
 
 from .io.direct import Preadv
 from .io.timeline import Timeline
@@ -21,7 +22,8 @@ class Instrumentation:
 
     timeline: notes every move and computation. poison: memory that holds nothing is filled with
     0xFF, NaN in floats. ops: others than the device's. preadv: reads in place of `os.preadv`.
-    on_copy: called with the bytes of each copy between host and device, before it is made.
+    on_copy: called with the bytes of each copy between host and device, before it is made. record:
+    makes replays of decode steps in place of CUDA graphs, on a CPU too; see `graphs.Replays`.
     """
 
     timeline: Timeline | None = None
@@ -29,6 +31,7 @@ class Instrumentation:
     ops: Ops | None = None
     preadv: Preadv = os.preadv
     on_copy: Callable[[int], object] = lambda _: None
+    record: Callable[[Callable[[], None]], Callable[[], None]] | None = None
 
     def ops_for(self, device: torch.device, activation_bits: int = 16) -> Ops:
         """The ops to compute with.
@@ -37,6 +40,10 @@ class Instrumentation:
         round to.
         """
         return with_activation_bits(self.ops or ops_for(device), activation_bits)
+
+    def records(self, device: torch.device) -> bool:
+        """Whether steps of decoding are recorded on a device, and replayed."""
+        return self.record is not None or (device.type == "cuda" and cuda_graphs())
 
     def span(self, lane: str, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """Note how long a `with` block takes, if there is a timeline."""

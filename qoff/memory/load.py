@@ -1,16 +1,16 @@
-"""Loading: images in memory, and the checksums of files that cannot wait."""
+"""Loading: images in memory, and which files are as their checksums say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from hashlib import sha256
+from pathlib import Path
 
 from torch import Tensor
 
-from qoff.checkpoint import WeightFile, check_digest
+from qoff.checkpoint import FileCheck, WeightFile
 
 from .arena import Arena, map_pages
-from .io.disk import DiskReader
+from .io.disk import DiskReader, Stamp
 from .io.transfers import UnitRead
 from .plan import Image
 
@@ -33,21 +33,62 @@ def load(
     return parts
 
 
-def check_file(reader: DiskReader, file: WeightFile) -> None:
-    """Read a whole file in pieces and compare its checksum with the index.
+class FileChecks:
+    """The files of weights that are as their checksums say, until their stamps change.
 
-    Needs 4 MiB meanwhile. Raises ChecksumError or DiskReadError.
+    So a file that is changed in place while it is in use is compared again, and ends the run unless
+    its bytes are the same. Methods may be called from many threads.
+    """
+
+    def __init__(self, reader: DiskReader) -> None:
+        self._reader = reader
+        self._known: dict[Path, Stamp | None] = {}
+
+    def stamp(self, file: WeightFile) -> Stamp | None:
+        """What a change of the file would change; None where it cannot be opened."""
+        return self._reader.stamp(file.path)
+
+    def known(self, file: WeightFile, stamp: Stamp | None) -> bool:
+        """Whether the file was right when it had this stamp."""
+        return file.path in self._known and self._known[file.path] == stamp
+
+    def accept(self, file: WeightFile, stamp: Stamp | None) -> None:
+        """Take a file with this stamp for right."""
+        self._known[file.path] = stamp
+
+    def passed(self, image: Image, stamp: Stamp | None) -> None:
+        """An image was read of a file that had this stamp before, and checked if it holds it all.
+
+        Raises as `check` does.
+        """
+        if image.data_at is not None:
+            self.accept(image.file, stamp)
+        elif not self.known(image.file, stamp):
+            self.check(image.file)
+
+    def check(self, file: WeightFile) -> None:
+        """Compare a file with its checksum, unless known. Raises ChecksumError, DiskReadError."""
+        stamp = self.stamp(file)
+        if not self.known(file, stamp):
+            check_file(self._reader, file)
+            self.accept(file, stamp)
+
+
+def check_file(reader: DiskReader, file: WeightFile) -> None:
+    """Read a whole file in pieces; compare its checksum with the index, look for NaN and infinity.
+
+    Needs 4 MiB meanwhile. Raises ChecksumError, FormatError or DiskReadError.
     """
     buffers = map_pages(2 * _PIECE).split(_PIECE)
     pieces = [
         (start, buffers[i % 2][: file.nbytes - start])
         for i, start in enumerate(range(0, file.nbytes, _PIECE))
     ]
-    digest = sha256()
+    check = FileCheck(file)
     following = reader.submit(file.path, *pieces[0])
     for i, (_, piece) in enumerate(pieces):
         following.result()
         if i + 1 < len(pieces):
             following = reader.submit(file.path, *pieces[i + 1])
-        digest.update(piece.numpy().data)
-    check_digest(file, digest.hexdigest())
+        check.update(piece.numpy())
+    check.finish()

@@ -12,6 +12,7 @@ from qoff.checkpoint import QuantEntry, TensorEntry, WeightEntry, WeightFile
 from qoff.kernels.embedding import embedding
 from qoff.kernels.layout.packing import ROW_BLOCK
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.upload import on_device
 
 from .io.disk import DiskReader
 from .plan import Weight
@@ -22,7 +23,7 @@ _NEAR = 4096  # bytes: pieces closer than this are read as one
 def rows_of(weight: Weight, ids: Tensor) -> Tensor:
     """Rows `ids`, int64 [T], of a weight [N, K] in memory, as float32 [T, K]."""
     if isinstance(weight, Tensor):
-        return weight[ids].float()
+        return weight[on_device(ids, weight.device)].float()
     return embedding(ids, weight)
 
 

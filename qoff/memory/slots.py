@@ -17,7 +17,9 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError
 
+from .io.disk import Stamp
 from .io.transfers import Mark, Transfers, UnitRead
+from .load import FileChecks
 from .plan import Image, Unit
 
 
@@ -28,6 +30,7 @@ class _Load:
     unit: Unit
     slot: int
     read: UnitRead
+    stamp: Stamp | None  # of its file, before it was read
     holders: int = 0
 
 
@@ -36,8 +39,7 @@ class SlotRing:
 
     `images` says how each unit lies in a slot, and in which order they are read ahead; `slots` are
     the slots' memory. Units of `sources` are copied from host memory, the others read
-    from disk. Each unit of `unverified` is checked against its file's checksum until it has been
-    read once.
+    from disk, and checked against its file's checksum unless `checks` knows the file.
     """
 
     def __init__(
@@ -46,13 +48,13 @@ class SlotRing:
         sources: Mapping[Unit, Tensor],
         slots: Sequence[Tensor],
         transfers: Transfers,
-        unverified: set[Unit],
+        checks: FileChecks,
     ) -> None:
         self._images = images
         self._sources = sources
         self._slots = slots
         self._transfers = transfers
-        self._unverified = unverified
+        self._checks = checks
         self.wait_s = 0.0  # that `acquire` waited
         self._lock = threading.Lock()
         self._order = tuple[Unit, ...](images)
@@ -79,7 +81,8 @@ class SlotRing:
         start = time.perf_counter()
         try:
             load.read.wait()
-            self._unverified.discard(unit)
+            if unit not in self._sources:
+                self._checks.passed(load.read.image, load.stamp)
         except BaseException:
             with self._lock:
                 load.holders -= 1
@@ -142,11 +145,14 @@ class SlotRing:
             slot, mark = self._free.pop(0)
             image = self._images[unit]
             memory = self._slots[slot][: image.nbytes]
+            stamp = None
             if unit in self._sources:
                 read = self._transfers.copy_unit(image, self._sources[unit], memory, mark)
             else:
-                read = self._transfers.read_unit(image, memory, unit in self._unverified, mark)
-            self._loads.append(_Load(unit, slot, read))
+                stamp = self._checks.stamp(image.file)
+                known = self._checks.known(image.file, stamp)
+                read = self._transfers.read_unit(image, memory, not known, mark)
+            self._loads.append(_Load(unit, slot, read, stamp))
 
     def _drop(self, loads: list[_Load]) -> None:
         """Free the slots of loads that nobody holds, once nothing is written to them any more."""

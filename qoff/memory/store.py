@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, OpError
+from qoff.kernels.upload import pinned
+from qoff.process import Opener
 
 from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
 from .io.transfers import Transfers
-from .load import check_file, load
+from .load import FileChecks, load
 from .plan import (
     EMBEDDING,
     HEAD,
@@ -62,7 +64,8 @@ class WeightStore:
     Resident weights, and those whose source is in host memory, are loaded here; what is not
     resident streams through the residency's slots, read ahead in the order of a pass. `transfers`
     is closed with the store. With `verify` every file is compared with its checksum once: here, or
-    when its unit first streams from disk. Raises BudgetError, DiskReadError and ChecksumError.
+    when its unit first streams from disk. A file that is read later and was changed since is
+    compared again. Raises BudgetError, DiskReadError and ChecksumError.
     Close it, or use it as a context manager.
     """
 
@@ -81,6 +84,7 @@ class WeightStore:
         self._views: dict[tuple[Unit, int], Weights] = {}  # by unit and slot
         self._complete: dict[Unit, Weights] = {}  # units of which nothing streams
         self._closed = False
+        self._opener = Opener("this model")
         self._lock = threading.Lock()  # between close() and views being made
         try:
             arenas = self._transfers.open(residency, instrumentation)
@@ -96,9 +100,10 @@ class WeightStore:
         Waits if they are still being read. Of a tiled unit the resident weights come, at once, and
         a `TiledMatrix` for each of the others, whose tiles are units of their own; a tile has one
         weight. A tied embedding is also under "lm_head". The same objects come back for the same
-        slot. What does not come through a slot stays valid after `release`. Raises DiskReadError,
-        ChecksumError, ArgumentError for an unknown unit or a closed store, RuntimeError when all
-        slots are held.
+        slot. What does not come through a slot stays valid after `release`, and is there in a
+        forked process, too. Raises DiskReadError, ChecksumError, ArgumentError for an unknown unit,
+        a closed store or a unit that streams in a forked process, RuntimeError when all slots are
+        held.
         """
         complete = self._complete.get(unit)
         if complete is not None:
@@ -133,18 +138,22 @@ class WeightStore:
         """Rows `ids`, int64 [T], of the weight `name`, [N, K], as float32 [T, K].
 
         From memory, of the device or the host; rows that are in neither are read from disk, just
-        these. The result is on the device. Raises OpError for rows that are not there,
-        DiskReadError.
+        these. The result is on the device. Raises OpError for rows that are not there, unless the
+        ids are on a GPU, which is not waited for; DiskReadError.
         """
         if self._closed:
             raise ArgumentError("the weight store is closed")
+        if name not in self._resident:
+            self._opener.check()
         entry = self.checkpoint.outer.weights[name]
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
+        looked_at = ids.numel() and not ids.is_cuda
+        if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
             raise OpError(
                 f"{name} has rows 0 to {entry.shape[0] - 1}, "
                 f"wanted {int(ids.min())} to {int(ids.max())}"
             )
-        ids = ids.cpu()
+        if name not in self._resident:
+            ids = ids.cpu()
         rows = torch.empty(len(ids), entry.shape[1], device=self._transfers.device)
         for some, out in zip(ids.split(_ROWS), rows.split(_ROWS), strict=True):
             if len(some):
@@ -152,8 +161,15 @@ class WeightStore:
         return rows
 
     @property
+    def all_resident(self) -> bool:
+        """Whether no weight ever moves: all units, and the rows of `gather_rows`."""
+        return not self._streamed and EMBEDDING in self._resident
+
+    @property
     def stats(self) -> StoreStats:
-        """Counters since the start."""
+        """Counters since the start. Raises ArgumentError in a forked process, if units stream."""
+        if self._streamed:
+            self._opener.check()
         disk = self._transfers.reader.stats
         return StoreStats(
             disk.bytes,
@@ -168,13 +184,17 @@ class WeightStore:
         """Stop reading, join all threads, close all files, let go of all memory. May be repeated.
 
         Who waits in `acquire` gets DiskReadError or ArgumentError. Memory lives on where tensors
-        of it are kept.
+        of it are kept. In a forked process, whose parent all of this belongs to, it does nothing.
         """
-        if self._closed:
+        if self._closed or not self._opener.is_this:
             return
         self._closed = True
-        self._ring.close()
-        self._transfers.close()
+        with ExitStack() as all_of_it:  # whatever of it fails
+            all_of_it.callback(self._forget)
+            all_of_it.callback(self._transfers.close)
+            self._ring.close()
+
+    def _forget(self) -> None:
         with self._lock:
             for views in (self._complete, self._views, self._resident, self._sources):
                 views.clear()
@@ -193,12 +213,12 @@ class WeightStore:
         kept = resident_images(checkpoint, plan)
         self._streamed = streamed_images(checkpoint, plan)
         sources = host_images(checkpoint, plan, self._streamed)
-        unverified = set[Unit]()
-        for unit, file in files.items() if verify else ():
-            if unit not in sources and _holds_file(self._streamed.get(unit)):
-                unverified.add(unit)
-            elif not any(map(_holds_file, (*kept[unit], sources.get(unit)))):
-                check_file(self._transfers.reader, file)
+        self._checks = FileChecks(self._transfers.reader)
+        for unit, file in files.items():
+            if not verify or any(map(_holds_file, (*kept[unit], sources.get(unit)))):
+                self._checks.accept(file, self._checks.stamp(file))  # or compared while it is read
+            elif not _holds_file(self._streamed.get(unit)):
+                self._checks.check(file)
         every = [image for parts in kept.values() for image in parts]
         read_unit = partial(self._transfers.read_unit, verify=verify, after=None)
         self._resident: dict[str, Weight] = {}
@@ -214,7 +234,7 @@ class WeightStore:
             if unit not in self._streamed:
                 self._complete[unit] = self._named(unit, {})
         self._ring = SlotRing(
-            self._streamed, self._sources, self._slots, self._transfers, unverified
+            self._streamed, self._sources, self._slots, self._transfers, self._checks
         )
 
     def _named(self, unit: Unit, streamed: Mapping[str, Weight]) -> Weights:
@@ -254,10 +274,12 @@ class WeightStore:
         missing = rows_of_parts(self._host_rows if name == EMBEDDING else (), ids, found)
         if missing.any():
             outer, entry = self.checkpoint.outer, self.checkpoint.outer.weights[name]
+            self._checks.check(outer)
             found[missing] = read_rows(self._transfers.reader, outer, entry, ids[missing])
-        out.copy_(found)
+        out.copy_(pinned(found, out.device), non_blocking=True)
 
     def _check(self, unit: Unit) -> None:
+        self._opener.check()
         if self._closed:
             raise ArgumentError("the weight store is closed")
         if unit not in self._streamed and unit not in self._complete:

@@ -19,6 +19,11 @@ from .spec import DecoderSpec
 MLP_TOKENS = 512
 GPU_MLP_TOKENS = 2048  # where weights are dequantized each time
 
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights may be damaged (see `qoff "
+    "verify`), or its values overflow float16 (dtype='bfloat16' has a larger range)"
+)
+
 
 class Activations(Protocol):
     """Where the hidden states of a batch are between two units."""
@@ -99,6 +104,7 @@ class ForwardPass:
     # What the decoder sets on the way.
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
+    positions: Tensor | None = None  # of each row, on the device; of models that learn them
     hidden: Tensor | None = None  # [M, hidden_size] of the layer at work
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,20 +13,24 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
-from qoff.budgets import resolve_device, resolve_dtype
+from qoff.budgets import device_guard, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, UnsupportedModelError
+from qoff.interrupts import check as check_interrupts
 from qoff.kernels.ops import with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import EMBEDDING, Residency, unit_label
+from qoff.process import ForkLock, only_here
+from qoff.system_memory import check_machine, refusals
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
 from .native.decoder import Decoder, check_kv, head_shapes
 from .native.graphs import Replays
 from .spec import DecoderSpec
+from .stored import check_checkpoint
 
 AnyDecoder: TypeAlias = Decoder | ModuleDecoder
 
@@ -55,14 +58,15 @@ class Runtime:
     kv: how its caches are packed; None keeps them in float32, which a GPU does not. The KV cache is
     the caller's and outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden
     states and recent K and V are of `dtype`, float16 or bfloat16 ("auto": what the model was
-    trained in), and the checkpoint is of packing split32. cuda_graphs: layers at decode are
-    replayed as CUDA graphs (experimental). bound: bytes of the device that may be used in all (by
-    default device_memory): how much of a matrix is dequantized at once depends on it.
+    trained in), and the checkpoint is of packing split32; there decoding is replayed as CUDA
+    graphs, unless `settings.cuda_graphs` says no. bound: bytes of the device that may be used in
+    all (by default device_memory): how much of a matrix is dequantized at once depends on it.
     trust_remote_code: run code that came with a model transformers does not have. reserves: bytes
     within device_memory to keep free for the caller, without and with layers in tiles; the first
     that leave enough for the weights are taken. One forward pass runs at a time; others wait their
-    turn. Raises BudgetError when the budget is too
-    small, OpError for a device that is not there, and the errors of `Checkpoint.open`.
+    turn. Raises BudgetError when the budget is too small, OpError for a device that is not there,
+    and the errors of `Checkpoint.open`. In a forked process it runs if nothing streams; else passes
+    raise ArgumentError.
     """
 
     def __init__(
@@ -77,7 +81,6 @@ class Runtime:
         transfers: Transfers | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "auto",
-        cuda_graphs: bool = False,
         bound: int | None = None,
         trust_remote_code: bool = False,
         instrumentation: Instrumentation = PLAIN,
@@ -97,8 +100,10 @@ class Runtime:
             workspace = self.decoder.outer_bytes
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
+            check_checkpoint(spec, self.checkpoint)
             check_kv(head_shapes(spec), kv, ops.CACHE == "device")
-            replays = Replays() if cuda_graphs and where.type == "cuda" else None
+            records = instrumentation.records(where)
+            replays = Replays(where, instrumentation.record) if records else None
             ops = with_scratch(ops, where, device_memory if bound is None else bound)
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
         transfers = transfers or transfers_to(where)
@@ -116,6 +121,8 @@ class Runtime:
                 ),
                 workspace,
             )
+            on_host = residency.host_bytes + (residency.device_bytes if where.type == "cpu" else 0)
+            check_machine(on_host, "weights and working space")
         except BaseException:
             if transfers is not None:
                 transfers.close()
@@ -127,14 +134,18 @@ class Runtime:
             transfers=transfers,
             instrumentation=instrumentation,
         )
+        if isinstance(self.decoder, Decoder):
+            self.decoder.resident = self.store.all_resident
         self.kv = kv
+        self._device = where
         self._timeline = instrumentation.timeline
-        self._turn = threading.Lock()
-        weakref.finalize(self, self.store.close)  # for who drops it without closing it
+        self._turn = ForkLock()
+        weakref.finalize(self, only_here(self.store.close))  # for who drops it without closing it
 
     def forward(self, run: ForwardPass) -> Tensor:
         """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""
-        with self._turn:
+        check_interrupts()
+        with self._turn, refusals(), device_guard(self._device):
             steps = self.decoder.steps(run)
             unit = next(steps)
             while True:

@@ -65,8 +65,8 @@ class DecoderSpec:
 
     def __post_init__(self) -> None:
         for field, key in _SIZES.items():
-            if getattr(self, field) < 1:
-                raise unsupported(key, getattr(self, field), "a whole number above 0")
+            if type(size := getattr(self, field)) is not int or size < 1:
+                raise unsupported(key, size, "a whole number above 0")
         if self.num_heads % self.num_kv_heads:
             raise unsupported(
                 "num_key_value_heads", self.num_kv_heads, f"a divisor of {self.num_heads} heads"

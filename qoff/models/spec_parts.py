@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qoff.errors import UnsupportedModelError
+from qoff.schema import is_number, shown
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -28,8 +29,12 @@ class RopeSpec:
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise unsupported("rope_parameters.rope_type", self.kind, ", ".join(ROPE_KINDS))
-        if not self.theta > 0:
+        if not (is_number(self.theta) and self.theta > 0):
             raise unsupported("rope_parameters.rope_theta", self.theta, "a number above 0")
+        for key, value in self.scaling:
+            for one in value if isinstance(value, tuple) else (value,):
+                if not (is_number(one) or isinstance(one, bool)):
+                    raise unsupported(f"rope_parameters.{key}", value, "finite numbers")
         if self.dim < 2 or self.dim % 2:
             raise unsupported(
                 "rope_parameters.partial_rotary_factor",
@@ -65,6 +70,9 @@ class ExpertsSpec:
     shared_gate: bool = False  # its output is scaled by the sigmoid of a score
 
     def __post_init__(self) -> None:
+        for key, size in (("num_experts", self.count), ("num_experts_per_tok", self.top_k)):
+            if type(size) is not int:
+                raise unsupported(key, size, "a whole number above 0")
         if not 1 <= self.top_k <= self.count:
             raise unsupported("num_experts_per_tok", self.top_k, f"1 to {self.count} experts")
         if self.intermediate_size < 1:
@@ -77,4 +85,4 @@ class ExpertsSpec:
 
 def unsupported(key: str, found: object, supported: str) -> UnsupportedModelError:
     """Return the error for a key of `config.json`."""
-    return UnsupportedModelError(f"config.json: {key} is {found!r}; supported: {supported}")
+    return UnsupportedModelError(f"config.json: {key} is {shown(found)}; supported: {supported}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -49,33 +50,25 @@ def memory_on_gpu(
     device: torch.device,
     dtype: torch.dtype,
     tiled: bool = False,
+    recorded: int = 0,
 ) -> Memory:
     """What a plan takes for a model that computes there in `dtype`, float16 or bfloat16.
 
-    tiled: whose layers stream in tiles. Working space is the sum of what each module says that it
-    allocates at most, in the step of a pass that takes most.
+    tiled: whose layers stream in tiles. recorded: sequences of the largest batch whose decode steps
+    are recorded, 0 for none; recordings have working space of their own. Working space is the sum
+    of what each module says that it allocates at most, in the step of a pass that takes most.
     """
     forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
     blocks = device_block_plan(plan, forms, [shape.kv_heads for shape in shapes])
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
-    attention = max(
-        attention_bytes(
-            plan.pass_tokens,
-            plan.batch_size,
-            plan.blocks_per_sequence,
-            shape,
-            form,
-            dtype,
-            device,
-            offloaded=_attends_on_host(plan),
-            values_rotated=plan.kv.values_rotated,
-        )
-        for shape, form in zip(shapes, forms, strict=True)
-    )
-    work = {
-        DEVICE: _pass_bytes(plan, spec, device, dtype, attention, tiled) + _kept_bytes(plan, spec),
-        HOST: plan.logits_bytes(spec),
-    }
+    model = (spec, shapes, forms, device, dtype)
+    on_device = _pass_bytes(plan, *model, tiled) + _kept_bytes(plan, spec)
+    if recorded:
+        # Recordings are of more blocks than there are: see `tables.pass_tables`.
+        context = plan.context + max(plan.context // 4, 1024)
+        steps = replace(plan, batch_size=recorded, prefill_tokens=1, context=context)
+        on_device += _pass_bytes(steps, *model) + _fixed_bytes(recorded, spec, dtype)
+    work = {DEVICE: on_device, HOST: 0}
     if _attends_on_host(plan):  # queries and results
         work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
     hidden = plan.hidden_bytes(spec.hidden_size, dtype)
@@ -119,12 +112,27 @@ def device_block_plan(
 def _pass_bytes(
     plan: Plan,
     spec: DecoderSpec,
+    shapes: Sequence[HeadShape],
+    forms: Sequence[KVFormat],
     device: torch.device,
     dtype: torch.dtype,
-    attention: int,
-    tiled: bool,
+    tiled: bool = False,
 ) -> int:
     """Bytes of the device that the step of a pass allocates which takes most."""
+    attention = max(
+        attention_bytes(
+            plan.pass_tokens,
+            plan.batch_size,
+            plan.blocks_per_sequence,
+            shape,
+            form,
+            dtype,
+            device,
+            offloaded=_attends_on_host(plan),
+            values_rotated=plan.kv.values_rotated,
+        )
+        for shape, form in zip(shapes, forms, strict=True)
+    )
     tokens, scratch = plan.pass_tokens, scratch_bytes(device, plan.device_memory)
 
     def linear(count: int, rows: int, columns: int) -> int:
@@ -143,7 +151,8 @@ def _pass_bytes(
         plan.batch_size, spec.vocab_size, spec.hidden_size, dtype, device, scratch=scratch
     )
     head += logits_bytes(spec, plan.batch_size, dtype)
-    work = CUBLAS_BYTES + max(embedded_bytes(spec, tokens, dtype), layer, head)
+    embedded, sampling = embedded_bytes(spec, tokens, dtype), plan.sampling_bytes(spec)
+    work = CUBLAS_BYTES + max(embedded, layer, head, sampling)
     return work + (plan.tile_bytes(spec, dtype) if tiled else 0)
 
 
@@ -158,6 +167,14 @@ def _kept_bytes(plan: Plan, spec: DecoderSpec) -> int:
     # Each batch may decode and read prompts in a round.
     rotary = table_bytes(spec, plan.context + 1)
     return plan.logits_bytes(spec) + rotary + 2 * plan.batches * tables
+
+
+def _fixed_bytes(rows: int, spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """Bytes of what recordings read and leave: tokens or hidden states, and products of the head.
+
+    For each number of rows, each about half of the next, up to this many.
+    """
+    return 2 * rows * (8 + (spec.hidden_size + spec.vocab_size) * dtype.itemsize)
 
 
 def _attends_on_host(plan: Plan) -> bool:

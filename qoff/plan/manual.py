@@ -13,6 +13,7 @@ from qoff.budgets import MemorySize
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.sampling import sampling_bytes
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
 from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
@@ -104,8 +105,15 @@ class Plan:
         )
 
     def logits_bytes(self, spec: DecoderSpec) -> int:
-        """Bytes of the logits of all passes of a round, beside those that are computed."""
-        return 4 * self.batches * self.batch_size * spec.vocab_size
+        """Bytes of the logits of all passes of a round, beside those that are computed.
+
+        With the tokens of each sequence, for its penalties.
+        """
+        return 4 * self.batches * self.batch_size * (spec.vocab_size + self.context)
+
+    def sampling_bytes(self, spec: DecoderSpec) -> int:
+        """Bytes that choosing the tokens of a round takes, after all passes."""
+        return sampling_bytes(spec.vocab_size, self.batches * self.batch_size, self.context)
 
     def tile_bytes(self, spec: DecoderSpec, dtype: torch.dtype) -> int:
         """Bytes of what each pass keeps between the tiles of a layer."""
@@ -156,7 +164,8 @@ class Memory:
         unpacked = plan.prefill_tokens + plan.batch_size * (window + 16)
         prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes)
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
-        work += plan.logits_bytes(spec) + logits_bytes(spec, plan.batch_size, torch.float32)
+        head = logits_bytes(spec, plan.batch_size, torch.float32)
+        work += plan.logits_bytes(spec) + max(head, plan.sampling_bytes(spec))
         work += table_bytes(spec, plan.context + 1)
         if tiled:
             work += plan.tile_bytes(spec, torch.float32)

@@ -6,57 +6,52 @@
 
 from __future__ import annotations
 
-from functools import cache
+import math
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.errors import FormatError
 from qoff.kernels.layout.qtensor import QTensor
 
 from .gguf_blocks import BLOCK_TYPES, decode_rows
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+from .gguf_header import BigEndianError, GGUFHeader, GGUFTensor
 
 DENSE = ("F32", "F16", "BF16")
 TO_FLOATS = ("Q6_K",)
 QUANTIZED = (*BLOCK_TYPES, *TO_FLOATS)
-_BROKEN = (ValueError, LookupError, TypeError, ArithmeticError, OSError, RecursionError)
+_NUMBERS = {"F32": np.float32, "F16": np.float16}
 
 
 class GGUFFile:
     """A GGUF file, memory-mapped: its metadata, and its tensors one at a time.
 
-    Raises FormatError, naming the file, if it is missing, damaged, truncated or big-endian.
+    metadata: as in `GGUFHeader`. Raises FormatError, naming the file, if it is missing, damaged,
+    truncated or big-endian.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        from gguf import GGUFEndian
-
         self.path = Path(path)
         if not self.path.is_file():
             raise FormatError(f"{self.path}: no such file; expected a GGUF file")
         try:
-            reader = _strict_reader()(self.path)
-            self.metadata: dict[str, Any] = {
-                name: field.contents()
-                for name, field in reader.fields.items()
-                if not name.startswith("GGUF.")
-            }
-        except _BROKEN as error:
+            self._data = np.memmap(self.path, mode="r")
+            header = GGUFHeader.read(self._data)
+        except BigEndianError as error:
+            raise FormatError(
+                f"{self.path}: big-endian GGUF; convert it with gguf-convert-endian"
+            ) from error
+        except (ValueError, OSError) as error:
             raise FormatError(
                 f"{self.path}: cannot be read as GGUF: {error}; the file is damaged, truncated or "
                 "of another format, get it again"
             ) from error
-        if reader.endianess == GGUFEndian.BIG:
-            raise FormatError(f"{self.path}: big-endian GGUF; convert it with gguf-convert-endian")
-        self._tensors: dict[str, ReaderTensor] = {t.name: t for t in reader.tensors}
+        self.metadata, self._tensors = header.metadata, header.tensors
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -65,11 +60,11 @@ class GGUFFile:
 
     def tensor_type(self, name: str) -> str:
         """Return the GGML type of a tensor, such as "Q4_1". Raises FormatError if there is none."""
-        return str(self._find(name).tensor_type.name)
+        return self._find(name).kind
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, rows first. Raises FormatError if there is none."""
-        return tuple(int(size) for size in reversed(self._find(name).shape))
+        return self._find(name).shape
 
     def load(self, name: str, rows: Tensor | None = None) -> QTensor | Tensor:
         """Return one tensor, or some rows of it (int64, in that order), copied out of the file.
@@ -90,7 +85,7 @@ class GGUFFile:
                 f"{self.path}: tensor {name} is {kind} with shape {shape}; "
                 "only matrices are supported in a quantized type"
             )
-        raw = self._find(name).data
+        raw = self._raw(self._find(name))
         raw = raw.copy() if rows is None else raw[rows.numpy()]
         weight: QTensor | Tensor
         if kind in DENSE:
@@ -111,32 +106,20 @@ class GGUFFile:
             )
         return weight
 
-    def _find(self, name: str) -> ReaderTensor:
+    def _raw(self, tensor: GGUFTensor) -> NDArray[Any]:
+        """The bytes of a tensor in the file, or its values where they are numbers to numpy."""
+        raw = self._data[tensor.offset : tensor.offset + tensor.nbytes]
+        rows = math.prod(tensor.shape[:-1])
+        if tensor.kind in _NUMBERS:
+            return raw.view(_NUMBERS[tensor.kind]).reshape(tensor.shape)
+        return raw.reshape(*tensor.shape[:-1], tensor.nbytes // rows if rows else 0)
+
+    def _find(self, name: str) -> GGUFTensor:
         if name not in self._tensors:
             raise FormatError(
                 f"{self.path}: no tensor {name!r} among its {len(self._tensors)} tensors"
             )
         return self._tensors[name]
-
-
-@cache
-def _strict_reader() -> type[GGUFReader]:
-    """A reader that stops at the end of the file, where the original goes on with empty values.
-
-    The package gguf is imported where a GGUF file is read only; the rest runs without it.
-    """
-    from gguf import GGUFReader
-
-    class StrictReader(GGUFReader):
-        def _get(
-            self, offset: int, dtype: DTypeLike, count: int = 1, override_order: Any = None
-        ) -> NDArray[Any]:
-            end = int(offset) + int(count) * np.dtype(dtype).itemsize
-            if not 0 <= offset <= end <= len(self.data):
-                raise ValueError(f"it ends at byte {len(self.data)}, and byte {end} is wanted")
-            return super()._get(offset, dtype, count, override_order)
-
-    return StrictReader
 
 
 def _dense(raw: NDArray[Any], kind: str) -> Tensor:

@@ -269,7 +269,7 @@ def test_what_the_ops_launch_is_compiled() -> None:
     found, done, late = map(json.loads, run.stdout.splitlines())
     assert {op for op, _ in found} == set(OPS)
     kernels = {kernel for _, kernel in found}
-    assert {"gemv_kernel", "skinny_kernel", "merge_kernel", "pack_kernel"} <= kernels
+    assert {"gemv_kernel", "gemm_kernel", "merge_kernel", "pack_kernel"} <= kernels
     assert done["compiled"]["error"] == ""
     assert done["compiled"]["registers"] > 0
     assert done["compiled"]["spilled"] == 0

@@ -25,6 +25,7 @@ def test_the_launches_of_a_layer_are_counted(tmp_path: Path) -> None:
     assert not any(later)
     assert measured["triton_launches"] == sum(measured["triton"].values())
     assert measured["torch_launches"] == sum(measured["torch"].values())
+    assert measured["replayed_step_us"] > 0
     refused = subprocess.run(
         command, cwd=ROOT, env={**env, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )

@@ -75,3 +75,30 @@ def test_writing_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
     assert python_peak < 4 << 20
     events = torch_memory.events() or []
     assert sum(max(0, e.self_cpu_memory_usage) for e in events) < 1 << 20
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_links_beside_the_place_are_not_followed(tmp_path: Path, inside: bool) -> None:
+    """A link that is called like a leftover of a writer, to a directory that looks like one."""
+    victim, place = tmp_path / "victim", tmp_path / "models" / "model"
+    (victim / "old").mkdir(parents=True)
+    (victim / "old" / "precious").write_text("x")
+    place.parent.mkdir()
+    (place.parent / ".model.qoff-abcd1234").symlink_to(victim, target_is_directory=True)
+    if inside:
+        (place.parent / ".model.qoff-efgh5678").symlink_to(tmp_path / "nothing")
+    write(place)
+    Checkpoint.open(place)
+    assert (victim / "old" / "precious").read_text() == "x"
+    assert (place.parent / ".model.qoff-abcd1234").is_symlink()
+
+
+def test_directories_of_others_are_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / ".model.qoff-abcd1234"
+    write(other / "old")
+    with monkeypatch.context() as patched:
+        patched.setattr("os.geteuid", lambda: other.stat().st_uid + 1)
+        write(tmp_path / "model")
+    assert (other / "old").is_dir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,18 @@ from qoff.cli.main import app
 from qoff.errors import QoffError
 from tests.tiny_models import EOS, QUANT, load_budgets, tiny_checkpoint, tiny_model
 
+# What a run of qoff's own decoder does not use, and what it would take: 120 MB.
+UNUSED = {
+    "pandas",
+    "scipy.optimize",
+    "scipy.stats",
+    "sklearn",
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers.generation.utils",
+    "transformers.modeling_utils",
+    "triton",
+}
 FAST = ["--solver", "rtn", "--group-size", "32"]
 
 
@@ -437,9 +450,14 @@ def test_the_program_itself(checkpoint: Path, tmp_path: Path) -> None:
     listed = command("--help")
     assert listed.returncode == 0
     assert all(name in listed.stdout for name in ("convert", "generate", "batch", "verify"))
-    good = command("generate", checkpoint, "Hello", "--max-new-tokens", 3, "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        good = command("generate", checkpoint, "Hello", "--max-new-tokens", 3, "--json")
     assert good.returncode == 0, good.stderr
     assert json.loads(good.stdout)["new_tokens"] > 0
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", good.stderr, re.MULTILINE))
+    assert {"torch", "numba", "transformers"} <= imported
+    assert imported & UNUSED == set()
     bad = command("verify", tmp_path / "gone")
     assert (bad.returncode, bad.stdout) == (1, "")
     assert len(bad.stderr.splitlines()) == 1

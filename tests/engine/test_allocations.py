@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qoff.engine import LLM, SamplingParams
+from qoff.engine.request import Sequence as Request
+from qoff.engine.sampling import LogitsRow, Sampler
+from qoff.kernels.sampling import sampling_bytes
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.convert.convert import convert
@@ -107,3 +110,26 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
     sizes = {"intermediate_size": 32, "vocab_size": 64}
     counted, taken = counted_and_taken(tmp_path, plan, "llama", sizes, triton_ops)
     assert taken <= counted - CUBLAS_BYTES <= 4 * taken
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=0.9, min_p=0.01),
+        SamplingParams(top_k=6000, top_p=0.9),
+        SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, logprobs=20),
+    ],
+    ids=["top_p", "top_k", "penalties"],
+)
+@pytest.mark.parametrize("count", [1, 180])
+def test_choosing_tokens_takes_no_more_than_is_counted(params: SamplingParams, count: int) -> None:
+    vocab, context = 6000, 64
+    logits = torch.randn(count, vocab)
+    prompt = tuple(range(context - 1))
+    sequences = [Request(i, 0, None, prompt, params, 1) for i in range(count)]
+    with Peak() as peak:
+        sampler = Sampler(vocab, count, context, torch.device("cpu"))
+        for place, one in enumerate(sequences):
+            sampler.begin(place, one)
+        sampler.draw([LogitsRow(i, one, logits[i]) for i, one in enumerate(sequences)])
+    assert peak.most <= sampling_bytes(vocab, count, context) + 4 * count * context

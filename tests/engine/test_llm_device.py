@@ -6,6 +6,7 @@ Without a GPU everything is in CPU tensors, and Triton interprets the kernels.
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qoff.engine import LLM, Completion, SamplingParams
+from qoff.engine.batch import BatchSlots
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.reference import elementwise
@@ -30,6 +32,8 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.decoder import Decoder
 from qoff.plan import Plan
 from tests.instruments import POISON
 from tests.links import Link, behind
@@ -169,6 +173,38 @@ def test_the_answers_do_not_depend_on_the_plan(
         assert (prefetcher is None) == (reads_whole or plan.cpu_attention == "always")
         if plan.device_memory is not None:
             assert llm.runtime.store.stats.bytes_read > 0
+
+
+def test_steps_are_replayed_with_the_same_answers(
+    checkpoint: Path,
+    where: dict[str, Any],
+    expected: Callable[[Plan], list[Completion]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those that pack a block, with empty slots, of sequences that end and begin."""
+    passes: list[bool] = []
+    decode = BatchSlots.decode
+
+    def counted(batch: BatchSlots) -> ForwardPass | None:
+        run = decode(batch)
+        passes.append(run is not None)
+        return run
+
+    monkeypatch.setattr(BatchSlots, "decode", counted)
+    hooks = where["_instrumentation"]
+    if not ON_GPU:
+        hooks = replace(hooks, record=importlib.import_module("tests.tape").record)
+    with LLM(checkpoint, PLAN, **{**where, "_instrumentation": hooks}) as llm:
+        decoder = llm.runtime.decoder
+        assert isinstance(decoder, Decoder)
+        replays = decoder.replays
+        assert replays is not None
+        for _ in range(2):  # what kernels are told, they are told in the first
+            before, passes[:] = replays.replayed, []
+            assert [r.token_ids for r in answers(llm)] == [r.token_ids for r in expected(PLAN)]
+        assert sum(passes) > 3
+        assert replays.replayed - before == sum(passes)
+        assert not replays.failed
 
 
 def test_where_attention_to_far_blocks_is(

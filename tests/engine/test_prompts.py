@@ -117,3 +117,85 @@ def test_a_text_that_no_tokenizer_takes_is_one_error(llm: LLM) -> None:
     assert (bad.finish_reason, good.finish_reason) == ("error", "length")
     with pytest.raises(ArgumentError, match="SamplingParams, not int"):
         llm.generate([[5, 6]], 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [1, 2.5],
+        [1.0, 2.0],
+        [True, False],
+        [5, None],
+        [[5]],
+        {"prompt": 5},
+        {"prompt": 5, "prompt_token_ids": [5]},
+        {"prompt_token_ids": [5.0]},
+        {"prompt_token_ids": "5"},
+        {5: 6},
+        {},
+        b"Hi",
+        None,
+        5,
+        {1, 2},
+        torch.tensor([5]),
+        torch.tensor(5.0),
+        [10**400],
+        [],
+        "",
+    ],
+    ids=str,
+)
+def test_a_wrong_prompt_is_one_result_with_an_error(llm: LLM, prompt: Any) -> None:
+    good, bad, *more = llm.generate([[5, 6], prompt, [5, 6]], PARAMS)
+    assert (good.error, len(more), more[0].error) == ("", 1, "")
+    assert (bad.index, bad.finish_reason, bad.token_ids) == (1, "error", ())
+    assert bad.error
+    assert "\n" not in bad.error
+
+
+@pytest.mark.parametrize("numbers", [[1, 2.5], [1.0], [5, True], [float("nan")], [1j]])
+def test_a_list_of_numbers_is_one_prompt(llm: LLM, numbers: list[Any]) -> None:
+    (found,) = llm.generate(numbers, PARAMS)
+    assert "token ids are whole numbers" in found.error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (5,),
+        (torch.tensor(5),),
+        ("Hi", "greedy"),
+        ("Hi", {"temperature": 0}),
+        ("Hi", torch.tensor(0)),
+        ("Hi", PARAMS, 5),
+        ("Hi", PARAMS, [[5], [5]]),
+    ],
+)
+def test_arguments_of_other_types_are_refused(llm: LLM, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ArgumentError):
+        list(llm.stream(*arguments))
+
+
+@pytest.mark.parametrize("continuation", [[2.0], "ab", 5, [], [10**9], [None], {5: 6}])
+def test_a_wrong_continuation_is_one_result(llm: LLM, continuation: Any) -> None:
+    (found,) = llm.stream("Hi", PARAMS, [continuation])
+    assert found.finish_reason == "error"
+
+
+@pytest.mark.parametrize("field", SamplingParams.__dataclass_fields__)
+def test_sampling_parameters_are_checked_when_they_are_made(field: str) -> None:
+    wrong: list[Any] = [-5, 1.5j, [[]], {}, object(), float("nan"), float("inf"), "", b"x"]
+    if field != "ignore_eos":
+        wrong.append(-(10**400))
+    for value in wrong:
+        if field in ("stop_token_ids", "stop") and value == []:
+            continue
+        with pytest.raises(ArgumentError, match=rf"^{field} is ") as refusal:
+            SamplingParams(**{field: value})
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty", "top_p", "min_p"])
+def test_numbers_beyond_all_floats_are_refused(field: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^{field} is "):
+        SamplingParams(**{field: 10**400})

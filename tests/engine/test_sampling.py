@@ -12,26 +12,30 @@ from torch import Tensor
 
 from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine.answers import completion
-from qoff.engine.request import Sequence
-from qoff.engine.sampling import Sampler
+from qoff.engine.request import Logprob, Sequence
+from qoff.engine.sampling import LogitsRow, Sampler
+from qoff.kernels import sampling
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
 from tests.tiny_models import EOS, reference_model, tiny_checkpoint
 
+CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.9, -1.0, 1.0, 0.0])
 
 
 def drawn(
-    logits: Tensor = LOGITS, *answer: int, prompt: tuple[int, ...] = (), **options: Any
+    logits: Tensor = LOGITS, *answer: int, prompt: tuple[int, ...] = (2,), **options: Any
 ) -> int:
     """The next token of an answer, taken greedily."""
     params = SamplingParams(**{"temperature": 0, **options})
     sequence = Sequence(0, 0, None, prompt, params, 16, frozenset(params.stop_token_ids or ()))
     sequence.answer.extend(answer)
     before = logits.clone()
-    token = Sampler(sequence).draw(logits)
+    sampler = Sampler(len(logits), 1, 16, CPU)
+    sampler.begin(0, sequence)
+    assert sampler.draw([LogitsRow(0, sequence, logits)]) == 1
     assert torch.equal(logits, before)  # forks draw from them, too
-    return token
+    return sequence.answer[-1]
 
 
 def test_penalties_are_vllms() -> None:
@@ -66,6 +70,61 @@ def test_top_k_and_top_p_bound_what_is_drawn() -> None:
         assert len({drawn(temperature=3, seed=seed, top_k=off) for seed in range(60)}) == 5
     unseeded = torch.zeros(1 << 20)
     assert drawn(unseeded, temperature=1.0) != drawn(unseeded, temperature=1.0)
+
+
+MANY = [
+    SamplingParams(temperature=0),
+    SamplingParams(seed=1),
+    SamplingParams(seed=1, top_k=9, logprobs=2),
+    SamplingParams(seed=2, top_p=0.8, repetition_penalty=1.4),
+    SamplingParams(seed=3, min_p=0.01, frequency_penalty=1.0, presence_penalty=-0.5),
+    SamplingParams(temperature=0, repetition_penalty=2.0, logprobs=0),
+    SamplingParams(seed=4, temperature=2.0, min_tokens=4, stop_token_ids=[3, 4]),
+]
+
+
+def answers_to(
+    logits: Tensor, together: bool, wrong: int | None = None
+) -> list[tuple[list[int], list[dict[int, Logprob]], str]]:
+    """Answers of MANY by logits [steps, V], in one call a step, or one each; wrong: has NaN."""
+    sampler = Sampler(logits.shape[1], len(MANY), 40, CPU)
+    sequences = [
+        Sequence(i, 0, None, (5, i, 5), params, 16, frozenset(params.stop_token_ids or ()))
+        for i, params in enumerate(MANY)
+    ]
+    for place, one in enumerate(sequences):
+        sampler.begin(place, one)
+    for row in logits:
+        rows = [LogitsRow(i, one, row) for i, one in enumerate(sequences) if not one.error]
+        if wrong is not None:
+            rows[wrong] = rows[wrong]._replace(logits=row.where(row < row.max(), torch.nan))
+        for some in [rows] if together else [[row] for row in rows]:
+            sampler.draw(some)
+    return [(one.answer, one.logprobs, one.error) for one in sequences]
+
+
+def test_a_token_does_not_depend_on_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 2 * torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
+    alone = answers_to(logits, together=False)
+    assert answers_to(logits, together=True) == alone
+    monkeypatch.setattr(sampling, "_TOGETHER", 2 * sampling.columns(500))
+    assert answers_to(logits, together=True) == alone
+    # Penalties of each step are of all tokens so far, as if they were counted then.
+    for (answer, *_), params in zip(alone, MANY, strict=True):
+        if params.temperature == 0:
+            for step in range(6):
+                options = {"temperature": 0, "repetition_penalty": params.repetition_penalty}
+                prompt = (5, MANY.index(params), 5)
+                assert answer[step] == drawn(logits[step], *answer[:step], prompt=prompt, **options)
+
+
+@pytest.mark.parametrize("wrong", range(len(MANY)))
+def test_a_row_that_is_not_finite_is_an_error_of_its_own(wrong: int) -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
+    good, found = answers_to(logits, together=True), answers_to(logits, together=True, wrong=wrong)
+    assert found[wrong][:2] == ([], [])
+    assert "not finite" in found[wrong][2]
+    assert good[:wrong] + good[wrong + 1 :] == found[:wrong] + found[wrong + 1 :]
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +207,8 @@ def test_answers_end_at_the_models_end_token_unless_it_is_ignored(llm: LLM) -> N
     assert all(len(one.token_ids) == 90 for one in ignores)
     assert all(len(one.token_ids) >= 60 for one in late)
     assert all(EOS not in one.token_ids for one in (*ends, *late))
+
+
+@pytest.mark.parametrize("penalty", [10**30, 1e30, 1e-30])
+def test_any_penalty_draws_a_token(penalty: float) -> None:
+    assert 0 <= drawn(repetition_penalty=penalty, temperature=1) < len(LOGITS)

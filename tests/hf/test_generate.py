@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import qoff
+from qoff.errors import QoffError
 from tests.tiny_models import EOS, load_budgets
 
 NEW = 12
@@ -242,3 +243,21 @@ def test_the_pipeline_takes_model_and_tokenizer(
 def test_the_defaults_of_the_model_are_kept(model: Any, checkpoint: Path) -> None:
     stored = GenerationConfig.from_pretrained(checkpoint)
     assert model.generation_config.eos_token_id == stored.eos_token_id == EOS
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_a_generation(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, bad: float
+) -> None:
+    model, _ = qoff.load(checkpoint)
+    with model:
+        forward = model.runtime.forward
+
+        def broken(run: Any) -> torch.Tensor:
+            logits = forward(run)
+            logits[-1, 7] = bad
+            return logits
+
+        monkeypatch.setattr(model.runtime, "forward", broken)
+        with pytest.raises(QoffError, match=r"logits are not finite .*qoff verify"):
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)

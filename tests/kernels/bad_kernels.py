@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from bench.variants.variant import (
+    FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
     TENSOR_CORES,
     WIDE_CODES,
@@ -52,6 +53,21 @@ def product(codes, out, steps, ROWS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def float_product(codes, out, steps, ROWS: tl.constexpr, DTYPE: tl.constexpr, TIMES: tl.constexpr):
+    """Of float16 matrices, which both go to shared memory, or of bytes; TIMES to the same sums."""
+    row = tl.arange(0, ROWS)
+    tile = row[:, None] * ROWS + row[None, :]
+    total = tl.zeros((ROWS, ROWS), tl.float32)
+    for step in range(steps):
+        at = step * ROWS * ROWS + tile
+        right = tl.load(out.to(tl.pointer_type(tl.float16)) + at)
+        left = tl.load(codes.to(tl.pointer_type(DTYPE)) + at).to(tl.float16)
+        for _ in tl.static_range(TIMES):
+            total = tl.dot(left, right, total)
+    tl.store(out + tile, total)
+
+
+@triton.jit
 def turned(codes, out, steps, ROWS: tl.constexpr):
     """Adds tiles to turned ones: every step changes a layout."""
     row = tl.arange(0, ROWS)
@@ -76,6 +92,10 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _variant("narrow-pairs", every_other_pair, {"SIZE": 2048}, {WIDE_CODES})
     yield _variant("no-tensor-cores", product, {"ROWS": 32, "DTYPE": tl.float32}, {TENSOR_CORES})
     yield _variant("no-product", every_other, {"SIZE": 4096}, {TENSOR_CORES})
+    shape = {"ROWS": 64, "DTYPE": tl.float16, "TIMES": 1}
+    yield _variant("weights-in-shared", float_product, shape, {FROM_REGISTERS})
+    shape = {"ROWS": 64, "DTYPE": tl.uint8, "TIMES": 2}
+    yield _variant("waits-for-products", float_product, shape, {FROM_REGISTERS})
     yield _variant("shared-in-loop", turned, {"ROWS": 64}, {NO_SHARED_IN_LOOP})
     yield _variant("large", product, {"ROWS": 128, "DTYPE": tl.float16}, set(), stages=20)
     yield _variant("unknown", unknown, {}, set())
@@ -89,7 +109,7 @@ def _variant(
     warps: int = 4,
     stages: int = 3,
 ) -> Variant:
-    sizes = {"steps": 16} if kernel in (product, turned) else {}
+    sizes = {"steps": 16} if kernel in (product, float_product, turned) else {}
     codes, out = empty(torch.uint8, 1 << 20), empty(torch.float32, 1 << 20)
     options = {"num_warps": warps, "num_stages": stages}
     launch = partial(kernel[(1,)], codes, out, **sizes, **constants, **options)

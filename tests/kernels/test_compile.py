@@ -6,8 +6,9 @@ Triton 3.6.0 too where a folder holds it: the one that the environment variable 
 names, by default .triton-3.6, which `make triton-3.6` fills.
 
 Compiling takes minutes: for two architectures by default, for all if QOFF_ALL_ARCHITECTURES is
-set (`make architectures`: after a change of a kernel). The first worker of a run that needs the figures compiles, the others
-wait for it; and .pytest_cache keeps them until a kernel, the bench or Triton changes.
+set (`make architectures`: after a change of a kernel). The first worker of a run that needs the
+figures compiles, the others wait for it; and .pytest_cache keeps them until a kernel, the bench or
+Triton changes.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def test_variants_compile_well(compiled: list[Artefact], op: str, capability: in
 def test_every_kernel_has_a_variant() -> None:
     modules = (ROOT / "kernels" / "triton").rglob("*.py")
     kernels = {k for p in modules for k in re.findall(r"^def (\w+_kernel)\(", p.read_text(), re.M)}
-    assert kernels == {variant.kernel for arch in (75, 90) for variant in shipped(arch)}
+    assert kernels == {variant.kernel for arch in (75, 80, 90) for variant in shipped(arch)}
 
 
 def bad(shared: Path, capability: int) -> dict[str, Artefact]:
@@ -159,6 +160,7 @@ def bad(shared: Path, capability: int) -> dict[str, Artefact]:
         ("narrow-pairs", "128-bit loads bring 0 of 4096 bytes of codes"),
         ("no-tensor-cores", "1 products without tensor cores"),
         ("no-product", "0 products without tensor cores"),
+        ("weights-in-shared", "read shared memory twice"),
         ("shared-in-loop", "stores to shared memory in the inner loop"),
         ("unknown", "no_such_name is not defined"),
     ],
@@ -170,6 +172,11 @@ def test_a_bad_variant_is_refused(
     violations = bad(shared, capability)[variant].violations()
     assert any(complaint in line for line in violations), violations
     assert all(line.startswith(f"{BAD} {variant} sm_{capability}: ") for line in violations)
+
+
+def test_waiting_for_every_product_is_refused(shared: Path) -> None:
+    violations = bad(shared, 90)["waits-for-products"].violations()
+    assert any("waits for all products in" in line for line in violations), violations
 
 
 def test_too_much_shared_memory_is_refused(shared: Path) -> None:

@@ -11,11 +11,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from qoff.kernels.triton.attention.kv_pairs import (
-    RAISE_BYTE_PAIRS,
-    RAISE_NIBBLE_PAIRS,
-    raised_pairs,
-)
+from qoff.kernels.triton.attention.kv_pairs import raised_pairs
+from qoff.kernels.triton.linear.planes import BYTES_F16, RAISED_F16
 
 PAIRS = np.arange(1 << 16, dtype=np.uint16)  # an element: the byte of an even channel, then an odd
 EVEN, ODD = PAIRS & 0xFF, PAIRS >> 8
@@ -42,7 +39,7 @@ def _execute(source: str, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]
     return registers
 
 
-@pytest.mark.parametrize(("bits", "source"), [(4, RAISE_NIBBLE_PAIRS), (8, RAISE_BYTE_PAIRS)])
+@pytest.mark.parametrize(("bits", "source"), [(4, RAISED_F16), (8, BYTES_F16)])
 def test_assembly_over_all_pairs_of_bytes(bits: int, source: tl.constexpr) -> None:
     expected = EXPECTED[bits]
     for packed in (PAIRS, PAIRS[::-1].copy(), np.roll(PAIRS, 1)):

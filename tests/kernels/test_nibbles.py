@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qoff.kernels.triton.linear import gemv, nibbles
+from qoff.kernels.triton.linear import gemm, nibbles, planes
 from qoff.kernels.triton.linear.nibbles import byte_values, low_high
 
 BYTES = np.arange(256, dtype=np.uint8)
@@ -48,9 +48,25 @@ def prmt(a, b, selector):
     return np.ascontiguousarray(np.stack(chosen, axis=1)).view(np.uint32)[:, 0]
 
 
-def fma_bf16x2(a, b, c):
-    x, y, z = (halves(v, torch.bfloat16).double() for v in (a, b, c))
-    return words((x * y + z).to(torch.bfloat16))
+def fma_of(dtype):
+    def fma(a, b, c):
+        x, y, z = (halves(v, dtype).double() for v in (a, b, c))
+        return words((x * y + z).to(dtype))
+
+    return fma
+
+
+def convert_to(dtype):
+    def convert(high, low):
+        floats = np.stack([low, high], axis=1).view(np.float32)
+        return words(torch.from_numpy(floats).to(dtype))[:, 0]
+
+    return convert
+
+
+def lop3(a, b, c, table):
+    assert table[0] == 0xEA
+    return a & b | c
 
 
 INSTRUCTIONS = {
@@ -59,7 +75,12 @@ INSTRUCTIONS = {
     "shr.u32": lambda a, b: a >> b,
     "prmt.b32": prmt,
     "sub.f16x2": lambda a, b: words(halves(a, torch.float16) - halves(b, torch.float16)),
-    "fma.rn.bf16x2": fma_bf16x2,
+    "add.f16x2": lambda a, b: words(halves(a, torch.float16) + halves(b, torch.float16)),
+    "fma.rn.f16x2": fma_of(torch.float16),
+    "fma.rn.bf16x2": fma_of(torch.bfloat16),
+    "cvt.rn.f16x2.f32": convert_to(torch.float16),
+    "cvt.rn.bf16x2.f32": convert_to(torch.bfloat16),
+    "lop3.b32": lop3,
 }
 
 
@@ -92,21 +113,56 @@ def test_assembly_of_bytes():
     assert torch.equal(emulated(nibbles.BYTES_BF16, 2, torch.bfloat16)[0].float(), CODES.float())
 
 
-def test_assembly_of_ones():
-    ones = torch.ones(256)
-    assert torch.equal(emulated(gemv._ONES_F16, 2, torch.float16)[0].float(), ones)
-    assert torch.equal(emulated(gemv._ONES_BF16, 2, torch.bfloat16)[0].float(), ones)
+@pytest.mark.parametrize("kind", TYPES)
+def test_assembly_of_planes(kind):
+    """Even and odd bytes of every two, their nibbles, and ones."""
+    dtype, suffix, offset = TYPES[kind], "F16" if kind == "fp16" else "BF16", OFFSETS[kind]
+    both = np.arange(1 << 16, dtype=np.uint16)
+    even, odd = both & 255, both >> 8
+    whole = 1024 if kind == "fp16" else 0
+    expected = {
+        "NIBBLES": [v + offset for v in (even & 15, odd & 15, even >> 4, odd >> 4)],
+        "BYTES": [even + whole, odd + whole],
+        "ONES": [np.ones_like(both)],
+    }
+    if kind == "fp16":
+        expected["RAISED"] = [v + 1024 for v in (even & 15, odd & 15, even & 240, odd & 240)]
+    for name, tiles in expected.items():
+        source = getattr(planes, f"{name}_{suffix}").value
+        found = execute(source, {f"${len(tiles)}": both.view(np.uint32)})
+        for i, tile in enumerate(tiles):
+            values = np.broadcast_to(found[f"${i}"], 1 << 15)
+            assert np.array_equal(halves(np.ascontiguousarray(values), dtype).float(), tile)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_assembly_of_weights(kind):
+    """(code - centre) * factor + middle, rounded once, of every two bytes."""
+    dtype, suffix = TYPES[kind], "F16" if kind == "fp16" else "BF16"
+    both = torch.arange(1 << 16)
+    factor, middle = torch.randn(2, 1 << 16)
+    twice = getattr(gemm, f"_TWICE_{suffix}").value
+    pairs = [execute(twice, {"$1": v.numpy().view(np.uint32)})["$0"] for v in (factor, middle)]
+    factor, middle = (v.to(dtype).double()[:, None] for v in (factor, middle))
+    bytes_ = torch.stack([both & 255, both >> 8], dim=1)
+    for bits, codes in ((4, (bytes_ & 15, bytes_ >> 4)), (8, (bytes_,))):
+        source = getattr(gemm, f"_{'NIBBLES' if bits == 4 else 'BYTES'}_{suffix}").value
+        names = ("$2", "$3", "$4") if bits == 4 else ("$1", "$2", "$3")
+        given = dict(zip(names, (both.numpy().astype(np.uint32), *pairs), strict=True))
+        found = execute(source, given)
+        for i, values in enumerate(codes):
+            exact = (values.double() - 2 ** (bits - 1)) * factor + middle
+            assert torch.equal(halves(found[f"${i}"], dtype), exact.to(dtype).flatten())
 
 
 def test_the_emulation_covers_all_assembly():
     """A new instruction or a new string must come with its emulation."""
     used = set()
-    for module in (nibbles, gemv):
+    for module in (nibbles, planes, gemm):
         for value in vars(module).values():
             if isinstance(value, tl.constexpr) and isinstance(value.value, str):
-                used |= set(
-                    re.findall(r"\b[a-z]+(?:\.[a-z]+\d*)*\.(?:b32|u32|f16x2|bf16x2)\b", value.value)
-                )
+                statements = re.sub(r"//.*|[{}]", "", value.value).split(";")
+                used |= {text.split()[0] for text in statements if text.strip()}
     assert used - {".reg"} <= set(INSTRUCTIONS), used
 
 

@@ -20,6 +20,7 @@ from tests.tolerances import RELATIVE_RMS, assert_close
 from tests.triton_module import triton_module
 
 triton_ops = triton_module("ops")
+from qoff.kernels.triton.launch.gpu import Gpu  # noqa: E402
 from qoff.kernels.triton.moe import experts as w4_experts  # noqa: E402
 from qoff.kernels.triton.moe.pairs import fma_pairs  # noqa: E402
 from qoff.kernels.triton.moe.product import Product  # noqa: E402
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
 )
 
+OLDER = Gpu(80, 4)
 # experts, tokens, experts of a token, hidden, inner, bits, group
 SHAPES = [
     (1, 1, 1, 32, 32, 4, 32),
@@ -84,6 +86,12 @@ def test_activations(activation: str, block: int) -> None:
     x, *others = case(3, 4, 2, 64, 32, activation=activation)
     operands = (4 * x, *others)
     check(triton_ops.experts(*operands, block=block), operands)
+
+
+def test_tiles_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpu, "of", staticmethod(lambda device: OLDER))
+    operands = case(*SHAPES[0])
+    check(triton_ops.experts(*operands, block=16), operands)
 
 
 @pytest.mark.parametrize("activation", ["silu", ""])

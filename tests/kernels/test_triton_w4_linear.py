@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from qoff.errors import OpError
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.linear import gemm
 from qoff.kernels.triton.linear import linear as op
 from qoff.kernels.triton.linear.fma import FmaConfig
+from qoff.kernels.triton.linear.gemm import GemmConfig
 from qoff.kernels.triton.linear.gemv import GemvConfig
 from qoff.kernels.triton.linear.linear import ScratchConfig, w4_linear
-from qoff.kernels.triton.linear.product import Epilogue
+from qoff.kernels.triton.linear.product import Epilogue, sums_bytes
 from qoff.kernels.triton.linear.skinny import SkinnyConfig
 from tests.kernels.packed import quantized
 from tests.tolerances import assert_close
@@ -66,6 +70,19 @@ def test_skinny(group, tokens, config):
     check(tokens, 4, group, 35, 640, torch.float16, config)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(block_n=64, block_m=16, row_bytes=128),
+        GemmConfig(block_n=16, block_m=32, row_bytes=16, splits=5),  # splits and steps are uneven
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "group", "rows", "columns"), SHAPES)
+def test_gemm(bits, group, rows, columns, dtype, config):
+    check(19, bits, group, rows, columns, dtype, config)
+
+
 @pytest.mark.parametrize(("bits", "group", "rows", "columns"), SHAPES)
 def test_fma(bits, group, rows, columns):
     check(3, bits, group, rows, columns, torch.float16, FmaConfig(8, 128))
@@ -77,7 +94,14 @@ def test_scratch_in_several_pieces(tokens):
 
 
 @pytest.mark.parametrize(
-    "config", [GemvConfig(block_n=16), SkinnyConfig(block_n=16), FmaConfig(), ScratchConfig()]
+    "config",
+    [
+        GemvConfig(block_n=16),
+        SkinnyConfig(block_n=16),
+        GemmConfig(block_n=16, block_m=16),
+        FmaConfig(),
+        ScratchConfig(),
+    ],
 )
 def test_float32_scales(config):
     check(2, 4, 64, 20, 192, torch.float16, config, torch.float32)
@@ -85,7 +109,14 @@ def test_float32_scales(config):
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(
-    "config", [GemvConfig(block_n=16), SkinnyConfig(block_n=16), FmaConfig(), ScratchConfig()]
+    "config",
+    [
+        GemvConfig(block_n=16),
+        SkinnyConfig(block_n=16),
+        GemmConfig(block_n=16, block_m=16),
+        FmaConfig(),
+        ScratchConfig(),
+    ],
 )
 def test_without_bias(config, splits):
     if hasattr(config, "splits"):
@@ -104,6 +135,8 @@ def test_without_bias(config, splits):
         GemvConfig(block_n=32, splits=3),
         SkinnyConfig(block_n=32),
         SkinnyConfig(block_n=16, splits=2),
+        GemmConfig(block_n=64, block_m=16),
+        GemmConfig(block_n=64, block_m=16, splits=2),
         FmaConfig(),
         ScratchConfig(),
     ],
@@ -127,9 +160,10 @@ def test_no_tokens():
     assert w4_linear(torch.empty(0, 64).half(), q).shape == (0, 8)
 
 
-def test_rows_of_x_may_lie_apart():
+@pytest.mark.parametrize("start", [63, 64])
+def test_rows_of_x_may_lie_apart(start):
     q = quantized(20, 64, 4, 32)
-    x = torch.randn(5, 3 * 64).half()[:, 64:128]
+    x = torch.randn(3, 3 * 64 + start % 2).half()[:, start : start + 64]
     y = w4_linear(x, q)
     assert_close(y, expected(x, q, None), dtype=torch.float16)
 
@@ -155,8 +189,33 @@ def test_the_rule():
     assert op.way(1, 32, 75) is FmaConfig
     assert op.way(5, 32, 75) is ScratchConfig
     assert [op.way(m, 32, 90) for m in (1, 16)] == [GemvConfig] * 2
-    assert [op.way(m, 16, 90) for m in (4, 5)] == [GemvConfig, SkinnyConfig]
-    assert [op.way(m, 32, 90) for m in (17, 64, 65)] == [SkinnyConfig] * 2 + [ScratchConfig]
+    assert [op.way(m, 16, 90) for m in (4, 5)] == [GemvConfig, GemmConfig]
+    assert [op.way(m, 32, 89) for m in (17, 64, 65)] == [SkinnyConfig] * 2 + [ScratchConfig]
+    assert [op.way(m, 32, 90) for m in (17, 1024, 1025)] == [GemmConfig] * 2 + [ScratchConfig]
+
+
+@pytest.mark.parametrize("tokens", [17, 64, 100, 256, 1000])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(64, 64), (1536, 2048), (4096, 14336), (28672, 4096)]
+)
+def test_sums_of_splits_stay_within_what_is_said(tokens, rows, columns, monkeypatch):
+    gpu = Gpu(90, 132)
+    monkeypatch.setattr(Gpu, "of", staticmethod(lambda device: gpu))
+    splits = gemm.choose(tokens, rows, columns // 2, 32, gpu).splits
+    assert splits in (1, 2, 4, 8, 16)
+    nbytes = 4 * splits * tokens * rows if splits > 1 else 0
+    assert nbytes <= sums_bytes(tokens, rows, columns, torch.device("cpu"))
+
+
+def test_what_was_measured_decides_the_way(monkeypatch):
+    found = {"w4_skinny": {"block_n": 32, "splits": 2}}
+    monkeypatch.setattr(tuned, "lookup", lambda op, device, key: found.get(op))
+    op.configured.cache_clear()
+    try:
+        config = op.configured(torch.device("cpu"), torch.float16, 4, 64, 128, 32, 64)
+    finally:
+        op.configured.cache_clear()
+    assert config == SkinnyConfig(block_n=32, splits=2)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import closing
 
 import pytest
@@ -96,3 +97,21 @@ def test_copies_take_as_long_as_the_link_says_and_are_noted() -> None:
         assert time.perf_counter() - start >= 0.15
     assert [(x.lane, x.nbytes) for x in timeline.intervals] == [("lane", source.nbytes)] * 3
     assert all(x.stop - x.start >= 0.05 for x in timeline.intervals)
+
+
+def test_a_copy_waits_for_its_reads_and_others_do_not_wait_for_it() -> None:
+    read, failed = Future[None](), Future[None]()
+    memory, source = torch.zeros(2, 4), torch.ones(4)
+    with closing(Copies()) as copies:
+        late = copies.call(lambda: copies.copy([(memory[0], source)]), 16, "", "", [read])
+        never = copies.call(lambda: copies.copy([(memory[0], source)]), 16, "", "", [read, failed])
+        copies.submit([(memory[1], source)], "", "").result(20)
+        assert memory.tolist() == [[0] * 4, [1] * 4]
+        assert not late.done()
+        read.set_result(None)
+        late.result(20)
+        failed.set_exception(DiskReadError("no disk"))
+        with pytest.raises(DiskReadError, match="no disk"):
+            never.result(20)
+        assert memory.tolist() == [[1] * 4, [1] * 4]
+        assert copies.bytes == 32

@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ChecksumError, DiskReadError
@@ -25,6 +27,9 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
+from qoff.memory.io.direct import DirectFile
+from qoff.memory.io.transfers import FileDigest
+from qoff.memory.plan import EMBEDDING, Image
 from tests.memory.checkpoints import Truth, all_names, write_checkpoint
 
 LAYERS = 4
@@ -154,12 +159,27 @@ def test_a_flipped_bit_in_a_file_with_resident_weights_is_found_before_it_is_ser
         store.acquire(1)
 
 
+class Hashed(FileDigest):
+    """Remembers which files were compared with their checksums as they passed."""
+
+    files: ClassVar[list[Path]] = []
+
+    def __init__(self, reader: DiskReader, image: Image) -> None:
+        super().__init__(reader, image)
+        self.files.append(image.file.path)
+
+
+@pytest.fixture(autouse=True)
+def hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qoff.memory.io.transfers.FileDigest", Hashed)
+
+
 def test_a_file_is_hashed_once(checkpoint: Checkpoint) -> None:
+    Hashed.files.clear()
     with WeightStore(checkpoint, residency_of(checkpoint, [])) as store:
-        consume(store, UNITS * 2)
-        file = checkpoint.layers[3]
-        flip(file.path, file.nbytes - 1)
-        consume(store, UNITS)  # a second hash would fail now
+        consume(store, UNITS * 3)
+    # The embedding is in the outer file, too: that is compared before.
+    assert sorted(Hashed.files) == sorted(file.path for file in checkpoint.layers)
 
 
 @pytest.mark.parametrize("death", [SystemExit(1), KeyboardInterrupt(), MemoryError()])
@@ -219,3 +239,66 @@ def test_an_arena_that_cannot_be_had_leaves_nothing_behind(checkpoint: Checkpoin
     impossible = Residency(plan.resident, 0, 0, 1 << 60, 0, 0, plan.packing)
     with pytest.raises(MemoryError, match="refused"):
         WeightStore(checkpoint, impossible)
+
+
+STREAMED = {"whole layers": {}, "tiles": {"tile_bytes": 4096}}
+
+
+@pytest.mark.parametrize("how", STREAMED)
+def test_a_file_that_changes_while_it_streams_ends_the_run(
+    checkpoint: Checkpoint, how: str
+) -> None:
+    file = checkpoint.layers[1]
+    plan = residency_of(checkpoint, [], packing="rows16", **STREAMED[how])  # type: ignore[arg-type]
+    with WeightStore(checkpoint, plan) as store:
+        units = list(store._streamed)
+        consume(store, units * 2)
+        flip(file.path, file.nbytes - 1)
+        with pytest.raises(ChecksumError, match=file.path.name):
+            consume(store, units * 2)  # the first may have been read ahead
+
+
+def test_a_file_that_is_touched_but_is_the_same_streams_on(checkpoint: Checkpoint) -> None:
+    file, truth = checkpoint.layers[1], Truth(checkpoint, "rows16")
+    with WeightStore(checkpoint, residency_of(checkpoint, [])) as store:
+        consume(store, UNITS)
+        hashed = len(Hashed.files)
+        file.path.touch()
+        consume(store, UNITS * 2)
+        file.path.unlink()  # the file is still open
+        consume(store, UNITS * 2)
+        with store.use(1) as weights:
+            assert truth.wrong(1, weights) == []
+        assert 1 <= len(Hashed.files) - hashed <= 2  # not once a pass
+
+
+def test_rows_of_a_file_that_changes_are_not_served(checkpoint: Checkpoint) -> None:
+    outer = checkpoint.outer
+    with WeightStore(checkpoint, residency_of(checkpoint, [])) as store:
+        before = store.gather_rows(EMBEDDING, torch.tensor([3]))
+        assert torch.equal(store.gather_rows(EMBEDDING, torch.tensor([3])), before)
+        flip(outer.path, outer.nbytes - 1)
+        with pytest.raises(ChecksumError, match=outer.path.name):
+            store.gather_rows(EMBEDDING, torch.tensor([3]))
+
+
+def test_what_cannot_be_closed_is_told_once_and_the_rest_is(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads, files and memory are given back whatever fails first."""
+    store = WeightStore(checkpoint, residency_of(checkpoint, []))
+    consume(store, UNITS)
+    with monkeypatch.context() as patched:
+        closed = DirectFile.close
+
+        def close(self: DirectFile) -> None:
+            closed(self)
+            if self.path == checkpoint.layers[0].path:
+                raise DiskReadError(f"{self.path}: cannot be closed: Input/output error")
+
+        patched.setattr(DirectFile, "close", close)
+        with pytest.raises(DiskReadError, match=r"00000.*cannot be closed"):
+            store.close()
+    store.close()
+    assert store.arena._memory is None
+    assert store._views == {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -317,6 +319,48 @@ def test_a_streamed_unit_is_one_copy(pristine: Checkpoint) -> None:
             store.acquire(unit)
         assert stream.copies == 3 * len(UNITS) + 2
     assert stream.pinned == []
+
+
+class Unpinned(SimulatedStream):
+    """No memory can be registered; `driver` says whether the driver pins some."""
+
+    driver = False
+
+    def pin(self, memory: torch.Tensor) -> None:
+        raise OSError(errno.ENOMEM, "cudaHostRegister gave error 801")
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        if not self.driver:
+            raise OSError(errno.ENOMEM, "cuMemHostAlloc gave error 2")
+        return self.allocate(nbytes)
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_weights_stream_from_memory_that_is_not_pinned(
+    driver: bool, pristine: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unpinned, "driver", driver)
+    warns = pytest.warns(UserWarning, match=r"gave error 801; cuMem.*RLIMIT_MEMLOCK")
+    transfers = CudaTransfers("cpu", stream=Unpinned)
+    plan = plan_for("simulated", pristine, sources=1 << 20)
+    with nullcontext() if driver else warns:
+        store = WeightStore(pristine, plan, transfers=transfers, instrumentation=POISON)
+    with store:
+        assert transfers.stream.pageable is not driver
+        for _ in range(2):
+            check_pass(store, Truth(pristine, PACKING))
+        assert store.stats.bytes_copied > 0
+
+
+def test_a_store_made_in_inference_mode_streams_outside_of_it(
+    kind: str, pristine: Checkpoint
+) -> None:
+    truth = Truth(pristine, PACKING)
+    with torch.inference_mode():
+        store = opened(kind, pristine, plan_for(kind, pristine, sources=100_000))
+        check_pass(store, truth)
+    with store:
+        check_pass(store, truth)
 
 
 def test_the_next_unit_is_read_while_one_is_copied(pristine: Checkpoint) -> None:

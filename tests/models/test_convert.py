@@ -341,7 +341,7 @@ def test_a_truncated_file_is_named(keep: float, tmp_path: Path) -> None:
     file = tmp_path / "model" / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * keep)])
-    with pytest.raises(FormatError, match=r"model\.safetensors: header is not valid"):
+    with pytest.raises(FormatError, match=r"model\.safetensors: .* ends at byte"):
         convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
 
 

@@ -406,7 +406,7 @@ def _arch(model: Model) -> None:
         (_nan, FormatError, r"m.gguf: tensor blk.1.attn_k.weight \(Q4_1\) holds NaN"),
         (_partial, UnsupportedModelError, r"rope.dimension_count is 16; supported: 32"),
         (_experts, UnsupportedModelError, r"llama.expert_count is 8; supported: 0"),
-        (_no_heads, FormatError, r"key llama.attention.head_count is None; expected a number"),
+        (_no_heads, FormatError, r"key llama.attention.head_count is missing; expected a whole"),
         (_kind, FormatError, r"blk.0.ffn_down.weight has type MXFP4; supported are Q4_0"),
         (_pre, UnsupportedModelError, r"tokenizer.ggml.pre is 'chameleon'; supported: default"),
         (_unigram, UnsupportedModelError, r"tokenizer.ggml.model is 't5'; supported: 'gpt2'"),

@@ -295,7 +295,7 @@ def test_damage_is_named_before_anything_is_written(tmp_path: Path) -> None:
         convert(model, tmp_path / "out", quant=QUANT)
     content = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(FormatError, match=r"model\.safetensors: header is not valid"):
+    with pytest.raises(FormatError, match=r"model\.safetensors: .* ends at byte"):
         convert(model, tmp_path / "out", quant=QUANT)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

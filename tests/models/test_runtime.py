@@ -30,6 +30,7 @@ from qoff.memory import DiskReader, Residency, ThreadTransfers, residency_of
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.plan import EMBEDDING, unit_files
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.decoder import Decoder
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from tests.instruments import POISON
@@ -356,3 +357,31 @@ def test_activation_bits_that_ops_do_not_have_are_refused(
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
         Runtime(llama, activation_bits=bits, instrumentation=Instrumentation(ops=ops))
+
+
+def test_a_runtime_of_inference_mode_streams_outside_of_it_on_its_device(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[torch.device] = []
+
+    @contextmanager
+    def device_guard(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    steps = Decoder.steps
+
+    def watched(decoder: Decoder, run: ForwardPass) -> Steps:
+        assert current == [torch.device("cpu")]
+        return steps(decoder, run)
+
+    monkeypatch.setattr("qoff.models.runtime.device_guard", device_guard)
+    monkeypatch.setattr(Decoder, "steps", watched)
+    with torch.inference_mode():
+        runtime = Runtime(llama, device_memory=min(budgets(llama)))
+        before = logits_of(runtime)
+    with runtime:
+        assert torch.equal(logits_of(runtime), before)
+        assert runtime.stats().disk_bytes > runtime.residency.resident_bytes
+    assert current == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from qoff.memory import plan_residency
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.graphs import Replays
+from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from tests.tiny_models import QUANT, PlainRun, save_model
 from tests.tolerances import FLOAT16_LOGITS, assert_close
@@ -48,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 2},  # one layer does not rotate
     "gemma2": {"num_attention_heads": 2, "sliding_window": 40},
     "gpt-neox": {"hidden_size": 64},  # a quarter of a head rotates
+    "opt": {"hidden_size": 64, "ffn_dim": 32, "max_position_embeddings": 192},
 }
 
 
@@ -121,7 +121,7 @@ def test_prefill_decoding_over_a_block_beams_and_a_retreat(tmp_path: Path) -> No
 
 @interpreted
 @pytest.mark.parametrize(
-    "family", ["qwen3-tied", "mistral-window", "smollm3", "gemma2", "gpt-neox"]
+    "family", ["qwen3-tied", "mistral-window", "smollm3", "gemma2", "gpt-neox", "opt"]
 )
 def test_other_families(tmp_path: Path, family: str) -> None:
     runs = Runs(checkpoint(tmp_path, family), 3)
@@ -151,45 +151,31 @@ def test_greedy_tokens_are_those_of_the_reference(tmp_path: Path) -> None:
     )
 
 
-@interpreted
-def test_layers_that_are_replayed_compute_the_same(tmp_path: Path) -> None:
-    """A recording keeps tensors and numbers as they were, and reads memory as it is."""
-    recorded: list[Callable[[], None]] = []
-
-    def record(work: Callable[[], None]) -> Callable[[], None]:
-        recorded.append(work)
-        return work
-
-    path = checkpoint(tmp_path, "smollm3")
-    options = {"dtype": torch.float16}
-    plain = PlainRun(path, triton_ops, **options)
-    replaying = PlainRun(path, triton_ops, **options, replays=Replays(record))
-    caches = [run.decoder.new_cache(2, kv=KV8) for run in (plain, replaying)]
-    for counts in ([76, 2], *[[1, 1]] * 8):  # one of the steps packs a block
-        tokens, ragged = torch.randint(3, 32, (sum(counts),)), Ragged.of(counts, caches[0].lengths)
-        expected, found = (
-            run.forward(ForwardPass(tokens, ragged, cache, torch.arange(ragged.tokens)))
-            for run, cache in zip((plain, replaying), caches, strict=True)
-        )
-        assert_close(found, expected, dtype=torch.float16)
-    assert caches[0].packed == [64, 0]
-    assert len(recorded) == 2 * 2  # layers, before and after the block
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_on_a_gpu_are_those_of_the_cpu(
-    tmp_path: Path, family: str, streaming: bool, graphs: bool
+    tmp_path: Path,
+    family: str,
+    streaming: bool,
+    graphs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("QOFF_CUDA_GRAPHS", str(int(graphs)))
     path = checkpoint(tmp_path, family)
     budget = least_budget(path, host_staging=2) if streaming else None
     with (
         Runtime(path, kv=KV8) as on_cpu,
-        Runtime(path, kv=KV8, device="cuda", device_memory=budget, cuda_graphs=graphs) as on_gpu,
+        Runtime(path, kv=KV8, device="cuda", device_memory=budget) as on_gpu,
     ):
         assert greedy(on_gpu, 16) == greedy(on_cpu, 16)
+        assert isinstance(on_gpu.decoder, Decoder)
+        replays = on_gpu.decoder.replays
+        assert (replays is not None) == graphs
+        if replays is not None:
+            assert replays.replayed
+            assert not replays.failed
 
 
 @pytest.mark.gpu

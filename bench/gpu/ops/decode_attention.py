@@ -116,19 +116,23 @@ def _chain(model: ModelShape, context: int, batch: int, device: torch.device) ->
     form = KVFormat(model.head_dim)
     columns = 8 if model.group <= 8 else 16
     tiles = batch * model.kv_heads * -(-model.group // columns)
-    config = decode._configured(device, form, columns)
+    config = decode._configured(device, torch.float16, form, columns)
     blocks = max(0, context - 1) // BLOCK_TOKENS
     run = decode.blocks_per_run(tiles, blocks, Gpu.of(device).processors, config)
     return SerialChain(launches=2, loads=2 + min(run, blocks) + 1)
 
 
 def problem(
-    model: ModelShape, context: int, batch: int, device: torch.device
+    model: ModelShape,
+    context: int,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float16,
 ) -> tuple[Callable[..., object], torch.Tensor]:
     """A call that attends to a random cache, given a `DecodeConfig` or none, and its queries."""
     form = KVFormat(model.head_dim)
-    cache = random_cache(form, model.kv_heads, [context] * batch, torch.float16, device)
-    q = torch.randn(batch, model.heads, model.head_dim, device=device).half()
+    cache = random_cache(form, model.kv_heads, [context] * batch, dtype, device)
+    q = torch.randn(batch, model.heads, model.head_dim, device=device).to(dtype)
     shape = HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim**-0.5)
 
     def attend(config: DecodeConfig | None = None) -> object:

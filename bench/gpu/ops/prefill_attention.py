@@ -46,13 +46,13 @@ def _error(
     rows: list[int],
     device: torch.device,
 ) -> float:
-    operands = _operands(form, 2, group, starts, rows, dtype, device)
+    operands = problem(form, 2, group, starts, rows, dtype, device)
     out, lse = prefill_attention(*operands)
     expected, expected_lse = reference.prefill_attention(*operands)
     return max(relative_rms(out, expected), relative_rms(lse, expected_lse))
 
 
-def _operands(
+def problem(
     form: KVFormat,
     kv_heads: int,
     group: int,
@@ -91,9 +91,7 @@ def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
 
 def _build(model: ModelShape, context: int, device: torch.device) -> PreparedCase:
     form = KVFormat(model.head_dim)
-    operands = _operands(
-        form, model.kv_heads, model.group, [context], [_ROWS], torch.float16, device
-    )
+    operands = problem(form, model.kv_heads, model.group, [context], [_ROWS], torch.float16, device)
     names = [*BACKENDS, REPEATED] + [IN_TWO_PARTS] * (context > 0)
     peers = {SDPA + name: partial(_peer, name, model, context, device) for name in names}
     return PreparedCase(lambda: prefill_attention(*operands), peers)

@@ -23,6 +23,7 @@ import torch
 from numba import types
 
 from qoff.kernels.processor import usable_threads
+from qoff.process import only_here
 
 from . import simd
 from .compiled import inner, job
@@ -181,7 +182,7 @@ class Pool:
 def default_pool() -> Pool:
     """The pool that the ops run on; its threads are counted when it is first asked for."""
     pool = Pool(usable_threads())
-    atexit.register(pool.close)
+    atexit.register(only_here(pool.close))
     return pool
 
 

@@ -192,7 +192,7 @@ def decode_attention(
         new is not None and new.k_norm is not None,
         value_run(form.head_dim) if new is not None and new.rotated else 1,
     )
-    kernel, split, most_parts = _bound(q.device, form, shape, sequences, flags, config)
+    kernel, split, most_parts = _bound(q.device, q.dtype, form, shape, sequences, flags, config)
     parts, run = split.of(step.max_packed // BLOCK_TOKENS)
     outs = q.new_empty(parts, rows, *outputs)
     lses = q.new_empty(parts, rows, shape.heads, dtype=torch.float32)
@@ -254,6 +254,7 @@ class Split(NamedTuple):
 @cache
 def _bound(
     device: torch.device,
+    dtype: torch.dtype,
     form: KVFormat,
     shape: HeadShape,
     sequences: int,
@@ -268,7 +269,7 @@ def _bound(
     """
     window, group = shape.window or 0, shape.heads // shape.kv_heads
     columns = _columns(group)
-    config = config or _configured(device, form, columns)
+    config = config or _configured(device, dtype, form, columns)
     tiles, processors = shape.kv_heads * cdiv(group, columns), Gpu.of(device).processors
     # A window that starts inside a block reaches into one more.
     most_blocks = window // BLOCK_TOKENS + 1 if window else 1 << 30
@@ -293,8 +294,10 @@ def _bound(
 
 
 @cache
-def _configured(device: torch.device, form: KVFormat, columns: int) -> DecodeConfig:
-    key = f"{form.head_dim}-k{form.k_bits}-v{form.v_bits}-{columns}"
+def _configured(
+    device: torch.device, dtype: torch.dtype, form: KVFormat, columns: int
+) -> DecodeConfig:
+    key = f"{str(dtype)[6:]}-{form.head_dim}-k{form.k_bits}-v{form.v_bits}-{columns}"
     entry = tuned.lookup("decode_attention", device, key)
     return DecodeConfig(**entry) if entry else _heuristic(Gpu.of(device).capability, form, columns)
 
@@ -323,7 +326,7 @@ def decode_bytes(
     """
     group = heads // kv_heads
     columns = _columns(group)
-    config = _configured(device, form, columns)
+    config = _configured(device, dtype, form, columns)
     tiles = sequences * kv_heads * cdiv(group, columns)
     runs = _most_runs(tiles, Gpu.of(device).processors, config)
     parts = 1 + min(cdiv(blocks, config.min_blocks), runs)

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from qoff.kernels.triton.linear.nibbles import dot16
+from qoff.kernels.triton.linear.planes import halves
 
-from .kv_pairs import halves, load_channel_pairs, load_code_pairs, raised_pairs
+from .kv_pairs import load_channel_pairs, load_code_pairs, raised_pairs
 from .kv_tiles import OFFSET, TOKENS, cap_scores, load_token_params, prefetch
 
 # Probabilities are 2**6 times what they are, or float16 would round those of small values of V

@@ -17,25 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kv_tiles import TOKENS, load_where
+from qoff.kernels.triton.linear.planes import byte_planes, halves, nibble_planes
 
-# Four packed bytes $4, two pairs, to 1024 + nibble: low nibbles of the even bytes ($0) and of the
-# odd bytes ($1), and 1024 + 16 * the high nibbles ($2, $3). 0xea is (a & b) | c.
-RAISE_NIBBLE_PAIRS = tl.constexpr("""{
-    .reg .b32 odd;
-    shr.u32 odd, $4, 8;
-    lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $1, odd, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $2, $4, 0x00f000f0, 0x64006400, 0xea;
-    lop3.b32 $3, odd, 0x00f000f0, 0x64006400, 0xea;
-}""")
-# Four bytes $2 to 1024 + byte: the even ones ($0) and the odd ones ($1).
-RAISE_BYTE_PAIRS = tl.constexpr("""{
-    .reg .b32 odd;
-    shr.u32 odd, $2, 8;
-    lop3.b32 $0, $2, 0x00ff00ff, 0x64006400, 0xea;
-    lop3.b32 $1, odd, 0x00ff00ff, 0x64006400, 0xea;
-}""")
+from .kv_tiles import TOKENS, load_where
 
 
 @triton.jit
@@ -46,41 +30,11 @@ def raised_pairs(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
     `second` is not read. 8 bits: 1024 + code, two planes from each tile.
     """
     if BITS == 4:
-        if ASM:
-            a, b, c, d = tl.inline_asm_elementwise(
-                RAISE_NIBBLE_PAIRS,
-                "=r,=r,=r,=r,r",
-                [first],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            a = ((first & 0x0F) | 0x6400).to(tl.float16, bitcast=True)
-            b = (((first >> 8) & 0x0F) | 0x6400).to(tl.float16, bitcast=True)
-            c = ((first & 0xF0) | 0x6400).to(tl.float16, bitcast=True)
-            d = (((first >> 8) & 0xF0) | 0x6400).to(tl.float16, bitcast=True)
+        a, b, c, d = nibble_planes(first, tl.float16, True, ASM)
     else:
-        a, b = _raised_byte_pairs(first, ASM)
-        c, d = _raised_byte_pairs(second, ASM)
+        a, b = byte_planes(first, tl.float16, ASM)
+        c, d = byte_planes(second, tl.float16, ASM)
     return a, b, c, d
-
-
-@triton.jit
-def _raised_byte_pairs(codes, ASM: tl.constexpr):
-    if ASM:
-        even, odd = tl.inline_asm_elementwise(
-            RAISE_BYTE_PAIRS,
-            "=r,=r,r",
-            [codes],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        even = ((codes & 0xFF) | 0x6400).to(tl.float16, bitcast=True)
-        odd = ((codes >> 8) | 0x6400).to(tl.float16, bitcast=True)
-    return even, odd
 
 
 @triton.jit
@@ -100,14 +54,6 @@ def load_code_pairs(codes, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, BITS: tl
     if BITS == 8:
         second = load_where(at + QUARTER, inside, PAIRS == QUARTER)
     return first, second
-
-
-@triton.jit
-def halves(pairs, DTYPE: tl.constexpr):
-    """The low and the high 16 bits of uint32 `pairs` as two tiles of DTYPE."""
-    even = (pairs & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
-    odd = (pairs >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
-    return even, odd
 
 
 @triton.jit

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,11 +14,21 @@ from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, require
+from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .kv_tiles import LOG2E
 from .rotate import rotated
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """`rows` heads of a token each in a program, with the loads of `parts` parts under way."""
+
+    rows: int
+    parts: int
+    num_warps: int
 
 
 @triton.jit(do_not_specialize=["parts", "rows"])
@@ -66,7 +77,7 @@ def merge_bytes(tokens: int, heads: int, head_dim: int, itemsize: int) -> int:
     return tokens * heads * (head_dim * itemsize + 4)
 
 
-def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def merge(outs: Tensor, lses: Tensor, config: MergeConfig | None = None) -> tuple[Tensor, Tensor]:
     """Join partial attention results outs [P, T, H, D] by their log-sum-exps, float32 [P, T, H].
 
     outs: float16, bfloat16 or float32. Returns the output [T, H, D] in their dtype and its natural
@@ -78,28 +89,58 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     require("lses", lses, (torch.float32,), outs.shape[:3], outs.device)
     if not outs.shape[0]:
         raise OpError("there is nothing to merge: outs [P, T, H, D] has no parts")
-    return join(outs, lses, outs.shape[0])
+    return join(outs, lses, outs.shape[0], config=config)
 
 
-def join(outs: Tensor, lses: Tensor, most_parts: int, run: int = 1) -> tuple[Tensor, Tensor]:
+def join(
+    outs: Tensor,
+    lses: Tensor,
+    most_parts: int,
+    run: int = 1,
+    config: MergeConfig | None = None,
+) -> tuple[Tensor, Tensor]:
     """`merge` of checked operands, by the kernel for up to so many parts of the same heads.
 
     run: channels that are rotated back together, see `rotation.value_run`; 1 for none.
     """
     parts, tokens, heads, head_dim = outs.shape
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    kernel, together = _bound(head_dim, most_parts, run)
+    kernel, together = _bound(outs.device, outs.dtype, head_dim, most_parts, run, config)
     kernel((cdiv(tokens * heads, together), 1, 1), outs, lses, out, lse, parts, tokens * heads)
     return out, lse
 
 
 @cache
-def _bound(head_dim: int, most_parts: int, run: int) -> tuple[BoundKernel, int]:
+def _bound(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    most_parts: int,
+    run: int,
+    config: MergeConfig | None,
+) -> tuple[BoundKernel, int]:
     """The kernel, and the rows of a program: heads of a token."""
+    together = min(32, next_power_of_2(most_parts))
+    config = config or _configured(device, dtype, head_dim, together)
+    kernel = BoundKernel(
+        merge_kernel,
+        D=head_dim,
+        D_PADDED=next_power_of_2(head_dim),
+        PARTS=config.parts,
+        ROWS=config.rows,
+        RUN=run,
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+    return kernel, config.rows
+
+
+@cache
+def _configured(device: torch.device, dtype: torch.dtype, head_dim: int, parts: int) -> MergeConfig:
+    entry = tuned.lookup("merge", device, f"{str(dtype)[6:]}-{head_dim}-{parts}")
+    if entry:
+        return MergeConfig(**entry)
     padded = next_power_of_2(head_dim)
-    parts = min(32, next_power_of_2(most_parts))  # whose loads are under way
     rows = max(1, 1024 // (parts * padded))
     values = parts * rows * padded
-    warps = 1 if values <= 1024 else min(8, values // 512)
-    sizes = {"D": head_dim, "D_PADDED": padded, "PARTS": parts, "ROWS": rows, "RUN": run}
-    return BoundKernel(merge_kernel, **sizes, num_warps=warps, num_stages=1), rows
+    return MergeConfig(rows, parts, num_warps=1 if values <= 1024 else min(8, values // 512))

@@ -22,6 +22,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import LAUNCH, WARPS_OVER_ROWS
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
@@ -191,7 +192,7 @@ def prefill_attention(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if not tokens:
         return out, lse
-    config = config or _configured(Gpu.of(q.device).capability, dim)
+    config = config or _configured(q.device, q.dtype, form)
     blocks = step.max_packed // BLOCK_TOKENS
     tiles = cdiv(step.max_rows * group, config.rows)
     piece = 0
@@ -242,13 +243,19 @@ def prefill_bytes(
     Its results, and a scratch in which blocks are dequantized.
     """
     values = sequences * blocks * BLOCK_TOKENS * form.head_dim
-    config = _configured(Gpu.of(device).capability, form.head_dim)
+    config = _configured(device, dtype, form)
     scratch = min(4 * values * kv_heads, config.scratch_mib << 20)
     return tokens * heads * (form.head_dim * dtype.itemsize + 4) + scratch
 
 
 @cache
-def _configured(capability: int, head_dim: int) -> PrefillConfig:
+def _configured(device: torch.device, dtype: torch.dtype, form: KVFormat) -> PrefillConfig:
+    key = f"{str(dtype)[6:]}-{form.head_dim}-k{form.k_bits}-v{form.v_bits}"
+    entry = tuned.lookup("prefill_attention", device, key)
+    return PrefillConfig(**entry) if entry else _heuristic(Gpu.of(device).capability, form.head_dim)
+
+
+def _heuristic(capability: int, head_dim: int) -> PrefillConfig:
     """As large a tile as registers and shared memory of the architecture hold."""
     if capability < 80:  # no tensor cores in Triton there: products take many registers
         return PrefillConfig(16, num_warps=8, num_stages=1, scratch_tiles=0, scratch_mib=1 << 14)

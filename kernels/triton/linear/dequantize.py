@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -14,6 +15,7 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS
+from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.options import LAUNCH
 from qoff.kernels.triton.launch.sizes import cdiv
 
@@ -91,7 +93,7 @@ def dequantize_into(
     """
     if not codes.numel():
         return
-    config = config or DequantizeConfig()
+    config = config or _configured(out.device, out.dtype, bits, group_size)
     run = group_size * bits // 8
     per_program = max(1, config.block // run)
     runs = codes.numel() // run
@@ -110,3 +112,11 @@ def dequantize_into(
         num_stages=1,
         **LAUNCH,
     )
+
+
+@cache
+def _configured(
+    device: torch.device, dtype: torch.dtype, bits: int, group: int
+) -> DequantizeConfig:
+    entry = tuned.lookup("dequantize", device, f"{str(dtype)[6:]}-{bits}-{group}")
+    return DequantizeConfig(**entry) if entry else DequantizeConfig()

@@ -22,7 +22,7 @@ from qoff.kernels.triton.launch.options import LAUNCH
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .nibbles import byte_values, load_scale_min, low_high
-from .product import PLAIN, Case, Epilogue, form, rows_of, write
+from .product import Case, Epilogue, form, rows_of, write
 
 TOKENS_MAX = 4
 
@@ -98,14 +98,10 @@ def fma_kernel(
 
 
 def fma(
-    x: Tensor,
-    weight: QTensor,
-    bias: Tensor | None = None,
-    config: FmaConfig | None = None,
-    end: Epilogue = PLAIN,
+    x: Tensor, weight: QTensor, bias: Tensor | None, config: FmaConfig, end: Epilogue
 ) -> Tensor:
-    """x @ W.T + bias; operands as `w4_linear` takes them."""
-    kernel, grid = _bound(Case.of(x, weight, bias, end), config or FmaConfig())
+    """x @ W.T + bias and what `end` says; operands as `w4_linear` takes them."""
+    kernel, grid = _bound(Case.of(x, weight, bias, end), config)
     out = end.target(x, weight)
     operands = (x, weight.codes, weight.scale_min, bias, end.residual, out)
     kernel(grid, *operands, *weight.codes.shape, x.stride(0))

@@ -1,10 +1,11 @@
 """y = x W^T for a few tokens, on tensor cores, straight from packed codes.
 
 At one token the codes must be unpacked as fast as memory delivers them: about three instructions
-per weight on the fastest GPUs. So a code costs half a byte permutation and no conversion, scale or
-subtraction, and the multiplication is one tensor-core instruction for eight codes of a lane:
+per weight on the fastest GPUs. So a code costs little more than half an instruction (`planes`) and
+no conversion, scale or subtraction, and the multiplication is one tensor-core instruction for eight
+codes of a lane:
 
-- The codes (plus an exact offset, see `nibbles`) are the left operand. The right one has eight
+- The codes (plus an exact offset) are the left operand. The right one has eight
   columns: column (token t, group j) holds x of the token in the rows of group j and zeros
   elsewhere. One product thus gives the sum over each group by itself, which is then scaled in
   float32: y += scale * (sum(code * x)) + minimum * sum(x).
@@ -24,18 +25,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
-from .nibbles import byte_values, dot16, load_scale_min, low_high
+from .nibbles import dot16, load_scale_min
+from .planes import byte_planes, halves, nibble_planes, ones_like
 from .product import (
-    PLAIN,
     SPLITS_MAX,
     Case,
     Config,
@@ -51,9 +52,7 @@ COLUMNS = tl.constexpr(8)  # of the right operand: the narrowest that tensor cor
 STEP_BYTES_MIN = 32  # of a row that tensor cores take at once
 STEP_BYTES = 128  # of a row that a warp takes at once: a cache line
 
-# 1.0 for every byte. Made from the codes so that the tile gets their layout.
-_ONES_F16 = tl.constexpr("mov.b32 $0, 0x3c003c00; mov.b32 $1, 0x3c003c00; // $2")
-_ONES_BF16 = tl.constexpr("mov.b32 $0, 0x3f803f80; mov.b32 $1, 0x3f803f80; // $2")
+RAISED_TOKENS = tl.constexpr(4)  # up to which unpacking counts more than adding sums up
 
 
 @dataclass(frozen=True)
@@ -64,36 +63,45 @@ class GemvConfig(Config):
 
 
 @triton.jit
-def _ones(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """A tile of ones of the shape of `codes` (uint8), in the layout of the codes."""
-    if ASM:
-        ones = tl.inline_asm_elementwise(
-            _ONES_F16 if tl.float16 == DTYPE else _ONES_BF16,
-            "=r,=r,r",
-            [codes],
-            dtype=DTYPE.value,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        ones = tl.full(codes.shape, 1.0, DTYPE)
-    return ones
+def _group_sums(
+    codes,
+    first,
+    second,
+    OFFSET: tl.constexpr,
+    RAISED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Sums over groups of (OFFSET + code) * x, RAISED: of code * x, and of x.
 
-
-@triton.jit
-def _group_sums(codes, first, second, FORM: tl.constexpr):
-    """Sums over groups of (offset + code) * x, and of x; `second` is x of the high nibbles."""
+    first, second: pairs of x, uint32; `second` is x of the high nibbles.
+    """
     SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1], first.shape[2]]
     zero = tl.zeros(SHAPE, tl.float32)
-    ones = _ones(codes, first.dtype, FORM.asm)
-    x_sum = dot16(ones, first, zero, FORM.asm)
+    ones = ones_like(codes, DTYPE, FORM.asm)
+    x_even, x_odd = halves(first, DTYPE)
+    x_sum = dot16(ones, x_even, zero, FORM.asm)
+    x_sum = dot16(ones, x_odd, x_sum, FORM.asm)
     if FORM.bits == 4:
-        low, high = low_high(codes, first.dtype, FORM.asm, True)
-        code_sum = dot16(low, first, zero, FORM.asm)
-        code_sum = dot16(high, second, code_sum, FORM.asm)
-        x_sum = dot16(ones, second, x_sum, FORM.asm)
+        even, odd, high_even, high_odd = nibble_planes(codes, DTYPE, RAISED, FORM.asm)
     else:
-        code_sum = dot16(byte_values(codes, first.dtype, FORM.asm), first, zero, FORM.asm)
+        even, odd = byte_planes(codes, DTYPE, FORM.asm)
+    code_sum = dot16(even, x_even, zero, FORM.asm)
+    code_sum = dot16(odd, x_odd, code_sum, FORM.asm)
+    if FORM.bits == 4:
+        x_even, x_odd = halves(second, DTYPE)
+        if RAISED:
+            high_sum = dot16(high_even, x_even, zero, FORM.asm)
+            high_sum = dot16(high_odd, x_odd, high_sum, FORM.asm)
+            x_high_sum = dot16(ones, x_even, zero, FORM.asm)
+            x_high_sum = dot16(ones, x_odd, x_high_sum, FORM.asm)
+            code_sum += (high_sum - OFFSET * x_high_sum) * 0.0625 - OFFSET * x_sum
+            x_sum += x_high_sum
+        else:
+            code_sum = dot16(high_even, x_even, code_sum, FORM.asm)
+            code_sum = dot16(high_odd, x_odd, code_sum, FORM.asm)
+            x_sum = dot16(ones, x_even, x_sum, FORM.asm)
+            x_sum = dot16(ones, x_odd, x_sum, FORM.asm)
     return code_sum, x_sum
 
 
@@ -105,67 +113,73 @@ def gemv_sums(
 
     row: [BLOCK_N], those from N on are read as the last one. start: first of the pieces of GROUPS
     groups along K; each of WARPS takes one in a step. Column c of a product is token c // GROUPS
-    and group c % GROUPS of the step.
+    and group c % GROUPS of the step. Codes and x are read two neighbours at a time.
     """
     BLOCK_N: tl.constexpr = row.shape[0]
+    DTYPE: tl.constexpr = x.dtype.element_ty
     BITS: tl.constexpr = FORM.bits
     GROUPS: tl.constexpr = FORM.groups
-    GROUP_BYTES: tl.constexpr = FORM.group_bytes
+    GROUP_PAIRS: tl.constexpr = FORM.group_bytes // 2
     WARPS: tl.constexpr = FORM.config.warps
     COLS: tl.constexpr = max(COLUMNS, FORM.tokens)
-    BYTES: tl.constexpr = GROUPS * GROUP_BYTES  # of a row, for a warp in a step
+    PAIRS: tl.constexpr = GROUPS * GROUP_PAIRS  # of a row, for a warp in a step
     SPREAD: tl.constexpr = 8 // BITS  # elements in a byte
-    IN_FLOAT16: tl.constexpr = x.dtype.element_ty == tl.float16
-    OFFSET: tl.constexpr = 0.0 if BITS == 8 else 1024.0 if IN_FLOAT16 else 128.0
+    IS_FLOAT16: tl.constexpr = tl.float16 == DTYPE
+    OFFSET: tl.constexpr = 1024.0 if IS_FLOAT16 else 128.0 if BITS == 4 else 0.0
+    RAISED: tl.constexpr = IS_FLOAT16 and BITS == 4 and FORM.tokens <= RAISED_TOKENS
     safe_row = tl.minimum(row, N - 1)
     part = tl.arange(0, WARPS)
-    byte = tl.arange(0, BYTES)
+    pair = tl.arange(0, PAIRS)
     column = tl.arange(0, COLS)
     token = column // GROUPS
     group = column % GROUPS
     used = token < tl.minimum(FORM.tokens, M)
 
-    element = byte if BITS == 8 else (byte // 16) * 32 + byte % 16
-    mine = used[None, :] & ((byte // GROUP_BYTES)[:, None] == group[None, :])
+    element = pair if BITS == 8 else (pair // 8) * 16 + pair % 8
+    mine = used[None, :] & ((pair // GROUP_PAIRS)[:, None] == group[None, :])
     mine = mine[None, :, :] & (part >= 0)[:, None, None]
     # With one group in a step, all columns share a scale.
     scale_group = group if GROUPS > 1 else tl.arange(0, 1)
     scaled = used if GROUPS > 1 else scale_group == 0
     scaled = scaled[None, None, :] & (part >= 0)[:, None, None] & (row >= 0)[None, :, None]
 
-    first_byte = (start + part) * BYTES
-    code_row = codes + safe_row[None, :, None].to(tl.int64) * row_bytes
-    code_pointer = code_row + first_byte[:, None, None] + byte[None, None, :]
+    row_pairs = row_bytes // 2
+    first_pair = (start + part) * PAIRS
+    code_row = codes.to(tl.pointer_type(tl.uint16))
+    code_row += safe_row[None, :, None].to(tl.int64) * row_pairs
+    code_pointer = code_row + first_pair[:, None, None] + pair[None, None, :]
     x_pointer = (
-        x
-        + (token * x_stride)[None, None, :]
-        + (first_byte * SPREAD)[:, None, None]
+        x.to(tl.pointer_type(tl.uint32))
+        + (token * (x_stride // 2))[None, None, :]
+        + (first_pair * SPREAD)[:, None, None]
         + element[None, :, None]
     )
     first_group = ((start + part) * GROUPS)[:, None, None] + scale_group[None, None, :]
-    pair = first_group * N + safe_row[None, :, None]
+    index = first_group * N + safe_row[None, :, None]
     total = tl.zeros((WARPS, BLOCK_N, COLS), tl.float32)
     for step in tl.range(0, steps, num_stages=FORM.config.stages):
-        done = step * (WARPS * BYTES)
+        done = step * (WARPS * PAIRS)
         if FORM.even:
             packed = tl.load(code_pointer + done)
             inside = mine
             live = scaled
         else:
-            left = row_bytes - done - first_byte
-            inside_codes = (byte[None, None, :] < left[:, None, None]) & (row >= 0)[None, :, None]
+            left = row_pairs - done - first_pair
+            inside_codes = (pair[None, None, :] < left[:, None, None]) & (row >= 0)[None, :, None]
             packed = tl.load(code_pointer + done, mask=inside_codes, other=0)
-            inside = mine & (byte[None, :, None] < left[:, None, None])
-            live = scaled & ((scale_group * GROUP_BYTES)[None, None, :] < left[:, None, None])
-        first = tl.load(x_pointer + done * SPREAD, mask=inside, other=0.0)
+            inside = mine & (pair[None, :, None] < left[:, None, None])
+            live = scaled & ((scale_group * GROUP_PAIRS)[None, None, :] < left[:, None, None])
+        first = tl.load(x_pointer + done * SPREAD, mask=inside, other=0)
         second = first
         if BITS == 4:
-            second = tl.load(x_pointer + done * SPREAD + 16, mask=inside, other=0.0)
-        index = pair + step * (WARPS * GROUPS) * N
-        scale, minimum = load_scale_min(scale_min, index, live)
-        code_sum, x_sum = _group_sums(packed, first, second, FORM)
+            second = tl.load(x_pointer + done * SPREAD + 8, mask=inside, other=0)
+        here = index + step * (WARPS * GROUPS) * N
+        scale, minimum = load_scale_min(scale_min, here, live)
+        code_sum, x_sum = _group_sums(packed, first, second, OFFSET, RAISED, DTYPE, FORM)
         total += code_sum * scale
-        total += x_sum * (minimum - OFFSET * scale)
+        if not RAISED:
+            minimum -= OFFSET * scale
+        total += x_sum * minimum
 
     tokens = tl.reshape(tl.sum(total, axis=0), (BLOCK_N, COLS // GROUPS, GROUPS))
     return tl.sum(tokens, axis=2)  # [BLOCK_N, tokens]
@@ -200,7 +214,8 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     Few rows want smaller programs with more warps along K, and at last programs along K, until
     there are about two programs for each multiprocessor.
     """
-    config = GemvConfig(block_n=32 if tokens <= 2 else 64, registers=255 if tokens > 8 else 168)
+    registers = 255 if tokens > 8 or group_bytes > 64 else 168
+    config = GemvConfig(block_n=32 if tokens <= 2 else 64, registers=registers)
     wanted = 2 * gpu.processors
     while config.block_n > 16 and cdiv(rows, config.block_n) < wanted:
         config = replace(config, block_n=config.block_n // 2)
@@ -210,29 +225,26 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     return replace(config, splits=splits if splits >= 2 else 1)
 
 
+def in_pairs(x: Tensor) -> Tensor:
+    """x, or a copy of it where its rows do not start at multiples of 4 bytes."""
+    if x.stride(0) % 2 or x.data_ptr() % 4:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
 def gemv(
-    x: Tensor,
-    weight: QTensor,
-    bias: Tensor | None = None,
-    config: GemvConfig | None = None,
-    end: Epilogue = PLAIN,
+    x: Tensor, weight: QTensor, bias: Tensor | None, config: GemvConfig, end: Epilogue
 ) -> Tensor:
-    """x @ W.T + bias for up to `tokens_max` rows of x; operands as `w4_linear` takes them."""
+    """x @ W.T + bias and what `end` says, for up to `tokens_max` rows of x; operands as `w4_linear`
+    takes them."""
+    x = in_pairs(x)
     return multiply(_prepared(Case.of(x, weight, bias, end), config), x, weight, bias, end)
 
 
 @cache
-def _prepared(case: Case, config: GemvConfig | None) -> Prepared:
+def _prepared(case: Case, config: GemvConfig) -> Prepared:
     tokens, group_bytes = next_power_of_2(case.m), case.group * case.bits // 8
-    config = config or _configured(case, tokens, group_bytes)
     groups = groups_per_step(tokens, group_bytes)
     step = groups * group_bytes * config.warps
     programs = (cdiv(case.n, config.block_n), 1)
     return prepare(gemv_kernel, programs, config, step, case, tokens, groups)
-
-
-def _configured(case: Case, tokens: int, group_bytes: int) -> GemvConfig:
-    entry = tuned.lookup("w4_gemv", case.device, case.tuned_key)
-    if entry:
-        return GemvConfig(**entry)
-    return choose(tokens, case.n, case.k * case.bits // 8, group_bytes, Gpu.of(case.device))

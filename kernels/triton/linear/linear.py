@@ -1,15 +1,18 @@
 """The quantized linear op on a GPU: y = x W^T + bias, with W in 4- or 8-bit codes.
 
-One rule chooses among three ways: up to 16 tokens (4 for groups of 32), sums over groups of raw
-codes (`gemv`); up to SKINNY_MAX, weights dequantized in registers (`skinny`); beyond, the
-matrix is dequantized to a scratch, a piece of rows at a time, for cuBLAS. Compute capability 7.5,
-where Triton has no tensor cores: `fma` up to 4 tokens, beyond that the scratch.
+One rule, `way`, chooses where nothing was measured (`tuned`). Up to 16 tokens (4 for groups of 32):
+sums over groups of raw codes (`gemv`). Beyond, weights are dequantized in registers: on Hopper up
+to GEMM_MAX tokens for `wgmma` (`gemm`), elsewhere up to SKINNY_MAX for `mma.sync` (`skinny`). More
+tokens: the matrix is dequantized to a scratch, a piece of rows at a time, for cuBLAS. Compute
+capability 7.5, where Triton has no tensor cores: `fma` up to 4 tokens, beyond that the scratch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,18 +20,24 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS, require
-from qoff.kernels.triton.elementwise.gated_silu import gated_silu
+from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .dequantize import dequantize_into
 from .fma import TOKENS_MAX as FMA_MAX
 from .fma import FmaConfig, fma
+from .gemm import GemmConfig, gemm
+from .gemm import choose as choose_gemm
 from .gemv import GemvConfig, gemv, tokens_max
-from .product import PLAIN, Epilogue, sums_bytes
+from .gemv import choose as choose_gemv
+from .product import PLAIN, Epilogue, ended, sums_bytes
 from .skinny import SkinnyConfig, skinny
+from .skinny import choose as choose_skinny
 
 CUBLAS_BYTES = 64 << 20  # of torch for cuBLAS and cuBLASLt, on GPUs where they get most
 SKINNY_MAX = 64  # tokens; beyond, cuBLAS makes up for the detour through the scratch
+GEMM_MAX = 1024  # tokens, likewise on Hopper
 
 
 SCRATCH_MIN = 64 << 20
@@ -53,7 +62,16 @@ def scratch_bytes(device: torch.device, bound: int | None = None) -> int:
     return max(SCRATCH_MIN, bound // _SCRATCH_SHARE)
 
 
-Config = FmaConfig | GemvConfig | SkinnyConfig | ScratchConfig
+Config = FmaConfig | GemvConfig | SkinnyConfig | GemmConfig | ScratchConfig
+# The ways that can be tuned, by the name that files of tuned configurations have for them.
+TUNED: Mapping[str, type[Config]] = MappingProxyType(
+    {
+        "w4_gemv": GemvConfig,
+        "w4_skinny": SkinnyConfig,
+        "w4_gemm": GemmConfig,
+        "w4_scratch": ScratchConfig,
+    }
+)
 
 
 def w4_linear(
@@ -81,13 +99,38 @@ def w4_linear(
     if tokens == 0:
         return end.target(x, weight)
     if config is None:
-        group_bytes = weight.group_size * weight.bits // 8
-        chosen = way(tokens, group_bytes, Gpu.of(x.device).capability)
-        if chosen is ScratchConfig:
+        form = x.dtype, weight.bits, weight.group_size
+        config = configured(x.device, *form, _rounded(tokens), n, k)
+        if isinstance(config, ScratchConfig):
             config = ScratchConfig(scratch)
-    else:
-        chosen = type(config)
-    return _WAYS[chosen](x, weight, bias, config, end)
+    return _WAYS[type(config)](x, weight, bias, config, end)
+
+
+def _rounded(tokens: int) -> int:
+    """As many tokens as configurations are chosen for: up to 64 by powers of two."""
+    return next_power_of_2(tokens) if tokens <= 64 else cdiv(tokens, 64) * 64
+
+
+@cache
+def configured(
+    device: torch.device, dtype: torch.dtype, bits: int, group: int, tokens: int, n: int, k: int
+) -> Config:
+    """The configuration, and with it the way: as measured for the next power of two of tokens, or
+    as the rules say."""
+    key = tuned_key(dtype, bits, group, next_power_of_2(tokens), n, k)
+    for op, kind in TUNED.items():
+        if entry := tuned.lookup(op, device, key):
+            return kind(**entry)
+    gpu, group_bytes = Gpu.of(device), group * bits // 8
+    kind = way(tokens, group_bytes, gpu.capability)
+    if kind in _RULES:
+        return _RULES[kind](tokens, n, k * bits // 8, group_bytes, gpu)
+    return kind()
+
+
+def tuned_key(dtype: torch.dtype, bits: int, group: int, tokens: int, n: int, k: int) -> str:
+    """Of an entry of a file of tuned configurations."""
+    return f"{str(dtype)[6:]}-{bits}-{group}-{tokens}-{n}x{k}"
 
 
 def way(tokens: int, group_bytes: int, capability: int) -> type[Config]:
@@ -96,18 +139,15 @@ def way(tokens: int, group_bytes: int, capability: int) -> type[Config]:
         return FmaConfig if tokens <= FMA_MAX else ScratchConfig
     if tokens <= tokens_max(group_bytes):
         return GemvConfig
+    if capability == 90:
+        return GemmConfig if tokens <= GEMM_MAX else ScratchConfig
     return SkinnyConfig if tokens <= SKINNY_MAX else ScratchConfig
 
 
 def through_scratch(
-    x: Tensor,
-    weight: QTensor,
-    bias: Tensor | None = None,
-    config: ScratchConfig | None = None,
-    end: Epilogue = PLAIN,
+    x: Tensor, weight: QTensor, bias: Tensor | None, config: ScratchConfig, end: Epilogue
 ) -> Tensor:
     """x @ W.T + bias by way of pieces of rows of W in the dtype of x, and what `end` says."""
-    config = config or ScratchConfig()
     n, k = weight.shape
     codes, scale_min, bits, group = weight.codes, weight.scale_min, weight.bits, weight.group_size
     rows = _scratch_rows(n, k, config)
@@ -122,15 +162,6 @@ def through_scratch(
         else:
             torch.addmm(bias[start:stop], x, w.T, out=out[:, start:stop])
     return ended(out, end)
-
-
-def ended(y: Tensor, end: Epilogue) -> Tensor:
-    """What `end` says of a product y that is there without it."""
-    if end.silu_mul:
-        y = gated_silu(y)
-    if end.residual is not None:
-        return torch.add(y, end.residual, out=end.out)
-    return y if end.out is None else end.out.copy_(y)
 
 
 def _scratch_rows(n: int, k: int, config: ScratchConfig) -> int:
@@ -152,16 +183,28 @@ def linear_bytes(
     The normalized input, bias, product and gated result and, in whichever way takes most, sums of
     programs along K or the scratch; not what cuBLAS takes for itself, `CUBLAS_BYTES`.
     """
-    work = sums_bytes(min(tokens, SKINNY_MAX), n, k, device)
-    if tokens > SKINNY_MAX or Gpu.of(device).capability < 80:
+    work = sums_bytes(tokens, n, k, device)
+    if _takes_scratch(tokens, n, k, device):
         work = max(work, _scratch_rows(n, k, ScratchConfig(scratch)) * k * dtype.itemsize)
     values = tokens * (n + k) + n + tokens * n // 2 * silu_mul
     return values * dtype.itemsize + work
+
+
+def _takes_scratch(tokens: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether some number of tokens up to `tokens` may be computed through the scratch."""
+    ruled = ScratchConfig in (way(m, 32, Gpu.of(device).capability) for m in (16, tokens))
+    return ruled or any(key.endswith(f"-{n}x{k}") for key in tuned.entries("w4_scratch", device))
 
 
 _WAYS: dict[type[Config], Callable[..., Tensor]] = {
     FmaConfig: fma,
     GemvConfig: gemv,
     SkinnyConfig: skinny,
+    GemmConfig: gemm,
     ScratchConfig: through_scratch,
+}
+_RULES: dict[type[Config], Callable[[int, int, int, int, Gpu], Config]] = {
+    GemvConfig: choose_gemv,
+    SkinnyConfig: choose_skinny,
+    GemmConfig: choose_gemm,
 }

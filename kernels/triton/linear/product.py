@@ -14,17 +14,20 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import LAUNCH
-from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
+from qoff.kernels.triton.launch.sizes import cdiv
 
 from .nibbles import use_asm
 
 SPLITS_MAX = 16
 TURN = tl.constexpr(16)  # rows of gate, then as many of up
-_ROWS = 64  # of a program at least, where K is split and no configuration was measured
+# Where K is split and no configuration was measured: rows and tokens of a program at most, bytes of
+# codes of a row at least.
+_ROWS, SUMS_TOKENS, SUMS_BYTES = 128, 128, 128
 _BLOCK = 256  # elements that a program adds up
 
 
@@ -90,6 +93,15 @@ class Epilogue(NamedTuple):
 PLAIN = Epilogue()
 
 
+def ended(y: Tensor, end: Epilogue) -> Tensor:
+    """What `end` says of a product y that is there without it."""
+    if end.silu_mul:
+        y = gated_silu(y)
+    if end.residual is not None:
+        return torch.add(y, end.residual, out=end.out)
+    return y if end.out is None else end.out.copy_(y)
+
+
 class Case(NamedTuple):
     """What decides how a product and its epilogue are launched."""
 
@@ -109,12 +121,6 @@ class Case(NamedTuple):
         shape = (x.shape[0], *weight.shape)
         flags = (bias is not None, end.residual is not None, end.silu_mul)
         return Case(x.device, x.dtype, weight.bits, weight.group_size, *shape, *flags)
-
-    @property
-    def tuned_key(self) -> str:
-        """Of its measured configurations."""
-        tokens = next_power_of_2(self.m)
-        return f"{str(self.dtype)[6:]}-{self.bits}-{self.group}-{tokens}-{self.n}x{self.k}"
 
 
 @triton.jit
@@ -273,12 +279,15 @@ def multiply(
 
 
 def sums_bytes(tokens: int, n: int, k: int, device: torch.device) -> int:
-    """The most bytes that `multiply` allocates beside its result, for the parts of splits.
+    """The most bytes that `multiply` allocates beside its result for up to `tokens` rows of x.
 
     K is split until there are two programs for each processor, or as was measured to be fastest.
     """
-    splits = [min(SPLITS_MAX, 2 * Gpu.of(device).processors // cdiv(n, _ROWS))]
-    for op in ("w4_gemv", "w4_skinny"):
-        entries = tuned.entries(op, device).items()
-        splits += [entry.get("splits", 1) for key, entry in entries if key.endswith(f"-{n}x{k}")]
-    return 4 * max(splits) * tokens * n if max(splits) > 1 else 0
+    wanted = 2 * Gpu.of(device).processors // cdiv(n, _ROWS)
+    splits = min(SPLITS_MAX, wanted, k // SUMS_BYTES)
+    sums = [splits * min(tokens, SUMS_TOKENS) * n if splits > 1 else 0]
+    for op in ("w4_gemv", "w4_skinny", "w4_gemm"):
+        for key, entry in tuned.entries(op, device).items():
+            if key.endswith(f"-{n}x{k}") and entry.get("splits", 1) > 1:
+                sums.append(entry["splits"] * min(tokens, int(key.split("-")[3])) * n)
+    return 4 * max(sums)

@@ -1,10 +1,9 @@
-"""y = x W^T for some tens of tokens: weights dequantized in registers, products on tensor cores.
+"""y = x W^T for some tens of tokens: weights dequantized in registers, products by `mma.sync`.
 
 A weight is (code - centre) * scale + (minimum + centre * scale) in the dtype of x, with the centre
 in the middle of the codes: both terms then round to a few parts in ten thousand of the weight's
 size even in bfloat16. Codes are the left operand, x^T the right one. The leading dimension of the
-products splits K over warps; it also keeps them on `mma.sync` where `wgmma` would want a layout of
-the left operand that can only be read two bytes at a time.
+products splits K over warps, so that none dequantizes what another does; see `gemm` for `wgmma`.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -13,20 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .nibbles import byte_values, dot16, load_scale_min, low_high
 from .product import (
-    PLAIN,
     SPLITS_MAX,
     Case,
     Config,
@@ -44,11 +42,17 @@ class SkinnyConfig(Config):
     """block_n, block_m: rows of W (a multiple of 16) and tokens of a program. row_bytes: bytes of
     codes of a row in a step, 32 at least. parts: steps that different warps do at once."""
 
+    wgmma: ClassVar[bool] = False
     registers: int = 255
     block_n: int = 64
     block_m: int = 16
     row_bytes: int = 64
     parts: int = 4
+
+    @property
+    def step(self) -> int:
+        """Bytes of a row that a program takes at once."""
+        return self.parts * self.row_bytes
 
 
 @triton.jit
@@ -174,32 +178,18 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     elif block_m > 16:
         config = replace(config, row_bytes=32)
     programs = cdiv(rows, config.block_n) * cdiv(tokens, block_m)
-    step = config.parts * config.row_bytes
-    splits = min(gpu.processors // programs, row_bytes // (2 * step), SPLITS_MAX)
+    splits = min(gpu.processors // programs, row_bytes // (2 * config.step), SPLITS_MAX)
     return replace(config, splits=splits if splits >= 2 else 1)
 
 
 def skinny(
-    x: Tensor,
-    weight: QTensor,
-    bias: Tensor | None = None,
-    config: SkinnyConfig | None = None,
-    end: Epilogue = PLAIN,
+    x: Tensor, weight: QTensor, bias: Tensor | None, config: SkinnyConfig, end: Epilogue
 ) -> Tensor:
-    """x @ W.T + bias; operands as `w4_linear` takes them."""
+    """x @ W.T + bias and what `end` says; operands as `w4_linear` takes them."""
     return multiply(_prepared(Case.of(x, weight, bias, end), config), x, weight, bias, end)
 
 
 @cache
-def _prepared(case: Case, config: SkinnyConfig | None) -> Prepared:
-    config = config or _configured(case)
+def _prepared(case: Case, config: SkinnyConfig) -> Prepared:
     programs = (cdiv(case.n, config.block_n), cdiv(case.m, config.block_m))
-    return prepare(skinny_kernel, programs, config, config.parts * config.row_bytes, case)
-
-
-def _configured(case: Case) -> SkinnyConfig:
-    entry = tuned.lookup("w4_skinny", case.device, case.tuned_key)
-    if entry:
-        return SkinnyConfig(**entry)
-    row_bytes, group_bytes = case.k * case.bits // 8, case.group * case.bits // 8
-    return choose(case.m, case.n, row_bytes, group_bytes, Gpu.of(case.device))
+    return prepare(skinny_kernel, programs, config, config.step, case)

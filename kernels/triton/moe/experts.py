@@ -106,7 +106,7 @@ def _compute(p: Product, block: int | None, found: dict[int, Tiles]) -> Tensor:
     block = rule(p.pairs, experts, capability) if block is None else block
     if not block:
         return fma_pairs(p) if capability < 80 else gemv_pairs(p)
-    config = config_for(block, p.group_bytes)
+    config = config_for(block, p.group_bytes, capability)
     size = config.block_m  # small groups want smaller ones on some GPUs
     if size not in found:
         found[size] = tiles(p.topk_ids, experts, size)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.triton.linear.fma import FmaConfig, fma_sums
-from qoff.kernels.triton.linear.gemv import GemvConfig, gemv_sums, groups_per_step
+from qoff.kernels.triton.linear.gemv import GemvConfig, gemv_sums, groups_per_step, in_pairs
 
 from .product import Product, expert_of, finish
 
@@ -61,6 +61,7 @@ def gemv_pairs(p: Product) -> Tensor:
     """The product, on tensor cores."""
     groups = groups_per_step(1, p.group_bytes)
     step = groups * p.group_bytes * GEMV.warps
+    p = p._replace(x=in_pairs(p.x))
     return p.compute(experts_gemv_kernel, p.pairs, (p.topk_ids,), GEMV, step, groups)
 
 

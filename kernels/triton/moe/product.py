@@ -18,6 +18,7 @@ from torch import Tensor
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.triton.launch.sizes import cdiv
 from qoff.kernels.triton.linear.fma import FmaConfig
+from qoff.kernels.triton.linear.gemm import GemmConfig
 from qoff.kernels.triton.linear.gemv import GemvConfig
 from qoff.kernels.triton.linear.product import form
 from qoff.kernels.triton.linear.skinny import SkinnyConfig
@@ -53,7 +54,7 @@ class Product(NamedTuple):
         kernel: Any,
         programs: int,
         which: Sequence[Tensor | int],
-        config: GemvConfig | SkinnyConfig | FmaConfig,
+        config: GemvConfig | SkinnyConfig | GemmConfig | FmaConfig,
         step: int = 0,
         groups: int = 1,
     ) -> Tensor:
@@ -121,12 +122,13 @@ def finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM: t
     pairs [COLS] to keep [COLS]."""
     BLOCK_N: tl.constexpr = y.shape[0]
     COLS: tl.constexpr = y.shape[1]
+    ACTIVATION: tl.constexpr = FORM.activation
     row = first_row + tl.arange(0, BLOCK_N)
     if FORM.bias:
         expert_bias = tl.load(bias + expert * N + row, mask=row < N, other=0.0)
         y += expert_bias.to(tl.float32)[:, None]
     to = pair.to(tl.int64)
-    if FORM.activation == "":
+    if ACTIVATION == "":
         y *= tl.load(topk_weights + pair, mask=keep, other=0.0)[None, :]
         tl.store(out + to[None, :] * N + row[:, None], y, mask=(row < N)[:, None] & keep[None, :])
     else:
@@ -134,7 +136,7 @@ def finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM: t
         is_gate = (tl.arange(0, 2) == 0)[None, :, None, None]
         gate = tl.sum(tl.where(is_gate, turns, 0.0), axis=1)
         up = tl.sum(tl.where(is_gate, 0.0, turns), axis=1)
-        value = tl.reshape(_activate(gate, up, FORM.activation), (BLOCK_N // 2, COLS))
+        value = tl.reshape(_activate(gate, up, ACTIVATION), (BLOCK_N // 2, COLS))
         column = first_row // 2 + tl.arange(0, BLOCK_N // 2)
         target = out + to[None, :] * (N // 2) + column[:, None]
         inside = (column < N // 2)[:, None] & keep[None, :]

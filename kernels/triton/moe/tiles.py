@@ -1,8 +1,8 @@
 """A product of a mixture of experts for many pairs: sorted by expert, in tiles of one expert each.
 
 The tiles are numbered on the GPU without waiting for it: as many programs are launched as there
-can be tiles, and those beyond the last do nothing. A tile is a product as in `linear.skinny`, with
-rows of x gathered.
+can be tiles, and those beyond the last do nothing. A tile is a product as in `linear.gemm` or
+`linear.skinny`, with rows of x gathered.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.kernels.triton.linear.gemm import GemmConfig, gemm_sums
 from qoff.kernels.triton.linear.skinny import SkinnyConfig, skinny_sums
 
 from .product import Product, expert_of, finish
@@ -38,7 +39,7 @@ def experts_tile_kernel(
     x, codes, scale_min, bias, topk_weights, out, order, table, tile_count, per_token,
     code_distance, scale_distance, N, row_bytes, x_stride, steps, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Rows program_id(0) * BLOCK_N .. of tile program_id(1); see `skinny_sums` and `finish`."""
+    """Rows program_id(0) * BLOCK_N .. of tile program_id(1); see `finish` and the sums."""
     BLOCK_N: tl.constexpr = FORM.config.block_n
     tile = tl.program_id(1)
     first_row = tl.program_id(0) * BLOCK_N
@@ -46,13 +47,17 @@ def experts_tile_kernel(
     expert = tl.load(table + tile).to(tl.int64)
     first = tl.load(table + tile_count + tile)
     last = tl.load(table + 2 * tile_count + tile)
+    if last <= first:
+        return
     place = first + tl.arange(0, FORM.config.block_m)
     keep = place < last
     pair = tl.load(order + place, mask=keep, other=0)
     token = pair // per_token
     codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
-    steps = tl.where(last > first, steps, 0)
-    y = skinny_sums(x, codes, scales, row, token, N, row_bytes, x_stride, 0, steps, FORM)
+    if FORM.config.wgmma:
+        y = gemm_sums(x, codes, scales, row, token, N, row_bytes, x_stride, 0, steps, FORM)
+    else:
+        y = skinny_sums(x, codes, scales, row, token, N, row_bytes, x_stride, 0, steps, FORM)
     finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM)
 
 
@@ -89,18 +94,20 @@ def block_for(pairs: int, experts: int) -> int:
     return next((block for block in BLOCKS if block >= mean), BLOCKS[-1])
 
 
-def config_for(block: int, group_bytes: int) -> SkinnyConfig:
+def config_for(block: int, group_bytes: int, capability: int) -> GemmConfig | SkinnyConfig:
     """The configuration of tiles of `block` pairs, or of 32 where groups are small.
 
-    Smaller than those of `linear.skinny`: addresses of gathered rows take registers, too.
+    Smaller than those of the linear op: addresses of gathered rows take registers, too.
     """
+    if capability == 90:
+        return GemmConfig(block_n=64 if block > 32 else 128, block_m=block, stages=4)
     if block <= BLOCKS[0]:
         return SkinnyConfig(block_m=block)
     most = BLOCKS[-1] if group_bytes >= SMALL_GROUP else BLOCKS[1]  # scales take registers
     return SkinnyConfig(block_n=32, block_m=min(block, most), row_bytes=32)
 
 
-def tile_product(p: Product, tiles_: Tiles, config: SkinnyConfig) -> Tensor:
+def tile_product(p: Product, tiles_: Tiles, config: GemmConfig | SkinnyConfig) -> Tensor:
     """The product; the tiles are of `config.block_m` pairs."""
-    count, step = tiles_.table.shape[1], config.parts * config.row_bytes
-    return p.compute(experts_tile_kernel, count, (*tiles_, count), config, step)
+    count = tiles_.table.shape[1]
+    return p.compute(experts_tile_kernel, count, (*tiles_, count), config, config.step)

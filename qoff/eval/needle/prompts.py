@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 
 from transformers import PreTrainedTokenizerBase
 
 from qoff.errors import ArgumentError
 from qoff.eval.texts import read_text
+from qoff.hf.chat import ChatRenderer
 
 INTRODUCTION = (
     "The following text states a pass key somewhere. Read it carefully and keep the pass key in "
@@ -70,6 +72,9 @@ class NeedlePrompt:
     key_tokens: list[int]
 
 
+Frame = Callable[[str], str]  # from what is asked to the text up to where the key has to follow
+
+
 def prompts(tokenizer: PreTrainedTokenizerBase, settings: NeedleSettings) -> Iterator[NeedlePrompt]:
     """All prompts of a test, shortest lengths first, by the chat template if there is one.
 
@@ -78,20 +83,30 @@ def prompts(tokenizer: PreTrainedTokenizerBase, settings: NeedleSettings) -> Ite
     """
     text = settings.filler or read_text()
     sentences = [s for s in _SENTENCE_END.split(" ".join(text.split())) if s]
+    with ChatRenderer() as renderer:
+        yield from _prompts(tokenizer, partial(_frame, tokenizer, renderer), sentences, settings)
+
+
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    frame: Frame,
+    sentences: Sequence[str],
+    settings: NeedleSettings,
+) -> Iterator[NeedlePrompt]:
     for length in settings.lengths:
         room = length - settings.answer_tokens
         for repetition in range(settings.repetitions):
             rng = random.Random(f"{settings.seed} {length} {repetition}")
             key = str(rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS))
             filler = _enough(tokenizer, endless(sentences, rng), room)
-            key_tokens = _key_tokens(tokenizer, key)
+            key_tokens = _key_tokens(tokenizer, frame, key)
             if len(key_tokens) > settings.answer_tokens:
                 raise ArgumentError(
                     f"a key of {_DIGITS} digits has {len(key_tokens)} tokens, an answer "
                     f"{settings.answer_tokens}; use more answer_tokens"
                 )
             for depth in settings.depths:
-                tokens = _longest(tokenizer, filler, key, depth, room)
+                tokens = _longest(tokenizer, frame, filler, key, depth, room)
                 yield NeedlePrompt(length, depth, repetition, key, tokens, key_tokens)
 
 
@@ -111,32 +126,38 @@ def _enough(tokenizer: PreTrainedTokenizerBase, sentences: Iterator[str], room: 
 
 
 def _longest(
-    tokenizer: PreTrainedTokenizerBase, filler: Sequence[str], key: str, depth: float, room: int
+    tokenizer: PreTrainedTokenizerBase,
+    frame: Frame,
+    filler: Sequence[str],
+    key: str,
+    depth: float,
+    room: int,
 ) -> list[int]:
     """The prompt with most of the filler's first sentences that has `room` tokens at most."""
 
     def tokens(sentences: int) -> list[int]:
-        return _encoded(tokenizer, _text(tokenizer, filler[:sentences], key, depth))
+        return _encoded(tokenizer, _text(frame, filler[:sentences], key, depth))
 
-    if (frame := len(tokens(0))) > room:
+    if (least := len(tokens(0))) > room:
         raise ArgumentError(
-            f"needle and question alone are {frame} tokens, and there is room for {room}; "
+            f"needle and question alone are {least} tokens, and there is room for {room}; "
             "use longer lengths"
         )
     counts = range(1, len(filler) + 1)
     return tokens(bisect_right(counts, room, key=lambda count: len(tokens(count))))
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, filler: Sequence[str], key: str, depth: float) -> str:
+def _text(frame: Frame, filler: Sequence[str], key: str, depth: float) -> str:
     """The whole prompt, up to where the key has to follow."""
     at = round(depth * len(filler))
     body = " ".join([*filler[:at], NEEDLE.format(key=key), *filler[at:]])
-    content = f"{INTRODUCTION}\n\n{body}\n\n{QUESTION}"
+    return frame(f"{INTRODUCTION}\n\n{body}\n\n{QUESTION}")
+
+
+def _frame(tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer, content: str) -> str:
     if not tokenizer.chat_template:
         return f"{content} {OPENING}"
-    message = [{"role": "user", "content": content}]
-    chat = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    return f"{chat}{OPENING}"
+    return renderer.render(tokenizer, [{"role": "user", "content": content}]) + OPENING
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -144,9 +165,9 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
 
-def _key_tokens(tokenizer: PreTrainedTokenizerBase, key: str) -> list[int]:
+def _key_tokens(tokenizer: PreTrainedTokenizerBase, frame: Frame, key: str) -> list[int]:
     """What follows a prompt's tokens when the key follows its text."""
-    text = _text(tokenizer, [], key, 0)
+    text = _text(frame, [], key, 0)
     before, whole = _encoded(tokenizer, text), _encoded(tokenizer, f"{text} {key}")
     if whole[: len(before)] == before:
         return whole[len(before) :]

@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]  # prompts done, and of how many
 
 @dataclass(frozen=True)
 class NeedleResources:
-    """What a needle test may use. options: of `open_model`, such as device and device_memory.
+    """What a needle test may use. options: of `open_runtime`, such as device and device_memory.
 
     prefill_tokens: of a prompt, read in one pass; later ones attend to packed tokens. With a
     float32 cache a prompt is read in one pass, whatever its length, if memory is not bounded.

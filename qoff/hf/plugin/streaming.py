@@ -27,6 +27,7 @@ from qoff.memory.plan import is_expert, streamed_images
 from qoff.memory.plan.placement import spread_evenly
 from qoff.models.runtime import transfers_to
 from qoff.models.spec import DecoderSpec
+from qoff.process import only_here
 
 from .offloaded import OffloadedLayer
 from .operations import Into, Unfuse
@@ -128,7 +129,7 @@ class Streaming:
         model.requires_grad_(False)
         plan = self._residency(numbers)
         store = WeightStore(self._part(numbers), plan, transfers=transfers_to(self.device))
-        weakref.finalize(model, store.close)
+        weakref.finalize(model, only_here(store.close))
         turn = threading.Lock()
         for unit, i in enumerate(numbers):
             streamed = [s for s in self._units[i] if self._streams(i, s)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class DeviceBlocks(Blocks):
 
 def offloaded_blocks(blocks: Iterable[int]) -> list[int]:
     """The offloaded ones among a sequence's blocks, its oldest, by their numbers in their store."""
-    return [-1 - block for block in blocks if block < 0]
+    return [-1 - block for block in takewhile(lambda block: block < 0, blocks)]
 
 
 def open_device_blocks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
+from qoff.kernels.upload import on_device
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockView
 from qoff.kvcache.store.placement import DEVICE
@@ -33,8 +34,8 @@ class DeviceCache(SlotCache):
     for these and one block more. A block is packed when 64 tokens have left the window, in the pass
     in which they do, whose attention still sees them unpacked. Sequences that were one before
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
-    steady: what kernels are told of the number of blocks changes seldom, so that decoding can be
-    recorded and replayed. values_rotated: see `DeviceLayerCache`. store: blocks that this cache
+    steady: what kernels are told at decode takes few values, so that it can be recorded and
+    replayed. values_rotated: see `DeviceLayerCache`. store: blocks that this cache
     shares with others, some of which may be offloaded; by default its own, which grow.
     """
 
@@ -66,6 +67,8 @@ class DeviceCache(SlotCache):
         rings = [(sequences, self.ring, shape.kv_heads, shape.head_dim) for shape in shapes]
         self.recent_k = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
         self.recent_v = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
+        # What kernels are told of every cache like this one.
+        self.kind = repr((rings, store.forms, dtype, values_rotated))
 
     @staticmethod
     def recent_bytes(
@@ -98,7 +101,7 @@ class DeviceCache(SlotCache):
             return
         super().select(kept)
         self.tables = self.tables.select(kept)
-        index = torch.tensor(kept, device=self.store.device)
+        index = on_device(torch.tensor(kept), self.store.device)
         for rings in (self.recent_k, self.recent_v):
             for layer, ring in enumerate(rings):
                 rings[layer] = ring[index]
@@ -136,6 +139,7 @@ class DeviceCachePass(SlotPass):
         if slots is not None:
             ragged = Ragged(tuple(replace(span, slot=slots[span.slot]) for span in ragged.spans))
         super().__init__(cache, ragged, None)
+        self._steady = cache.steady and slots is None
         self._packed = cache.packed
         self._opened: dict[int, DeviceLayerCache] = {}
         self._write_backs: dict[int, WriteBack] = {}
@@ -160,7 +164,7 @@ class DeviceCachePass(SlotPass):
             ]
             self._tell_tables()
             rows: list[list[int]] = [[] for _ in range(cache.sequences)]
-            for span in spans:
+            for span in spans if cache.store.offloaded is not None else ():
                 rows[span.slot] = offloaded_blocks(cache.blocks[span.slot])
             self._view = self._find_offloaded(rows)
             elsewhere = not isinstance(self._view, PrefetchedBlocks)
@@ -176,12 +180,38 @@ class DeviceCachePass(SlotPass):
                 new=self._new,
                 resident_from=resident_from,
                 offloads=cache.store.offloaded is not None,
-                steady=cache.steady,
+                steady=self._steady,
             )
             self._prefetched_table = self._prefetch_places(rows)
         except BaseException:
             self.abandon()
             raise
+
+    @property
+    def rows(self) -> int:
+        """How many rows hidden states have: those of the new tokens, then others of no meaning."""
+        return len(self._step.positions)
+
+    @property
+    def positions(self) -> Tensor:
+        """Of each row, on the device; int32 or int64 [rows]."""
+        if self._step.order is None:
+            return self._step.positions
+        return on_device(self._ragged.positions, self._cache.store.device)
+
+    def replay_key(self) -> Hashable | None:
+        """What kernels are told in this pass, beside the values in memory: addresses and sizes.
+
+        None where the next pass's numbers will be in other memory, and where blocks move.
+        """
+        cache, step = self._cache, self._step
+        decodes = self._steady and step.max_rows == 1 and step.order is None
+        if not decodes or self._view is not None or self._new_offloaded:
+            return None
+        rings = (*cache.recent_k, *cache.recent_v)
+        memory = (*cache.store.pool.layers, *rings, step.start, step.positions)
+        sizes = (self.rows, *step.table.shape, step.max_packed, step.max_new_blocks)
+        return (cache.kind, step.slots is None, *sizes, *(part.data_ptr() for part in memory))
 
     def prefetch(self, layer: int) -> None:
         if self._view is not None:

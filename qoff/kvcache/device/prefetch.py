@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from torch import Tensor
 
@@ -97,14 +98,9 @@ class BlockPrefetcher:
         for run in copy_plan.from_host:
             source = pool[run.local : run.local + run.count]
             pairs.append((dest[run.at : run.at + run.count], source))
-
-        def move() -> None:
-            for read in reads:
-                read.result()
-            copies.copy(pairs)
-
-        nbytes = copy_plan.count * record
-        return [*reads, copies.call(move, nbytes, "host to device", f"KV of layer {layer}")]
+        nbytes, name = copy_plan.count * record, f"KV of layer {layer}"
+        move = partial(copies.copy, pairs)
+        return [*reads, copies.call(move, nbytes, "host to device", name, reads)]
 
     def _on_disk(self, blocks: Sequence[int]) -> list[int]:
         return [block for block in blocks if self._offloaded.tier(block) == DISK]

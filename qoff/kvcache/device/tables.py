@@ -11,10 +11,11 @@ from torch import Tensor
 from qoff.kernels.layout.device_cache import PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.upload import pinned
 
 _STEADY_BLOCKS = 16
 _COLUMNS = 16  # a block table grows by so many: its rows stay aligned
-_COUNTS = 7  # rows of counts, at most
+_COUNTS = 10  # rows of counts, at most: seven, positions, and slots of two numbers each
 _ALIGN = 4  # numbers: what lies behind each other starts at multiples of 16 bytes
 
 
@@ -28,7 +29,6 @@ class DeviceTables:
         self._device = device
         self._sequences = sequences
         self._width = -(-(sequences + 1) // _ALIGN) * _ALIGN  # of a row of counts
-        self._rows = 0  # of counts, known when there are some
         self._blocks = torch.zeros(sequences, _COLUMNS, dtype=torch.int32)
         self._memory = torch.empty(0, dtype=torch.int32, device=device)
         self._stale = True  # the block table on the device
@@ -53,24 +53,29 @@ class DeviceTables:
         return kept
 
     def upload(self, counts: Sequence[Sequence[int]]) -> tuple[list[Tensor], Tensor]:
-        """Bring counts, of up to S + 1 numbers each, and what is new of the block table.
+        """Bring counts, up to S + 1 numbers in a row of `_COUNTS`, and what is new of the table.
 
         Returns the counts on the device, and the table [S, columns]; valid until the next call.
         """
-        head = len(counts) * self._width
-        size = head + self._blocks.numel()
-        if len(counts) != self._rows or size != len(self._memory):
+        numbers: list[int] = []
+        ends: list[tuple[int, int]] = []
+        for row in counts:
+            ends.append((len(numbers), len(numbers) + len(row)))
+            numbers += row
+            numbers += [0] * (-len(numbers) % self._width)
+        table = self._blocks.numel()
+        size = table + _COUNTS * self._width
+        if size != len(self._memory):
             self._memory = torch.empty(size, dtype=torch.int32, device=self._device)
-            self._rows, self._stale = len(counts), True
-        fresh = host_memory(size if self._stale else head, torch.int32, self._device)
-        for row, numbers in zip(fresh[:head].view(-1, self._width), counts, strict=True):
-            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
-        fresh[head:] = self._blocks.view(-1)[: len(fresh) - head]
-        self._memory[: len(fresh)].copy_(fresh, non_blocking=True)
+            self._stale = True
+        fresh, first = torch.tensor(numbers, dtype=torch.int32), table
+        if self._stale:
+            fresh, first = torch.cat((self._blocks.view(-1), fresh)), 0
+        there = self._memory[first : first + len(fresh)]
+        there.copy_(pinned(fresh, self._device), non_blocking=True)
         self._stale = False
-        rows = self._memory[:head].view(-1, self._width)
-        found = [row[: len(numbers)] for row, numbers in zip(rows, counts, strict=True)]
-        return found, self._memory[head:].view(self._sequences, -1)
+        found = [self._memory[table + begin : table + end] for begin, end in ends]
+        return found, self._memory[:table].view(self._sequences, -1)
 
 
 def pass_tables(
@@ -88,7 +93,8 @@ def pass_tables(
 
     packed: tokens in blocks of each of the S slots. new: blocks that the pass fills, negative ones
     elsewhere than on the device (offloads: there may be some). resident_from: tokens of each slot
-    that are attended to elsewhere. steady: the bound of packed tokens seldom changes at decode.
+    that are attended to elsewhere. steady: at decode, numbers of rows and the bound of packed
+    tokens take few values; rows behind those of the new tokens are in slots without any.
     """
     sequences = len(packed)
     start, rows, length, before, after, until = ([0] * sequences for _ in range(6))
@@ -101,13 +107,23 @@ def pass_tables(
         after[slot] = packed[slot] + BLOCK_TOKENS * len(blocks)
         until[slot] = packed[slot] + BLOCK_TOKENS * offloaded[slot]
         in_pool[slot] = packed[slot] - resident_from[slot]
-    numbers = [start, [0, *accumulate(rows)], length, before, after]
-    there, table = tables.upload([*numbers, resident_from, until] if offloads else numbers)
+    numbers: list[Sequence[int]] = [start, [0, *accumulate(rows)], length, before, after]
+    if offloads:
+        numbers += [resident_from, until]
+    decodes = ragged.is_decode and tuple(spans) == ragged.spans
+    some = decodes and len(spans) < sequences
+    if some:
+        rows_in = _decode_rows([span.slot for span in spans], sequences, steady)
+        numbers += [start[slot] for slot in rows_in], [n for slot in rows_in for n in (slot, 0)]
+    there, table = tables.upload(numbers)
     most = max(in_pool)
-    if steady and ragged.is_decode:
-        some = _STEADY_BLOCKS * BLOCK_TOKENS
-        most = min(-(-most // some) * some, table.shape[1] * BLOCK_TOKENS)
-    positions, order, slots = _row_tables(spans, ragged, there[0])
+    if steady and decodes:
+        most = min(_rounded_up(most // BLOCK_TOKENS), table.shape[1]) * BLOCK_TOKENS
+    positions, order, slots = there[0], None, None
+    if some:
+        positions, slots = there[-2], there[-1].view(torch.int64)
+    elif not decodes:
+        positions, order, slots = _row_tables(spans, ragged, there[0])
     return PassTables(
         start=there[0],
         row_start=there[1],
@@ -127,19 +143,32 @@ def pass_tables(
     )
 
 
+def _decode_rows(slots: Sequence[int], sequences: int, steady: bool) -> list[int]:
+    """The slot of each row of a decode pass over some slots of S.
+
+    steady: a power of two of rows, or S; so many slots without a new token come last.
+    """
+    rows = min(1 << (len(slots) - 1).bit_length(), sequences) if steady else len(slots)
+    empty = sorted(set(range(sequences)).difference(slots)) if rows > len(slots) else []
+    return [*slots, *empty[: rows - len(slots)]]
+
+
+def _rounded_up(blocks: int) -> int:
+    """A number of blocks, or up to a quarter more (or 16): four values from n to 2 n."""
+    step = max(_STEADY_BLOCKS, 1 << max(blocks.bit_length() - 3, 0))
+    return -(-blocks // step) * step
+
+
 def _row_tables(
     spans: Sequence[Span], ragged: Ragged, start: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Position, place among the new tokens and slot of each row, in the order of the slots."""
-    sorted_already = tuple(spans) == ragged.spans
-    everyone = len(spans) == len(start)
-    if ragged.is_decode and sorted_already and everyone:
-        return start, None, None
     order = ragged.slots.argsort(stable=True)
     host = host_memory(3 * ragged.tokens, torch.int64, start.device).view(3, -1)
     host[0], host[1], host[2] = ragged.positions[order], order, ragged.slots[order]
     there = host.to(start.device, non_blocking=True)
-    by_slot = ragged.is_decode and not everyone
+    sorted_already = tuple(spans) == ragged.spans
+    by_slot = ragged.is_decode and len(spans) < len(start)
     return there[0], None if sorted_already else there[1], there[2] if by_slot else None
 
 

@@ -8,6 +8,7 @@ from qoff.errors import ArgumentError
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DISK, HOST, DEVICE)  # of the oldest blocks first
+_LOOKED_AT = 10_000  # blocks, 640,000 tokens
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,16 @@ class KVPlacement:
         return {DISK: blocks - device - host, HOST: host, DEVICE: device}
 
     def capacity(self, blocks: int) -> dict[str, int]:
-        """Blocks of each tier that suffice for a sequence of up to so many."""
-        splits = [self.split(n) for n in range(blocks + 1)]
-        return {tier: max(split[tier] for split in splits) for tier in TIERS}
+        """Blocks of each tier that suffice for a sequence of up to so many.
+
+        Those of device and host grow with the sequence; of disk, rounding may leave a shorter one
+        with one more. Of sequences too long to look at each, that one is counted.
+        """
+        found = self.split(blocks)
+        if blocks > _LOOKED_AT:
+            more = int(blocks * max(0.0, 1 - self.device_fraction - self.host_fraction)) + 1
+            return {**found, DISK: min(max(more, found[DISK]), blocks)}
+        return {**found, DISK: max(self.split(n)[DISK] for n in range(blocks + 1))}
 
     def tier(self, index: int, expected: int) -> str:
         """Where the block at a place in its sequence lies, 0 being the oldest of `expected`.

@@ -16,7 +16,7 @@ from .workers import Workers
 
 
 class Copies:
-    """Copies one after another, in the order of the calls.
+    """Copies one after another, in the order of the calls; their thread waits for nothing else.
 
     device: where one side of them may be. On a GPU each copy is behind the work that is on the
     caller's current stream, beside what comes there later, and ended when its future is done.
@@ -50,12 +50,23 @@ class Copies:
             else:
                 np.copyto(dest.numpy(), source.numpy())  # without torch's threads
 
-    def call(self, move: Callable[[], None], nbytes: int, lane: str, name: str) -> Future[None]:
-        """Have `move` called, which moves so many bytes."""
+    def call(
+        self,
+        move: Callable[[], None],
+        nbytes: int,
+        lane: str,
+        name: str,
+        reads: Sequence[Future[None]] = (),
+    ) -> Future[None]:
+        """Have `move` called, which moves so many bytes.
+
+        reads: from disk, of what it moves; its turn comes when they have ended.
+        """
         after = None
         if self._stream is not None:
             after = torch.cuda.current_stream(self._stream.device).record_event()
-        return self._workers.submit(partial(self._run, move, nbytes, lane, name, after))
+        run = partial(self._run, move, nbytes, lane, name, after)
+        return self._workers.submit(run, after=reads)
 
     def close(self) -> None:
         """Fail what waits and join the thread."""

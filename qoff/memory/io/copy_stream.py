@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .pinned import pinned_memory
 
 
 class Event(Protocol):
@@ -30,8 +33,11 @@ class CopyStream:
     """A CUDA stream for copies from pinned memory, and the memory on both of its ends.
 
     "The current stream" is that of the calling thread; computations are on it. Methods may be
-    called from many threads. Initializes CUDA.
+    called from many threads. Initializes CUDA. pageable: whether host memory is not pinned, so that
+    `copy` blocks until it was read.
     """
+
+    pageable = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
@@ -54,8 +60,16 @@ class CopyStream:
         """
         with torch.cuda.device(self.device):
             code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            if code:  # the next launch, whatever it is, would raise it once more
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=self.device)
         if code:
-            raise OSError(errno.ENOMEM, f"cudaHostRegister gave error {code}: not enough to lock")
+            raise OSError(errno.ENOMEM, f"cudaHostRegister gave error {code}")
+
+    def allocate_pinned(self, nbytes: int) -> Tensor:
+        """Host memory that the driver pins, uint8. Raises OSError when it refuses."""
+        with torch.cuda.device(self.device):
+            return pinned_memory(nbytes)
 
     def unpin(self, memory: Tensor) -> None:
         """Undo `pin`; no copy from `memory` may be under way."""
@@ -63,7 +77,7 @@ class CopyStream:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def copy(self, source: Tensor, memory: Tensor, after: Event | None, timed: bool) -> Copy:
-        """Enqueue one copy from pinned to device memory, behind `after`. Does not block."""
+        """Enqueue one copy from host to device memory, behind `after`."""
         with self._lock, torch.cuda.stream(self._stream):
             if after is not None:
                 assert isinstance(after, torch.cuda.Event)

@@ -91,15 +91,13 @@ class CudaTransfers(Transfers):
         return read
 
     def copy_unit(self, image: Image, source: Tensor, memory: Tensor, after: Mark) -> UnitRead:
-        timed = self._instrumentation.timeline is not None
-        copy = self.stream.copy(source, memory, after, timed)
-        self.copied_bytes += source.nbytes
-        if timed:
-            self._watchers.submit(partial(self._watch, copy, image.label, source.nbytes))
         read = UnitRead(self, image, memory)
-        enqueued: Future[Event] = Future()  # later copies to the memory are behind it
-        enqueued.set_result(copy.ended)
-        read.futures.append(enqueued)
+        if self.stream.pageable:  # which takes as long as the copy
+            copying = self._stagers.submit(partial(self._copy, read, source, after))
+        else:
+            copying = Future[Event]()  # later copies to the memory are behind it
+            copying.set_result(self._copy(read, source, after))
+        read.futures.append(copying)
         return read
 
     def recycle(self, memory: Tensor) -> Mark:
@@ -130,6 +128,16 @@ class CudaTransfers(Transfers):
             return copied
         finally:
             self._buffers.put((buffer, copied))
+
+    def _copy(self, read: UnitRead, source: Tensor, after: Mark) -> Event:
+        """Enqueue the copy of an image from host memory."""
+        read.check()
+        timed = self._instrumentation.timeline is not None
+        copy = self.stream.copy(source, read.memory, after, timed)
+        self.copied_bytes += source.nbytes
+        if timed:
+            self._watchers.submit(partial(self._watch, copy, read.image.label, source.nbytes))
+        return copy.ended
 
     def _watch(self, copy: Copy, label: str, nbytes: int) -> None:
         """Note a copy in the timeline when it has ended."""

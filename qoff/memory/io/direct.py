@@ -49,8 +49,15 @@ class DirectFile:
             whole += self._bounced(offset + whole, dest[whole:], bounce)
 
     def close(self) -> None:
-        """Close the file. No read may be in progress."""
-        os.close(self._fd)
+        """Close the file. No read may be in progress. Raises DiskReadError."""
+        try:
+            os.close(self._fd)
+        except OSError as error:
+            raise DiskReadError(f"{self.path}: cannot be closed: {error.strerror}") from error
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._fd
 
     def _open(self) -> int:
         flags = os.O_RDONLY | os.O_CLOEXEC

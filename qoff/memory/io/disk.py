@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ from torch import Tensor
 from qoff.errors import DiskReadError
 
 from .direct import DirectFile, Preadv
-from .workers import Workers
+from .workers import Workers, when_all
 
+Stamp: TypeAlias = tuple[int, int, int]  # bytes, times of modification and of change, in ns
 _BOUNCE = 128 << 10  # bytes per thread for what is not aligned
 
 
@@ -38,9 +41,6 @@ class ReadRequest(Future[None]):
     def __init__(self) -> None:
         super().__init__()
         self.abandoned = False
-        self._left = 0
-        self._error: BaseException | None = None
-        self._guard = threading.Lock()
 
     def abandon(self) -> None:
         """Skip the chunks that have not started; the request then ends with an error."""
@@ -48,22 +48,13 @@ class ReadRequest(Future[None]):
 
     def follow(self, chunks: Sequence[Future[None]]) -> None:
         """End when all of `chunks` have, with the error of the first that failed."""
-        self._left = len(chunks)
-        for chunk in chunks:
-            chunk.add_done_callback(self._ended)
-        if not chunks:
-            self.set_result(None)
+        when_all(chunks, self._ended)
 
-    def _ended(self, chunk: Future[None]) -> None:
-        with self._guard:
-            self._error = self._error or chunk.exception()
-            self._left -= 1
-            if self._left:
-                return
-        if self._error is None:
+    def _ended(self, error: BaseException | None) -> None:
+        if error is None:
             self.set_result(None)
         else:
-            self.set_exception(self._error)
+            self.set_exception(error)
 
 
 class DiskReader:
@@ -114,6 +105,14 @@ class DiskReader:
             buffered = frozenset(p for p, f in self._files.items() if not f.direct)
             return DiskStats(self._bytes, busy, buffered)
 
+    def stamp(self, path: Path) -> Stamp | None:
+        """What a change of the file that is read as `path` changes; None where it has no file."""
+        try:
+            status = os.fstat(self._file(path).fileno())
+        except OSError:
+            return None
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
     def submit(
         self, path: str | Path, offset: int, dest: Tensor, urgent: bool = False
     ) -> ReadRequest:
@@ -162,8 +161,9 @@ class DiskReader:
         with self._lock:
             files = list(self._files.values())
             self._files.clear()
-        for file in files:
-            file.close()
+        with ExitStack() as all_of_them:
+            for file in files:
+                all_of_them.callback(file.close)
 
     def _read(
         self, request: ReadRequest, file: DirectFile, offset: int, dest: memoryview, address: int

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -90,11 +91,16 @@ class SpillFile:
         """
         if self._fd < 0:
             return
-        self._workers.close()
-        wait(list(self._reads))
-        self._reader.forget(self._path)  # its descriptor would keep the space, and the next file's
-        os.close(self._fd)
-        self._fd = -1
+        with ExitStack() as all_of_it:  # whatever of it fails
+            all_of_it.callback(self._close_file)
+            # Its descriptor would keep the space, and the next file's.
+            all_of_it.callback(self._reader.forget, self._path)
+            all_of_it.callback(lambda: wait(list(self._reads)))
+            self._workers.close()
+
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
     def _write(self, offset: int, source: Tensor) -> None:
         """Write in the calling thread, all of it."""
@@ -146,10 +152,9 @@ def _allocate(fd: int, folder: Path, nbytes: int) -> None:
         return
     try:
         os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         free = os.statvfs(folder)
         raise BudgetError(
             f"disk: the spill file needs {nbytes:,} bytes, and {folder} has "
-            f"{free.f_bavail * free.f_frsize:,} bytes free ({error.strerror}); "
-            "name another spill_folder"
+            f"{free.f_bavail * free.f_frsize:,} bytes free ({error}); name another spill_folder"
         ) from error

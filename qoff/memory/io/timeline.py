@@ -7,12 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, DiskWriteError
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ class Timeline:
             return tuple(self._intervals)
 
     def write(self, path: Path) -> None:
-        """Write the JSON that chrome://tracing and Perfetto read (Trace Event Format)."""
+        """Write the JSON that chrome://tracing and Perfetto read (Trace Event Format).
+
+        Raises DiskWriteError; then no file is there.
+        """
         found = self.intervals
         origin = min((x.start for x in found), default=0.0)
         lanes = {lane: i for i, lane in enumerate(dict.fromkeys(x.lane for x in found))}
@@ -93,4 +96,11 @@ class Timeline:
             }
             for x in found
         ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        try:
+            path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)  # a part of it is none
+            raise DiskWriteError(
+                f"{path}: the trace cannot be written: {error.strerror or error}"
+            ) from error

@@ -11,14 +11,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
-from hashlib import sha256
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from qoff.checkpoint import check_digest
+from qoff.checkpoint import FileCheck
 from qoff.errors import DiskReadError
 from qoff.kernels.layout.qtensor import QTensor, repack_into
 from qoff.memory.arena import Arena, TierArenas
@@ -34,30 +34,30 @@ Mark: TypeAlias = Event | None  # a point in the order of computations, made by 
 
 
 class FileDigest:
-    """The checksum of a file whose whole data section passes by in a raw image, piece by piece."""
+    """The check of a file whose whole data section passes by in a raw image, piece by piece."""
 
     def __init__(self, reader: DiskReader, image: Image) -> None:
         assert image.data_at is not None
         self._reader, self._file = reader, image.file
         self._start = image.data_at
         self._stop = image.data_at + image.file.nbytes - image.file.data_start
-        self._digest = sha256()
+        self._check = FileCheck(image.file)
 
     def update(self, at: int, piece: Tensor) -> None:
         """Add the bytes of the raw image that start at `at`, where the last ones ended.
 
         Reads the header from the file first. Raises DiskReadError, and with the last bytes
-        ChecksumError when this is not the file's checksum.
+        ChecksumError when this is not the file's checksum, FormatError for NaN and infinity.
         """
         if at == 0:
             header = torch.empty(self._file.data_start, dtype=torch.uint8)
             self._reader.submit(self._file.path, 0, header, urgent=True).result()
-            self._digest.update(header.numpy().data)
+            self._check.update(header.numpy())
         first, stop = max(self._start - at, 0), min(self._stop - at, len(piece))
         if first < stop:
-            self._digest.update(piece[first:stop].numpy().data)
+            self._check.update(piece[first:stop].numpy())
         if at < self._stop <= at + len(piece):
-            check_digest(self._file, self._digest.hexdigest())
+            self._check.finish()
 
 
 class UnitRead:
@@ -201,12 +201,13 @@ class Transfers(ABC):
 
     def close(self) -> None:
         """Stop; transfers under way fail. Joins all threads, gives the arenas up."""
-        self.reader.close()  # which ends what the others wait for
-        for threads in self._threads:
-            threads.close()
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        if self._tiers is not None:
-            self._tiers.close()
+        with ExitStack() as all_of_it:  # whatever of it fails
+            if self._tiers is not None:
+                all_of_it.callback(self._tiers.close)
+            for threads in reversed(self._threads):
+                all_of_it.callback(threads.close)
+            self._staging = torch.empty(0, dtype=torch.uint8)
+            self.reader.close()  # which ends what the others wait for
 
     def _start(
         self, read: UnitRead, ranges: Sequence[FileRange], memory: Tensor, lane: str

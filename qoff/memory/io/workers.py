@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
+
+import torch
 
 from qoff.errors import DiskReadError, DiskWriteError
 
@@ -41,16 +43,25 @@ class Workers:
         """Whether every thread is there; false in a process forked from the one that made them."""
         return all(thread.is_alive() for thread in self._threads)
 
-    def submit(self, call: Callable[[], T], urgent: bool = False) -> Future[T]:
-        """Queue a call, an urgent one before all that wait; its future has what comes of it."""
+    def submit(
+        self, call: Callable[[], T], urgent: bool = False, after: Sequence[Future[Any]] = ()
+    ) -> Future[T]:
+        """Queue a call, an urgent one before all that wait; its future has what comes of it.
+
+        after: futures that have ended when it is queued; if one failed, the call fails with that.
+        """
         future: Future[T] = Future()
-        with self._changed:
-            refusal = self._refusal
-            if refusal is None:
-                (self._calls.appendleft if urgent else self._calls.append)((call, future))
-                self._changed.notify()
-        if refusal is not None:
-            future.set_exception(refusal)
+
+        def queue(error: BaseException | None) -> None:
+            with self._changed:
+                error = error or self._refusal
+                if error is None:
+                    (self._calls.appendleft if urgent else self._calls.append)((call, future))
+                    self._changed.notify()
+            if error is not None:
+                future.set_exception(error)
+
+        when_all(after, queue)
         return future
 
     def close(self) -> None:
@@ -61,8 +72,9 @@ class Workers:
                 thread.join()
 
     def _run(self) -> None:
-        while self._call_next():
-            pass
+        with torch.inference_mode():  # tensors made in it can be written to nowhere else
+            while self._call_next():
+                pass
 
     def _call_next(self) -> bool:
         """Wait for a call and make it; False when stopped."""
@@ -95,6 +107,25 @@ class Workers:
             self._changed.notify_all()
         for _, future in left:
             future.set_exception(error)
+
+
+def when_all(futures: Sequence[Future[Any]], then: Callable[[BaseException | None], None]) -> None:
+    """Call `then` when all futures have ended, with the error of the first that failed, if any."""
+    left, error, guard = len(futures), None, threading.Lock()
+
+    def ended(future: Future[Any]) -> None:
+        nonlocal left, error
+        with guard:
+            error = error or future.exception()
+            left -= 1
+            if left:
+                return
+        then(error)
+
+    for future in futures:
+        future.add_done_callback(ended)
+    if not futures:
+        then(None)
 
 
 def join(futures: Iterable[Future[Any]], alive: Callable[[], bool], lost: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from qoff.checkpoint import CheckpointWriter
-from qoff.errors import QuantizationError
+from qoff.errors import FormatError, QoffError, QuantizationError
 from qoff.models.modules.configs import is_native
 from qoff.models.sources import SafetensorsSource, Source, open_source, own_code
 from qoff.quant import QTensor, QuantConfig
 from qoff.quant.matrix import CALIBRATED
+from qoff.system_memory import refusals, refused_tier
 
 from .builder import Builder, with_uniform_experts
 from .layerwise import Calibration
@@ -25,6 +27,7 @@ from .unconverted import Unconverted
 Progress = Callable[[int, int], None]  # units done, units in all: the layers and the outer file
 
 
+@refusals()
 def convert(
     source_path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -54,42 +57,58 @@ def convert(
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
     ConversionError when writing fails; then nothing is left at `out`.
     """
-    source = open_source(source_path)
-    quant = quant or QuantConfig()
-    if for_cpu:
-        quant = replace(quant, packing="rows16")
-    _check_calibration(quant, calibration)
-    config = source.config()
-    job: _NativeJob | ModulesJob
-    if isinstance(source, SafetensorsSource) and not is_native(config):
-        if calibration is not None:
-            raise QuantizationError(
-                f"{source.path}: runs through transformers' modules, which cannot be calibrated; "
-                "use hqq, mse or rtn"
-            )
-        if quant.weights:
-            raise QuantizationError(
-                f"{source.path}: runs through transformers' modules, whose matrices all have one "
-                "format; leave `weights` out"
-            )
-        job = ModulesJob(source, config, quant, trust_remote_code)
-    else:
-        job = _NativeJob(source, quant, requantize, calibration)
-    files = {**source.files(), **(own_code(source_path) if trust_remote_code else {})}
-    with CheckpointWriter(out, overwrite=overwrite, expected_bytes=job.expected) as writer:
-        for i in range(job.units):
-            built = job.build(i)
-            if i + 1 < job.units:
-                writer.write_layer(i, built)
-            else:
-                writer.write_outer(built)
-            del built
-            if progress is not None:
-                progress(i + 1, job.units)
-        for name, data in files.items():
-            writer.copy_file(name, data)
-        writer.finish(job.config())
-    return Path(out)
+    with _reading(source_path):
+        source = open_source(source_path)
+        quant = quant or QuantConfig()
+        if for_cpu:
+            quant = replace(quant, packing="rows16")
+        _check_calibration(quant, calibration)
+        config = source.config()
+        job: _NativeJob | ModulesJob
+        if isinstance(source, SafetensorsSource) and not is_native(config):
+            if calibration is not None:
+                raise QuantizationError(
+                    f"{source.path}: "
+                    "runs through transformers' modules, which cannot be calibrated; "
+                    "use hqq, mse or rtn"
+                )
+            if quant.weights:
+                raise QuantizationError(
+                    f"{source.path}: "
+                    "runs through transformers' modules, whose matrices all have one "
+                    "format; leave `weights` out"
+                )
+            job = ModulesJob(source, config, quant, trust_remote_code)
+        else:
+            job = _NativeJob(source, quant, requantize, calibration)
+        files = {**source.files(), **(own_code(source_path) if trust_remote_code else {})}
+        with CheckpointWriter(out, overwrite=overwrite, expected_bytes=job.expected) as writer:
+            for i in range(job.units):
+                built = job.build(i)
+                if i + 1 < job.units:
+                    writer.write_layer(i, built)
+                else:
+                    writer.write_outer(built)
+                del built
+                if progress is not None:
+                    progress(i + 1, job.units)
+            for name, data in files.items():
+                writer.copy_file(name, data)
+            writer.finish(job.config())
+        return Path(out)
+
+
+@contextmanager
+def _reading(source: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the source where it cannot be read; what is written names itself."""
+    try:
+        yield
+    except QoffError:
+        raise
+    except OSError as error:
+        if refused_tier(error) is not None:
+            raise
+        raise FormatError(f"{source}: cannot be read ({error}); fetch the model again") from error
 
 
 class _NativeJob:

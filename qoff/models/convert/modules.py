@@ -97,7 +97,8 @@ class ModulesJob:
         }
 
     def _open(self) -> None:
-        full = read_config(self._config, self._source.path, self._trust)
+        source, tensors = self._source, len(self._source.names())
+        full = read_config(self._config, source.path, self._trust, tensors=tensors)
         self._structure = Structure.of(build(full, self._trust))
         self._units = self._units_of_sources()
 

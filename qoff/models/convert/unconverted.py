@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from qoff.models.families.family import TensorNames
 from qoff.models.names import ROW_BLOCK, Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.sources import Source
 from qoff.models.spec import DecoderSpec
+from qoff.models.stored import check_counts
 from qoff.quant import QTensor
 
 from .builder import PIECE
@@ -38,6 +40,7 @@ class Unconverted:
         config, names = converted(source.config(), lambda name: source.info(name) is not None)
         names = source.tensor_names or names
         spec = DecoderSpec.from_config(config)
+        check_counts(spec, names, partial(_shape_of, source), source.path)
         if spec.tie_word_embeddings and _has_other_head(source, spec, names):
             spec = replace(spec, tie_word_embeddings=False)
         config = {**config, "tie_word_embeddings": spec.tie_word_embeddings}
@@ -54,6 +57,11 @@ class Unconverted:
                     f"{self.source.path}: no matrix is called {pattern!r}; names are like "
                     f"{names[0]!r} and {names[-1]!r}, and * stands for any part of one"
                 )
+
+
+def _shape_of(source: Source, name: str) -> tuple[int, ...] | None:
+    info = source.info(name)
+    return None if info is None else info.shape
 
 
 def _has_other_head(source: Source, spec: DecoderSpec, names: TensorNames) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import unsupported
 
 from . import experts, gemma, layer_norm, llama
+from .config_fields import check_fields
 from .family import Family, Fields, Has, TensorNames, common_fields, full_config
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -25,8 +27,11 @@ def read_spec(config: Mapping[str, Any]) -> Fields:
     transformers' config class refuses.
     """
     family = _family(config.get("model_type"))
+    check_fields(config)
     full = full_config(config)
-    fields = {**common_fields(full), **family.fields(full)}
+    with raised_as(UnsupportedModelError, "config.json cannot be read", "correct it"):
+        check_fields(vars(full))  # with transformers' defaults
+        fields = {**common_fields(full), **family.fields(full)}
     if fields["rope"] is None and any(fields["rope_layers"]):
         kinds = sorted(full.rope_parameters)
         raise unsupported("rope_parameters", kinds, "one rope_type for all layers")

@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from qoff.errors import UnsupportedModelError
+from qoff.dynamo import import_configurations
+from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import RopeSpec, unsupported
+from qoff.schema import is_number, shown
+
+from .config_fields import check_counts
 
 Fields = dict[str, Any]  # fields of DecoderSpec by name
 
@@ -85,21 +89,17 @@ def full_config(config: Mapping[str, Any]) -> Any:
 
     Raises UnsupportedModelError for values that it refuses.
     """
-    from huggingface_hub.errors import StrictDataclassError
+    import_configurations()
     from transformers import AutoConfig, PreTrainedConfig
 
+    check_counts(config)
     keys = {k: deepcopy(v) for k, v in config.items() if k != "quantization_config"}
-    keys = PreTrainedConfig._decode_special_floats(keys)  # infinity is not JSON
-    if not keys.get("num_attention_heads", 1):  # transformers divides by it before checking it
-        raise unsupported("num_attention_heads", 0, "a whole number above 0")
-    try:
+    what = f"config.json of model_type {shown(config['model_type'])}"
+    with raised_as(
+        UnsupportedModelError, f"{what} is not one that transformers accepts", "correct it"
+    ):
+        keys = PreTrainedConfig._decode_special_floats(keys)  # infinity is not JSON
         return AutoConfig.for_model(**keys)
-    except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise UnsupportedModelError(
-            f"config.json of model_type {config['model_type']!r} is not one that transformers "
-            f"accepts: {reason}; correct it"
-        ) from error
 
 
 def common_fields(config: Any) -> Fields:
@@ -137,15 +137,15 @@ def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSp
     kind = rope.pop("rope_type", None)
     if kind is None:
         raise unsupported("rope_parameters", sorted(parameters), "one rope_type for all layers")
-    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     original = getattr(config, "original_max_position_embeddings", None)
     if kind == "longrope" and original is not None:
         rope.setdefault("original_max_position_embeddings", original)
-    theta = rope.pop("rope_theta")
-    if not isinstance(theta, int | float):
-        raise unsupported("rope_parameters.rope_theta", theta, "a number above 0")
+    theta, part = rope.pop("rope_theta", None), rope.get("partial_rotary_factor", 1.0)
+    for key, value in (("rope_theta", theta), ("partial_rotary_factor", part)):
+        if not is_number(value) or not value > 0:
+            raise unsupported(f"rope_parameters.{key}", value, "a number above 0")
     rope.pop("type", None)
-    return RopeSpec(str(kind), float(theta), dim, tuple(sorted(rope.items())))
+    return RopeSpec(str(kind), float(theta), int(head_dim * part), tuple(sorted(rope.items())))
 
 
 def activation(name: str) -> str:
@@ -161,7 +161,7 @@ def biases(attention: bool, mlp: bool = False) -> Fields:
 def positive(config: Any, key: str) -> float:
     """A number of a config that is divided by. Raises UnsupportedModelError."""
     value = getattr(config, key)
-    if not value > 0:
+    if not is_number(value) or not value > 0:
         raise unsupported(key, value, "a number above 0")
     return float(value)
 

@@ -60,7 +60,7 @@ def _starcoder2(config: Any) -> Fields:
 
 def _without_projections(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
     """350M's embedding is narrower than its layers: its projections are multiplied into it."""
-    width, hidden = config.get("word_embed_proj_dim"), config["hidden_size"]
+    width, hidden = config.get("word_embed_proj_dim"), config.get("hidden_size")
     if width in (None, hidden):
         return dict(config), _OPT_NAMES
     names = replace(

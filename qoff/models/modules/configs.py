@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from qoff.errors import UnsupportedModelError
+from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.families import FAMILIES, SOURCES
+from qoff.models.families.config_fields import check_counts
 from qoff.models.families.family import full_config
 
 DTYPE = torch.float32  # of activations and of weights that are not quantized, while they are used
@@ -60,19 +61,24 @@ def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> 
         raise _refusal(kind, f"of which transformers {__version__} has no decoder; {_WANTED}")
 
 
-def read_config(config: Mapping[str, Any], folder: Path, trust_remote_code: bool = False) -> Any:
+def read_config(
+    config: Mapping[str, Any], folder: Path, trust_remote_code: bool = False, *, tensors: int
+) -> Any:
     """transformers' config object of a `config.json`; that of `folder` where its code is.
 
-    Raises UnsupportedModelError as `check_config` does, and for values that are refused.
+    tensors: how many there are, which no number of layers exceeds. Raises UnsupportedModelError as
+    `check_config` does, and for values that are refused.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     check_config(config, trust_remote_code)
+    check_counts(config, layers=tensors)
     if config["model_type"] in CONFIG_MAPPING:
         # transformers' own code goes before that of the model.
         full = full_config({k: v for k, v in config.items() if k != REMOTE_CODE})
     else:
-        full = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        with raised_as(UnsupportedModelError, f"{folder}: its own code refuses its config.json"):
+            full = AutoConfig.from_pretrained(folder, trust_remote_code=True)
         full.__dict__.pop("quantization_config", None)
         full.tie_word_embeddings = config.get("tie_word_embeddings", full.tie_word_embeddings)
     if full.is_encoder_decoder:

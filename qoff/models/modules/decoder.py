@@ -75,7 +75,8 @@ class ModuleDecoder:
                 "only; use device='cpu'"
             )
         config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
-        self.config = read_config(config, checkpoint.path, trust_remote_code)
+        tensors = len(checkpoint.weight_map)
+        self.config = read_config(config, checkpoint.path, trust_remote_code, tensors=tensors)
         if kv is not None:
             register()
         attention = None if kv is None else NAME

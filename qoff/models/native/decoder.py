@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from qoff.errors import ArgumentError
-from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.errors import ArgumentError, OpError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
+from qoff.kernels.upload import on_device
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
+from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
 from qoff.memory import HEAD, Weights
 from qoff.memory.plan import LM_HEAD
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass, LayerWorkspace, mlp_tokens
+from qoff.models.forward_pass import ForwardPass, LayerWorkspace, ResidentActivations, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
 from .graphs import Replays
@@ -67,8 +69,11 @@ class Decoder:
 
     `embed` turns token ids, int64 [M], into [M, hidden_size] of any float dtype. The head's
     inputs are never rounded to fewer than 16 bits. device, dtype: of hidden states; dense weights
-    are on that device too. replays: layers at decode are recorded there and replayed; None: never.
+    are on that device too. replays: what is computed at decode is recorded there and replayed, a
+    layer at a time, or a whole pass where `resident` says that no weight ever moves.
     """
+
+    resident = False
 
     def __init__(
         self,
@@ -82,7 +87,7 @@ class Decoder:
         self.spec = spec
         self.device, self.dtype = device, dtype
         self._ops = ops
-        self._replays = replays
+        self.replays = replays
         self._embed = embed
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
@@ -117,7 +122,7 @@ class Decoder:
             sequences,
             window=kv.window,
             capacity=capacity,
-            steady=self._replays is not None,
+            steady=self.replays is not None,
             values_rotated=kv.values_rotated,
             device=self.device,
             dtype=self.dtype,
@@ -144,55 +149,106 @@ class Decoder:
         Which units it yields does not depend on the pass. A tied embedding comes as "lm_head". It
         returns the logits, float32 [R, vocab_size]; the new tokens are then in the cache.
         """
-        ragged, activations = run.ragged, run.activations
+        ragged = run.ragged
         self.spec.check_positions(ragged.longest + 1)
         run.cached = cached = run.cache.begin(ragged)
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
+        ids = run.tokens
+        key: Hashable | None = None
+        on_gpu = cached if isinstance(cached, DeviceCachePass) else None
+        if self.spec.learned_positions:
+            run.positions = ragged.positions if on_gpu is None else on_gpu.positions
+        if on_gpu is not None and self.replays is not None:
+            if on_gpu.rows > len(ids):
+                ids = pad(ids, (0, on_gpu.rows - len(ids)))
+            key = on_gpu.replay_key()
+        if key is not None:
+            tables = [table.whole for table in self._rotary]
+            key = (key, *(part.data_ptr() for both in tables for part in both))
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
-        rows = self._embed(run.tokens)
+        if key is not None and self.resident and isinstance(run.activations, ResidentActivations):
+            logits = yield from self._whole(run, ids, key)
+        else:
+            logits = yield from self._units(run, ids, run.logit_rows, key)
+        cached.end()
+        return scaled_logits(self.spec, logits.float())
+
+    def _units(
+        self, run: ForwardPass, ids: Tensor, logit_rows: Tensor | None, key: Hashable | None = None
+    ) -> Steps:
+        """A pass unit by unit; key: of layers that can be recorded. logit_rows None: all."""
+        activations = run.activations
+        rows = self._embed(ids)
         if self.spec.embedding_scale != 1:
             rows = rows * self.spec.embedding_scale
         activations.store(rows.to(self.device, self.dtype))
-        workspace = run.workspace or self.new_workspace(ragged.tokens)
-        run.workspace = workspace.upto(ragged.tokens)
+        workspace = run.workspace or self.new_workspace(len(ids))
+        run.workspace = workspace.upto(len(ids))
         for layer in range(self.spec.num_layers):
             weights = yield layer
-            if tiled(weights) and not run.workspace.tiled:
-                run.workspace = self.new_workspace(ragged.tokens, tiled=True)
+            in_tiles = tiled(weights)
+            if in_tiles and not run.workspace.tiled:
+                run.workspace = self.new_workspace(len(ids), tiled=True)
             run.hidden = activations.load()
-            if not self._replayed(layer, weights, run):
+            if key is None or in_tiles:
                 yield from self._layer.steps(layer, weights, run)
+            else:
+                self._replayed(layer, weights, run, key)
             activations.store(run.input)
         weights = yield HEAD
-        rows = activations.load()[run.logit_rows]
+        rows = _taken(activations.load(), logit_rows)
         run.hidden = None
         norm = vector(weights, names.NORM)
         if self.spec.norm == "layer" and norm is not None:
             rows, norm = normalized(self.spec, rows, weights, "model.norm"), None
-        logits = yield from self._head(run, weights, LM_HEAD, rows, norm=norm)
-        cached.end()
-        return scaled_logits(self.spec, logits.float())
+        return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm))
 
-    def _replayed(self, layer: int, weights: Weights, run: ForwardPass) -> bool:
-        """Compute a layer as its recording, or record it; whether that could be."""
-        if self._replays is None or not run.ragged.is_decode or tiled(weights):
-            return False
-        assert run.cached is not None
-        opened = run.cached.open(layer)  # the layer opens the same again
-        key = opened.replay_key() if isinstance(opened, DeviceLayerCache) else None
-        if key is None:
-            return False
+    def _replayed(self, layer: int, weights: Weights, run: ForwardPass, key: Hashable) -> None:
+        """Compute a layer as its recording, or record it."""
 
-        def work(hidden: Tensor) -> None:
+        def work(hidden: Tensor) -> Tensor:
             run.hidden = hidden
             assert next(self._layer.steps(layer, weights, run), None) is None  # waits for tiles
+            return hidden
 
-        hidden = run.input
-        tables = tuple(table.data_ptr() for table in run.rotary[layer] or ())
-        whole = (layer, id(weights), tables, key)
-        self._replays.run(whole, weights, hidden, work)
-        run.hidden = hidden
-        return True
+        hidden, whole = run.input, (layer, id(weights), key)
+        assert self.replays is not None
+        found = self.replays.run(whole, weights, hidden, work, self.spec.num_layers)
+        run.hidden = hidden if found is hidden else hidden.copy_(found)
+
+    def _whole(self, run: ForwardPass, ids: Tensor, key: Hashable) -> Steps:
+        """Compute a pass as its recording, or record it: when all its weights are there."""
+        vocab = self.spec.vocab_size
+        if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise OpError(f"tokens are 0 to {vocab - 1}, not {int(ids.min())} to {int(ids.max())}")
+        weights: list[Weights] = []
+        for unit in (*range(self.spec.num_layers), HEAD):
+            weights.append((yield unit))
+
+        def work(ids: Tensor) -> Tensor:
+            steps = self._units(run, ids, None)
+            next(steps)
+            for some in weights[:-1]:
+                steps.send(some)
+            try:
+                steps.send(weights[-1])
+            except StopIteration as finished:
+                return finished.value
+            raise AssertionError("the head streams")
+
+        assert self.replays is not None
+        logits = self.replays.run((*map(id, weights), key), weights, ids, work)
+        run.hidden = None
+        return _taken(logits, run.logit_rows)
+
+
+def _taken(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Some rows of x; None: all."""
+    if rows is None:
+        return x
+    if not rows.is_cuda and torch.equal(rows, torch.arange(len(rows))):
+        return x[: len(rows)]  # the usual ones, without a copy
+    return x.index_select(0, on_device(rows, x.device))
 
 
 def scaled_logits(spec: DecoderSpec, logits: Tensor) -> Tensor:

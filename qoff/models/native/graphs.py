@@ -1,77 +1,150 @@
-"""Replaying the work of a layer on a GPU instead of launching its kernels one by one."""
+"""Replaying work of a GPU instead of launching its kernels one by one."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_MOST = 4096  # recordings; then all are forgotten: they may be of caches that are gone
+from qoff.kernels.upload import on_device, pinned
+
+_MOST = 128  # recordings of a whole pass, or as many of each layer; then the oldest are forgotten
 
 Replay = Callable[[], None]
+Record = Callable[[Callable[[], None]], Replay]
 
 
 @dataclass
 class _Entry:
     keep: object  # what the key names by its id
+    result: Tensor  # where the replay leaves it
     replay: Replay | None = None
 
 
 class Replays:
-    """Work that changes hidden states in place, recorded at the second call with the same key.
+    """Work on one tensor, recorded at the second call with the same key, and replayed from then on.
 
     A key says everything but the values in memory that the work depends on: addresses, sizes,
     numbers that the host hands to kernels. The first call only runs the work, which compiles what
-    has to be. Hidden states are copied to and from memory of fixed addresses. For one thread and
-    one stream. record: makes a replay of work without running it (default: as a CUDA graph).
+    has to be. Inputs and results are in memory of fixed addresses, which is this object's; all else
+    that a recording reads or writes belongs to others. record: makes a replay of work without
+    running it (default: as a CUDA graph). If that fails once, nothing is recorded or replayed any
+    more, with a warning that says why. For one thread and one stream at a time.
     """
 
-    def __init__(self, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
-        self._record = record or CudaRecorder()
-        self._entries: dict[Hashable, _Entry] = {}
-        self._fixed: dict[tuple[int, ...], Tensor] = {}
+    def __init__(self, device: torch.device, record: Record | None = None) -> None:
+        self._device = device
+        self._record = CudaRecorder(device) if record is None else record
+        self._entries: dict[Hashable, _Entry] = {}  # the one that was used last is last
+        self._fixed: dict[Hashable, Tensor] = {}
+        self.recorded = self.replayed = self.failed = 0  # how often
 
     def run(
-        self, key: Hashable, keep: object, hidden: Tensor, work: Callable[[Tensor], None]
-    ) -> None:
-        """Do `work(hidden)`, or what it did when recorded. keep: lives as long as the key."""
-        whole = (tuple(hidden.shape), key)
-        entry = self._entries.get(whole)
+        self,
+        key: Hashable,
+        keep: object,
+        x: Tensor,
+        work: Callable[[Tensor], Tensor],
+        parts: int = 1,
+    ) -> Tensor:
+        """Return `work(x)`, computed by it or by its recording; valid until the next call.
+
+        x: on the device, or in host memory to be brought there. The work may change it and return
+        it. keep: lives as long as the key. parts: recordings that together are a pass.
+        """
+        if self.failed:
+            return work(on_device(x, self._device))
+        fixed = self._memory("input", x)
+        fixed.copy_(pinned(x, self._device), non_blocking=True)
+        whole = (tuple(x.shape), key)
+        entry = self._entries.pop(whole, None)
         if entry is None:
-            if len(self._entries) >= _MOST:
-                self._entries.clear()
-            self._entries[whole] = _Entry(keep)
-            work(hidden)
-            return
-        fixed = self._fixed.setdefault(whole[0], hidden.new_empty(hidden.shape))
-        fixed.copy_(hidden)
+            while len(self._entries) >= _MOST * parts:
+                del self._entries[next(iter(self._entries))]
+            result = work(fixed)
+            there = fixed if result is fixed else self._memory("result", result)
+            self._entries[whole] = _Entry(keep, there)
+            return result
         if entry.replay is None:
-            entry.replay = self._record(lambda: work(fixed))
+            try:
+                entry.replay = self._record(lambda: _into(entry.result, work(fixed)))
+            except Exception as error:
+                self._give_up(error)
+                return work(fixed)
+            self.recorded += 1
+        self._entries[whole] = entry
         entry.replay()
-        hidden.copy_(fixed)
+        self.replayed += 1
+        return entry.result
+
+    def _memory(self, role: str, like: Tensor) -> Tensor:
+        """Memory of a fixed address; all recordings share it, as they take turns."""
+        key = (role, tuple(like.shape), like.dtype)
+        if key not in self._fixed:
+            with torch.inference_mode(False):  # it is written in that mode and outside of it
+                self._fixed[key] = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        return self._fixed[key]
+
+    def _give_up(self, error: Exception) -> None:
+        self.failed += 1
+        self._entries.clear()
+        self._fixed.clear()
+        reason = " ".join(str(error).split())
+        warnings.warn(
+            f"a CUDA graph could not be recorded ({type(error).__name__}: {reason}); this model "
+            "goes on without graphs, which costs time on the host. QOFF_CUDA_GRAPHS=0 turns them "
+            "off",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _into(memory: Tensor, result: Tensor) -> None:
+    if result is not memory:
+        memory.copy_(result)
 
 
 class CudaRecorder:
     """Records work as CUDA graphs that share their memory: they are replayed one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None  # a handle
+        # The first, as the memory stays only with a graph; and those that torch may refer to.
+        self._kept: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Callable[[], None]) -> Replay:
         if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self._device)
+            self._pool = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # makes its device the current one, too
             # Other threads go on copying weights meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
+            except BaseException:
+                self._abandon(graph)
+                raise
+        current.wait_stream(self._stream)
+        self._kept = self._kept or [graph]
         return graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, so that the stream and torch's allocator are usable again."""
+        assert self._stream is not None
+        self._kept.append(graph)
+        with suppress(RuntimeError):  # also raised where the capture is invalid, but it is over
+            graph.capture_end()
+        # torch does not get to this where the end of a capture is an error.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)

@@ -49,7 +49,8 @@ class Layer:
 
     def _add_positions(self, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += the learned embedding of each token's position."""
-        rows = run.ragged.positions + self._spec.position_offset
+        assert run.positions is not None
+        rows = run.positions.long() + self._spec.position_offset
         table = weights[names.POSITIONS]
         if isinstance(table, TiledMatrix):
             for tile in table.tiles:
@@ -180,8 +181,8 @@ class Layer:
 
 
 def _gathered(table: QTensor, rows: Tensor, like: Tensor) -> Tensor:
-    """Rows of a matrix in memory, on the device and in the dtype of `like`."""
-    return embedding(rows.to(table.device), table).to(like.device, like.dtype)
+    """Rows of a matrix on the device, in the dtype of `like`."""
+    return embedding(rows, table).to(like.dtype)
 
 
 def layer_bytes(

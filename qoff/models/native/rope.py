@@ -54,6 +54,11 @@ class RotaryTable:
         self._inv_freq, self._factor = inverse_frequencies(spec, rope)
         self._cos = self._sin = torch.empty(0, rope.dim // 2, device=device)
 
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """All that was computed so far: what a recording reads, whatever positions come later."""
+        return self._cos, self._sin
+
     def upto(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, float32 [positions, rope.dim / 2], views of the table.
 

@@ -14,9 +14,9 @@ from qoff.models.families.family import TensorNames
 from qoff.quant import QTensor, TensorInfo
 
 from .quantized import open_quantized
-from .safetensors import SafetensorsSource, own_code, read_json
+from .safetensors import SafetensorsSource, own_code
 
-__all__ = ["SafetensorsSource", "Source", "open_source", "own_code", "read_json"]
+__all__ = ["SafetensorsSource", "Source", "open_source", "own_code"]
 
 
 class Source(Protocol):

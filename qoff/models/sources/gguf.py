@@ -12,16 +12,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from qoff.errors import FormatError, UnsupportedModelError
+from qoff.errors import FormatError, UnsupportedModelError, raised_as
 from qoff.models.families.family import TensorNames
 from qoff.models.native.rope import inverse_frequencies
 from qoff.models.spec import DecoderSpec
 from qoff.quant import GGUFFile, QTensor, TensorInfo
 from qoff.quant.gguf import DENSE, QUANTIZED, TO_FLOATS
 from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
+from qoff.schema import SWITCH, TEXT, Fields, Kind, check, number, whole
 
 from .gguf_tokenizer import build_tokenizer
 
@@ -60,6 +62,28 @@ _KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
 }
+_COUNT, _SCALE = whole(1), number(1e-30, 1e30, "a number above 0")
+_FIELDS: Fields = {  # after the architecture's name
+    **dict.fromkeys(set(_KEYS.values()) - {"attention.layer_norm_rms_epsilon"}, _COUNT),
+    "attention.head_count_kv": _COUNT,
+    "attention.key_length": _COUNT,
+    "attention.layer_norm_rms_epsilon": number(0, 1, "a number from 0 to 1"),
+    "rope.freq_base": _SCALE,
+    "rope.scaling.type": TEXT,
+    "rope.scaling.factor": _SCALE,
+    "rope.scaling.original_context_length": _COUNT,
+}
+_TEXTS = Kind(
+    "a list of texts", lambda x: isinstance(x, list) and all(isinstance(one, str) for one in x)
+)
+_NUMBERS = Kind("an array of numbers", lambda x: isinstance(x, np.ndarray))
+_TOKENIZER: Fields = {  # after "tokenizer.ggml."
+    **dict.fromkeys(("model", "pre"), TEXT),
+    **dict.fromkeys(("tokens", "merges"), _TEXTS),
+    **dict.fromkeys(("token_type", "scores", "precompiled_charsmap"), _NUMBERS),
+    **dict.fromkeys(("add_bos_token", "add_space_prefix", "remove_extra_whitespaces"), SWITCH),
+    **{f"{name}_token_id": whole(0) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+}
 # Llama 3.1 to 3.3 store their frequency factors as a tensor; these are the constants behind it
 _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
@@ -75,6 +99,9 @@ class GGUFSource:
         self.path = path
         self._file = GGUFFile(path)
         self._architecture = str(self._file.metadata.get("general.architecture"))
+        fields = {f"{self._architecture}.{key}": kind for key, kind in _FIELDS.items()}
+        fields |= {f"tokenizer.ggml.{key}": kind for key, kind in _TOKENIZER.items()}
+        check(self._file.metadata, fields | {"tokenizer.chat_template": TEXT}, path)
         self._there = frozenset(self._file.tensors)
         self.tensor_names = replace(_NAMES, rope_pairs=self._architecture in _PERMUTED)
 
@@ -86,13 +113,18 @@ class GGUFSource:
                 f"supported: {', '.join(ARCHITECTURES)}"
             )
         config = {name: self._need(key) for name, key in _KEYS.items()}
+        if config["num_hidden_layers"] > len(self._there):
+            raise FormatError(
+                f"{self.path}: {arch}.block_count is {config['num_hidden_layers']} in a file of "
+                f"{len(self._there)} tensors; it is damaged, get it again"
+            )
         heads = config["num_attention_heads"]
         kv = "" if self._get("attention.head_count_kv") is None else "_kv"
         config |= {
             "model_type": arch,
             "architectures": [ARCHITECTURES[arch]],
             "num_key_value_heads": self._need(f"attention.head_count{kv}"),
-            "head_dim": self._get("attention.key_length", config["hidden_size"] // max(heads, 1)),
+            "head_dim": self._get("attention.key_length", config["hidden_size"] // heads),
             "vocab_size": self._file.shape(_NAMES.embedding)[0],
             "rope_parameters": self._rope(),
             "tie_word_embeddings": _NAMES.head not in self._there,
@@ -139,8 +171,11 @@ class GGUFSource:
             eos_token_id=sorted(ends) if len(ends) > 1 else next(iter(ends), None),
             pad_token_id=self._token("padding"),
         )
-        tokenizer = build_tokenizer(self._file.metadata, self._need("context_length"))
-        with TemporaryDirectory() as directory:
+        with (
+            raised_as(FormatError, f"{self.path}: its tokenizer cannot be built", "get it again"),
+            TemporaryDirectory() as directory,
+        ):
+            tokenizer = build_tokenizer(self._file.metadata, self._need("context_length"))
             tokenizer.save_pretrained(directory)
             generation.save_pretrained(directory)
             written = (path for path in sorted(Path(directory).iterdir()) if path.is_file())
@@ -151,15 +186,16 @@ class GGUFSource:
 
     def _need(self, key: str) -> Any:
         value = self._get(key)
-        if not isinstance(value, int | float):
+        if value is None:
             raise FormatError(
-                f"{self.path}: key {self._architecture}.{key} is {value!r}; expected a number"
+                f"{self.path}: key {self._architecture}.{key} is missing; expected "
+                f"{_FIELDS[key].words}"
             )
         return value
 
     def _token(self, kind: str) -> int | None:
-        value = self._file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-        return value if isinstance(value, int) else None
+        index: int | None = self._file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        return index
 
     def _check_value(self, key: str, supported: int) -> None:
         value = self._get(key, supported)

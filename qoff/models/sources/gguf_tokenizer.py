@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from tokenizers import (
     AddedToken,
     Regex,
@@ -29,6 +30,7 @@ from qoff.errors import FormatError, UnsupportedModelError
 # Of tokenizer.ggml.token_type.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
 _JOINED = (_NORMAL, _USER_DEFINED, _UNUSED)  # what text is made of; not what stands for a byte
+_LONGEST = 2048  # characters of a token: all ways to cut one in two are tried
 _SPACE = "\u2581"  # what stands for a space
 _INSTEAD = "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
 _SENTENCEPIECE = "llama"  # a value of tokenizer.ggml.model
@@ -96,7 +98,7 @@ def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> Any:
 
 
 def _backend(metadata: Mapping[str, Any], tokens: list[str], bos: int | None) -> Tokenizer:
-    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = _numbers(metadata, "token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise FormatError(
             f"GGUF key tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
@@ -161,15 +163,15 @@ def _sentencepiece(
     "a", say) may the one that is not leftmost come first, as in every conversion to merges.
     Characters that no token has become their bytes, where the vocabulary has bytes.
     """
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        found = f"has {len(scores)} entries" if isinstance(scores, list) else "is missing"
+    scores = _numbers(metadata, "scores")
+    if scores is None or len(scores) != len(tokens):
+        found = "is missing" if scores is None else f"has {len(scores)} entries"
         raise FormatError(
             f"GGUF key tokenizer.ggml.scores {found}; expected a score for each of {len(tokens)} "
             "tokens"
         )
     for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
-        if metadata.get(f"tokenizer.ggml.{key}"):
+        if np.any(metadata.get(f"tokenizer.ggml.{key}")):
             raise UnsupportedModelError(
                 f"GGUF key tokenizer.ggml.{key} asks for a normalization that is not supported. "
                 f"{_INSTEAD}"
@@ -211,6 +213,12 @@ def _merges(
     return [(tokens[index][:at], tokens[index][at:]) for *_, index, at in sorted(ways)]
 
 
+def _numbers(metadata: Mapping[str, Any], key: str) -> list[Any] | None:
+    """An array of numbers as a list, None without one."""
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    return None if value is None else np.asarray(value).tolist()
+
+
 def _token_id(metadata: Mapping[str, Any], key: str, tokens: int) -> int | None:
     index = metadata.get(f"tokenizer.ggml.{key}_token_id")
     if index is None or (isinstance(index, int) and 0 <= index < tokens):
@@ -240,4 +248,10 @@ def _required(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(value, list) or not value:
         raise FormatError(f"GGUF key tokenizer.ggml.{key} is missing; expected a list of strings")
+    longest = max(map(len, value))
+    if longest > _LONGEST:
+        raise FormatError(
+            f"GGUF key tokenizer.ggml.{key} holds a text of {longest} characters; expected at most "
+            f"{_LONGEST}"
+        )
     return value

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from qoff.quant import CONFIG_FILES, QTensor, Scheme, TensorInfo, read_scheme
 from qoff.quant.mxfp4 import MXFP4
+from qoff.schema import read_object
 
-from .safetensors import SafetensorsSource, read_json
+from .safetensors import SafetensorsSource
 
 _KEY = "quantization_config"
 _OLD_KEY = "compression_config"  # of compressed-tensors
@@ -24,13 +25,13 @@ def open_quantized(tensors: SafetensorsSource) -> QuantizedSource | None:
     Raises UnsupportedModelError, naming file and key, for a quantization that cannot be read.
     """
     path = tensors.path / "config.json"
-    config = read_json(path)
+    config = read_object(path)
     for key in (_KEY, _OLD_KEY):
         if found := config.get(key):
             return QuantizedSource(tensors, read_scheme(found, f"{path}: {key}."))
     for name, method in CONFIG_FILES.items():
         if (file := tensors.path / name).is_file():
-            return QuantizedSource(tensors, read_scheme(read_json(file), f"{file}: ", method))
+            return QuantizedSource(tensors, read_scheme(read_object(file), f"{file}: ", method))
     return None
 
 

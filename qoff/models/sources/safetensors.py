@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -13,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qoff.checkpoint.header import METADATA, described_tensor, header_text
+from qoff.checkpoint.layout import DTYPES
 from qoff.errors import FormatError
 from qoff.quant import TensorInfo
+from qoff.schema import load_object, read_object, shown
 
 COMPANIONS = (
     "generation_config.json",
@@ -29,30 +31,16 @@ COMPANIONS = (
 )
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_MAX_HEADER = 100 << 20  # safetensors' own bound
+_ONE_BYTE = ("BOOL", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0")
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
+    **DTYPES,
     "I8": torch.int8,
-    "U8": torch.uint8,
+    # Of these only the sizes count: they are refused where the tensor is wanted.
+    **dict.fromkeys(_ONE_BYTE, torch.uint8),
+    **dict.fromkeys(("I16", "U16"), torch.int16),
+    "U32": torch.int32,
+    **dict.fromkeys(("U64", "C64"), torch.int64),
 }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises FormatError, naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FormatError(f"{path}: no such file; a model directory needs it") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise FormatError(f"{path}: holds a {type(value).__name__}; expected an object")
-    return value
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,7 @@ class SafetensorsSource:
             )
 
     def config(self) -> dict[str, Any]:
-        return read_json(self.path / "config.json")
+        return read_object(self.path / "config.json")
 
     def info(self, name: str) -> TensorInfo | None:
         stored = self._tensors.get(name)
@@ -144,16 +132,18 @@ class SafetensorsSource:
 
     def _open_sharded(self) -> None:
         index = self.path / _INDEX
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise FormatError(f"{index}: no weight_map; expected tensor names and their files")
-        headers: dict[str, dict[str, _Stored]] = {}
+        files: dict[str, Path] = {}
+        for file in weight_map.values():
+            if not isinstance(file, str) or file not in files:
+                files[str(file)] = _inside(self.path, file, index)
+        headers = {name: _read_header(path) for name, path in files.items()}
         for name, file in weight_map.items():
-            if file not in headers:
-                headers[file] = _read_header(_inside(self.path, file, index))
             if name not in headers[file]:
                 raise FormatError(
-                    f"{self.path / file}: no tensor {name!r}, which {index} has there"
+                    f"{self.path / file}: no tensor {shown(name)}, which {index} has there"
                 )
             self._tensors[name] = headers[file][name]
 
@@ -166,11 +156,15 @@ def own_code(source: str | os.PathLike[str]) -> dict[str, Path]:
 def _inside(directory: Path, file: object, index: Path) -> Path:
     """Return the path of a shard, which must be a plain file name in the directory of the index."""
     plain = isinstance(file, str) and PurePosixPath(file).name == file and file not in ("", "..")
-    if not isinstance(file, str) or not plain or "\\" in file:
+    if not isinstance(file, str) or not plain or "\\" in file or not file.isprintable():
         raise FormatError(
-            f"{index}: names the file {file!r}; expected a file name without a directory"
+            f"{index}: names the file {shown(file)}; expected a file name without a directory"
         )
-    if not (directory / file).is_file():
+    try:
+        there = (directory / file).is_file()
+    except OSError:  # a name that is too long
+        there = False
+    if not there:
         raise FormatError(f"{directory / file}: no such file, but {index} names it; get it again")
     return directory / file
 
@@ -180,29 +174,22 @@ def _read_header(path: Path) -> dict[str, _Stored]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
-                raise FormatError(
-                    f"{path}: a header of {length} bytes in a file of {size}; "
-                    "the file is truncated or not safetensors, get it again"
-                )
-            header = json.loads(file.read(length))
-        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        return {name: _stored(path, entry, 8 + length, size) for name, entry in entries}
+            text = header_text(file, size)
+        described = load_object(text)
+        described.pop(METADATA, None)
+        start = 8 + len(text)
+        return {name: _stored(path, name, entry, start, size) for name, entry in described.items()}
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{path}: header is not valid safetensors: {error}") from error
+    except ValueError as error:
+        raise FormatError(
+            f"{path}: {error}; the file is damaged, truncated or not safetensors, get it again"
+        ) from error
 
 
-def _stored(path: Path, entry: Mapping[str, Any], data_start: int, size: int) -> _Stored:
-    start, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(isinstance(x, int) and x >= 0 for x in (*shape, start, end)):
-        raise ValueError(f"shape {shape}, offsets {start}..{end}")
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:  # noticed only if the tensor is wanted: buffers may be of any kind
-        return _Stored(path, torch.uint8, shape, data_start + start)
-    if end - start != math.prod(shape) * dtype.itemsize or data_start + end > size:
-        raise ValueError(f"{entry['dtype']} {shape} at {start}..{end} of {size - data_start} bytes")
-    return _Stored(path, dtype, shape, data_start + start)
+def _stored(path: Path, name: str, described: Any, start: int, size: int) -> _Stored:
+    entry = described_tensor(name, described, start, _DTYPES)
+    if entry.offset + entry.nbytes > size:
+        end = entry.offset + entry.nbytes
+        raise ValueError(f"tensor {shown(name)} ends at byte {end} of {size}")
+    return _Stored(path, entry.dtype, entry.shape, entry.offset)

@@ -1,0 +1,191 @@
+"""Random plans and budgets on tiny models: each runs, or is refused, and none changes a token.
+
+    python -m bench.random_plans --seconds 600 --seed 1
+
+A plan is opened or refused with a BudgetError or ArgumentError. The answers of one that opens are
+compared with those of the same KV cache with all in memory, one sequence at a time; then no thread,
+no open file and no byte beyond a budget is left.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Bar, Report, arguments
+from bench.random_model import write_random_checkpoint
+from bench.stress import TINY
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError, BudgetError
+from qoff.kvcache import KVQuant
+from qoff.kvcache.store.placement import KVPlacement
+from qoff.plan import Plan
+
+# Few and many layers, one and four queries of a KV head, a head of its own and a tied one.
+SHAPES: tuple[dict[str, Any], ...] = (
+    TINY,
+    TINY | {"num_hidden_layers": 9, "tie_word_embeddings": True},
+    TINY | {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 4},
+)
+CONTEXT = 240
+LONGEST = 160
+_CACHES = (
+    KVQuant(window=16),
+    KVQuant(8, 4, window=0),
+    KVQuant(8, 8, window=100, sinks=16),
+    KVQuant(window=40, attention_top=0.5),
+    KVQuant(window=16, layers={1: (8, 8)}, values_rotated=False),
+)
+
+
+class Draws:
+    """Plans, drawn by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def plan(self, spill: Path) -> Plan:
+        """A plan whose answers are those of its KV cache, whatever else it says."""
+        draw = self.random
+        device = draw.choice((0.0, 0.3, draw.random(), 1.0))
+        host = draw.choice((0.0, draw.random(), 1.0)) * (1 - device)
+        return Plan(
+            device_memory=None,
+            batch_size=draw.randint(1, 9),
+            batches=draw.randint(1, 4),
+            context=CONTEXT + draw.randrange(3) * draw.randrange(500),
+            # Whole prompts: pieces would see what is packed before them.
+            prefill_tokens=LONGEST + draw.randrange(2) * draw.randrange(1000),
+            kv=draw.choice(_CACHES),
+            kv_placement=KVPlacement(device, host),
+            cpu_attention=draw.choice(("auto", "always", "never")),
+            activations=draw.choice(("device", "host", "disk")),
+            schedule=draw.choice(("block", "sequential")),
+            slots=draw.randint(2, 5),
+            activation_bits=draw.choice((16, 16, 8)),
+            spill_folder=spill,
+        )
+
+    def bounds(self, device: int, host: int) -> dict[str, int]:
+        """Bounds of memory about what a plan takes unbounded; none of a tier at times."""
+        draw = self.random
+        found = {}
+        if draw.random() < 0.8:
+            found["device_memory"] = int(device * draw.uniform(0.05, 1.1))
+        if draw.random() < 0.4:
+            found["host_memory"] = int((host + device) * draw.uniform(0, 1.1))
+        return found
+
+
+class Trial:
+    """One model under many plans. counts: of what came of them."""
+
+    def __init__(self, checkpoint: Path, spill: Path, seed: int) -> None:
+        self._checkpoint, self._spill = checkpoint, spill
+        self._draws = Draws(seed)
+        draw = self._draws.random
+        self._prompts = [
+            [draw.randrange(512) for _ in range(length)]
+            for length in (LONGEST, 1, 64, draw.randint(2, LONGEST), 97, draw.randint(2, LONGEST))
+        ]
+        self._params = [
+            SamplingParams(temperature=float(i % 3 == 2), seed=i, max_tokens=n, ignore_eos=True)
+            for i, n in enumerate((30, 5, 70, 1, 22, 11))
+        ]
+        self._alone: dict[str, list[tuple[int, ...]]] = {}
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    def run(self) -> None:
+        """Draw a plan and see. What goes wrong is noted with the plan."""
+        plan = self._draws.plan(self._spill)
+        expected = self._expected(plan)
+        with LLM(self._checkpoint, plan) as llm:
+            sizes = [sum(purposes.values()) for purposes in llm.memory_by_tier().values()]
+        bounded = replace(plan, **self._draws.bounds(*sizes[:2]))  # type: ignore[arg-type]
+        threads = set(threading.enumerate())
+        files = _open_files()
+        wrong = ""
+        try:
+            with LLM(self._checkpoint, bounded) as llm:
+                found = [x.token_ids for x in llm.generate(self._prompts, self._params)]
+                used = llm.memory_by_tier()
+            self.counts["opened"] += 1
+            if found != expected:
+                wrong = f"tokens {found}, expected {expected}"
+            for tier, budget in (("device", bounded.device_memory), ("host", bounded.host_memory)):
+                if budget is not None and sum(used[tier].values()) > budget:
+                    wrong = f"{used[tier]} on {tier}"
+        except (ArgumentError, BudgetError) as error:
+            self.counts[f"refused: {type(error).__name__}"] += 1
+        except Exception as error:
+            wrong = repr(error)
+        gc.collect()
+        left = [x.name for x in set(threading.enumerate()) - threads if x.name != "qoff-cpu"]
+        if left or _open_files() != files:
+            wrong = wrong or f"left open: threads {left}, files {_open_files() - files}"
+        if wrong:
+            self.counts["wrong"] += 1
+            self.failures.append(f"{bounded}: {wrong}")
+
+    def _expected(self, plan: Plan) -> list[tuple[int, ...]]:
+        """The answers to each prompt alone, with everything in memory."""
+        key = f"{plan.kv!r} {plan.activation_bits}"
+        if key not in self._alone:
+            alone = Plan(
+                batch_size=1, context=CONTEXT, kv=plan.kv, activation_bits=plan.activation_bits
+            )
+            with LLM(self._checkpoint, alone) as llm:
+                self._alone[key] = [x.token_ids for x in llm.generate(self._prompts, self._params)]
+        return self._alone[key]
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    given = arguments(
+        __doc__,
+        argv,
+        seconds=(float, 60.0, "of plans"),
+        plans=(int, 10_000, "at most"),
+        seed=(int, 0, "of plans, budgets and prompts"),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trials = []
+        for i, shape in enumerate(SHAPES):
+            path = Path(folder, f"model-{i}")
+            write_random_checkpoint(path, shape, seed=i)
+            trials.append(Trial(path, Path(folder, "spill"), given.seed + i))
+        end, done = time.perf_counter() + given.seconds, 0
+        while time.perf_counter() < end and done < given.plans:
+            trials[done % len(trials)].run()
+            done += 1
+    counts = sum((trial.counts for trial in trials), Counter[str](plans=done))
+    failures = [line for trial in trials for line in trial.failures]
+    report = Report(
+        "random_plans",
+        {"seconds": given.seconds, "seed": given.seed},
+        f"{done} random plans on {len(SHAPES)} tiny models",
+        ("what", "plans"),
+        [(name, f"{count:,}") for name, count in counts.items()],
+        {name: float(count) for name, count in counts.items()},
+        notes=failures,
+        bars=[Bar("plans that run or are refused, with the same tokens", 1, float(not failures))],
+    )
+    report.publish(given.out)
+    if failures:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

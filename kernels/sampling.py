@@ -1,0 +1,153 @@
+"""Tokens from logits, for many rows at once, on the device where the logits are.
+
+Rows have `columns(V)` columns: the logits of V tokens, and -inf behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GROUP = 256  # tokens, of which one is drawn if their group is
+_BINS = 1 << 10  # by a third of a weight's bits
+_TOGETHER = 1 << 20  # logits that are worked on at once
+_BYTES = 32  # of working space for each of them: weights in float64, places, sums, masks
+_RANKED_BYTES = 36  # for each of those that are sorted
+
+
+def columns(vocab_size: int) -> int:
+    """Columns of a row: whole groups, and at least one more than tokens."""
+    return (vocab_size // _GROUP + 1) * _GROUP
+
+
+def noise_size(vocab_size: int) -> int:
+    """Random numbers that a draw takes: one for each token of a group, one for each group."""
+    return _GROUP + columns(vocab_size) // _GROUP
+
+
+@dataclass(frozen=True)
+class Warp:
+    """How logits become a distribution, for R rows; in vLLM's order.
+
+    numbers: float32 [3, R, 1], of temperature (not 0), min_p and top_p. top_k: int64 [R, 1], from 1
+    on; None: all tokens, of each row. ranked: the largest top_k. nucleus: whether a top_p is below
+    1.
+    """
+
+    numbers: Tensor
+    nucleus: bool
+    top_k: Tensor | None = None
+    ranked: int = 0
+
+
+def rows_together(vocab_size: int, ranked: int = 0) -> int:
+    """How many rows are worked on at once, of which so many logits are sorted.
+
+    What they take is within `sampling_bytes`.
+    """
+    return max(1, _TOGETHER // (columns(vocab_size) + _RANKED_BYTES // _BYTES * ranked + _BINS))
+
+
+def sampling_bytes(vocab_size: int, rows: int, context: int) -> int:
+    """The most bytes that choosing tokens for so many sequences allocates, beside their logits.
+
+    context: tokens of a sequence, all of which may be penalized.
+    """
+    row, noise = columns(vocab_size) + _BINS, 8 * noise_size(vocab_size)
+    together = min(rows, rows_together(vocab_size))
+    sorted_alone = (_BYTES + _RANKED_BYTES) * row
+    most = max(min(_BYTES * rows * row, _BYTES * _TOGETHER), sorted_alone)
+    penalties = together * context * 40  # ids in int64, logits, their new values
+    return most + penalties + 4 * together * noise
+
+
+def penalize_(
+    logits: Tensor, history: Tensor, prompts: Tensor, by: Tensor, vocab_size: int
+) -> None:
+    """Apply vLLM's penalties to float32 logits [R, columns].
+
+    history: int64 [R, L], the tokens of prompt and answer, `vocab_size` behind them. prompts: int64
+    [R, 1], tokens of the prompt. by: float32 [3, R, 1]: repetition (1: none), presence, frequency
+    penalty (0: none).
+    """
+    repetition, presence, frequency = by
+    # Tokens that come more than once are written as often, the same each time.
+    were = logits.gather(1, history)
+    logits.scatter_(1, history, torch.where(were > 0, were / repetition, were * repetition))
+    places = torch.arange(history.shape[1], device=history.device)
+    answer = history.masked_fill(places < prompts, vocab_size)
+    logits.scatter_(1, answer, logits.gather(1, answer) - presence)
+    logits.scatter_add_(1, answer, (-frequency).expand(answer.shape))
+    logits[:, vocab_size:] = -torch.inf
+
+
+def draw_(logits: Tensor, noise: Tensor, warp: Warp) -> Tensor:
+    """Draw a token of each row, int64 [R], from float32 logits [R, columns], which are overwritten.
+
+    noise: float64 [R, noise_size], uniform between 0 and 1, neither included. The same noise gives
+    the same token on all devices, but for logits that differ in rounding: the likelier they leave a
+    token, the likelier it stays the one that is drawn.
+    """
+    weights = _weights(logits, warp)
+    groups = weights.view(len(weights), -1, _GROUP)
+    # Of exponential clocks of these rates, each rings first as often as its rate says.
+    clocks = noise.log().neg_()
+    group = (clocks[:, _GROUP:] / groups.sum(2, dtype=torch.float64)).argmin(1)
+    inside = groups[torch.arange(len(groups), device=group.device), group]
+    return group * _GROUP + (clocks[:, :_GROUP] / inside).argmin(1)
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Of the tokens int64 [R], and of the `count` likeliest ones, for float32 logits [R, V].
+
+    Returns the tokens' log-probabilities and ranks, [R] each, the likeliest tokens' and their ids,
+    [R, min(count, V)] each. A rank is one more than tokens are likelier.
+    """
+    total = logits.logsumexp(1, keepdim=True)
+    value = logits.gather(1, tokens[:, None])
+    rank = (logits > value).sum(1) + 1
+    best, ids = logits.topk(min(count, logits.shape[1]), 1)
+    return (value - total)[:, 0], rank, best - total, ids
+
+
+def _weights(logits: Tensor, warp: Warp) -> Tensor:
+    """What a token's probability is in proportion to, 1 for the likeliest; in the same memory."""
+    temperature, min_p, top_p = warp.numbers
+    weights = logits.div_(temperature)
+    weights.sub_(weights.amax(1, keepdim=True)).exp_()
+    weights.masked_fill_(weights < min_p, 0)
+    if warp.top_k is None and not warp.nucleus:
+        return weights
+    wanted = top_p * weights.sum(1, keepdim=True, dtype=torch.float64)
+    if warp.top_k is None:
+        least = torch.where(top_p < 1, _least_of_top_p(weights, wanted), 0)
+    else:
+        values = weights.topk(warp.ranked, 1).values
+        least = values.gather(1, warp.top_k - 1)
+        if warp.nucleus:
+            reached = values.masked_fill_(values < least, 0).cumsum(1, dtype=torch.float64)
+            last = torch.searchsorted(reached, top_p * reached[:, -1:])
+            below = values.gather(1, last.clamp_(max=warp.ranked - 1))
+            least = torch.where(top_p < 1, torch.maximum(least, below), least)
+    return weights.masked_fill_(weights < least, 0)
+
+
+def _least_of_top_p(weights: Tensor, wanted: Tensor) -> Tensor:
+    """The largest number such that the weights from it on add up to `wanted` > 0, [R, 1].
+
+    Bits of numbers that are not negative are in the order of the numbers: sums by their first ones,
+    then, of the weights that have those found, by the next ones.
+    """
+    bits = weights.view(torch.int32)
+    weights, found = weights.double(), torch.zeros_like(wanted, dtype=torch.int32)
+    for shift in (20, 10, 0):
+        some = (bits >> shift & (_BINS - 1)).long()
+        sums = weights.new_zeros(len(weights), _BINS).scatter_add_(1, some, weights)
+        from_here = sums.flip(1).cumsum(1).flip(1)
+        last = (from_here >= wanted).sum(1, keepdim=True).sub_(1).clamp_(min=0)
+        wanted = wanted - (from_here - sums).gather(1, last)
+        weights.masked_fill_(some != last, 0)
+        found += (last << shift).int()
+    return found.view(torch.float32)

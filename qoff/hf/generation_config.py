@@ -1,0 +1,44 @@
+"""`generation_config.json` of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from qoff.errors import FormatError, raised_as
+from qoff.schema import (
+    SWITCH,
+    Fields,
+    check,
+    either,
+    list_of,
+    nothing_or,
+    number,
+    read_object,
+    whole,
+)
+
+GENERATION_CONFIG = "generation_config.json"
+_TOKENS = nothing_or(either(whole(-1), list_of(whole(-1))))
+_NUMBER = nothing_or(number(-1e30, 1e30, "a finite number"))
+_FIELDS: Fields = {
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
+    **dict.fromkeys(("do_sample", "use_cache"), nothing_or(SWITCH)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("max_length", "max_new_tokens", "num_beams"), nothing_or(whole(1))),
+    **dict.fromkeys(("min_length", "min_new_tokens", "top_k"), nothing_or(whole(-1))),
+}
+
+
+def read_generation_config(checkpoint: Path) -> GenerationConfig | None:
+    """Read what a checkpoint says of generation; None where it says nothing.
+
+    Raises FormatError, naming file and field.
+    """
+    path = checkpoint / GENERATION_CONFIG
+    if not path.exists():
+        return None
+    check(read_object(path), _FIELDS, path)
+    with raised_as(FormatError, f"{path}: transformers does not accept it", "correct it"):
+        return GenerationConfig.from_pretrained(checkpoint, local_files_only=True)

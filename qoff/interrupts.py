@@ -1,0 +1,91 @@
+"""SIGTERM and Ctrl-C end a command through its `finally` blocks, even where the first try is lost.
+
+A handler raises between two instructions of Python. Inside a callback from C, of numba's compiler
+say, that exception is printed and dropped; so the handler remembers, and `check` raises again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+TERMINATED = 128 + signal.SIGTERM  # exit status
+
+
+class _Handler:
+    """asked: the signal that has come, if one has. held: it may not raise now."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.held = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.asked = number
+        if not self.held:
+            self.check()
+
+    def check(self) -> None:
+        if self.asked == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.asked:
+            raise SystemExit(128 + self.asked)
+
+
+@contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit(143), and SIGINT KeyboardInterrupt, at the end at the latest.
+
+    Does nothing for a program that handles SIGTERM, nor in threads, to which no signal comes.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    handler = _Handler()
+    before = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    if before[signal.SIGINT] is not signal.default_int_handler:  # ignored, or the program's
+        del before[signal.SIGINT]
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    except Exception:
+        handler.check()  # what broke may be of the callback that the first try was lost in
+        raise
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+    handler.check()
+
+
+def check() -> None:
+    """Raise what a signal asked for within `ending_by_signals`, if its first try was lost."""
+    handler = _handler()
+    if handler is not None:
+        handler.check()
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Let no signal end what happens here, a line of output say, before it is complete."""
+    handler = _handler()
+    if handler is None:
+        yield
+        return
+    held, handler.held = handler.held, True
+    try:
+        yield
+    finally:
+        handler.held = held
+    if not held:
+        handler.check()
+
+
+def _handler() -> _Handler | None:
+    """The handler in force, in the thread that signals come to."""
+    found = signal.getsignal(signal.SIGTERM)
+    in_main = threading.current_thread() is threading.main_thread()
+    return found if isinstance(found, _Handler) and in_main else None

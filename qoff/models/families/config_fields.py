@@ -1,0 +1,119 @@
+"""What the fields of a `config.json` may be, before transformers makes its config object of them.
+
+transformers checks types of some fields of some classes, and makes lists as long as a model has
+layers before anyone can compare that number with the tensors that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qoff.models.spec_parts import unsupported
+from qoff.schema import (
+    SWITCH,
+    TEXT,
+    Fields,
+    either,
+    first_wrong,
+    list_of,
+    nothing_or,
+    number,
+    whole,
+)
+
+_MANY = 1 << 16  # more layers or experts than any model has
+_SIZE = whole(1, words="a whole number above 0, below 2**31")
+_COUNT = whole(1, _MANY, f"a whole number from 1 to {_MANY}")
+_EXPERTS = nothing_or(whole(0, _MANY))
+_FACTOR = number(-1e30, 1e30, "a finite number")
+_EPS = number(0, 1, "a number from 0 to 1")
+_TOKENS = nothing_or(either(whole(-1), list_of(whole(-1))))
+FIELDS: Fields = {
+    "model_type": TEXT,
+    "vocab_size": _SIZE,
+    "hidden_size": _SIZE,
+    "intermediate_size": _SIZE,
+    "ffn_dim": _SIZE,
+    "moe_intermediate_size": _SIZE,
+    "shared_expert_intermediate_size": whole(0),
+    "word_embed_proj_dim": nothing_or(_SIZE),
+    "num_hidden_layers": _COUNT,
+    "num_attention_heads": _COUNT,
+    "num_key_value_heads": nothing_or(_COUNT),
+    "head_dim": nothing_or(_SIZE),
+    "max_position_embeddings": _SIZE,
+    "original_max_position_embeddings": nothing_or(_SIZE),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), _EXPERTS),
+    "decoder_sparse_step": whole(1),
+    "mlp_only_layers": nothing_or(list_of(whole(0))),
+    "sliding_window": nothing_or(whole(0)),
+    "max_window_layers": nothing_or(whole(0)),
+    "layer_types": nothing_or(list_of(TEXT)),
+    "no_rope_layers": nothing_or(list_of(either(SWITCH, whole(0, 1)))),
+    "rms_norm_eps": _EPS,
+    "layer_norm_eps": _EPS,
+    "norm_epsilon": _EPS,
+    "rope_theta": nothing_or(_FACTOR),
+    "rope_local_base_freq": nothing_or(_FACTOR),
+    "partial_rotary_factor": nothing_or(_FACTOR),
+    "rotary_pct": nothing_or(_FACTOR),
+    **dict.fromkeys(
+        (
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+            "query_pre_attn_scalar",
+        ),
+        _FACTOR,
+    ),
+    "attn_logit_softcapping": nothing_or(_FACTOR),
+    "final_logit_softcapping": nothing_or(_FACTOR),
+    "hidden_act": nothing_or(TEXT),
+    "hidden_activation": nothing_or(TEXT),
+    "activation_function": nothing_or(TEXT),
+    **dict.fromkeys(
+        (
+            "attention_bias",
+            "mlp_bias",
+            "qkv_bias",
+            "use_bias",
+            "enable_bias",
+            "tie_word_embeddings",
+            "use_sliding_window",
+            "use_parallel_residual",
+            "norm_topk_prob",
+            "do_layer_norm_before",
+            "layer_norm_elementwise_affine",
+        ),
+        nothing_or(SWITCH),
+    ),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
+}
+
+
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError, naming it, for a field that no model of a family has like that.
+
+    For `config.json`, or what transformers made of it.
+    """
+    key = first_wrong(config, FIELDS)
+    if key is not None:
+        raise unsupported(key, config[key], FIELDS[key].words)
+
+
+def check_counts(config: Mapping[str, Any], prefix: str = "", layers: int = _MANY) -> None:
+    """Raise UnsupportedModelError for a number that no model has, of layers or experts above all.
+
+    Also in a part of the config, such as `text_config`, and for architectures whose fields have
+    other names. layers: the most that there can be; a model has a tensor for each at least.
+    """
+    for name, value in config.items():
+        most = _MANY if "expert" in str(name) or "block" in str(name) else 1 << 53
+        if "layer" in str(name):
+            most = min(layers, _MANY)
+        if type(value) is int and abs(value) > most:
+            raise unsupported(f"{prefix}{name}", value, f"up to {most}, as this model has tensors")
+        if isinstance(value, dict) and name != "quantization_config":
+            check_counts(value, f"{prefix}{name}.", layers)

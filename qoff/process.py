@@ -1,0 +1,62 @@
+"""What a forked process may use: it has its parent's memory and files, but not its threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from qoff.errors import ArgumentError
+
+
+class Opener:
+    """The process that opened something with threads. what: how an error calls it."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._pid = what, os.getpid()
+
+    @property
+    def is_this(self) -> bool:
+        """Whether this is that process, and not one forked from it."""
+        return self._pid == os.getpid()
+
+    def check(self) -> None:
+        """Raise ArgumentError in a forked process. Takes no lock: a lost thread may have it."""
+        if not self.is_this:
+            raise ArgumentError(
+                f"{self._what} was opened by process {self._pid}, and its threads are there: "
+                "open one in each process"
+            )
+
+
+class ForkLock:
+    """A lock that a forked process has afresh, whoever held it in the parent; reentrant."""
+
+    def __init__(self) -> None:
+        self._of_process: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        self._of_process.setdefault(os.getpid(), threading.RLock()).acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        mine = self._of_process.get(os.getpid())
+        if mine is not None:  # else forked while it was held
+            mine.release()
+
+
+def only_here(close: Callable[[], object]) -> Callable[[], None]:
+    """A call of `close` that does nothing in a forked process, whose exit would wait for locks."""
+    opener = Opener("")
+
+    def call() -> None:
+        if opener.is_this:
+            close()
+
+    return call

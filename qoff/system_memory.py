@@ -1,0 +1,119 @@
+"""The memory that the machine has, and what the system refuses: one error for all of it."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+
+from qoff.errors import BudgetError, QoffError
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_BYTES = re.compile(
+    r"(?:tried to allocate|Unable to allocate) (\d+(?:\.\d+)?) ?(bytes|[KMGTPE]iB)?", re.IGNORECASE
+)
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_ON_GPU = ("CUDA out of memory", "CUDA error: out of memory", "HIP out of memory")
+_ON_HOST = ("DefaultCPUAllocator", "Storage size calculation overflowed", "std::bad_alloc")
+
+
+def machine_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
+    """Bytes of main memory that a process can have: RAM and swap, or its cgroup's limit.
+
+    cgroup v2 (`memory.max` of the process's group and those around it) and v1
+    (`memory.limit_in_bytes`). None where the system does not say.
+    """
+    found = [*_limits(proc, cgroups)]
+    meminfo = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
+    if "MemTotal" in meminfo:
+        kib = (int(meminfo.get(name, "0").split()[0]) for name in ("MemTotal", "SwapTotal"))
+        found.append(1024 * sum(kib))
+    return min(found, default=None)
+
+
+def check_machine(nbytes: int, what: str) -> None:
+    """Raise BudgetError where so many bytes of main memory cannot be had, however much is free."""
+    there = machine_memory()
+    if there is not None and nbytes > there:
+        raise BudgetError(
+            f"host memory: {what} take {nbytes:,} bytes, and the machine has {there:,}; "
+            "use smaller sizes, or less device_memory or host_memory"
+        )
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn every failed allocation, on the host or a GPU, into a BudgetError: its tier and bytes.
+
+    It may be one of Python, numpy, numba, torch or mmap.
+    """
+    try:
+        yield
+    except QoffError:
+        raise
+    except (MemoryError, RuntimeError, OSError) as error:
+        tier = refused_tier(error)
+        if tier is None:
+            raise
+        text = str(error)
+        match = _BYTES.search(text)
+        wanted = "memory" if match is None else f"{_size(match):,} bytes"
+        there = machine_memory()
+        of = f", of {there:,} bytes of the machine" if tier == "host" and there else ""
+        raise BudgetError(
+            f"{tier} memory: the system refused {wanted}; the process has {_held(tier):,} bytes"
+            f"{of}. Use less device_memory or host_memory, smaller batches, or shorter sequences"
+        ) from error
+
+
+def refused_tier(error: BaseException) -> str | None:
+    """The tier ("device", "host") whose memory was refused; None for another error."""
+    text = str(error)
+    if type(error).__name__ == "OutOfMemoryError" or any(x in text for x in _ON_GPU):
+        return "device"
+    refused = isinstance(error, MemoryError) or any(x in text for x in _ON_HOST)
+    if refused or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return "host"
+    return None
+
+
+def _size(match: re.Match[str]) -> int:
+    unit = next(i for i, unit in enumerate(_UNITS) if unit.lower() == (match[2] or "bytes").lower())
+    return int(Fraction(match[1]) * 1024**unit)
+
+
+def _held(tier: str) -> int:
+    """Bytes that this process has."""
+    if tier == "device":
+        import torch
+
+        return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    fields = _text(_PROC / "self/statm").split()
+    return int(fields[1]) * 4096 if fields else 0
+
+
+def _limits(proc: Path, cgroups: Path) -> Iterator[int]:
+    """The limits of this process's control groups, and of those that they are in."""
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            root, file = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, file = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        inner = PurePosixPath(name.lstrip("/"))
+        for group in (inner, *inner.parents):  # in a container the name may be that outside
+            text = _text(root / group / file).strip()
+            if text.isdecimal():
+                yield int(text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,119 @@
+"""Chat templates: transformers' text, and one line for whatever a template does wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qoff.errors import ArgumentError
+from qoff.hf.chat import ChatRenderer
+from qoff.hf.load import load_tokenizer
+from tests.tiny_models import save_tokenizer
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " 1 < 2 é\n", "name": None},
+    {"role": "assistant", "content": "Yes", "reasoning": "They differ."},
+]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TEMPLATES = {
+    "plain": "{% for m in messages %}\n  {{ m['role'] }}: {{ m.content | trim }}\n{% endfor %}\n",
+    "names": "{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ extra | default(7) }}",
+    "tools": "{{ tools | tojson }}{{ tools is none }}{{ documents }}",
+    "json": "{{ messages | tojson(indent=2) }}",
+    "missing": "{% for m in messages %}{{ 'name' in m }}{{ m.reasoning_content }}{% endfor %}",
+    "loops": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}x{% endfor %}",
+    "namespace": "{% set n = namespace(a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}"
+    "{% endfor %}{{ n.a }}{{ dict(a=1) }}{{ dict.fromkeys('ab') }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% endfor %}",
+    "macros": "{% macro f(x) -%} [{{ x }}] {%- endmacro %}{{ f(messages[0].role) }}",
+}
+WRONG = {
+    "a loop": "{% for i in range(10**9) %}{% endfor %}",
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}",
+    "a long text": "{{ 'a' * 10**10 }}",
+    "a wide text": "{{ 'a'.center(10**10) }}",
+    "doubling": "{% set n = namespace(a='aa') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}"
+    "{% endfor %}",
+    "much output": "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
+    "a large number": "{{ 10 ** (10 ** 10) }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "syntax": "{% for %}\n{% endfor %}",
+    "nesting": "{{ " + "(" * 99999 + ")" * 99999 + " }}",
+    "division": "{{ 1 / 0 }}",
+    "nothing there": "{{ x.y.z }}",
+    "the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "a refusal": "{{ raise_exception('no\nno') }}",
+    "a file": "{% include 'x' %}",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path: Path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(path)
+    return load_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[ChatRenderer]:
+    with ChatRenderer() as renderer:
+        yield renderer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "options", [{}, {"tools": [TOOL], "extra": 5}, {"add_generation_prompt": False}]
+)
+def test_the_text_is_that_of_transformers(
+    tokenizer: Any, renderer: ChatRenderer, name: str, options: dict[str, Any]
+) -> None:
+    template = TEMPLATES[name]
+    given = {"add_generation_prompt": True, **options}
+    wanted = tokenizer.apply_chat_template(CHAT, chat_template=template, tokenize=False, **given)
+    assert renderer.render(tokenizer, CHAT, chat_template=template, **options) == wanted
+
+
+def test_a_message_is_continued(tokenizer: Any, renderer: ChatRenderer) -> None:
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    wanted = tokenizer.apply_chat_template(CHAT, tokenize=False, **options)
+    assert renderer.render(tokenizer, CHAT, continue_final_message=True) == wanted
+    assert wanted.endswith("Yes")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_goes_wrong_is_one_line(tokenizer: Any, renderer: ChatRenderer, name: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(ArgumentError, match="the chat template does not take this: ") as refusal:
+        renderer.render(tokenizer, CHAT, chat_template=WRONG[name])
+    assert "\n" not in str(refusal.value)
+    assert time.perf_counter() - start < 20  # a second of CPU time on a machine that is busy
+    assert renderer.render(tokenizer, CHAT, chat_template="on") == "on"
+
+
+def test_the_process_ends_with_its_renderer(tokenizer: Any) -> None:
+    renderer = ChatRenderer()
+    renderer.render(tokenizer, CHAT)
+    worker = renderer._worker
+    assert worker is not None
+    pid = worker._process.pid
+    renderer.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert renderer.render(tokenizer, CHAT)
+    renderer.close()
+
+
+def test_a_process_that_was_killed_is_replaced(tokenizer: Any, renderer: ChatRenderer) -> None:
+    renderer.render(tokenizer, CHAT)
+    assert renderer._worker is not None
+    renderer._worker._process.kill()
+    renderer._worker._process.wait()
+    assert renderer.render(tokenizer, CHAT)

@@ -1,0 +1,192 @@
+"""Steps of decoding that are recorded and replayed: the same results, whatever changes from step to
+step, and nothing computed but by replays.
+
+Where there is no GPU, `tests.tape` records instead of CUDA, and Triton interprets the kernels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.reference import ops as reference_ops
+from qoff.kvcache import DeviceCache
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.graphs import Replays
+from tests.models.test_triton_decoder import KV8, checkpoint, interpreted
+from tests.tiny_models import PlainRun
+from tests.tolerances import assert_close
+from tests.triton_module import triton_module
+
+triton_ops = triton_module("ops")
+tape = pytest.importorskip("tests.tape")
+
+CPU = torch.device("cpu")
+SLOTS = 4
+PROMPTS = (78, 5, 79, 4)  # tokens; with a window of 16 a block is complete at 80
+# Slots that decode; the last ones end and begin while the others go on.
+STEPS = [(0, 1, 2, 3)] * 4 + [(0, 2, 3), (0, 2), (2,), (1, 3)]
+
+
+def again(work: Callable[[], None]) -> Callable[[], None]:
+    """A recording of work that changes its input: it is not run for it."""
+    return work
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes long for each program: attention and cache are Triton's, no matmul."""
+
+    def w4_linear(
+        x: Tensor,
+        weight: QTensor,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        y = reference_ops.w4_linear(x.float(), weight, **rest)
+        y = (y if residual is None else y + residual).to(x.dtype)
+        return y if out is None else out.copy_(y)
+
+    monkeypatch.setattr("qoff.kvcache.device.tables._STEADY_BLOCKS", 4)
+    monkeypatch.setattr(triton_ops, "w4_linear", w4_linear)
+
+
+class Run:
+    """A model with a cache, which is told the same tokens again and again."""
+
+    def __init__(self, path: Path, replays: Replays | None = None, resident: bool = False) -> None:
+        self.run = PlainRun(path, triton_ops, dtype=torch.float16, replays=replays)
+        self.run.decoder.resident = resident
+        self.cache: Any = self.run.decoder.new_cache(SLOTS, kv=KV8)
+
+    def generate(self) -> list[Tensor]:
+        """The logits of each step, behind prompts that all runs have the same K and V of."""
+        random = torch.Generator().manual_seed(0)
+        for slot, tokens in enumerate(PROMPTS):
+            self.cache.reset(slot)
+            self.cache.lengths[slot] = tokens
+        for ring in (*self.cache.recent_k, *self.cache.recent_v):
+            ring.normal_(generator=random)
+        found = [self.forward(slots, random) for slots in STEPS]
+        assert self.cache.packed == [64, 0, 64, 0]
+        return found
+
+    def forward(self, slots: Sequence[int], random: torch.Generator) -> Tensor:
+        spans = (Span(slot, row, 1, self.cache.lengths[slot]) for row, slot in enumerate(slots))
+        ragged, tokens = Ragged(tuple(spans)), torch.randint(3, 32, (len(slots),), generator=random)
+        return self.run.forward(ForwardPass(tokens, ragged, self.cache, ragged.last_rows))
+
+
+@interpreted
+@pytest.mark.parametrize(("family", "resident"), [("opt", True), ("llama", False)])
+def test_every_step_is_replayed_and_computes_the_same(
+    family: str, resident: bool, tmp_path: Path
+) -> None:
+    """Steps that pack blocks, with slots that are empty, of sequences that end and begin."""
+    path = checkpoint(tmp_path, family)
+    replays = Replays(CPU, tape.record if resident else again)
+    expected, replaying = Run(path).generate(), Run(path, replays, resident)
+    for replayed in (0, len(STEPS)):  # of one layer; all that kernels are told, they are told first
+        before = replays.replayed
+        for found, wanted in zip(replaying.generate(), expected, strict=True):
+            assert_close(found, wanted, dtype=torch.float16)
+        assert replays.replayed - before >= replayed
+    assert 0 < replays.recorded < len(STEPS)
+    assert not replays.failed
+
+
+def test_a_key_is_of_one_cache_and_of_steps_that_kernels_are_told_the_same() -> None:
+    from tests.kvcache.test_device import FORMS, SHAPE
+
+    def key(cache: DeviceCache, *counts: int) -> object:
+        step: Any = cache.begin(Ragged.of(list(counts), cache.lengths[: len(counts)]))
+        found: object = step.replay_key()
+        step.end()
+        return found
+
+    def cache(**options: Any) -> DeviceCache:
+        return DeviceCache([SHAPE], FORMS[:1], 3, window=16, steady=True, device=CPU, **options)
+
+    first, other = cache(), cache()
+    assert key(first, 78, 3, 1) is None
+    keys = [key(first, 1, 1, 1) for _ in range(4)]
+    assert keys[2] == keys[3]
+    assert len(set(keys)) == 3  # the second packs a block
+    assert key(first, 1, 1) not in keys  # of two rows
+    key(other, 1, 1, 1)
+    assert key(other, 1, 1, 1) not in keys
+    assert key(DeviceCache([SHAPE], FORMS[:1], 1, device=CPU), 1) is None
+
+
+@interpreted
+def test_tokens_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    run = Run(checkpoint(tmp_path, "opt"), Replays(CPU, tape.record), resident=True)
+    ragged = Ragged.of([1] * SLOTS, [0] * SLOTS)
+    tokens = torch.tensor([1, 2, 3, 32])
+    with pytest.raises(OpError, match="tokens are 0 to 31"):
+        run.run.forward(ForwardPass(tokens, ragged, run.cache, ragged.last_rows))
+
+
+def test_only_so_many_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qoff.models.native.graphs._MOST", 2)
+    replays = Replays(CPU, again)
+
+    def doubled(*keys: int) -> list[float]:
+        return [float(replays.run(key, None, torch.tensor(key), lambda x: 2 * x)) for key in keys]
+
+    assert doubled(1, 2, 1, 2, 1, 2) == [2, 4] * 3
+    assert (replays.recorded, replays.replayed) == (2, 4)
+    assert doubled(3, 2, 1, 1) == [6, 4, 2, 2]  # the third takes the place of the first
+    assert (replays.recorded, replays.replayed) == (3, 6)
+
+
+def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
+    def refuse(work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted\n  when stream is capturing")
+
+    replays, x = Replays(CPU, refuse), torch.ones(3)
+
+    def step(key: str) -> Tensor:
+        return replays.run(key, None, x, lambda x: x.add_(1))
+
+    assert step("a").tolist() == [2] * 3
+    assert x.tolist() == [1] * 3
+    with pytest.warns(RuntimeWarning, match=r"RuntimeError: operation not .* QOFF_CUDA_GRAPHS=0"):
+        assert step("a").tolist() == [2] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for key in ("a", "b", "b"):
+            step(key)
+    assert x.tolist() == [4] * 3
+    assert (replays.recorded, replays.replayed, replays.failed) == (0, 0, 1)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_gpu_usable() -> None:
+    device = torch.device("cuda")
+    replays = Replays(device)
+
+    def work(x: Tensor) -> Tensor:
+        y = x + 1
+        return y * float(y.sum())  # waits for the GPU, which a capture may not
+
+    found = []
+    with pytest.warns(RuntimeWarning, match="CUDA graph"):
+        found += [replays.run("key", None, torch.ones(2), work).tolist() for _ in range(3)]
+    assert found == [[8.0, 8.0]] * 3
+    assert torch.randn(1 << 20, device=device).isfinite().all()  # random numbers, fresh memory
+    others = Replays(device)
+    found = [others.run("key", None, torch.ones(2), lambda x: 2 * x).tolist() for _ in range(3)]
+    assert found == [[2.0, 2.0]] * 3
+    assert (others.recorded, others.replayed) == (1, 2)

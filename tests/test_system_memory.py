@@ -1,0 +1,178 @@
+"""What the machine has, and every refusal of memory as one error."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qoff
+from qoff import system_memory
+from qoff.engine import LLM
+from qoff.errors import ArgumentError, BudgetError, DiskReadError
+from qoff.kvcache.store.placement import KVPlacement
+from qoff.models.convert.convert import convert
+from qoff.models.native.layer import Layer
+from qoff.plan import Plan
+from qoff.system_memory import machine_memory, refusals
+from tests.tiny_models import QUANT, tiny_checkpoint, tiny_model
+
+HUGE = 1 << 61
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+
+
+def fake_machine(tmp_path: Path, group: str, limits: dict[str, str]) -> int | None:
+    """The memory of a machine with 1000 KiB of RAM, 24 of swap, a process's group, and limits."""
+    for name, text in {"meminfo": "MemTotal: 1000 kB\nSwapTotal: 24 kB\n", **limits}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(group)
+    return machine_memory(tmp_path, tmp_path / "cgroup")
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "expected"),
+    [
+        ("", {}, 1024 << 10),
+        ("0::/a/b\n", {"cgroup/a/b/memory.max": "max", "cgroup/a/memory.max": "5000"}, 5000),
+        ("0::/a/b\n", {"cgroup/a/b/memory.max": "4000", "cgroup/a/memory.max": "5000"}, 4000),
+        ("0::/outside\n", {"cgroup/memory.max": "7000\n"}, 7000),  # in a container
+        ("3:cpu:/x\n2:memory:/x\n", {"cgroup/memory/x/memory.limit_in_bytes": "6000"}, 6000),
+        ("2:memory:/\n", {"cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096)}, 1024 << 10),
+    ],
+)
+def test_the_memory_of_a_machine(
+    group: str, limits: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    assert fake_machine(tmp_path, group, limits) == expected
+
+
+def test_this_machine_has_some() -> None:
+    there = machine_memory()
+    assert there is not None
+    assert there > 256 << 20
+    assert machine_memory(Path("/gone"), Path("/gone")) is None
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch has it for a GPU."""
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
+    "python": (lambda: bytearray(HUGE), "host", "memory"),
+    "torch": (lambda: torch.empty(HUGE, dtype=torch.uint8), "host", f"{HUGE:,} bytes"),
+    "torch, larger than sizes are": (lambda: torch.empty(HUGE, 16), "host", "memory"),
+    "numpy": (lambda: np.empty(1 << 60, np.uint8), "host", f"{1 << 60:,} bytes"),
+    "mmap": (lambda: mmap.mmap(-1, HUGE), "host", "memory"),
+    "a GPU": (
+        raising(OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has")),
+        "device",
+        f"{20 << 20:,} bytes",
+    ),
+    "a driver": (raising(RuntimeError("CUDA error: out of memory")), "device", "memory"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_allocation_names_tier_and_bytes(name: str) -> None:
+    allocate, tier, wanted = REFUSED[name]
+    with (
+        pytest.raises(BudgetError, match=f"^{tier} memory: the system refused {wanted}"),
+        refusals(),
+    ):
+        allocate()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("x"), RuntimeError("x"), OSError(2, "x"), DiskReadError("x"), ArgumentError("x")],
+)
+def test_other_errors_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as seen, refusals():
+        raise error
+    assert seen.value is error
+
+
+def test_every_door_turns_refusals_into_budget_errors(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tmp_path_factory.getbasetemp(), "llama-head64")
+    out = tmp_path_factory.mktemp("out") / "out"
+
+    def refuse(*_: object, **__: object) -> None:
+        torch.empty(HUGE, dtype=torch.uint8)
+
+    model, _ = qoff.load(checkpoint)
+    with LLM(checkpoint, Plan(context=40)) as llm:
+        ids = torch.tensor([[5, 6]])
+        with monkeypatch.context() as patched:
+            patched.setattr(Layer, "_mlp", refuse)
+            for call in (
+                lambda: model(ids),
+                lambda: model.generate(ids, max_new_tokens=2),
+                lambda: llm.generate([[5, 6]]),
+            ):
+                with pytest.raises(BudgetError, match=f"host memory: the system refused {HUGE:,}"):
+                    call()
+        assert llm.generate([[5, 6]])[0].finish_reason == "length"
+    with monkeypatch.context() as patched:
+        patched.setattr("qoff.memory.store.streamed_images", refuse)
+        patched.setattr("qoff.models.convert.builder.Builder.build", refuse)
+        for call in (
+            lambda: qoff.load(checkpoint),
+            lambda: LLM(checkpoint),
+            lambda: convert(source, out, quant=QUANT),
+        ):
+            with pytest.raises(BudgetError, match="host memory: the system refused"):
+                call()
+    assert list(out.parent.iterdir()) == []
+
+
+IMPOSSIBLE = [
+    {"prefill_tokens": 10**9},
+    {"batch_size": 10**15},
+    {"batches": 10**7},
+    {"context": 10**9},
+    {"context": 10**9, "kv_placement": KVPlacement(0.2, 0.3)},
+    {"batches": 10**6, "batch_size": 1000, "kv_placement": KVPlacement(0, 0)},
+    {"prefill_tokens": 10**15, "activations": "disk"},
+]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("options", IMPOSSIBLE, ids=str)
+def test_plans_beyond_the_machine_are_refused_at_once(
+    options: dict[str, object], checkpoint: Path
+) -> None:
+    with pytest.raises(BudgetError, match=r"take .* and the machine has"):
+        LLM(checkpoint, Plan(**{"context": 300, **options}))  # type: ignore[arg-type]
+
+
+def test_a_model_larger_than_the_machine_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system_memory, "machine_memory", lambda: 10_000)
+    with pytest.raises(BudgetError, match=r"weights .* take .* and the machine has 10,000"):
+        qoff.load(checkpoint)
+
+
+def test_kv_bits_of_more_layers_than_models_have_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="written like"):
+        qoff.KVQuant.of("4/0-1000000000:8")
