@@ -38,8 +38,6 @@ from .skinny import choose as choose_skinny
 CUBLAS_BYTES = 64 << 20  # of torch for cuBLAS and cuBLASLt, on GPUs where they get most
 SKINNY_MAX = 64  # tokens; beyond, cuBLAS makes up for the detour through the scratch
 GEMM_MAX = 1024  # tokens, likewise on Hopper
-
-
 SCRATCH_MIN = 64 << 20
 _SCRATCH_SHARE = 64  # of a GPU's memory: the down projection of 70B fits on a GPU of 32 GB
 
