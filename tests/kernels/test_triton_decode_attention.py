@@ -177,32 +177,40 @@ def test_runs_fill_the_processors_and_are_not_too_short() -> None:
     ids=str,
 )
 def test_new_tokens(dim: int, pairs: int, normed: bool, rotated: bool, dtype: torch.dtype) -> None:
-    """Normed, turned and put into the ring before it is attended; a sequence may have none."""
+    """Normed, turned and put into the ring before it is attended.
+
+    A sequence may have none, and a row may be no sequence's.
+    """
     cache = random_cache(KVFormat(dim), 2, [(1, 5), (0, 0), (0, 64), (0, 1)], dtype)
     step = cache.step
     first_rows = ints([0, 1, 1, 2, 3])
-    step = replace(step, row_start=first_rows, positions=ints([68, 63, 0]))
+    step = replace(step, row_start=first_rows, positions=ints([68, 63, 0, 0]))
     cache = replace(cache, step=step)
     shape = replace(_shape(cache, 4), norm_eps=1e-5)
-    q, k, v = torch.randn(3, 3 * 4, dim).to(dtype).split([4, 4, 4], dim=1)
+    q, k, v = torch.randn(4, 3 * 4, dim).to(dtype).split([4, 4, 4], dim=1)
     k, v = k[:, :2], v[:, :2]
     tables = tuple(torch.rand(2, 200, pairs)) if pairs else None
     norms = tuple(torch.rand(2, dim) + 0.5) if normed else (None, None)
+    rings = (cache.recent_k, cache.recent_v)
+    idle = [ring[1].view(torch.int16).clone() for ring in rings]
     out, lse = decode_attention(
         q, cache, shape, config=_runs(1), new=NewTokens(k, v, tables, *norms, rotated)
     )
+    for ring, before in zip(rings, idle, strict=True):
+        assert torch.equal(ring[1].view(torch.int16), before)
+    q, k, v, positions = q[:3], k[:3], v[:3], step.positions[:3]
 
     def turned(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         x = x if norm is None else elementwise.rms_norm(x, norm, 1e-5)
-        return x if tables is None else elementwise.rope(x, step.positions, *tables)
+        return x if tables is None else elementwise.rope(x, positions, *tables)
 
     slots, queries = [0, 2, 3], torch.zeros(4, 4, dim, dtype=dtype)
     queries[slots] = turned(q, norms[0])
-    places = step.positions % cache.recent_k.shape[1]
+    places = positions % cache.recent_k.shape[1]
     assert_close(cache.recent_k[slots, places.long()], turned(k, norms[1]), dtype=dtype)
     kept = rotate_values(v) if rotated else v
     assert_close(cache.recent_v[slots, places.long()], kept, dtype=dtype)
     expected = reference_attention.decode_attention(queries.double(), cache, shape)
     wanted = rotate_values(expected[0], back=True) if rotated else expected[0]
-    assert_close(out, wanted[slots], dtype=dtype)
-    assert_close(lse, expected[1][slots], dtype=dtype)
+    assert_close(out[:3], wanted[slots], dtype=dtype)
+    assert_close(lse[:3], expected[1][slots], dtype=dtype)
