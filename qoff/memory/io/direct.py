@@ -31,6 +31,8 @@ class DirectFile:
             self._fd = self._open()
         except OSError as error:
             raise DiskReadError(f"{path}: cannot be opened: {error.strerror}") from error
+        if path.parts[:2] == ("/", "proc"):  # a file without a name: say where it lies
+            self.path = Path(os.readlink(path))  # noqa: PTH115  # "... (deleted)"
 
     def read(self, offset: int, dest: memoryview, address: int, bounce: memoryview) -> None:
         """Fill `dest`, which lies at `address`, with the bytes from `offset` on.

@@ -91,6 +91,7 @@ class Layerwise:
             workspace=LayerWorkspace(),
             cached=_OneLayer(self._shapes, ragged),
             rotary=self._rotary,
+            positions=ragged.positions,
             hidden=hidden.clone(),
         )
         decoder_layer = Layer(self.spec, cast(Ops, _DenseOps(seen)), self._shapes)

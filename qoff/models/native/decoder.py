@@ -243,12 +243,8 @@ class Decoder:
 
 
 def _taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Some rows of x; None: all."""
-    if rows is None:
-        return x
-    if not rows.is_cuda and torch.equal(rows, torch.arange(len(rows))):
-        return x[: len(rows)]  # the usual ones, without a copy
-    return x.index_select(0, on_device(rows, x.device))
+    """A copy of some rows of x, whose memory others use while a head streams; None: x itself."""
+    return x if rows is None else x.index_select(0, on_device(rows, x.device))
 
 
 def scaled_logits(spec: DecoderSpec, logits: Tensor) -> Tensor:
