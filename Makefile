@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cks
 help:
 	@echo "make demo     convert a small model to 4 bits and answer a prompt under a memory budget"
 	@echo "make test     lint, types, layers and tests"
-	@echo "make architectures  compile all Triton kernels for every architecture, not for two"
+	@echo "make architectures  compile all Triton kernels for every architecture, not for one"
 	@echo "make bench    the CPU and disk benches, each beside its peer or its limit"
 	@echo "make triton-3.6  fetch Triton 3.6.0, with which the tests then compile all kernels too"
 	@echo "make format   format and fix the sources"

@@ -139,7 +139,7 @@ class Told:
         return torch.einsum("htk,khd->thd", weights, v).flatten(1)
 
 
-@pytest.mark.parametrize("window", [0, 1, 64, 100])
+@pytest.mark.parametrize("window", [0, 1, 100])
 def test_long_and_short_passes(window: int) -> None:
     told = Told(3, window)
     for counts in ([170, 1, 63], [1, 1, 1], [1, 70, 1]):
@@ -169,8 +169,9 @@ def test_a_sliding_window() -> None:
         told.forward(counts)
 
 
-@pytest.mark.parametrize("count", [1, 20])
-@pytest.mark.parametrize("slots", [[2, 0, 3, 1], [1, 3], [3, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("slots", "count"), [([2, 0, 3, 1], 1), ([1, 3], 20), ([3, 0], 20), ([3, 0], 1)], ids=str
+)
 def test_any_slots_in_any_order(slots: list[int], count: int) -> None:
     told = Told(4, 0)
     told.forward([70, 1, 63, 33])

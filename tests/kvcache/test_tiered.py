@@ -215,7 +215,7 @@ class Twins:
             assert_close(mine, other, tolerance=SAME)
 
 
-@QUICK
+@settings(QUICK, max_examples=10)
 @given(
     moves=st.lists(
         st.tuples(
