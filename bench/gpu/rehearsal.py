@@ -25,7 +25,7 @@ FAULTS: Mapping[str, str] = MappingProxyType(
 OPS = (*FAULTS, "w4_linear", "rms_norm", "quantize")  # the hang is waited for beside others
 COMPILED = ("gated_silu",)
 TESTS = ("tests/memory/test_transfers.py",)
-SILENCE_S = 8.0  # until a child that says nothing is taken to hang
+SILENCE_S = 15.0  # until a child that says nothing is taken to hang
 TINY = ModelShape("tiny", 64, 2, 1, 64, 64, 128)
 
 

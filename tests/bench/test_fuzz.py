@@ -43,8 +43,8 @@ def misbehaves(number: int) -> None:
     if number == 6:
         os.kill(os.getpid(), signal.SIGSEGV)
     if number == 7:
-        held = bytearray(1 << 30)
-        held[:: 1 << 12] = b"x" * (1 << 18)
+        held = bytearray(540 << 20)
+        held[:: 1 << 12] = b"x" * (len(held) >> 12)
     if number == 8:
         bytearray(1 << 40)
 
