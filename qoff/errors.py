@@ -10,7 +10,13 @@ from contextlib import contextmanager
 
 
 class QoffError(Exception):
-    """Base of all qoff errors; the command line prints its message and exits with status 1."""
+    """Base of all qoff errors; the command line prints its message and exits with status 1.
+
+    A message is one line, whatever a damaged file's names have in them.
+    """
+
+    def __str__(self) -> str:
+        return "\\n".join(super().__str__().splitlines())
 
 
 class ArgumentError(QoffError, ValueError):

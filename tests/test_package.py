@@ -23,6 +23,11 @@ def test_all_errors_are_exported() -> None:
     assert {x.__name__ for x in found} <= set(qoff.__all__)
 
 
+@pytest.mark.parametrize("kind", [errors.FormatError, errors.DiskReadError])
+def test_a_message_is_one_line(kind: type[errors.QoffError]) -> None:
+    assert str(kind("a name\nof a damaged file")) == "a name\\nof a damaged file"
+
+
 def test_convert_is_the_function() -> None:
     assert qoff.convert is convert
 

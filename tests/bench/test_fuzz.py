@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_damaged_inputs_give_answers_or_errors_of_ours() -> None:
     """In a process of its own, which forks: no exception of others, no hang, no crash."""
     run = subprocess.run(
-        [sys.executable, "-m", "bench.fuzz", "--seconds", "4", "--seed", "7"],
+        [sys.executable, "-m", "bench.fuzz", "--inputs", "3000", "--seed", "7"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -38,8 +38,6 @@ def misbehaves(number: int) -> None:
         raise ValueError("three")
     if number == 4:
         raise ArgumentError("refused")
-    if number == 5:
-        raise ArgumentError("two\nlines")
     if number == 6:
         os.kill(os.getpid(), signal.SIGSEGV)
     if number == 7:
@@ -55,7 +53,6 @@ def test_what_goes_wrong_in_a_child_is_found(monkeypatch: pytest.MonkeyPatch) ->
     kinds = {one.number: one.kind for one in found if isinstance(one, Finding)}
     assert kinds == {
         3: "ValueError",
-        5: "more than one line",
         6: "crash: SIGSEGV",
         7: "memory",
         8: "MemoryError",
