@@ -31,7 +31,7 @@ class _Handler:
         if self.asked == signal.SIGINT:
             raise KeyboardInterrupt
         if self.asked:
-            raise SystemExit(128 + self.asked)
+            raise SystemExit(TERMINATED)
 
 
 @contextmanager

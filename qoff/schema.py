@@ -28,7 +28,6 @@ class Kind:
 Fields = Mapping[str, Kind]
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("text", lambda value: isinstance(value, str))
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 
 
 def whole(least: int, most: int = MAX_WHOLE, words: str = "") -> Kind:
@@ -53,11 +52,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def one_of(*values: str) -> Kind:
-    """One of some texts."""
-    return Kind(", ".join(values), lambda value: isinstance(value, str) and value in values)
-
-
 def nothing_or(kind: Kind) -> Kind:
     """null, too."""
     return Kind(f"null or {kind.words}", lambda value: value is None or kind.allows(value))
@@ -77,6 +71,10 @@ def either(*kinds: Kind) -> Kind:
         ", or ".join(kind.words for kind in kinds),
         lambda value: any(kind.allows(value) for kind in kinds),
     )
+
+
+TOKEN_IDS = nothing_or(either(whole(-1), list_of(whole(-1))))
+SPECIAL_TOKENS: Fields = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), TOKEN_IDS)
 
 
 def first_wrong(values: Mapping[str, Any], fields: Fields) -> str | None:

@@ -16,7 +16,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
+
+from bench.gpu.arguments import parsed, parser_of
 
 _MINUTES = 9.0
 
@@ -62,14 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, help="folder to write to")
-    parser.add_argument("--resume", type=Path, help="folder of a run to go on with")
-    parser.add_argument("--minutes", type=float, default=_MINUTES, help="how long to take, at most")
+    parser = parser_of("bench.gpu", __doc__, _MINUTES)
     parser.add_argument("--quick", action="store_true", help="fewer cases to time")
     parser.add_argument("--op", action="append", help="only this op; repeatable")
     parser.add_argument("--stage", action="append", help="only this stage; repeatable")
@@ -77,10 +71,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rehearse", action="store_true", help="no GPU: tiny shapes, interpreted, three faults"
     )
-    args = parser.parse_args(argv)
-    if not (args.out or args.resume):
-        parser.error("--out or --resume is needed")
-    return args
+    return parsed(parser, argv)
 
 
 if __name__ == "__main__":

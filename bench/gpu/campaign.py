@@ -14,7 +14,6 @@ from bench.gpu.child import Ended, Event, Job, run, write_atomically
 from bench.gpu.ops import SHARES
 from bench.gpu.report import GpuReport
 from bench.gpu.stages import STAGES, Settings
-from qoff.errors import ArgumentError
 from qoff.kernels.triton.launch import tuned
 
 JSON, TEXT, LOG = "gpu.json", "gpu.txt", "log.txt"
@@ -68,12 +67,7 @@ class Campaign:
         found = self.report.gpu
         if not found:
             self.report.gpu = before
-            raise ArgumentError(f"no GPU to use: {self.report.failed[-1]}")
-        if before and before["name"] != found["name"]:
-            raise ArgumentError(
-                f"the run to go on with was on {before['name']}, this is {found['name']}: "
-                "start a new one"
-            )
+        stages.check_gpu(before, found, self.report.failed)
 
     def _compile(self) -> None:
         self.report.compiled.clear()

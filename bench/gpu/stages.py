@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from bench.gpu.case import Check, TimedCase
 from bench.gpu.child import Emit, Job
 from bench.gpu.model_shapes import shapes
 from bench.gpu.timer import CudaTimer, Timer
+from qoff.errors import ArgumentError
 from qoff.kernels.triton.launch.gpu import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +85,17 @@ def device(settings: Settings) -> Job:
         work.describe(emit, settings.device())
 
     return Job("device", do, 120.0, 120.0)
+
+
+def check_gpu(before: Mapping[str, Any], found: Mapping[str, Any], failures: Sequence[str]) -> None:
+    """Raise ArgumentError without a GPU, or with another one than that of the run to go on with."""
+    if not found:
+        raise ArgumentError(f"no GPU to use: {failures[-1]}")
+    if before and before["name"] != found["name"]:
+        raise ArgumentError(
+            f"the run to go on with was on {before['name']}, this is {found['name']}: "
+            "start a new one"
+        )
 
 
 def compiling(settings: Settings, gpu: dict[str, Any], what: Sequence[str], limit_s: float) -> Job:

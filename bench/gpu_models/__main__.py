@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.gpu.arguments import parsed, parser_of
+
 _MINUTES = 9.0
 _SHARED = ("qoff.kernels.cpu.ops", "transformers.models.llama.modeling_llama", "accelerate.hooks")
 
@@ -67,22 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_models",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, help="folder to write to")
-    parser.add_argument("--resume", type=Path, help="folder of a run to go on with")
-    parser.add_argument("--minutes", type=float, default=_MINUTES, help="how long to take, at most")
+    parser = parser_of("bench.gpu_models", __doc__, _MINUTES)
     parser.add_argument("--only", action="append", help="rows with this in their names; repeatable")
     parser.add_argument("--folder", type=Path, help="where models are written; up to 26 GB at once")
     parser.add_argument("--flexgen", type=Path, help="wheel or folder of the package flexgen")
     parser.add_argument("--rehearse", action="store_true", help="no GPU: tiny models, on the CPU")
-    args = parser.parse_args(argv)
-    if not (args.out or args.resume):
-        parser.error("--out or --resume is needed")
-    return args
+    return parsed(parser, argv)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from bench.gpu_models import ours, peers
 from bench.gpu_models.ours import Place
 from bench.gpu_models.report import Measured, ModelReport
 from bench.gpu_models.rows import Row
-from qoff.errors import ArgumentError
 
 JSON, TEXT, LOG = "gpu_models.json", "gpu_models.txt", "log.txt"
 _LEAST_S = 10.0  # a row is not begun with less time left
@@ -70,12 +69,7 @@ class ModelCampaign:
         found, why = self.report.gpu, self.report.failed.pop("device", "")
         if not found:
             self.report.gpu = before
-            raise ArgumentError(f"no GPU to use: {why}")
-        if before and before["name"] != found["name"]:
-            raise ArgumentError(
-                f"the run to go on with was on {before['name']}, this is {found['name']}: "
-                "start a new one"
-            )
+        stages.check_gpu(before, found, [why])
 
     def _job(self, name: str, do: Callable[[Emit], None], limit_s: float) -> None:
         left = self._end - time.monotonic()

@@ -8,11 +8,10 @@ from transformers import GenerationConfig
 
 from qoff.errors import FormatError, raised_as
 from qoff.schema import (
+    SPECIAL_TOKENS,
     SWITCH,
     Fields,
     check,
-    either,
-    list_of,
     nothing_or,
     number,
     read_object,
@@ -20,10 +19,9 @@ from qoff.schema import (
 )
 
 GENERATION_CONFIG = "generation_config.json"
-_TOKENS = nothing_or(either(whole(-1), list_of(whole(-1))))
 _NUMBER = nothing_or(number(-1e30, 1e30, "a finite number"))
 _FIELDS: Fields = {
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
+    **SPECIAL_TOKENS,
     **dict.fromkeys(("do_sample", "use_cache"), nothing_or(SWITCH)),
     **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"), _NUMBER),
     **dict.fromkeys(("max_length", "max_new_tokens", "num_beams"), nothing_or(whole(1))),

@@ -87,10 +87,12 @@ def test_the_checkpoint_says_how_to_sample_unless_the_caller_does(
     shutil.copytree(checkpoint, copy)
     said = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7, "top_k": None}
     (copy / "generation_config.json").write_text(json.dumps(said))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
     with LLM(copy, PLAN) as llm:
         params = llm.get_default_sampling_params()
         assert params == SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7)
-        assert len(llm.generate("a")[0].token_ids) == 7  # this config names no end token
+        assert len(llm.generate("a")[0].token_ids) == 7
 
 
 def test_bounds_are_the_plans_or_the_callers(checkpoint: Path) -> None:

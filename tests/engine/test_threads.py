@@ -21,6 +21,7 @@ from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError, DiskReadError
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
+from tests.forks import in_child
 from tests.instruments import POISON
 from tests.tiny_models import tiny_checkpoint
 
@@ -246,17 +247,5 @@ def test_a_round_cannot_be_called_or_closed_from_within(llm: LLM) -> None:
 
 def test_a_forked_process_is_told_to_open_its_own(llm: LLM) -> None:
     llm.generate([PROMPTS[0]], PARAMS[0])
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            llm.generate([PROMPTS[1]])
-        except BaseException as error:
-            os.write(write, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
+    told = in_child(lambda: llm.generate([PROMPTS[1]]))
     assert told.startswith(f"ArgumentError: this LLM was opened by process {os.getpid()}")

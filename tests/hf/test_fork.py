@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import qoff
 from qoff.models.runtime import Runtime
 from qoff.process import ForkLock
+from tests.forks import in_child
 from tests.tiny_models import load_budgets, tiny_checkpoint
 
 pytestmark = [
@@ -25,24 +25,6 @@ IDS = torch.arange(4, 20)[None]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
-
-
-def in_child(work: Callable[[], object]) -> str:
-    """What a forked process says of some work: its result, or its error."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, repr(work()).encode())
-        except BaseException as error:
-            os.write(write, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
-    return told
 
 
 def test_a_model_that_streams_is_told_of_its_process(checkpoint: Path) -> None:

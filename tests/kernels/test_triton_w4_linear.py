@@ -23,6 +23,14 @@ DTYPES = [torch.float16, torch.bfloat16]
 # bits, group, rows, columns: neither rows nor columns are multiples of any tile.
 SHAPES = [(4, 32, 17, 160), (4, 64, 40, 192), (4, 128, 33, 640), (8, 64, 20, 384), (8, 32, 1, 96)]
 
+WAYS = [  # with the smallest tiles
+    GemvConfig(block_n=16),
+    SkinnyConfig(block_n=16),
+    GemmConfig(block_n=16, block_m=16),
+    FmaConfig(),
+    ScratchConfig(),
+]
+
 
 def expected(x, q, bias):
     y = x.double() @ q.dequantize().double().T
@@ -93,31 +101,13 @@ def test_scratch_in_several_pieces(tokens):
     check(tokens, 4, 32, 300, 96, torch.float16, ScratchConfig(nbytes=1))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GemvConfig(block_n=16),
-        SkinnyConfig(block_n=16),
-        GemmConfig(block_n=16, block_m=16),
-        FmaConfig(),
-        ScratchConfig(),
-    ],
-)
+@pytest.mark.parametrize("config", WAYS)
 def test_float32_scales(config):
     check(2, 4, 64, 20, 192, torch.float16, config, torch.float32)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize(
-    "config",
-    [
-        GemvConfig(block_n=16),
-        SkinnyConfig(block_n=16),
-        GemmConfig(block_n=16, block_m=16),
-        FmaConfig(),
-        ScratchConfig(),
-    ],
-)
+@pytest.mark.parametrize("config", WAYS)
 def test_without_bias(config, splits):
     if hasattr(config, "splits"):
         config = replace(config, splits=splits)

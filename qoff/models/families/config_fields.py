@@ -11,6 +11,7 @@ from typing import Any
 
 from qoff.models.spec_parts import unsupported
 from qoff.schema import (
+    SPECIAL_TOKENS,
     SWITCH,
     TEXT,
     Fields,
@@ -28,7 +29,6 @@ _COUNT = whole(1, _MANY, f"a whole number from 1 to {_MANY}")
 _EXPERTS = nothing_or(whole(0, _MANY))
 _FACTOR = number(-1e30, 1e30, "a finite number")
 _EPS = number(0, 1, "a number from 0 to 1")
-_TOKENS = nothing_or(either(whole(-1), list_of(whole(-1))))
 FIELDS: Fields = {
     "model_type": TEXT,
     "vocab_size": _SIZE,
@@ -89,7 +89,7 @@ FIELDS: Fields = {
         ),
         nothing_or(SWITCH),
     ),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
+    **SPECIAL_TOKENS,
 }
 
 

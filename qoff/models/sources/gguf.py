@@ -23,7 +23,7 @@ from qoff.models.spec import DecoderSpec
 from qoff.quant import GGUFFile, QTensor, TensorInfo
 from qoff.quant.gguf import DENSE, QUANTIZED, TO_FLOATS
 from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
-from qoff.schema import SWITCH, TEXT, Fields, Kind, check, number, whole
+from qoff.schema import SWITCH, TEXT, Fields, Kind, check, list_of, number, whole
 
 from .gguf_tokenizer import build_tokenizer
 
@@ -73,9 +73,7 @@ _FIELDS: Fields = {  # after the architecture's name
     "rope.scaling.factor": _SCALE,
     "rope.scaling.original_context_length": _COUNT,
 }
-_TEXTS = Kind(
-    "a list of texts", lambda x: isinstance(x, list) and all(isinstance(one, str) for one in x)
-)
+_TEXTS = Kind("a list of texts", list_of(TEXT).allows)
 _NUMBERS = Kind("an array of numbers", lambda x: isinstance(x, np.ndarray))
 _TOKENIZER: Fields = {  # after "tokenizer.ggml."
     **dict.fromkeys(("model", "pre"), TEXT),
