@@ -98,7 +98,7 @@ def read_all(buffer: torch.Tensor) -> float:
     pool = default_pool()
     sums = torch.zeros(pool.threads, 16)  # a cache line for each thread
     args = (ctypes.c_int64 * 3)(buffer.data_ptr(), buffer.nbytes // _BLOCK, sums.data_ptr())
-    pool.run(_read_job().address, ctypes.addressof(args))
+    pool.run(_read_job().address, args)
     return float(sums.sum())
 
 
@@ -111,7 +111,7 @@ def read_pieces(addresses: torch.Tensor, nbytes: int) -> float:
     pool = default_pool()
     sums = torch.zeros(pool.threads, 16)
     args = (ctypes.c_int64 * 4)(addresses.data_ptr(), len(addresses), sums.data_ptr(), nbytes)
-    pool.run(_pieces_job().address, ctypes.addressof(args))
+    pool.run(_pieces_job().address, args)
     return float(sums.sum())
 
 

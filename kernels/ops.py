@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
 
 
+RecordWhileDone: TypeAlias = Callable[[Callable[[], None]], Callable[[], object] | None]
+
+
 class Ops(Protocol):
     """The ops a decoder is made of; `reference` says what each means."""
 
@@ -24,6 +27,10 @@ class Ops(Protocol):
     ACTIVATION_BITS: tuple[int, ...]  # to which matmuls can round their inputs
     CACHE: str  # what attention takes: "host", a `LayerCache`, or "device", a `DeviceLayerCache`
     USES_OUT: bool  # whether `out` spares anything; otherwise results are copied there
+
+    @property
+    def RECORDER(self) -> Callable[[], RecordWhileDone] | None:  # noqa: N802 - as the others
+        """Makes what records work of these ops while it is done: see `cpu.jit.recorder`."""
 
     def w4_linear(
         self,
@@ -64,6 +71,7 @@ class RoundedOps:
         launchers: Any = exact  # these take the bits with each call
         self.exact = exact
         self.PACKING, self.CACHE, self.USES_OUT = exact.PACKING, exact.CACHE, exact.USES_OUT
+        self.RECORDER = exact.RECORDER
         self.ACTIVATION_BITS: tuple[int, ...] = (activation_bits,)
         self.attention: Callable[..., Tensor] = exact.attention
         self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
@@ -90,6 +98,7 @@ class ScratchOps:
     def __init__(self, ops: Ops, scratch_bytes: int) -> None:
         launchers: Any = ops  # these take the bytes with each call
         self.PACKING, self.CACHE, self.USES_OUT = ops.PACKING, ops.CACHE, ops.USES_OUT
+        self.RECORDER = ops.RECORDER
         self.ACTIVATION_BITS = ops.ACTIVATION_BITS
         self.attention, self.experts = ops.attention, ops.experts
         self.w4_linear = partial(launchers.w4_linear, scratch_bytes=scratch_bytes)

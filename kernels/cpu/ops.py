@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from .attention.attention import attention
 from .jit.pool import default_pool
+from .jit.recorder import JobRecorder
 from .linear.linear import w4_linear
 from .moe.experts import experts
 
 PACKING = "rows16"  # what w4_linear reads
-CACHE, USES_OUT = "host", True
+CACHE, USES_OUT, RECORDER = "host", True, JobRecorder
 ACTIVATION_BITS: tuple[int, ...] = (8, 16)
 
 __all__ = [
     "ACTIVATION_BITS",
     "CACHE",
     "PACKING",
+    "RECORDER",
     "USES_OUT",
     "attention",
     "default_pool",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +14,13 @@ from qoff.errors import OpError
 
 from .kv_format import BLOCK_TOKENS, KVFormat
 from .ragged import Ragged
+from .steady import SteadyMemory
 
 ITEM_TOKENS = 16  # new tokens of a sequence that are attended together
+# Partial results of decode attention are of so many tokens that are not packed, or packed blocks;
+# fixed, so that threads change no bit.
+RUN_TOKENS = 512
+RUN_BLOCKS = 16
 # The position counts from the first token of the slot's blocks.
 ITEM_FIELDS = ("first row", "rows", "slot", "position of the first row", "packed tokens")
 
@@ -76,6 +82,17 @@ class BlockTable:
             ("last", last),
         ):
             object.__setattr__(self, name, value)
+
+    def kept_in(self, memory: SteadyMemory, name: str) -> BlockTable:
+        """The same, with its tensors in this memory."""
+        same = copy(self)
+        for part in ("blocks", "items"):
+            object.__setattr__(same, part, memory.put(f"{name}, {part}", getattr(self, part)))
+        return same
+
+    def told(self) -> tuple[int, ...]:
+        """What kernels are told of it at decode, beside the values in its memory."""
+        return (self.longest, *self.blocks.shape, self.blocks.data_ptr(), self.items.data_ptr())
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from qoff.errors import OpError
+
+from .steady import SteadyMemory
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,13 @@ class Ragged:
             spans.append(Span(slot, start, count, past))
             start += count
         return cls(tuple(spans))
+
+    def kept_in(self, memory: SteadyMemory) -> Ragged:
+        """The same, with its tensors in this memory."""
+        same = copy(self)
+        for name in ("positions", "slots"):
+            object.__setattr__(same, name, memory.put(name, getattr(self, name)))
+        return same
 
     @property
     def tokens(self) -> int:

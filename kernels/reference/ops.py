@@ -19,10 +19,19 @@ from .kv_blocks import dequantize_blocks
 from .select_blocks import select_blocks
 
 PACKING = "split32"
-CACHE, USES_OUT = "host", True
+CACHE, USES_OUT, RECORDER = "host", True, None
 ACTIVATION_BITS: tuple[int, ...] = (16,)
 
-__all__ = ["ACTIVATION_BITS", "CACHE", "PACKING", "USES_OUT", "attention", "experts", "w4_linear"]
+__all__ = [
+    "ACTIVATION_BITS",
+    "CACHE",
+    "PACKING",
+    "RECORDER",
+    "USES_OUT",
+    "attention",
+    "experts",
+    "w4_linear",
+]
 
 
 def w4_linear(

@@ -33,12 +33,14 @@ from .moe.experts import experts
 PACKING = "split32"
 CACHE = "device"
 USES_OUT = False
+RECORDER = None  # CUDA graphs are
 ACTIVATION_BITS: tuple[int, ...] = (16,)
 
 __all__ = [
     "ACTIVATION_BITS",
     "CACHE",
     "PACKING",
+    "RECORDER",
     "USES_OUT",
     "attention",
     "attention_bytes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
@@ -36,8 +36,18 @@ class LayerView(ABC, Generic[_Opened]):
 class CachePass(LayerView[LayerCache | DeviceLayerCache]):
     """One forward pass on a cache: what its attention reads, and where its new tokens go.
 
-    After all layers the pass ends, or is abandoned, which does nothing when it has ended.
+    After all layers the pass ends, or is abandoned, which does nothing when it has ended. ragged:
+    the new tokens; of a decode step, in memory that stays where it is, where a cache has such.
     """
+
+    ragged: Ragged
+
+    def replay_key(self) -> Hashable | None:
+        """What kernels are told in this pass, beside the values in memory: addresses and sizes.
+
+        None where no other pass will be told the same.
+        """
+        return None
 
     @abstractmethod
     def end(self) -> None:

@@ -18,7 +18,7 @@ class SlotPass(CachePass):
     """A forward pass on a cache; slot i of `ragged` is slot `slots[i]` of the cache (None: i)."""
 
     def __init__(self, cache: SlotCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
-        self._cache, self._ragged = cache, ragged
+        self._cache, self.ragged = cache, ragged
         self._slots = range(cache.sequences) if slots is None else slots
         self._new: dict[int, list[int]] = {}  # blocks that it fills, by slot of the cache
 
@@ -26,7 +26,7 @@ class SlotPass(CachePass):
         for slot, blocks in self._new.items():
             self._cache.blocks[slot] += blocks
         self._new = {}
-        for span in self._ragged.spans:
+        for span in self.ragged.spans:
             self._cache.lengths[self._slots[span.slot]] += span.count
         self._cache.over(self)
 

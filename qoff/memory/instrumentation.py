@@ -31,7 +31,7 @@ class Instrumentation:
     ops: Ops | None = None
     preadv: Preadv = os.preadv
     on_copy: Callable[[int], object] = lambda _: None
-    record: Callable[[Callable[[], None]], Callable[[], None]] | None = None
+    record: Callable[[Callable[[], None]], Callable[[], object]] | None = None
 
     def ops_for(self, device: torch.device, activation_bits: int = 16) -> Ops:
         """The ops to compute with.

@@ -81,6 +81,11 @@ class LayerWorkspace:
         extra = tokens * _extra_width(spec) + _experts_floats(spec, together)
         return itemsize * (attention + mlp + extra)
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """All there is of it."""
+        return [part for part in (self.qkv, self.attended, self.gated) if part is not None]
+
     def upto(self, tokens: int) -> LayerWorkspace:
         """The part for this many tokens."""
         qkv, attended = first_rows(self.qkv, tokens), first_rows(self.attended, tokens)

@@ -102,8 +102,11 @@ class Runtime:
             spec = DecoderSpec.from_config(self.checkpoint.config)
             check_checkpoint(spec, self.checkpoint)
             check_kv(head_shapes(spec), kv, ops.CACHE == "device")
-            records = instrumentation.records(where)
-            replays = Replays(where, instrumentation.record) if records else None
+            replays = None
+            if instrumentation.records(where):
+                replays = Replays(where, instrumentation.record)
+            elif ops.RECORDER is not None:
+                replays = Replays(where, while_done=ops.RECORDER())
             ops = with_scratch(ops, where, device_memory if bound is None else bound)
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
         transfers = transfers or transfers_to(where)

@@ -6,14 +6,14 @@ import ctypes
 import os
 import threading
 
-import numpy as np
 import pytest
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import job
-from qoff.kernels.cpu.jit.pool import Pool, default_pool, finish, take, wait
+from qoff.kernels.cpu.jit.pool import JobList, Pool, default_pool, finish, take, wait
 
 _ITEMS = 64
+_Counts = ctypes.c_int64 * (4 * _ITEMS)
 
 
 @job
@@ -41,25 +41,53 @@ def _count_items(pool, thread, threads, args):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_every_item_once_and_phases_in_order(threads: int) -> None:
     pool = Pool(threads)
-    counts = np.zeros((4, _ITEMS), dtype=np.int64)
+    counts = _Counts()
     for runs in range(1, 200):
-        pool.run(_count_items.address, counts.ctypes.data)
-        assert (counts == runs).all()
+        pool.run(_count_items.address, counts)
+        assert set(counts) == {runs}
+    pool.close()
+
+
+@job
+def _next(pool, thread, threads, args):
+    """args: addresses of int64 from [_ITEMS] and to [_ITEMS]: to[i] = from[_ITEMS - 1 - i] + 1."""
+    item = take(pool, 0)
+    while item < _ITEMS:
+        before = simd.peek_i64(simd.peek_i64(args) + 8 * (_ITEMS - 1 - item))
+        simd.poke_i64(simd.peek_i64(args + 8) + 8 * item, before + 1)
+        item = take(pool, 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_list_of_jobs_runs_in_order(threads: int) -> None:
+    """Each job reads what all threads wrote in the one before."""
+    pool, steps = Pool(threads), 50
+    rows = (ctypes.c_int64 * _ITEMS * (steps + 1))()
+    with pool.recording() as jobs:
+        for step in range(steps):
+            between = (ctypes.c_int64 * 2)(*map(ctypes.addressof, rows[step : step + 2]))
+            pool.run(_next.address, between)
+        del between
+    assert set(rows[steps]) == {steps}  # they ran while they were noted
+    again = JobList(jobs)
+    for start in range(1, 100):
+        rows[0][:] = [start] * _ITEMS
+        pool.run_all(again)
+        assert set(rows[steps]) == {start + steps}
     pool.close()
 
 
 def test_callers_take_turns() -> None:
     pool = Pool(2)
-    counts = np.zeros((4, _ITEMS), dtype=np.int64)
+    counts = _Counts()
     callers = [
-        threading.Thread(target=pool.run, args=(_count_items.address, counts.ctypes.data))
-        for _ in range(4)
+        threading.Thread(target=pool.run, args=(_count_items.address, counts)) for _ in range(4)
     ]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert (counts == 4).all()
+    assert set(counts) == {4}
     pool.close()
 
 
@@ -81,7 +109,7 @@ def test_a_forked_child_gets_a_pool_of_its_own() -> None:
     default_pool()
     child = os.fork()
     if child == 0:
-        counts = (ctypes.c_int64 * (4 * _ITEMS))()
-        default_pool().run(_count_items.address, ctypes.addressof(counts))
+        counts = _Counts()
+        default_pool().run(_count_items.address, counts)
         os._exit(0 if all(c == 1 for c in counts) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

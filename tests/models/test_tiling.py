@@ -229,7 +229,7 @@ def test_a_runtime_takes_less_than_two_layers(checkpoints: dict[str, Path]) -> N
 class ContiguousOps:
     """Ops as on a GPU: results are theirs, and operands must be contiguous."""
 
-    PACKING, CACHE, USES_OUT = cpu.PACKING, cpu.CACHE, False
+    PACKING, CACHE, USES_OUT, RECORDER = cpu.PACKING, cpu.CACHE, False, None
     attention = staticmethod(cpu.attention)
 
     @staticmethod

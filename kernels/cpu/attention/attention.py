@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -108,7 +107,7 @@ def attention(
             shape.window or 0, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
             pool.workspace(scratch), shape.norm_eps, shape.scale, shape.soft_cap,
         )  # fmt: skip
-        pool.run(job.address, ctypes.addressof(args))
+        pool.run(job.address, args)
     chosen: Sequence[SelectedBlocks | None] = [None] * len(cache.packed)
     if cache.packed and cache.top < 1 and ragged.is_decode:
         chosen = select_blocks(

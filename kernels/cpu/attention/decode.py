@@ -11,12 +11,13 @@ import numpy as np
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.layout.layer_cache import RUN_TOKENS
 
 from . import fields as f
 from .append import append_all
 from .soft_cap import capped
 
-RUN = 512  # keys per partial result
+RUN = RUN_TOKENS  # keys per partial result
 
 
 @inner

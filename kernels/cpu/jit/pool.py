@@ -2,10 +2,11 @@
 
 A job is a compiled `void(pool, thread, threads, args)`. It consists of up to four phases of
 numbered items: `take` hands out each item once, `finish` reports it done, and `wait` lets a thread
-go on to the next phase when all items are. Threads join a job as they come, and its end waits only
-for those that did: a thread that the operating system has put aside costs its share of the work,
-not everybody's time. Idle threads spin for some 50 microseconds, because a decoder launches
-the next job within a few, and then sleep in the kernel.
+go on to the next phase when all items are. A launch is a list of jobs, one after another. Threads
+join a job as they come, and the next begins when those that did have left it: a thread that the
+operating system has put aside costs its share of the work, not everybody's time. Idle threads spin
+for some 50 microseconds, because a decoder launches the next list within a few, and then sleep in
+the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import os
 import platform
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 from numba import types
@@ -30,7 +35,7 @@ from .compiled import inner, job
 
 _LINE = 128  # bytes between fields, so that no two share a cache line
 _PHASES = 4
-_EPOCH, _OPEN, _FUNCTION, _ARGS, _ACTIVE, _SLEEPERS, _STOP, _NEXT = (_LINE * i for i in range(8))
+_EPOCH, _AT, _STEPS, _FIRST, _END, _SLEEPERS, _STOP, _NEXT = (_LINE * i for i in range(8))
 _DONE = _NEXT + _PHASES * _LINE
 _STATE_BYTES = _DONE + _PHASES * _LINE
 _SPINS = 2000
@@ -87,6 +92,59 @@ def _sleep_while(address, value, sleepers):
     simd.atomic_add(sleepers, -1)
 
 
+# `_AT` says all of the job at work at once: its number among all jobs so far, whether it is being
+# left for good, and how many threads are in it.
+_LEAVING, _NUMBER = 1 << 15, 16  # a bit, and where the number begins
+_STEP_BYTES = 16  # of a list: address of the function and of its arguments
+
+
+@inner
+def _enter(pool, last):
+    """Join the job at work, once `last` is over: its number; -1 where there is none."""
+    spins = 0
+    while True:
+        at = simd.atomic_load(pool + _AT)
+        number = at >> _NUMBER
+        if number == simd.atomic_load(pool + _END):
+            return -1
+        there = number != last and at & _LEAVING == 0
+        if there and simd.compare_and_swap(pool + _AT, at, at + 1) != 0:
+            return number
+        spins += 1
+        if spins > _SPINS:  # a thread in the job may need this core
+            _sched_yield()
+        else:
+            simd.spin_pause()
+
+
+@inner
+def _leave(pool):
+    """Leave a job whose items are all taken; the last to leave makes way for the next job."""
+    while True:
+        at = simd.atomic_load(pool + _AT)
+        if at & (_LEAVING - 1) > 1:
+            if simd.compare_and_swap(pool + _AT, at, at - 1) != 0:
+                return
+        elif simd.compare_and_swap(pool + _AT, at, at | _LEAVING) != 0:
+            for phase in range(_PHASES):
+                simd.poke_i64(pool + _NEXT + phase * _LINE, 0)
+                simd.poke_i64(pool + _DONE + phase * _LINE, 0)
+            simd.atomic_store(pool + _AT, ((at >> _NUMBER) + 1) << _NUMBER)
+            return
+
+
+@inner
+def _work(pool, thread, threads):
+    """Take part in the jobs of the list until all are done."""
+    number = _enter(pool, -1)
+    while number >= 0:
+        # While this thread is in the job, the list stays what it is.
+        step = simd.peek_i64(pool + _STEPS) + _STEP_BYTES * (number - simd.peek_i64(pool + _FIRST))
+        simd.call_job(simd.peek_i64(step), pool, thread, threads, simd.peek_i64(step + 8))
+        _leave(pool)
+        number = _enter(pool, number)
+
+
 @job
 def _worker(pool, thread, threads, args):
     seen = 0
@@ -95,12 +153,7 @@ def _worker(pool, thread, threads, args):
         seen = simd.atomic_load(pool + _EPOCH)
         if simd.atomic_load(pool + _STOP) != 0:
             return
-        # Counted in before looking: a job that is still open then cannot end without this thread.
-        simd.atomic_add(pool + _ACTIVE, 1)
-        if simd.atomic_load(pool + _OPEN) != 0:
-            function, job_args = simd.peek_i64(pool + _FUNCTION), simd.peek_i64(pool + _ARGS)
-            simd.call_job(function, pool, thread, threads, job_args)
-        simd.atomic_add(pool + _ACTIVE, -1)
+        _work(pool, thread, threads)
 
 
 @inner
@@ -111,18 +164,15 @@ def _publish(pool):
 
 
 @job
-def _launch(pool, threads, function, args):
-    simd.atomic_store(pool + _FUNCTION, function)
-    simd.atomic_store(pool + _ARGS, args)
-    for phase in range(_PHASES):
-        simd.atomic_store(pool + _NEXT + phase * _LINE, 0)
-        simd.atomic_store(pool + _DONE + phase * _LINE, 0)
-    simd.atomic_add(pool + _OPEN, 1)
+def _launch(pool, threads, steps, count):
+    """Run a list of jobs. The caller is one of the threads."""
+    first = simd.atomic_load(pool + _AT) >> _NUMBER
+    simd.poke_i64(pool + _STEPS, steps)
+    simd.poke_i64(pool + _FIRST, first)
+    simd.atomic_add(pool + _END, count)
     if threads > 1:
         _publish(pool)
-    simd.call_job(function, pool, 0, threads, args)
-    simd.atomic_add(pool + _OPEN, -1)
-    _spin_until(pool + _ACTIVE, 0)
+    _work(pool, 0, threads)
 
 
 @job
@@ -135,6 +185,11 @@ _numbers = itertools.count()
 _Native = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
 
+Arguments: TypeAlias = ctypes.Structure | ctypes.Array  # of a job; it is told their address
+# Address of the function, its arguments, and what has to live as long as they are used.
+Job: TypeAlias = tuple[int, bytes, object]
+
+
 class Pool:
     """`threads` threads, the calling one among them, that run one compiled job at a time."""
 
@@ -145,6 +200,9 @@ class Pool:
         self.key = f"_arguments_of_pool_{next(_numbers)}"  # what ops keep for this pool
         self.lock = threading.RLock()  # held from filling a job's arguments to its end
         self._workspace = torch.empty(0, dtype=torch.uint8)
+        self.moves = 0  # how often the workspace came to lie elsewhere
+        self._recorded: list[Job] | None = None  # what is run is noted here
+        self._step = (ctypes.c_int64 * 2)()
         self._memory = (ctypes.c_byte * (_STATE_BYTES + _LINE))()
         self._state = -(-ctypes.addressof(self._memory) // _LINE) * _LINE
         self._native_launch = _Native(_launch.address)
@@ -158,15 +216,38 @@ class Pool:
         for thread in self._workers:
             thread.start()
 
-    def run(self, function: int, args: int) -> None:
-        """Run the job at address `function` on all threads, with `args`, and wait for it."""
+    def run(self, function: int, args: Arguments, keep: object = None) -> None:
+        """Run the job at address `function` on all threads, with `args`, and wait for it.
+
+        keep: memory that `args` have the address of, if it is not a tensor's.
+        """
         with self.lock:
-            self._native_launch(self._state, self.threads, function, args)
+            if self._recorded is not None:
+                self._recorded.append((function, bytes(args), keep))
+            self._step[:] = function, ctypes.addressof(args)
+            self._native_launch(self._state, self.threads, ctypes.addressof(self._step), 1)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Job]]:
+        """Note the jobs that are run meanwhile, by this thread; others wait."""
+        with self.lock:
+            assert self._recorded is None
+            self._recorded = found = []
+            try:
+                yield found
+            finally:
+                self._recorded = None
+
+    def run_all(self, jobs: JobList) -> None:
+        """Run jobs one after another, without Python in between, and wait for them."""
+        with self.lock:
+            self._native_launch(self._state, self.threads, jobs.address, len(jobs))
 
     def workspace(self, nbytes: int) -> int:
         """Address of at least `nbytes` bytes of scratch, valid while `lock` is held."""
         if self._workspace.numel() < nbytes + _LINE:
             self._workspace = torch.empty(nbytes + _LINE, dtype=torch.uint8)
+            self.moves += 1
         return -(-self._workspace.data_ptr() // _LINE) * _LINE
 
     def close(self) -> None:
@@ -176,6 +257,24 @@ class Pool:
             for thread in self._workers:
                 thread.join()
             self._workers = []
+
+
+class JobList:
+    """Jobs with copies of their arguments, in memory as the threads read them."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._kept = [keep for *_, keep in jobs]
+        starts = list(accumulate((-(-len(args) // 64) * 64 for _, args, _ in jobs), initial=0))
+        self._arguments = (ctypes.c_byte * (starts[-1] + 1))()
+        here = ctypes.addressof(self._arguments)
+        self._steps = (ctypes.c_int64 * (2 * len(jobs)))()
+        for i, ((function, args, _), start) in enumerate(zip(jobs, starts, strict=False)):
+            ctypes.memmove(here + start, args, len(args))
+            self._steps[2 * i : 2 * i + 2] = function, here + start
+        self.address = ctypes.addressof(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps) // 2
 
 
 @cache
@@ -189,4 +288,4 @@ def default_pool() -> Pool:
 # A forked child has the pool's memory but not its threads; it makes a pool of its own.
 os.register_at_fork(after_in_child=default_pool.cache_clear)
 
-__all__ = ["Pool", "default_pool", "finish", "take", "wait"]
+__all__ = ["JobList", "Pool", "default_pool", "finish", "take", "wait"]

@@ -284,6 +284,13 @@ def atomic_add(b, address, value):
     return b.atomic_rmw("add", at(b, address, 0, I64), value, "seq_cst")
 
 
+@vector_intrinsic(_i64, _i64, _i64, _i64)
+def compare_and_swap(b, address, expected, value):
+    """Store `value` where `expected` is, and say 1; 0 where something else is."""
+    done = b.cmpxchg(at(b, address, 0, I64), expected, value, "seq_cst", "seq_cst")
+    return b.zext(b.extract_value(done, 1), I64)
+
+
 @vector_intrinsic(types.void)
 def spin_pause(b):
     """Tell the core that this is a spin loop."""

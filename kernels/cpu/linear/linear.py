@@ -7,8 +7,6 @@ integer arithmetic on `vpdpbusd` where the processor has it. See `tile` for the 
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -105,5 +103,5 @@ def w4_linear(
         a.scales = a.scratch + pool.threads * SCRATCH_BYTES
         a.high = a.scales + tokens * 8 * groups
         a.low = a.high + tokens * k
-        pool.run(linear_job.address, ctypes.addressof(a))
+        pool.run(linear_job.address, a)
     return out

@@ -6,8 +6,6 @@ of a token and an expert and computes their activations, the second projects the
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -65,11 +63,11 @@ def experts(
             a.x, a.out = x[rows].data_ptr(), out[rows].data_ptr()
             a.topk_ids, a.topk_weights = topk_ids[rows].data_ptr(), topk_weights[rows].data_ptr()
             _place(a, pool)
-            pool.run(gate_up_job.address, ctypes.addressof(a))
+            pool.run(gate_up_job.address, a)
             if a.pairs == 0:
                 low, high = (int(i) for i in topk_ids[rows].aminmax())
                 fail(_OP, f"experts {low} to {high} are chosen, but there are 0 to {a.experts - 1}")
-            pool.run(down_job.address, ctypes.addressof(a))
+            pool.run(down_job.address, a)
     return out
 
 

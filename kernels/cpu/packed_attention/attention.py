@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, check_dense, check_rows
-from qoff.kernels.layout.layer_cache import PackedTokens
+from qoff.kernels.layout.layer_cache import RUN_BLOCKS, PackedTokens
 from qoff.kernels.layout.rotation import value_run
 
 from .block import ROWS
@@ -17,7 +15,6 @@ from .job import THREAD_BYTES, PackedArguments, packed_job, partial_floats
 from .operands import SelectedBlocks, check_packed, check_selected
 
 _OP = "packed_attention"
-_RUN = 16  # blocks whose partial result is one item; fixed, so that threads change no bit
 
 
 def packed_attention(
@@ -58,7 +55,7 @@ def packed_attention(
     check_rows(_OP, "out", out, tokens, heads * form.head_dim)
     check_dense(_OP, "lse", lse, (tokens, heads))
     # Only few queries need their blocks split between threads, and can afford partial results.
-    run = _RUN if table.ragged.is_decode else max(1, table.longest)
+    run = RUN_BLOCKS if table.ragged.is_decode else max(1, table.longest)
     longest = table.longest if chosen is None else chosen.blocks.shape[2]
     runs = max(1, -(-longest // run))
     workers = threads or default_pool()
@@ -76,5 +73,5 @@ def packed_attention(
             address(None if chosen is None else chosen.counts), longest,
             value_run(form.head_dim) if rotated else 0, scale, soft_cap,
         )  # fmt: skip
-        workers.run(packed_job.address, ctypes.addressof(args))
+        workers.run(packed_job.address, args)
     return out, lse

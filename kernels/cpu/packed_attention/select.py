@@ -73,5 +73,5 @@ def select_blocks(
             window or 0, longest, base, base + scratch, blocks.data_ptr(), width,
             counts.data_ptr(), top,
         )  # fmt: skip
-        workers.run(select_job.address, ctypes.addressof(args))
+        workers.run(select_job.address, args, keep=descriptions)
     return tuple(SelectedBlocks(*lists) for lists in zip(blocks, counts, strict=True))

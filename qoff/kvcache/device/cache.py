@@ -197,7 +197,7 @@ class DeviceCachePass(SlotPass):
         """Of each row, on the device; int32 or int64 [rows]."""
         if self._step.order is None:
             return self._step.positions
-        return on_device(self._ragged.positions, self._cache.store.device)
+        return on_device(self.ragged.positions, self._cache.store.device)
 
     def replay_key(self) -> Hashable | None:
         """What kernels are told in this pass, beside the values in memory: addresses and sizes.

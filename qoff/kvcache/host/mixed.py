@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import compress
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kvcache.base import CachePass, KVCache
 from qoff.kvcache.quant import KVQuant
 
@@ -56,6 +57,7 @@ class MixedCache(KVCache):
             for layer, there in enumerate(is_packed)
         ]
         self.lengths = list(packed.lengths)
+        self._steady = SteadyMemory()
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +71,8 @@ class MixedCache(KVCache):
             part.reserve(tokens)
 
     def begin(self, ragged: Ragged) -> CachePass:
+        if ragged.is_decode:
+            ragged = ragged.kept_in(self._steady)
         passes = [part.begin(ragged) for part in self._parts]
         layers = [(passes[part], layer) for part, layer in self._where]
         return _MixedPass(self, ragged, passes, layers)
@@ -94,8 +98,12 @@ class _MixedPass(CachePass):
         passes: Sequence[CachePass],
         layers: Sequence[tuple[CachePass, int]],
     ) -> None:
-        self._cache, self._ragged = cache, ragged
+        self._cache, self.ragged = cache, ragged
         self._passes, self._layers = passes, layers
+
+    def replay_key(self) -> Hashable | None:
+        keys = [part.replay_key() for part in self._passes]
+        return None if None in keys else tuple(keys)
 
     def prefetch(self, layer: int) -> None:
         part, index = self._layers[layer]
@@ -112,7 +120,7 @@ class _MixedPass(CachePass):
     def end(self) -> None:
         for part in self._passes:
             part.end()
-        self._cache.lengthen(self._ragged)
+        self._cache.lengthen(self.ragged)
 
     def abandon(self) -> None:
         for part in self._passes:

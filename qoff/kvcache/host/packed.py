@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,9 +10,10 @@ from torch import Tensor
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.layer_cache import RUN_TOKENS, LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
+from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockStore, GrowingBlocks
@@ -57,6 +58,7 @@ class PackedCache(SlotCache):
         self.values_rotated = values_rotated
         self.store = store or GrowingBlocks(forms, [shape.kv_heads for shape in shapes])
         self.workspace = workspace
+        self.steady = SteadyMemory()
         self.recent = RecentTokens(self.shapes, sequences, self.recent_tokens(window, sinks))
 
     @staticmethod
@@ -102,10 +104,13 @@ class PackedPass(SlotPass):
     _cache: PackedCache
 
     def __init__(self, cache: PackedCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
-        super().__init__(cache, ragged, slots)
+        memory = cache.steady if slots is None and ragged.is_decode else None
+        super().__init__(cache, ragged if memory is None else ragged.kept_in(memory), slots)
         rows = [cache.blocks[slot] for slot in self._slots]
         self._packed = [BLOCK_TOKENS * len(blocks) for blocks in rows]
         self._places = ragged.positions - torch.tensor(self._packed)[ragged.slots]
+        if memory is not None:
+            self._places = memory.put("places", self._places)
         self._longest = int(self._places.max())
         self._apart = slots is not None or self._longest >= cache.recent.capacity
         self._unpacked = {
@@ -113,7 +118,7 @@ class PackedPass(SlotPass):
         }
         self._workspace = cache.workspace or RecentWorkspace()
         self._closed = 0  # layers whose unpacked tokens are those after the pass
-        self._view = cache.store.view(rows, ragged, cache.sinks)
+        self._view = cache.store.view(rows, ragged, cache.sinks, memory)
         try:
             for place, tokens in self._unpacked.items():
                 count = cache.blocks_of(tokens, cache.window, cache.sinks)
@@ -124,6 +129,16 @@ class PackedPass(SlotPass):
         except BaseException:
             self.abandon()
             raise
+
+    def replay_key(self) -> Hashable | None:
+        cache, ragged = self._cache, self.ragged
+        told = self._view.told()
+        if not ragged.is_decode or self._apart or told is None:
+            return None
+        recent = cache.recent
+        memory = (self._places, *recent.keys, *recent.values)
+        sizes = (ragged.tokens, self._longest // RUN_TOKENS)
+        return (*sizes, *told, *(part.data_ptr() for part in memory))
 
     def prefetch(self, layer: int) -> None:
         self._view.prefetch(layer)
@@ -172,7 +187,7 @@ class PackedPass(SlotPass):
 
     def _copy_recent(self, layer: int, to_keys: Tensor, to_values: Tensor) -> None:
         recent = self._cache.recent
-        for span in self._ragged.spans:
+        for span in self.ragged.spans:
             slot = self._slots[span.slot]
             tokens = span.past - self._packed[span.slot]
             vectors = -(-tokens // KEYS_PER_VECTOR)

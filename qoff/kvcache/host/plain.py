@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, cache_shapes
-from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.layer_cache import RUN_TOKENS, LayerCache
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kvcache.base import CachePass, KVCache
 
 from .recent import RecentTokens
@@ -24,6 +25,7 @@ class PlainCache(KVCache):
 
     def __init__(self, shapes: Sequence[HeadShape], sequences: int, capacity: int = 0) -> None:
         self._shapes = tuple(shapes)
+        self.steady = SteadyMemory()
         self.lengths = [0] * sequences
         self.capacity = 0
         self.keys = [torch.empty(cache_shapes(sequences, s, 0)[0]) for s in self._shapes]
@@ -74,11 +76,20 @@ class PlainCache(KVCache):
 
 class _PlainPass(CachePass):
     def __init__(self, cache: PlainCache, ragged: Ragged) -> None:
-        self._cache, self._ragged = cache, ragged
+        self._cache = cache
+        self.ragged = ragged.kept_in(cache.steady) if ragged.is_decode else ragged
 
     def open(self, layer: int) -> LayerCache:
-        cache, ragged = self._cache, self._ragged
+        cache, ragged = self._cache, self.ragged
         return LayerCache(cache.keys[layer], cache.values[layer], ragged.positions, ragged.longest)
 
+    def replay_key(self) -> Hashable | None:
+        cache, ragged = self._cache, self.ragged
+        if not ragged.is_decode:
+            return None
+        memory = (*cache.keys, *cache.values)
+        sizes = (ragged.tokens, ragged.longest // RUN_TOKENS, cache.capacity)
+        return (*sizes, *(part.data_ptr() for part in memory))
+
     def end(self) -> None:
-        self._cache.lengthen(self._ragged)
+        self._cache.lengthen(self.ragged)

@@ -9,14 +9,24 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
+from qoff.kernels.layout.layer_cache import RUN_BLOCKS, BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kvcache.base import LayerView
 
 from .placement import HOST
 from .pool import BlockPool
 
-BlockView = LayerView[tuple[PackedTokens, ...]]  # of the sequences of a pass, the oldest first
+
+class BlockView(LayerView[tuple[PackedTokens, ...]]):
+    """The blocks of the sequences of a pass, the oldest first."""
+
+    def told(self) -> tuple[int, ...] | None:
+        """What kernels are told at decode, beside the values in memory; None for blocks that move.
+
+        With `memory` the numbers stay the same for many passes.
+        """
+        return None
 
 
 class Blocks(ABC):
@@ -83,8 +93,17 @@ class BlockStore(Blocks):
         """Return a block of a layer, uint8 [kv_heads, form.nbytes]."""
 
     @abstractmethod
-    def view(self, rows: Sequence[Sequence[int]], ragged: Ragged, first: int) -> BlockView:
-        """The blocks of each slot of a forward pass; the oldest begins at position `first`."""
+    def view(
+        self,
+        rows: Sequence[Sequence[int]],
+        ragged: Ragged,
+        first: int,
+        memory: SteadyMemory | None = None,
+    ) -> BlockView:
+        """The blocks of each slot of a forward pass; the oldest begins at position `first`.
+
+        memory: where what is told of them lies.
+        """
 
 
 class GrowingBlocks(BlockStore):
@@ -116,16 +135,32 @@ class GrowingBlocks(BlockStore):
     def read(self, layer: int, block: int) -> Tensor:
         return self.pool.layers[layer][block]
 
-    def view(self, rows: Sequence[Sequence[int]], ragged: Ragged, first: int) -> BlockView:
-        return _GrowingView(self, rows, ragged, first)
+    def view(
+        self,
+        rows: Sequence[Sequence[int]],
+        ragged: Ragged,
+        first: int,
+        memory: SteadyMemory | None = None,
+    ) -> BlockView:
+        return _GrowingView(self, rows, ragged, first, memory)
 
 
 class _GrowingView(BlockView):
     def __init__(
-        self, store: GrowingBlocks, rows: Sequence[Sequence[int]], ragged: Ragged, first: int
+        self,
+        store: GrowingBlocks,
+        rows: Sequence[Sequence[int]],
+        ragged: Ragged,
+        first: int,
+        memory: SteadyMemory | None,
     ) -> None:
         self._store = store
-        self._table = block_table(rows, ragged, [first] * len(rows)) if any(rows) else None
+        self._table = None
+        if any(rows):
+            self._table = block_table(rows, ragged, [first] * len(rows), memory, "blocks")
+
+    def told(self) -> tuple[int, ...] | None:
+        return told([] if self._table is None else [(self._store.pool, self._table)])
 
     def open(self, layer: int) -> tuple[PackedTokens, ...]:
         if self._table is None:
@@ -134,9 +169,30 @@ class _GrowingView(BlockView):
         return (PackedTokens(store.forms[layer], store.pool.layers[layer], self._table),)
 
 
-def block_table(rows: Sequence[Sequence[int]], ragged: Ragged, first: Sequence[int]) -> BlockTable:
-    """The table of a pass from the blocks of each slot and the position they begin at."""
-    table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32)
-    for row, blocks in zip(table, rows, strict=True):
-        row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-    return BlockTable(table, [BLOCK_TOKENS * len(blocks) for blocks in rows], ragged, first)
+def told(near: Iterable[tuple[BlockPool, BlockTable]]) -> tuple[int, ...]:
+    """What kernels are told at decode of blocks that they find in their pools."""
+    found: list[int] = []
+    for pool, table in near:
+        found += [*table.told(), *(layer.data_ptr() for layer in pool.layers)]
+    return tuple(found)
+
+
+def block_table(
+    rows: Sequence[Sequence[int]],
+    ragged: Ragged,
+    first: Sequence[int],
+    memory: SteadyMemory | None,
+    name: str,
+) -> BlockTable:
+    """The table of a pass from the blocks of each slot and the position they begin at.
+
+    memory, name: where it lies; the table is then of few widths.
+    """
+    width = max(map(len, rows))
+    if memory is not None:
+        width = -(-width // RUN_BLOCKS) * RUN_BLOCKS
+    blocks = torch.zeros(len(rows), width, dtype=torch.int32)
+    for row, numbers in zip(blocks, rows, strict=True):
+        row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
+    table = BlockTable(blocks, [BLOCK_TOKENS * len(numbers) for numbers in rows], ragged, first)
+    return table if memory is None else table.kept_in(memory, name)

@@ -13,12 +13,13 @@ from torch import Tensor
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.steady import SteadyMemory
 from qoff.memory.arena import PAGE, Arena, round_up
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.spill import SpillFile
 
-from .base import BlockStore, BlockView, block_table
+from .base import BlockStore, BlockView, block_table, told
 from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from .pool import BlockPool
 from .ring import BlockRing, CopyPlan, LayerFetches, Run, runs
@@ -165,8 +166,14 @@ class TieredBlocks(BlockStore):
         record = memory[: self.plan.record_bytes[layer]]
         return record.view(self.kv_heads[layer], self.forms[layer].nbytes)
 
-    def view(self, rows: Sequence[Sequence[int]], ragged: Ragged, first: int) -> BlockView:
-        return _TieredView(self, rows, ragged, first)
+    def view(
+        self,
+        rows: Sequence[Sequence[int]],
+        ragged: Ragged,
+        first: int,
+        memory: SteadyMemory | None = None,
+    ) -> BlockView:
+        return _TieredView(self, rows, ragged, first, memory)
 
     def copy_plan(self, blocks: Sequence[int]) -> CopyPlan:
         """The way of blocks that are not on the device to consecutive places of a ring slot."""
@@ -238,24 +245,32 @@ class _TieredView(BlockView):
     """Tables of the blocks in place, and of those that go through the ring."""
 
     def __init__(
-        self, store: TieredBlocks, rows: Sequence[Sequence[int]], ragged: Ragged, first: int
+        self,
+        store: TieredBlocks,
+        rows: Sequence[Sequence[int]],
+        ragged: Ragged,
+        first: int,
+        memory: SteadyMemory | None,
     ) -> None:
-        self._store = store
+        self._store, self._memory = store, memory
         staged = {DISK} if store.plan.attends_on_host else {DISK, HOST}
         places = {block: store.place(block) for row in rows for block in row}
         moved = sorted(block for block, (pool, _) in places.items() if pool.tier in staged)
         index = {block: i for i, block in enumerate(moved)}
         self._copy_plan = store.copy_plan(moved)
-        self._far_table = self._table(rows, ragged, first, index)
+        self._far_table = self._table(rows, ragged, first, index, "the ring")
         self._near: list[tuple[BlockPool, BlockTable]] = []
         for pool in (store.pools[tier] for tier in TIERS if tier not in staged):
             local = {block: i for block, (there, i) in places.items() if there is pool}
-            table = self._table(rows, ragged, first, local)
+            table = self._table(rows, ragged, first, local, pool.tier)
             if table is not None:
                 self._near.append((pool, table))
         self._fetches = LayerFetches(
             store.ring, lambda layer, slot: store.bring(layer, self._copy_plan, slot)
         )
+
+    def told(self) -> tuple[int, ...] | None:
+        return None if self._copy_plan.count else told(self._near)
 
     def prefetch(self, layer: int) -> None:
         if self._copy_plan.count:
@@ -279,9 +294,13 @@ class _TieredView(BlockView):
     def abandon(self) -> None:
         self._fetches.abandon()
 
-    @staticmethod
     def _table(
-        rows: Sequence[Sequence[int]], ragged: Ragged, first: int, index: dict[int, int]
+        self,
+        rows: Sequence[Sequence[int]],
+        ragged: Ragged,
+        first: int,
+        index: dict[int, int],
+        name: str,
     ) -> BlockTable | None:
         """The table of those blocks that have an index, which follow each other in each row."""
         mine = [[i for i, block in enumerate(row) if block in index] for row in rows]
@@ -291,7 +310,7 @@ class _TieredView(BlockView):
             assert all(b == a + 1 for a, b in pairwise(places))
         starts = [first + BLOCK_TOKENS * (places[0] if places else 0) for places in mine]
         named = [[index[row[i]] for i in places] for row, places in zip(rows, mine, strict=True)]
-        return block_table(named, ragged, starts)
+        return block_table(named, ragged, starts, self._memory, name)
 
 
 def _done() -> Future[None]:

@@ -183,7 +183,7 @@ class _DenseOps:
     Differentiable. Without gradients, attention is the CPU's own op.
     """
 
-    PACKING, CACHE, USES_OUT = "split32", "host", False
+    PACKING, CACHE, USES_OUT, RECORDER = "split32", "host", False, None
 
     def __init__(self, seen: Seen | None) -> None:
         self._seen = seen

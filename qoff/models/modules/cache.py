@@ -160,7 +160,7 @@ class ModuleCachePass(CachePass):
     """A forward pass of transformers' modules; tokens: the one on the cache of qoff's in it."""
 
     def __init__(self, cache: ModuleCache, ragged: Ragged, tokens: CachePass | None) -> None:
-        self._cache, self._ragged = cache, ragged
+        self._cache, self.ragged = cache, ragged
         self.tokens = tokens
 
     def open(self, layer: int) -> NoReturn:
@@ -170,7 +170,7 @@ class ModuleCachePass(CachePass):
     def end(self) -> None:
         if self.tokens is not None:
             self.tokens.end()
-        self._cache.end(self._ragged)
+        self._cache.end(self.ragged)
 
 
 def new_columns(ragged: Ragged) -> Tensor:

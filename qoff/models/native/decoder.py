@@ -89,6 +89,7 @@ class Decoder:
         self._ops = ops
         self.replays = replays
         self._embed = embed
+        self._steady: dict[int, LayerWorkspace] = {}
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
@@ -156,39 +157,58 @@ class Decoder:
         ids = run.tokens
         key: Hashable | None = None
         on_gpu = cached if isinstance(cached, DeviceCachePass) else None
+        if on_gpu is None:
+            run.ragged = ragged = cached.ragged
         if self.spec.learned_positions:
             run.positions = ragged.positions if on_gpu is None else on_gpu.positions
-        if on_gpu is not None and self.replays is not None:
-            if on_gpu.rows > len(ids):
+        if self.replays is not None:
+            if on_gpu is not None and on_gpu.rows > len(ids):
                 ids = pad(ids, (0, on_gpu.rows - len(ids)))
-            key = on_gpu.replay_key()
+            key = cached.replay_key()
         if key is not None:
             tables = [table.whole for table in self._rotary]
-            key = (key, *(part.data_ptr() for both in tables for part in both))
+            run.workspace = run.workspace or self._steady_workspace(len(ids))
+            memory = [part for both in tables for part in both] + run.workspace.memory
+            if on_gpu is None:
+                memory += [ragged.positions, ragged.slots]
+            key = (key, *(part.data_ptr() for part in memory))
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         if key is not None and self.resident and isinstance(run.activations, ResidentActivations):
             logits = yield from self._whole(run, ids, key)
         else:
-            logits = yield from self._units(run, ids, run.logit_rows, key)
+            logits = yield from self._units(run, self._embedded(ids), run.logit_rows, key)
         cached.end()
         return scaled_logits(self.spec, logits.float())
 
-    def _units(
-        self, run: ForwardPass, ids: Tensor, logit_rows: Tensor | None, key: Hashable | None = None
-    ) -> Steps:
-        """A pass unit by unit; key: of layers that can be recorded. logit_rows None: all."""
-        activations = run.activations
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """What the first layer is given, [M, hidden_size] on the device."""
         rows = self._embed(ids)
         if self.spec.embedding_scale != 1:
             rows = rows * self.spec.embedding_scale
-        activations.store(rows.to(self.device, self.dtype))
-        workspace = run.workspace or self.new_workspace(len(ids))
-        run.workspace = workspace.upto(len(ids))
+        return rows.to(self.device, self.dtype)
+
+    def _steady_workspace(self, tokens: int) -> LayerWorkspace:
+        """Working space that stays where it is, for passes that are recorded."""
+        if tokens not in self._steady:
+            self._steady = {tokens: self.new_workspace(tokens)}
+        return self._steady[tokens]
+
+    def _units(
+        self, run: ForwardPass, rows: Tensor, logit_rows: Tensor | None, key: Hashable | None = None
+    ) -> Steps:
+        """A pass over embedded tokens, unit by unit; logit_rows None: the logits of all.
+
+        key: of layers that can be recorded.
+        """
+        activations, count = run.activations, len(rows)
+        activations.store(rows)
+        workspace = run.workspace or self.new_workspace(count)
+        run.workspace = workspace.upto(count)
         for layer in range(self.spec.num_layers):
             weights = yield layer
             in_tiles = tiled(weights)
             if in_tiles and not run.workspace.tiled:
-                run.workspace = self.new_workspace(len(ids), tiled=True)
+                run.workspace = self.new_workspace(count, tiled=True)
             run.hidden = activations.load()
             if key is None or in_tiles:
                 yield from self._layer.steps(layer, weights, run)
@@ -218,15 +238,17 @@ class Decoder:
 
     def _whole(self, run: ForwardPass, ids: Tensor, key: Hashable) -> Steps:
         """Compute a pass as its recording, or record it: when all its weights are there."""
-        vocab = self.spec.vocab_size
-        if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        # On a GPU the recording begins at the ids. On a CPU the table may be on disk.
+        on_gpu, vocab = self.caches_on_device, self.spec.vocab_size
+        if on_gpu and not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise OpError(f"tokens are 0 to {vocab - 1}, not {int(ids.min())} to {int(ids.max())}")
+        x = ids if on_gpu else self._embedded(ids)
         weights: list[Weights] = []
         for unit in (*range(self.spec.num_layers), HEAD):
             weights.append((yield unit))
 
-        def work(ids: Tensor) -> Tensor:
-            steps = self._units(run, ids, None)
+        def work(x: Tensor) -> Tensor:
+            steps = self._units(run, self._embedded(x) if on_gpu else x, None)
             next(steps)
             for some in weights[:-1]:
                 steps.send(some)
@@ -237,7 +259,7 @@ class Decoder:
             raise AssertionError("the head streams")
 
         assert self.replays is not None
-        logits = self.replays.run((*map(id, weights), key), weights, ids, work)
+        logits = self.replays.run((*map(id, weights), key), weights, x, work)
         run.hidden = None
         return _taken(logits, run.logit_rows)
 

@@ -1,4 +1,4 @@
-"""Replaying work of a GPU instead of launching its kernels one by one."""
+"""Replaying work of a decode step instead of launching its kernels one by one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qoff.kernels.ops import RecordWhileDone
 from qoff.kernels.upload import on_device, pinned
 
 _MOST = 128  # recordings of a whole pass, or as many of each layer; then the oldest are forgotten
 
-Replay = Callable[[], None]
+Replay = Callable[[], object]
 Record = Callable[[Callable[[], None]], Replay]
 
 
@@ -34,11 +35,19 @@ class Replays:
     has to be. Inputs and results are in memory of fixed addresses, which is this object's; all else
     that a recording reads or writes belongs to others. record: makes a replay of work without
     running it (default: as a CUDA graph). If that fails once, nothing is recorded or replayed any
-    more, with a warning that says why. For one thread and one stream at a time.
+    more, with a warning that says why. while_done: makes it of work that it does, so that the first
+    call is recorded; None if it cannot; the replay says False when it no longer can. For one thread
+    and one stream at a time.
     """
 
-    def __init__(self, device: torch.device, record: Record | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        record: Record | None = None,
+        while_done: RecordWhileDone | None = None,
+    ) -> None:
         self._device = device
+        self._while_done = while_done
         self._record = CudaRecorder(device) if record is None else record
         self._entries: dict[Hashable, _Entry] = {}  # the one that was used last is last
         self._fixed: dict[Hashable, Tensor] = {}
@@ -63,6 +72,8 @@ class Replays:
         fixed.copy_(pinned(x, self._device), non_blocking=True)
         whole = (tuple(x.shape), key)
         entry = self._entries.pop(whole, None)
+        if self._while_done is not None:
+            return self._replay_or_do(whole, entry, keep, fixed, work, _MOST * parts)
         if entry is None:
             while len(self._entries) >= _MOST * parts:
                 del self._entries[next(iter(self._entries))]
@@ -81,6 +92,32 @@ class Replays:
         entry.replay()
         self.replayed += 1
         return entry.result
+
+    def _replay_or_do(
+        self,
+        whole: Hashable,
+        entry: _Entry | None,
+        keep: object,
+        x: Tensor,
+        work: Callable[[Tensor], Tensor],
+        most: int,
+    ) -> Tensor:
+        """The way of recordings that are made while the work is done."""
+        assert self._while_done is not None
+        if entry is not None:
+            self._entries[whole] = entry
+            if entry.replay is None:
+                return work(x)
+            if entry.replay():
+                self.replayed += 1
+                return entry.result
+        found: list[Tensor] = []
+        replay = self._while_done(lambda: found.append(work(x)))
+        while len(self._entries) >= most:
+            del self._entries[next(iter(self._entries))]
+        self._entries[whole] = _Entry(keep, found[0] if replay else x, replay)
+        self.recorded += replay is not None
+        return found[0]
 
     def _memory(self, role: str, like: Tensor) -> Tensor:
         """Memory of a fixed address; all recordings share it, as they take turns."""

@@ -1,0 +1,86 @@
+"""Jobs of a CPU are recorded while they run, with no torch between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.cpu.jit.pool import default_pool
+from qoff.kernels.cpu.jit.recorder import JobRecorder
+from qoff.kernels.layout.qtensor import QTensor
+from tests.kernels.operands import random_weight
+
+X = torch.empty(2, 64)  # where the work finds its input
+
+
+@pytest.fixture(scope="module")
+def weight() -> QTensor:
+    return random_weight(64, 64)
+
+
+def test_a_replay_computes_on_what_is_in_memory_then(weight: QTensor) -> None:
+    found: list[Tensor] = []
+
+    def work() -> None:
+        inner = torch.empty(2, 96)[:, :64]
+        cpu.w4_linear(X, weight, out=inner)
+        found.append(cpu.w4_linear(inner, weight).view(1, -1))
+
+    X.normal_()
+    work()  # takes as much scratch as it needs
+    replay = JobRecorder()(work)
+    assert replay is not None
+    for _ in range(3):
+        X.normal_()
+        assert replay()
+        twice = cpu.w4_linear(cpu.w4_linear(X, weight), weight)
+        assert torch.equal(found[1], twice.view(1, -1))
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: x + 1, lambda x: x.mul_(2), lambda x: x[0, 0].item(), lambda x: x.t().reshape(-1)],
+    ids=["a new tensor", "in place", "a number", "a copy"],
+)
+def test_work_that_torch_has_a_part_in_is_done_and_not_recorded(
+    compute: Callable[[Tensor], object], weight: QTensor
+) -> None:
+    found: list[Tensor] = []
+
+    def work() -> None:
+        y = cpu.w4_linear(X, weight)
+        compute(y)
+        found.append(cpu.w4_linear(y, weight))
+
+    with torch.inference_mode():
+        assert JobRecorder()(work) is None
+    assert len(found) == 1
+
+
+def test_recordings_share_memory_and_reuse_what_is_free(weight: QTensor) -> None:
+    recorder, results = JobRecorder(), []
+
+    def work() -> None:
+        y = X
+        for _ in range(8):  # two are alive at a time
+            y = cpu.w4_linear(y, weight)
+        results.append(y)
+
+    assert recorder(work)
+    size = recorder.nbytes
+    assert size == 2 * X.nbytes
+    results.clear()
+    assert recorder(work)
+    assert recorder.nbytes == size
+
+
+def test_a_replay_whose_scratch_has_moved_says_so(weight: QTensor) -> None:
+    replay = JobRecorder()(lambda: cpu.w4_linear(X, weight))
+    assert replay is not None
+    pool = default_pool()
+    pool.workspace(2 * pool._workspace.numel())
+    assert replay() is False

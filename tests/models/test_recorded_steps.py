@@ -1,0 +1,108 @@
+"""Steps of decoding on a CPU that are recorded and replayed give the same bits as steps that are
+not, whatever changes from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.cpu.jit.recorder import JobRecorder
+from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kvcache import KVCache, KVQuant
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.graphs import Replays
+from tests.tiny_models import PlainRun, tiny_checkpoint
+
+CPU = torch.device("cpu")
+SLOTS, WINDOW = 3, 16
+PROMPTS = (70, 5, 76)  # a block is complete at 80
+STEPS = [(0, 1, 2)] * 12 + [(0, 2), (2,), (1, 2), (0, 1, 2), (0, 1, 2)]
+CACHES: dict[str, Callable[[PlainRun], KVCache]] = {
+    "float": lambda run: run.decoder.new_cache(SLOTS),
+    "packed": lambda run: run.decoder.new_cache(SLOTS, kv=KVQuant(4, 4, window=WINDOW)),
+    "both": lambda run: run.decoder.new_cache(
+        SLOTS, kv=KVQuant(4, 4, window=WINDOW, layers={0: (16, 16)})
+    ),
+    "sparse": lambda run: run.decoder.new_cache(
+        SLOTS, kv=KVQuant(4, 4, window=WINDOW, attention_top=0.5)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+
+
+class Run:
+    """A model and its cache, which are told the same tokens in every run."""
+
+    def __init__(self, path: Path, cache: str, replays: Replays | None, resident: bool) -> None:
+        self.run = PlainRun(path, cpu, replays=replays)
+        self.run.decoder.resident = resident
+        self.cache = CACHES[cache](self.run)
+        self.random = torch.Generator().manual_seed(0)
+        self.pass_over(range(SLOTS), PROMPTS)
+
+    def next_pass(self, slots: Sequence[int], counts: Sequence[int]) -> ForwardPass:
+        spans, row = [], 0
+        for slot, count in zip(slots, counts, strict=True):
+            spans.append(Span(slot, row, count, self.cache.lengths[slot]))
+            row += count
+        ragged = Ragged(tuple(spans))
+        tokens = torch.randint(3, 96, (row,), generator=self.random)
+        return ForwardPass(tokens, ragged, self.cache, ragged.last_rows)
+
+    def pass_over(self, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
+        return self.run.forward(self.next_pass(slots, counts))
+
+    def steps(self) -> list[Tensor]:
+        return [self.pass_over(slots, [1] * len(slots)) for slots in STEPS]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("resident", [True, False], ids=["whole", "by layer"])
+def test_replayed_steps_give_the_same_bits(cache: str, resident: bool, checkpoint: Path) -> None:
+    """Steps of fewer sequences, that pack blocks, behind a prompt, of a cache that has grown."""
+    replays = Replays(CPU, while_done=JobRecorder())
+    expected, found = (Run(checkpoint, cache, replays, resident) for replays in (None, replays))
+    for _ in range(2):
+        for wanted, logits in zip(expected.steps(), found.steps(), strict=True):
+            assert torch.equal(logits, wanted)
+        prompts = [run.pass_over((1,), (90,)) for run in (expected, found)]
+        assert torch.equal(*prompts)
+    assert replays.replayed >= len(STEPS)
+
+
+def test_passes_of_batches_that_take_turns_layer_by_layer(checkpoint: Path) -> None:
+    """Each has a cache of its own; recordings of one may not see the other's positions."""
+    found = []
+    for replays in (None, Replays(CPU, while_done=JobRecorder())):
+        runs = [Run(checkpoint, "packed", replays, resident=False) for _ in range(2)]
+        runs[1].run = runs[0].run
+        runs[1].pass_over((0, 1, 2), (3, 40, 9))
+        logits = []
+        for _ in range(6):
+            passes = [run.next_pass((0, 1, 2), (1, 1, 1)) for run in runs]
+            decoder, units = runs[0].run.decoder, runs[0].run._units
+            steps = [decoder.steps(one) for one in passes]
+            unit = max(next(one) for one in steps)
+            done: list[Tensor] = []
+            while len(done) < len(steps):
+                for one in steps:
+                    try:
+                        following = one.send(units[unit])
+                    except StopIteration as finished:
+                        done.append(finished.value)
+                unit = following
+            logits += done
+        found.append(torch.cat(logits))
+        if replays is not None:
+            assert replays.replayed
+    assert torch.equal(*found)
