@@ -16,7 +16,6 @@ from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
 
-
 RecordWhileDone: TypeAlias = Callable[[Callable[[], None]], Callable[[], object] | None]
 
 

@@ -14,7 +14,7 @@ from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.native.decoder import logits_bytes
+from qoff.models.native.decoder import logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Plan
@@ -250,6 +250,8 @@ def working_bytes(
         LayerWorkspace.nbytes(spec, tokens, True) if tiled else 0
     )
     work += 8 * tokens * spec.hidden_size + table_bytes(spec, longest)
+    if decoder.replays is not None:
+        work += recorded_bytes(spec, max(sequences, largest))
     work += 4 * rows * (_LOGITS * spec.vocab_size + 2 * spec.hidden_size)
     if kv is not None:  # a layer's unpacked tokens, and those of them that a pass packs
         unpacked = count + kv.window + kv.sinks + 2 * 64

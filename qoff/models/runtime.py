@@ -153,7 +153,7 @@ class Runtime:
             unit = next(steps)
             while True:
                 weights = self.store.acquire(unit)
-                start = time.perf_counter()
+                start = 0.0 if self._timeline is None else time.perf_counter()
                 try:
                     following = steps.send(weights)
                 except StopIteration as finished:

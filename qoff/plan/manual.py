@@ -21,7 +21,7 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
 from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
 from qoff.models.forward_pass import LayerWorkspace
-from qoff.models.native.decoder import logits_bytes
+from qoff.models.native.decoder import logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 from qoff.units import format_size
@@ -166,7 +166,7 @@ class Memory:
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
         head = logits_bytes(spec, plan.batch_size, torch.float32)
         work += plan.logits_bytes(spec) + max(head, plan.sampling_bytes(spec))
-        work += table_bytes(spec, plan.context + 1)
+        work += table_bytes(spec, plan.context + 1) + recorded_bytes(spec, plan.batch_size)
         if tiled:
             work += plan.tile_bytes(spec, torch.float32)
         hidden = plan.hidden_bytes(spec.hidden_size, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -62,20 +63,21 @@ def test_work_that_torch_has_a_part_in_is_done_and_not_recorded(
 
 
 def test_recordings_share_memory_and_reuse_what_is_free(weight: QTensor) -> None:
-    recorder, results = JobRecorder(), []
+    recorder = JobRecorder()
 
-    def work() -> None:
-        y = X
+    def work(x: Tensor) -> None:
         for _ in range(8):  # two are alive at a time
-            y = cpu.w4_linear(y, weight)
-        results.append(y)
+            x = cpu.w4_linear(x, weight)
 
-    assert recorder(work)
-    size = recorder.nbytes
-    assert size == 2 * X.nbytes
-    results.clear()
-    assert recorder(work)
-    assert recorder.nbytes == size
+    rows = [torch.randn(count, 64) for count in (2, 1, 3, 4)]
+    for x in rows:
+        work(x)
+    replays = [recorder(partial(work, x)) for x in rows[:2]]
+    assert recorder.nbytes == 2 * rows[0].nbytes
+    assert all(replay and replay() for replay in replays)
+    replays += [recorder(partial(work, x)) for x in rows[2:]]
+    assert recorder.nbytes == 2 * rows[3].nbytes
+    assert [replay and replay() for replay in replays] == [False, False, False, True]
 
 
 def test_a_replay_whose_scratch_has_moved_says_so(weight: QTensor) -> None:

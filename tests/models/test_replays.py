@@ -143,7 +143,7 @@ def test_only_so_many_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     replays = Replays(CPU, again)
 
     def doubled(*keys: int) -> list[float]:
-        return [float(replays.run(key, None, torch.tensor(key), lambda x: 2 * x)) for key in keys]
+        return [float(replays.run(key, None, torch.tensor([key]), lambda x: 2 * x)) for key in keys]
 
     assert doubled(1, 2, 1, 2, 1, 2) == [2, 4] * 3
     assert (replays.recorded, replays.replayed) == (2, 4)

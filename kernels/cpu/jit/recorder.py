@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +23,14 @@ class JobRecorder:
     """Makes replays of work that consists of jobs of a pool, on memory that stays where it is.
 
     The work is done while it is recorded. What it allocates is memory that all recordings share:
-    they are replayed one after another, and what one returns is used before the next.
+    they are replayed one after another, and what one returns is used before the next. It is as much
+    as the recording that takes most.
     """
 
     def __init__(self, pool: Pool | None = None) -> None:
         self._pool = pool or default_pool()
-        self._memory: list[Tensor] = []  # what recordings allocate
+        self._memory: list[Tensor] = []
+        self._dropped = 0  # how often some of it was given up
 
     @property
     def nbytes(self) -> int:
@@ -41,38 +42,54 @@ class JobRecorder:
 
         None for work that torch has a part in: only allocations and views are torch's in a replay.
         """
-        pool, watch = self._pool, _Watch(self._memory)
+        pool, watch = self._pool, _Watch(self._take)
         with pool.recording() as jobs:
             moves = pool.moves
             with watch:
                 work()
             if watch.computed:
                 return None
-        recorded = JobList(jobs)
+        recorded, known = JobList(jobs), (moves, self._dropped)
 
-        def replay(kept: list[Tensor] = watch.kept) -> bool:
+        def replay() -> bool:
             with pool.lock:
-                if pool.moves != moves:
-                    return False
+                if (pool.moves, self._dropped) != known:
+                    return False  # it knows addresses of memory that is gone
                 pool.run_all(recorded)
             return True
 
         return replay
 
+    def _take(self, nbytes: int, used: Sequence[Tensor]) -> Tensor:
+        """Memory that nobody has now. used: by the recording under way, whose jobs know it."""
+        free = [memory for memory in self._memory if _free(memory)]
+        for memory in free:
+            if memory.numel() >= nbytes:
+                return memory
+        for memory in free:
+            if not any(memory is one for one in used):
+                self._memory = [one for one in self._memory if one is not memory]
+                self._dropped += 1
+                break
+        with torch.inference_mode(False):  # it is written in that mode and outside of it
+            self._memory.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self._memory[-1]
+
 
 class _Watch(TorchDispatchMode):
-    """Notes whether torch computes; what torch allocates comes from `memory` instead."""
+    """Notes whether torch computes; what torch allocates is taken from `take` instead."""
 
-    def __init__(self, memory: list[Tensor]) -> None:
+    def __init__(self, take: Callable[[int, Sequence[Tensor]], Tensor]) -> None:
         super().__init__()
         self.computed = False
-        self.kept: list[Tensor] = []  # alive as long as the jobs that know the addresses
-        self._memory = memory
+        self._take, self._used = take, list[Tensor]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func in _EMPTY:
-            return self._shared(found)
+            memory = self._take(found.nbytes, self._used)
+            self._used.append(memory)
+            return memory[: found.nbytes].view(found.dtype).view(found.shape)
         places = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
         if func._schema.is_mutable or not all(
             isinstance(x, Tensor) and x.untyped_storage().data_ptr() in places
@@ -81,20 +98,8 @@ class _Watch(TorchDispatchMode):
             self.computed = True
         return found
 
-    def _shared(self, like: Tensor) -> Tensor:
-        """Memory of this form that nobody uses now: other recordings do at other times."""
-        memory = next(filter(partial(_free, nbytes=like.nbytes), self._memory), None)
-        if memory is None:
-            with torch.inference_mode(False):  # it is written in that mode and outside of it
-                memory = torch.empty(like.nbytes, dtype=torch.uint8)
-            self._memory.append(memory)
-        self.kept.append(memory)
-        return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
-
-def _free(memory: Tensor, nbytes: int) -> bool:
-    """Whether so many bytes fit a tensor of which there are no views."""
-    if memory.numel() < nbytes:
-        return False
+def _free(memory: Tensor) -> bool:
+    """Whether there are no views of a tensor."""
     storage = memory.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor's own, and this one

@@ -89,7 +89,7 @@ class Decoder:
         self._ops = ops
         self.replays = replays
         self._embed = embed
-        self._steady: dict[int, LayerWorkspace] = {}
+        self._steady = (0, LayerWorkspace())  # working space for so many tokens
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
@@ -189,9 +189,9 @@ class Decoder:
 
     def _steady_workspace(self, tokens: int) -> LayerWorkspace:
         """Working space that stays where it is, for passes that are recorded."""
-        if tokens not in self._steady:
-            self._steady = {tokens: self.new_workspace(tokens)}
-        return self._steady[tokens]
+        if tokens > self._steady[0]:
+            self._steady = (tokens, self.new_workspace(tokens))
+        return self._steady[1]
 
     def _units(
         self, run: ForwardPass, rows: Tensor, logit_rows: Tensor | None, key: Hashable | None = None
@@ -281,6 +281,16 @@ def scaled_logits(spec: DecoderSpec, logits: Tensor) -> Tensor:
 def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
     """The most bytes that embedding this many tokens allocates: in float32, scaled, in `dtype`."""
     return tokens * spec.hidden_size * (8 + dtype.itemsize)
+
+
+def recorded_bytes(spec: DecoderSpec, rows: int) -> int:
+    """The most bytes that recordings of decode steps keep on a CPU, of up to `rows` sequences.
+
+    Working space, hidden states and logits, of which a smaller step has a part, and what each is
+    given.
+    """
+    each = 3 * spec.hidden_size + spec.vocab_size
+    return LayerWorkspace.nbytes(spec, rows) + 4 * rows * each
 
 
 def logits_bytes(spec: DecoderSpec, rows: int, dtype: torch.dtype) -> int:

@@ -121,11 +121,13 @@ class Replays:
 
     def _memory(self, role: str, like: Tensor) -> Tensor:
         """Memory of a fixed address; all recordings share it, as they take turns."""
-        key = (role, tuple(like.shape), like.dtype)
+        rows = 1 << (len(like) - 1).bit_length()  # for two or more numbers of rows
+        shape = (rows, *like.shape[1:])
+        key = (role, shape, like.dtype)
         if key not in self._fixed:
             with torch.inference_mode(False):  # it is written in that mode and outside of it
-                self._fixed[key] = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-        return self._fixed[key]
+                self._fixed[key] = torch.empty(shape, dtype=like.dtype, device=self._device)
+        return self._fixed[key][: len(like)]
 
     def _give_up(self, error: Exception) -> None:
         self.failed += 1
