@@ -6,6 +6,10 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+# pip compiles no bytecode ahead; the first import writes it. Without it every process that a test
+# starts would compile torch and transformers anew, which takes 8 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
@@ -22,7 +26,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cks
 help:
 	@echo "make demo     convert a small model to 4 bits and answer a prompt under a memory budget"
 	@echo "make test     lint, types, layers and tests"
-	@echo "make architectures  compile all Triton kernels for every architecture, not for one"
+	@echo "make architectures  compile all variants of Triton kernels for every architecture"
 	@echo "make bench    the CPU and disk benches, each beside its peer or its limit"
 	@echo "make triton-3.6  fetch Triton 3.6.0, with which the tests then compile all kernels too"
 	@echo "make format   format and fix the sources"

@@ -193,12 +193,16 @@ def _said(cubin: bytes, tool: str, option: str) -> str:
 
 
 def collect(
-    ops: Sequence[str], capabilities: Sequence[int], jobs: int, keep: Path | None = None
+    ops: Sequence[str],
+    capabilities: Sequence[int],
+    jobs: int,
+    keep: Path | None = None,
+    few: bool = False,
 ) -> list[Artefact]:
-    """Compile every variant of the ops for every capability, on `jobs` processes.
+    """Compile the variants of the ops for every capability, on `jobs` processes.
 
     An op is one of those that `shipped` lists, or the full name of any module that has `variants`.
-    One that is not there gives an Artefact with its error per capability.
+    One that is not there gives an Artefact with its error per capability. few: see `shipped`.
     """
     found = []
     context = multiprocessing.get_context("fork")  # the ops are imported already
@@ -206,32 +210,32 @@ def collect(
         work = []
         for op in ops:
             try:
-                count = len(list(variants_of(op, capability)))
+                count = len(list(variants_of(op, capability, few)))
             except Exception as error:  # a missing module, and whatever importing it raises
                 text = f"{type(error).__name__}: {error}"
                 found.append(Artefact(op, "variants", capability, (), text))
                 continue
-            work += [(op, capability, i, keep) for i in range(count)]
+            work += [(op, capability, i, keep, few) for i in range(count)]
         # Processes of its own: launchers keep what they chose for a device.
         with ProcessPoolExecutor(jobs, context, stand_in, (capability,)) as pool:
             found += pool.map(_job, work, chunksize=4)
     return sorted(found, key=lambda a: (ops.index(a.op) if a.op in ops else -1, a.capability))
 
 
-def variants_of(op: str, capability: int) -> Iterable[Variant]:
+def variants_of(op: str, capability: int, few: bool) -> Iterable[Variant]:
     """The variants of an op, or those that a module lists; see `collect`."""
     if "." in op:
         variants: Iterable[Variant] = importlib.import_module(op).variants(capability)
         return variants
-    found = [variant for variant in shipped(capability) if variant.op == op]
+    found = [variant for variant in shipped(capability, few) if variant.op == op]
     if not found:
         raise OpError(f"there is no op {op!r}")
     return found
 
 
-def _job(work: tuple[str, int, int, Path | None]) -> Artefact:
-    op, capability, index, keep = work
-    variant = list(variants_of(op, capability))[index]
+def _job(work: tuple[str, int, int, Path | None, bool]) -> Artefact:
+    op, capability, index, keep, few = work
+    variant = list(variants_of(op, capability, few))[index]
     start = time.perf_counter()
     found = compile_variant(variant, capability, keep)
     return replace(found, seconds=time.perf_counter() - start)

@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--op", action="append", help="one of the ops, or a module with variants")
     parser.add_argument("--arch", type=int, action="append", choices=CAPABILITIES)
+    parser.add_argument("--few", action="store_true", help="one variant of those that are alike")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--keep", type=Path, help="leave TTGIR, PTX and cubin in this folder")
     parser.add_argument("--jobs", type=int, default=JOBS, help="processes that compile")
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(2, "TRITON_INTERPRET is set: Triton compiles nothing in this process\n")
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
-    found = collect(args.op or OPS, args.arch or CAPABILITIES, args.jobs, args.keep)
+    found = collect(args.op or OPS, args.arch or CAPABILITIES, args.jobs, args.keep, args.few)
     print(markdown(_HEADER, [_row(artefact) for artefact in found], right=len(_HEADER) - 1))
     for op in dict.fromkeys(a.op for a in found):
         mine = [a.seconds for a in found if a.op == op]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -87,10 +88,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure() -> None:
     """Compile the CPU kernels by two workers in opposite orders: each finds the other's on disk."""
+    gc.disable()  # until all is imported; see below
     kinds = ["packed_attention.job", "attention.attention", "linear.job", "moe.experts"]
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     for kind in kinds[:: -1 if worker == "gw1" else 1] if worker in ("gw0", "gw1") else ():
         importlib.import_module(f"qoff.kernels.cpu.{kind}")
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what was imported: 700,000 objects, 0.9 s a look."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

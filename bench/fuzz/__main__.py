@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,7 +36,7 @@ from .children import Finding, run_all
 from .targets import Target
 
 _WARMUP = 25  # unchanged inputs of each kind, of which some have different beginnings
-_AT_ONCE = 2000  # inputs between two looks at the clock
+_AT_ONCE = 20000  # inputs that are dealt out to children
 
 
 class Fuzzer:
@@ -125,12 +124,11 @@ def _one(fuzzer: Fuzzer, number: int, edits: str | None) -> int:
 def _many(fuzzer: Fuzzer, args: argparse.Namespace) -> int:
     start, done = time.perf_counter(), Counter[str]()
     faults: dict[tuple[str, str, str], tuple[int, Finding]] = {}
-    for first in count(0, _AT_ONCE):
-        if args.inputs is not None and first >= args.inputs:
-            break
+    end = sys.maxsize if args.inputs is None else args.inputs
+    for first in range(0, end, _AT_ONCE):
         if time.perf_counter() - start > args.seconds:
             break
-        for one in run_all(range(first, first + _AT_ONCE), fuzzer.run):
+        for one in run_all(range(first, min(first + _AT_ONCE, end)), fuzzer.run):
             if isinstance(one, Finding):
                 key = (fuzzer.target(one.number), *one.signature)
                 faults[key] = (

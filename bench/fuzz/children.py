@@ -44,7 +44,7 @@ class Finding:
 
 
 def run_all(
-    numbers: Iterable[int], run: Callable[[int], object], chunk: int = 500
+    numbers: Iterable[int], run: Callable[[int], object], chunk: int = 2000
 ) -> Iterator[int | Finding]:
     """Run inputs by number in forked children; yields each number that is done, and findings.
 

@@ -106,9 +106,9 @@ def targets(folder: Path) -> dict[str, Target]:
             ],
             _edit_request,
             request,
-            4,
+            8,
         ),
-        "sampling": Target(lambda _: {}, _edit_fields, sampled, 4),
+        "sampling": Target(lambda _: {}, _edit_fields, sampled, 8),
     }
 
 
@@ -126,7 +126,7 @@ def _edit_request(value: list[Any], random: Random) -> list[Any]:
 
 
 def _edit_template(template: str, random: Random) -> str:
-    if random.random() < 0.005:
+    if random.random() < 0.0005:  # a second for each
         return template + random.choice(_RUNAWAY)
     return edit_text(template, random, _PIECES)
 

@@ -23,6 +23,7 @@ from qoff.models.families import converted
 from qoff.models.modules.configs import build, is_native, read_config
 from qoff.models.native.rope import inverse_frequencies
 from qoff.models.sources import open_source
+from qoff.models.sources.safetensors import SafetensorsSource
 from qoff.models.spec import DecoderSpec
 from qoff.models.stored import check_checkpoint
 from qoff.quant import GGUFFile, QuantConfig
@@ -58,14 +59,15 @@ def files(folder: Path) -> dict[str, Target]:
 
     def document(path: Path, run: Callable[[], object], share: int = 1, *others: Any) -> Target:
         """A JSON file. others: contents that it starts with as well."""
-        intact = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        intact = json.loads(content)
 
         def write_and_run(value: Document) -> None:
             path.write_bytes(value.encoded())
             try:
                 run()
             finally:
-                path.write_text(json.dumps(intact))
+                path.write_bytes(content)
 
         starts = [Document(intact)] * (1 + len(others)) + [Document(x) for x in others]
         return Target(lambda random: random.choice(starts), _edited, write_and_run, share)
@@ -109,7 +111,7 @@ def files(folder: Path) -> dict[str, Target]:
             lambda random: gguf,
             lambda value, random: edit_bytes(value, random, header),
             partial(_gguf, folder / "edited.gguf"),
-            5,
+            8,
         ),
         "tokenizer": document(checkpoint / "tokenizer.json", partial(_tokenizer, checkpoint)),
         "tokenizer-config": document(
@@ -155,8 +157,8 @@ def _convertible(folder: Path) -> None:
     """Everything that a conversion checks before it reads weights."""
     source = open_source(folder)
     config = source.config()
-    if not is_native(config):
-        read_config(config, folder, tensors=len(source.names()))  # type: ignore[attr-defined]
+    if isinstance(source, SafetensorsSource) and not is_native(config):
+        read_config(config, folder, tensors=len(source.names()))
         return
     spec = DecoderSpec.from_config(converted(config, lambda name: False)[0])
     for rope in {spec.rope, spec.local_rope} - {None}:
@@ -169,9 +171,8 @@ def _convertible(folder: Path) -> None:
 def _modules(folder: Path) -> None:
     source = open_source(folder)
     config = source.config()
-    if not is_native(config):
-        tensors = len(source.names())  # type: ignore[attr-defined]
-        build(read_config(config, folder, tensors=tensors))
+    if isinstance(source, SafetensorsSource) and not is_native(config):
+        build(read_config(config, folder, tensors=len(source.names())))
 
 
 def _open(folder: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from bench.variants import attention, elementwise, linear, moe
 from bench.variants.variant import Variant
 
 
-def shipped(capability: int) -> Iterator[Variant]:
-    """Every variant of every op for a compute capability."""
+def shipped(capability: int, few: bool = False) -> Iterable[Variant]:
+    """Every variant of every op for a compute capability.
+
+    few: of each kernel the last with each type and set of traits only; later ones are larger.
+    """
+    found: dict[object, Variant] = {}
     for module in (linear, moe, elementwise, attention):
-        yield from module.variants(capability)
+        for variant in module.variants(capability):
+            like = (variant.kernel, variant.dtype, variant.traits)
+            found[like if few else len(found)] = variant
+    return found.values()

@@ -37,6 +37,11 @@ class Variant:
     traits: frozenset[str] = frozenset()
     which: int = 0  # of the kernel's launches, where there are several
 
+    @property
+    def dtype(self) -> str:
+        """The type of activations, which every name has."""
+        return next(dtype for dtype in DTYPES if dtype in self.name.split("-"))
+
 
 class Launch(NamedTuple):
     """What Triton's compiler is given for a launch."""

@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 from datetime import datetime
+from functools import lru_cache
 from typing import IO, Any
 
 _MEMORY = 1 << 30  # bytes of address space
@@ -100,6 +101,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jinja = environment()
+    jinja.from_string = lru_cache(maxsize=8)(jinja.from_string)  # most requests have one template
     while True:
         message = read(sys.stdin.buffer)
         if not message:

@@ -53,7 +53,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return write_checkpoint(tmp_path_factory.mktemp("ck") / "small", LAYERS, tied=False)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     host_memory=st.integers(0, 200_000),
     tile_bytes=st.none() | st.integers(1, 20_000),

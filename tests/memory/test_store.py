@@ -62,7 +62,7 @@ def racing_transfers() -> ThreadTransfers:
     return ThreadTransfers(DiskReader(threads=4, chunk=4096, preadv=racing))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     data=st.data(),
     slots=st.sampled_from([2, 3]),
@@ -89,6 +89,7 @@ def test_every_residency_serves_the_same_bits(
                 assert truth[packing].wrong(unit, weights) == []
 
 
+@settings(max_examples=15)
 @given(
     data=st.data(),
     slots=st.sampled_from([2, 3]),

@@ -58,7 +58,7 @@ def racing_transfers() -> ThreadTransfers:
     return ThreadTransfers(DiskReader(threads=4, chunk=4096, preadv=racing))
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     tile_bytes=st.integers(1, 60_000),
     slots=st.sampled_from([2, 3]),

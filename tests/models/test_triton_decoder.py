@@ -108,8 +108,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @interpreted
 def test_prefill_decoding_over_a_block_beams_and_a_retreat(tmp_path: Path) -> None:
     runs = Runs(checkpoint(tmp_path), 2)
-    runs.forward([74, 3])
-    for _ in range(9):  # a block is packed when it has left the window of 16 tokens
+    runs.forward([78, 3])
+    for _ in range(4):  # a block is packed when it has left the window of 16 tokens
         runs.forward([1, 1])
     assert runs.caches[0].packed == runs.caches[1].packed == [64, 0]
     runs.select([1, 0, 0])
