@@ -5,7 +5,9 @@ Rows have `columns(V)` columns: the logits of V tokens, and -inf behind them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +42,45 @@ class Warp:
     nucleus: bool
     top_k: Tensor | None = None
     ranked: int = 0
+
+
+class Shape(NamedTuple):
+    """How the logits of a row become a distribution: the temperature, then what the others leave.
+
+    top_k 0: all tokens. min_p: least probability, as a part of the likeliest token's.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+def likeliest(logits: Tensor) -> list[int]:
+    """The likeliest token of each row of float32 [R, V], the first of several.
+
+    -1 where logits are not finite: NaN, infinity, or -inf in the whole row.
+    """
+    if logits.is_cpu:
+        from .cpu.sampling.sampling import likeliest as compiled
+
+        return compiled(logits.unbind())
+    finite = logits.amax(1).isfinite()  # NaN if one is
+    return torch.where(finite, logits.argmax(1), -1).tolist()
+
+
+def follows_torch() -> bool:
+    """Whether `multinomial` knows how torch draws; it may differ by version and processor."""
+    from .cpu.sampling.sampling import follows_torch as known
+
+    return known()
+
+
+def multinomial(rows: Sequence[Tensor], shape: Shape) -> list[int]:
+    """A token of each row, float32 [V] on the CPU, by torch's generator; see `kernels.cpu`."""
+    from .cpu.sampling.sampling import multinomial as compiled
+
+    return compiled(rows, shape)
 
 
 def rows_together(vocab_size: int, ranked: int = 0) -> int:

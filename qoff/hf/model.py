@@ -12,8 +12,11 @@ from transformers import (
     Cache,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessorList,
     PretrainedConfig,
+    StoppingCriteriaList,
 )
+from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qoff.dynamo import uncompiled
@@ -24,6 +27,7 @@ from qoff.system_memory import refusals
 
 from .budget import Budget
 from .cache import QoffCache
+from .decoding import Decoding, Ends, TokenChoice, is_plain
 from .padded_batch import PaddedBatch
 from .placed import PlacedModel
 from .torch_threads import one_torch_thread
@@ -170,6 +174,42 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         with one_torch_thread():
             generate: Any = super().generate  # type: ignore[misc]  # typed for their own models
             return generate(*args, **kwargs)
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """transformers' hook: its loop of one token after another, or `decoding`'s."""
+        given: Any = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if self._is_changed or not is_plain(
+            input_ids, generation_config, synced_gpus, model_kwargs
+        ):
+            sample: Any = super()._sample  # type: ignore[misc]  # typed for their own models
+            return sample(*given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        prefill: Any = self._prefill  # type: ignore[attr-defined]
+        logits = prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
+        pad = generation_config._pad_token_tensor
+        decoding = Decoding(
+            self.runtime,
+            model_kwargs["past_key_values"],
+            TokenChoice(logits_processor, bool(generation_config.do_sample)),
+            Ends(stopping_criteria),
+            None if pad is None else int(pad),
+            streamer,
+        )
+        return decoding.run(input_ids, logits)
+
+    @property
+    def _is_changed(self) -> bool:
+        """Whether a forward pass is more than `forward`: hooks, or another one in its place."""
+        own = type(self).forward is QoffForCausalLM.forward and "forward" not in vars(self)
+        return bool(not own or self._forward_hooks or self._forward_pre_hooks)
 
     def _prepare_cache_for_generation(
         self,
