@@ -5,7 +5,9 @@ from __future__ import annotations
 from .attention.attention import attention
 from .jit.pool import default_pool
 from .linear.linear import w4_linear
+from .linear.norm import norm
 from .moe.experts import experts
+from .moe.route import route
 
 PACKING = "rows16"  # what w4_linear reads
 CACHE, USES_OUT = "host", True
@@ -19,5 +21,7 @@ __all__ = [
     "attention",
     "default_pool",
     "experts",
+    "norm",
+    "route",
     "w4_linear",
 ]

@@ -95,7 +95,7 @@ def opened(
 ) -> tuple[WeightStore, Decoder]:
     store = WeightStore(checkpoint, plan, instrumentation=POISON)
     spec = DecoderSpec.from_config(checkpoint.config)
-    decoder = Decoder(spec, ops, lambda ids: store.gather_rows(EMBEDDING, ids))
+    decoder = Decoder(spec, ops, lambda *ids: store.gather_rows(EMBEDDING, *ids))
     return store, decoder
 
 
@@ -230,7 +230,7 @@ class ContiguousOps:
     """Ops as on a GPU: results are theirs, and operands must be contiguous."""
 
     PACKING, CACHE, USES_OUT = cpu.PACKING, cpu.CACHE, False
-    attention = staticmethod(cpu.attention)
+    attention, norm = staticmethod(cpu.attention), staticmethod(cpu.norm)
 
     @staticmethod
     def w4_linear(x: Tensor, weight: QTensor, **options: Any) -> Tensor:
