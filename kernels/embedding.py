@@ -9,31 +9,46 @@ from torch import Tensor
 
 from qoff.errors import OpError
 
-from .layout.packing import ROW_BLOCK
 from .layout.qtensor import QTensor
 from .upload import on_device
 
 
-def embedding(ids: Tensor, weight: QTensor) -> Tensor:
-    """Dequantize the rows `ids` (int64 [T]) of a weight [N, K] of any packing to float32 [T, K].
+def embedding(
+    ids: Tensor,
+    weight: QTensor,
+    *,
+    offset: int = 0,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return residual + scale * the rows ids + offset of a weight [N, K] of any packing, [T, K].
 
-    Raises OpError for an id outside of [0, N), unless the ids are on a GPU: to look at them would
-    wait for it.
+    ids: integers [T]. Computed in float32, which the result is, or else what the residual is; out
+    may be the residual. Raises OpError for a row that is not there, unless the ids are on a GPU: to
+    look at them would wait for it.
     """
+    if weight.packing == "rows16" and weight.device.type == "cpu":
+        from .cpu.embedding import embedding as job  # compiled when it is imported
+
+        ids = ids.to("cpu", torch.int64)
+        return job(ids, weight, offset=offset, scale=scale, residual=residual, out=out)
+    rows = _dequantized(ids + offset if offset else ids, weight)
+    rows = rows * scale if scale != 1 else rows
+    if residual is not None:
+        rows = residual + rows.to(residual.dtype)
+    return rows if out is None else out.copy_(rows)
+
+
+def _dequantized(ids: Tensor, weight: QTensor) -> Tensor:
     n, k = weight.shape
     if ids.numel() and not ids.is_cuda and not (int(ids.min()) >= 0 and int(ids.max()) < n):
         raise OpError(
             f"embedding: ids from {int(ids.min())} to {int(ids.max())}, rows 0 to {n - 1}"
         )
+    if weight.packing != "split32":
+        raise OpError(f"embedding: on {weight.device} rows are of packing split32, not rows16")
     ids = on_device(ids, weight.device)
-    if weight.packing == "split32":
-        codes, scale_min = weight.codes[ids], weight.scale_min[:, ids].contiguous()
-        rows = replace(weight, codes=codes, scale_min=scale_min, shape=(len(ids), k))
-        return rows.dequantize()
-    blocks, lanes = ids // ROW_BLOCK, ids % ROW_BLOCK
-    codes = weight.codes[blocks, :, lanes]  # [T, K / 8 or K / 4, 4]
-    if weight.bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), dim=2)
-    groups = codes.reshape(len(ids), k // weight.group_size, weight.group_size).float()
-    scale, minimum = weight.scale_min[blocks, :, :, lanes].float()[..., None].unbind(2)
-    return (groups * scale + minimum).view(len(ids), k)
+    codes, scale_min = weight.codes[ids], weight.scale_min[:, ids].contiguous()
+    rows = replace(weight, codes=codes, scale_min=scale_min, shape=(len(ids), k))
+    return rows.dequantize()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError, OpError
 
+from .layout.ending import PLAIN, Ending, Norm
 from .layout.heads import HeadShape
 from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
@@ -36,16 +37,36 @@ class Ops(Protocol):
         x: Tensor,
         weight: QTensor,
         *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        norm: Norm | None = None,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
-        silu_mul: bool = False,
+        end: Ending = PLAIN,
         out: Tensor | None = None,
     ) -> Tensor: ...
 
+    def norm(
+        self,
+        x: Tensor,
+        by: Norm,
+        *,
+        scale: float = 1.0,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def route(
+        self, scores: Tensor, top_k: int, softmax: str = "all", normalized: bool = False
+    ) -> tuple[Tensor, Tensor]: ...
+
     def experts(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        mlp: ExpertsMlp,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor: ...
 
     def attention(
@@ -73,6 +94,8 @@ class RoundedOps:
         self.RECORDER = exact.RECORDER
         self.ACTIVATION_BITS: tuple[int, ...] = (activation_bits,)
         self.attention: Callable[..., Tensor] = exact.attention
+        self.norm: Callable[..., Tensor] = exact.norm
+        self.route: Callable[..., tuple[Tensor, Tensor]] = exact.route
         self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
         self.experts = partial(launchers.experts, activation_bits=activation_bits)
 
@@ -100,6 +123,7 @@ class ScratchOps:
         self.RECORDER = ops.RECORDER
         self.ACTIVATION_BITS = ops.ACTIVATION_BITS
         self.attention, self.experts = ops.attention, ops.experts
+        self.norm, self.route = ops.norm, ops.route
         self.w4_linear = partial(launchers.w4_linear, scratch_bytes=scratch_bytes)
 
 

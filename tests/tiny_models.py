@@ -26,6 +26,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import qoff
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import BudgetError
+from qoff.kernels.embedding import embedding
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
 from qoff.memory.plan import EMBEDDING, HEAD, LM_HEAD, Unit, local_names, unit_files
@@ -408,7 +409,9 @@ class PlainRun:
         assert isinstance(table, QTensor)
         self._units[HEAD] = {LM_HEAD: table, **outer}
         spec = DecoderSpec.from_config(checkpoint.config)
-        self.decoder = Decoder(spec, ops, table.dequantize().__getitem__, **options)
+        self.decoder = Decoder(
+            spec, ops, lambda ids, scale: embedding(ids, table, scale=scale), **options
+        )
 
     def forward(self, run: ForwardPass) -> Tensor:
         return drive(self.decoder, run, self._units)

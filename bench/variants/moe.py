@@ -116,4 +116,4 @@ def _call(
         biases = (empty(DTYPES[dtype], _EXPERTS, rows) for rows in (2 * width, width))
         mlp = ExpertsMlp(mlp.gate_up, mlp.down, activation, *biases)
     topk_ids, topk_weights = empty(torch.int64, 3, top_k), empty(torch.float32, 3, top_k)
-    return partial(experts, x, topk_ids, topk_weights, mlp, block)
+    return partial(experts, x, topk_ids, topk_weights, mlp, block=block)

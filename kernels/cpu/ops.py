@@ -6,7 +6,9 @@ from .attention.attention import attention
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
 from .linear.linear import w4_linear
+from .linear.norm import norm
 from .moe.experts import experts
+from .moe.route import route
 
 PACKING = "rows16"  # what w4_linear reads
 CACHE, USES_OUT, RECORDER = "host", True, JobRecorder
@@ -21,5 +23,7 @@ __all__ = [
     "attention",
     "default_pool",
     "experts",
+    "norm",
+    "route",
     "w4_linear",
 ]

@@ -31,6 +31,11 @@ class HeadShape:
         """Columns of the fused projection: queries, keys, values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
+    def norms_all(self, q_norm: Tensor | None, k_norm: Tensor | None) -> bool:
+        """Whether the norms are of all queries and of all keys of a token, not of each head."""
+        wide = q_norm is not None and q_norm.numel() > self.head_dim
+        return wide and k_norm is not None
+
 
 def cache_shapes(
     sequences: int, shape: HeadShape, capacity: int

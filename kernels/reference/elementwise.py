@@ -11,12 +11,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     float64 operands are computed in float64.
     """
-    return _normalized(_wide(x), weight, eps).to(x.dtype)
+    return _normalized(wide(x), weight, eps).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return rms_norm(x + residual) and x + residual; the norm is that of the unrounded sum."""
-    total = _wide(x) + _wide(residual)
+    total = wide(x) + wide(residual)
     return _normalized(total, weight, eps).to(x.dtype), total.to(x.dtype)
 
 
@@ -27,14 +27,15 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     channels from R on are copied. RoPE (arXiv 2104.09864) in the arrangement of GPT-NeoX.
     """
     width = 2 * cos.shape[1]
-    turned, rest = _wide(x[..., :width]), x[..., width:]
+    turned, rest = wide(x[..., :width]), x[..., width:]
     c, s = (table[positions.long()][:, None].to(turned.dtype) for table in (cos, sin))
     a, b = turned.chunk(2, dim=-1)
     turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """x in the dtype that it is computed in: float64 stays, all else is float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 

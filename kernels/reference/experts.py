@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qoff.kernels.layout.qexperts import ExpertsMlp
 
-_TURN = 16  # columns of gate, then as many of up
+from .linear import activated, gate_and_up
 
 
 def activate(z: Tensor, activation: str) -> Tensor:
@@ -17,27 +16,51 @@ def activate(z: Tensor, activation: str) -> Tensor:
     activation: "silu", "gelu" (by erf) or "gelu_tanh" of the gate times up; "clamped_swiglu" is
     that of gpt-oss, (up + 1) * gate * sigmoid(1.702 gate), gate at most 7 and up within -7..7.
     """
-    gate, up = (x.reshape(len(z), -1) for x in z.view(len(z), -1, 2, _TURN).unbind(2))
-    if activation == "silu":
-        return F.silu(gate) * up
+    gate, up = gate_and_up(z)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+    return activated(activation, gate) * up
 
 
-def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:
-    """Return the sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
+def route(
+    scores: Tensor, top_k: int, softmax: str = "all", normalized: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Experts of each token, int64 [M, top_k], best first, and their weights, float32 [M, top_k].
 
-    x: [M, H], any float dtype, in which all is computed. topk_ids: int64 [M, T], the experts of
-    each token; topk_weights: [M, T], how much each counts. Nothing is rounded.
+    scores: [M, E], of a router. The weights are the softmax of all scores ("all") or of the best
+    ("topk"); normalized: they are divided by their sum.
+    """
+    scores = scores.float()
+    if softmax == "all":
+        scores = scores.softmax(-1)
+    weights, ids = scores.topk(top_k, dim=-1)
+    if softmax == "topk":
+        weights = weights.softmax(-1)
+    return ids, weights / weights.sum(-1, keepdim=True) if normalized else weights
+
+
+def experts(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    mlp: ExpertsMlp,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
+
+    x, residual: [M, H], any float dtype, in which all is computed. topk_ids: int64 [M, T], the
+    experts of each token; topk_weights: [M, T], how much each counts. Nothing is rounded.
     """
     y = torch.zeros_like(x)
     for e in topk_ids.unique().tolist():
         token, place = (topk_ids == e).nonzero(as_tuple=True)
         share = topk_weights[token, place, None].to(x.dtype)
         y.index_add_(0, token, share * expert(x[token], mlp, e))
-    return y
+    y = y if residual is None else y + residual
+    return y if out is None else out.copy_(y)
 
 
 def expert(x: Tensor, mlp: ExpertsMlp, e: int) -> Tensor:

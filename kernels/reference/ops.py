@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, read_keys
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.layer_cache import LayerCache
@@ -14,8 +15,9 @@ from qoff.kernels.layout.rotation import rotate_values
 
 from .attention import attend
 from .elementwise import rms_norm, rope
-from .experts import activate, experts
+from .experts import experts, route
 from .kv_blocks import dequantize_blocks
+from .linear import ended, normalized
 from .select_blocks import select_blocks
 
 PACKING = "split32"
@@ -30,6 +32,8 @@ __all__ = [
     "USES_OUT",
     "attention",
     "experts",
+    "norm",
+    "route",
     "w4_linear",
 ]
 
@@ -38,22 +42,31 @@ def w4_linear(
     x: Tensor,
     weight: QTensor,
     *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    silu_mul: bool = False,
+    end: Ending = PLAIN,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return f(rms_norm(x) @ W.T + bias) + residual; f is `activate` or nothing. x: [M, K]."""
-    y = x if norm is None else rms_norm(x, norm, eps)
+    """Return norm(x) @ W.T + bias with what `end` says of it, and of the residual. x: [M, K]."""
+    y = x if norm is None else normalized(x, norm)
     y = y @ weight.dequantize(x.dtype).T
     if bias is not None:
         y = y + bias.to(x.dtype)
-    if silu_mul:
-        y = activate(y, "silu")
-    if residual is not None:
-        y = y + residual
+    y = ended(y, end, residual)
+    return y if out is None else out.copy_(y)
+
+
+def norm(
+    x: Tensor,
+    by: Norm,
+    *,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return scale * norm(x) + residual for rows of x [M, K]."""
+    y = ended(x, Ending(post_norm=by, scale=scale), residual)
     return y if out is None else out.copy_(y)
 
 
@@ -73,8 +86,11 @@ def attention(
 
     qkv: [M, (heads + 2 kv_heads) * head_dim]; cache: the layer's keys and values, and which part
     of its packed blocks is attended in a pass of one new token a sequence. sinks: [heads], scores
-    of a key without a value. Returns [M, heads * head_dim].
+    of a key without a value. q_norm, k_norm: [head_dim], RMSNorm over each head, or [heads *
+    head_dim] and [kv_heads * head_dim], over all. Returns [M, heads * head_dim].
     """
+    if shape.norms_all(q_norm, k_norm):
+        qkv, q_norm, k_norm = norm_all_heads(qkv, shape, q_norm, k_norm), None, None
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
     query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     if q_norm is not None:
@@ -96,6 +112,18 @@ def attention(
         )
         out[rows] = found.flatten(1)
     return out
+
+
+def norm_all_heads(
+    qkv: Tensor, shape: HeadShape, q_norm: Tensor | None, k_norm: Tensor | None
+) -> Tensor:
+    """qkv with an RMSNorm over all queries, and one over all keys, of each token."""
+    widths = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    query, key, value = qkv.split(widths, dim=1)
+    assert q_norm is not None
+    assert k_norm is not None
+    normed = (rms_norm(x, by, shape.norm_eps) for x, by in ((query, q_norm), (key, k_norm)))
+    return torch.cat((*normed, value), dim=1)
 
 
 def _packed_tokens(cache: LayerCache, span: Span) -> int:

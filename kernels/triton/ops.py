@@ -8,16 +8,21 @@ GPU, and nothing waits for it, but for attention to blocks in host memory. The c
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.operands import require
+from qoff.kernels.reference.experts import route
+from qoff.kernels.reference.linear import ended
+from qoff.kernels.reference.ops import norm_all_heads
 
 from .attention.append import NewBlocks, pack_blocks, write_recent
 from .attention.decode import decode_attention, decode_bytes
@@ -45,6 +50,8 @@ __all__ = [
     "attention",
     "attention_bytes",
     "experts",
+    "norm",
+    "route",
     "w4_linear",
 ]
 
@@ -53,34 +60,59 @@ def w4_linear(
     x: Tensor,
     weight: QTensor,
     *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    silu_mul: bool = False,
+    end: Ending = PLAIN,
     out: Tensor | None = None,
     scratch_bytes: int = linear.SCRATCH_MIN,
 ) -> Tensor:
-    """Return f(rms_norm(x) @ W.T + bias) + residual; f: see `interleaved_silu_mul`, or nothing.
+    """Return norm(x) @ W.T + bias with what `end` says of it, and of the residual.
 
     x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]:
     any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same,
     but share no memory with x. The norm and the result are rounded to the dtype of x; every step
-    is where the kernel leaves f and the residual to others (`gemm`, or a scratch).
+    is where the kernel leaves them to others (`gemm`, or a scratch; all of `end` but gated SiLU).
     scratch_bytes: what dequantized weights may take. Raises OpError.
     """
     rows = weight.shape[0]
-    if silu_mul and rows % 32:
-        raise OpError(f"silu_mul needs a multiple of 32 rows, not {rows}")
+    if end.gated and rows % 32:
+        raise OpError(f"a gate needs a multiple of 32 rows, not {rows}")
     for name, tensor in (("residual", residual), ("out", None if out is residual else out)):
         if tensor is not None:
-            shape = (x.shape[0], rows // 2 if silu_mul else rows)
+            shape = (x.shape[0], rows // 2 if end.gated else rows)
             require(name, tensor, (x.dtype,), shape, x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        y = x if norm is None else rms_norm(x, norm, eps)[0]
-        end = Epilogue(residual, silu_mul, out)
+        y = x if norm is None else _normalized(x, norm)
         added = None if bias is None else bias.to(x.dtype)
-        return linear.w4_linear(y, weight, added, end=end, scratch=scratch_bytes)
+        fused = end.only_gated_silu
+        epilogue = Epilogue(residual, end.gated, out) if fused else Epilogue()
+        y = linear.w4_linear(y, weight, added, end=epilogue, scratch=scratch_bytes)
+        if fused:
+            return y
+        y = ended(y, end, residual)
+        return y if out is None else out.copy_(y)
+
+
+def norm(
+    x: Tensor,
+    by: Norm,
+    *,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return scale * norm(x) + residual, each step in the dtype of x; out is not x."""
+    with torch.cuda.device_of(x):
+        y = ended(_normalized(x, by), Ending(scale=scale), residual)
+        return y if out is None else out.copy_(y)
+
+
+def _normalized(x: Tensor, by: Norm) -> Tensor:
+    if not by.centered:
+        return rms_norm(x, by.weight, by.eps)[0]
+    bias = None if by.bias is None else by.bias.to(x.dtype)
+    return F.layer_norm(x, x.shape[-1:], by.weight.to(x.dtype), bias, by.eps)
 
 
 def attention(
@@ -99,9 +131,10 @@ def attention(
 
     qkv: float16 or bfloat16 [M, (heads + 2 kv_heads) * head_dim], the rows of `ragged`, for which
     the cache was opened. rotary: cos and sin, float32 [positions, R / 2], on the device. q_norm,
-    k_norm: [head_dim], any float dtype. sinks: float32 [heads], scores of a key without a value.
-    out: contiguous. Returns [M, heads * head_dim] in the dtype of qkv; with blocks in host memory,
-    it returns when the CPU has attended to them. Raises OpError.
+    k_norm: [head_dim], any float dtype, or of all heads (see the reference). sinks: float32
+    [heads], scores of a key without a value. out: contiguous. Returns [M, heads * head_dim] in the
+    dtype of qkv; with blocks in host memory, it returns when the CPU has attended to them. Raises
+    OpError.
     """
     require("qkv", qkv, (cache.recent_k.dtype,), ("M", shape.qkv_width), cache.recent_k.device)
     step, tokens = cache.step, qkv.shape[0]
@@ -111,6 +144,8 @@ def attention(
         width = shape.heads * shape.head_dim
         require("out", out, (qkv.dtype,), (len(qkv), width), qkv.device)
     with torch.cuda.device_of(qkv):
+        if shape.norms_all(q_norm, k_norm):
+            qkv, q_norm, k_norm = norm_all_heads(qkv, shape, q_norm, k_norm), None, None
         rows = qkv if step.order is None else qkv[step.order]
         heads = rows.view(rows.shape[0], -1, shape.head_dim)
         query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)

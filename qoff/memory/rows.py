@@ -20,11 +20,11 @@ from .plan import Weight
 _NEAR = 4096  # bytes: pieces closer than this are read as one
 
 
-def rows_of(weight: Weight, ids: Tensor) -> Tensor:
-    """Rows `ids`, int64 [T], of a weight [N, K] in memory, as float32 [T, K]."""
+def rows_of(weight: Weight, ids: Tensor, scale: float = 1.0) -> Tensor:
+    """Rows `ids`, int64 [T], of a weight [N, K] in memory, times `scale`, as float32 [T, K]."""
     if isinstance(weight, Tensor):
-        return weight[on_device(ids, weight.device)].float()
-    return embedding(ids, weight)
+        return weight[on_device(ids, weight.device)].float() * scale
+    return embedding(ids, weight, scale=scale)
 
 
 def rows_of_parts(parts: Iterable[tuple[int, Weight]], ids: Tensor, out: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, OpError
+from qoff.kernels.embedding import embedding
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.upload import pinned
 from qoff.process import Opener
 
@@ -134,8 +136,8 @@ class WeightStore:
         finally:
             self.release(unit)
 
-    def gather_rows(self, name: str, ids: Tensor) -> Tensor:
-        """Rows `ids`, int64 [T], of the weight `name`, [N, K], as float32 [T, K].
+    def gather_rows(self, name: str, ids: Tensor, scale: float = 1.0) -> Tensor:
+        """Rows `ids`, int64 [T], of the weight `name`, [N, K], times `scale`, as float32 [T, K].
 
         From memory, of the device or the host; rows that are in neither are read from disk, just
         these. The result is on the device. Raises OpError for rows that are not there, unless the
@@ -146,6 +148,9 @@ class WeightStore:
         if name not in self._resident:
             self._opener.check()
         entry = self.checkpoint.outer.weights[name]
+        matrix = self._resident.get(name)
+        if isinstance(matrix, QTensor) and self._transfers.device.type == "cpu":
+            return embedding(ids, matrix, scale=scale)
         looked_at = ids.numel() and not ids.is_cuda
         if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
             raise OpError(
@@ -157,7 +162,7 @@ class WeightStore:
         rows = torch.empty(len(ids), entry.shape[1], device=self._transfers.device)
         for some, out in zip(ids.split(_ROWS), rows.split(_ROWS), strict=True):
             if len(some):
-                self._gather(name, some, out)
+                self._gather(name, some, out, scale)
         return rows
 
     @property
@@ -265,10 +270,10 @@ class WeightStore:
                 parts.append((0, views[EMBEDDING]))
         return parts
 
-    def _gather(self, name: str, ids: Tensor, out: Tensor) -> None:
-        """Write rows `ids` of a weight to `out`."""
+    def _gather(self, name: str, ids: Tensor, out: Tensor, scale: float) -> None:
+        """Write rows `ids` of a weight, scaled, to `out`."""
         if name in self._resident:
-            out.copy_(rows_of(self._resident[name], ids))
+            out.copy_(rows_of(self._resident[name], ids, scale))
             return
         found = torch.empty(len(ids), out.shape[1])
         missing = rows_of_parts(self._host_rows if name == EMBEDDING else (), ids, found)
@@ -276,6 +281,7 @@ class WeightStore:
             outer, entry = self.checkpoint.outer, self.checkpoint.outer.weights[name]
             self._checks.check(outer)
             found[missing] = read_rows(self._transfers.reader, outer, entry, ids[missing])
+        found = found if scale == 1 else found.mul_(scale)
         out.copy_(pinned(found, out.device), non_blocking=True)
 
     def _check(self, unit: Unit) -> None:

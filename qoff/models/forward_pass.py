@@ -140,16 +140,15 @@ def mlp_tokens(tokens: int, tiled: bool, on_gpu: bool = False) -> int:
 
 
 def _extra_width(spec: DecoderSpec) -> int:
-    """Floats of a token that a layer allocates: normalized inputs, outputs not yet added."""
-    plain = spec.norm == "rms" and not (spec.post_norm or spec.parallel)
-    return 0 if plain and spec.residual_scale == 1 else 3 * spec.hidden_size
+    """Floats of a token that a layer allocates: rows before their norm, sums not yet complete."""
+    return spec.hidden_size * (spec.parallel + (spec.post_norm or spec.norm_after_add))
 
 
 def _experts_floats(spec: DecoderSpec, tokens: int) -> int:
-    """Floats that experts, or an MLP with another activation than a gated SiLU, allocate."""
-    mlp = 0 if spec.gated and spec.activation == "silu" else 3 * spec.intermediate_size
+    """Floats that experts allocate: inputs, scores, values of each, those of the shared one."""
     if spec.experts is None:
-        return tokens * mlp
+        return 0
     experts = spec.experts
-    each = 3 * experts.intermediate_size + spec.hidden_size
-    return tokens * max(mlp, experts.top_k * each + 3 * experts.shared_size + 3 * experts.count)
+    each = 3 * experts.intermediate_size + spec.hidden_size + 3  # with an id and a weight
+    shared = experts.shared_size + 1
+    return tokens * (spec.hidden_size + experts.count + experts.top_k * each + shared)

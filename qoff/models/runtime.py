@@ -202,8 +202,8 @@ class Runtime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self.store.gather_rows(EMBEDDING, ids)
+    def _embed(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        return self.store.gather_rows(EMBEDDING, ids, scale)
 
 
 def _planned(

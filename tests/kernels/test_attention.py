@@ -23,7 +23,7 @@ SHAPES = [
     HeadShape(2, 2, 128, 0.1, window=600),
     HeadShape(6, 2, 64, 0.4, soft_cap=2.0),
 ]
-SUNK, PARTLY = SHAPES[5], SHAPES[3]  # with sinks; with channels that are not rotated
+SUNK, PARTLY = SHAPES[5], SHAPES[3]  # with sinks; with channels that do not rotate
 
 
 def _cache(shape: HeadShape, sequences: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -43,8 +43,10 @@ def _run(shape: HeadShape, passes: list[list[int]]) -> None:
     norms = {}
     if shape is SUNK:
         norms = {"sinks": torch.randn(shape.heads)}
-    if shape.norm_eps:
-        norms = {"q_norm": torch.rand(shape.head_dim) + 0.5, "k_norm": torch.rand(shape.head_dim)}
+    if shape.norm_eps:  # of each head, or of all
+        heads = (4, 2) if shape is PARTLY else (1, 1)
+        q_norm, k_norm = (torch.rand(n * shape.head_dim) + 0.5 for n in heads)
+        norms = {"q_norm": q_norm, "k_norm": k_norm}
     pasts = [0] * sequences
     for counts in passes:
         ragged = Ragged.of(counts, pasts)

@@ -15,11 +15,13 @@ from qoff.errors import OpError
 from qoff.kernels.cpu.jit.pool import Pool
 from qoff.kernels.cpu.linear.linear import w4_linear
 from qoff.kernels.cpu.moe.experts import experts
+from qoff.kernels.cpu.moe.route import route
+from qoff.kernels.layout.ending import GATED_SILU
 from qoff.kernels.layout.qexperts import ACTIVATIONS, ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_experts, random_weight
-from tests.tolerances import INT8_EXPERTS, INT16_EXPERTS, assert_close, relative_rms
+from tests.tolerances import INT8_EXPERTS, INT16_EXPERTS, RELATIVE_RMS, assert_close, relative_rms
 
 
 def routed(tokens: int, count: int, per_token: int) -> tuple[Tensor, Tensor]:
@@ -113,7 +115,7 @@ def test_float32_scales_and_strided_rows() -> None:
 def test_one_expert_is_a_plain_mlp() -> None:
     gate_up, down = random_experts(1, 64, 96, 4, 32)
     x, ones = torch.randn(6, 64), torch.ones(6, 1)
-    inner = w4_linear(x, gate_up.expert(0), silu_mul=True)
+    inner = w4_linear(x, gate_up.expert(0), end=GATED_SILU)
     plain = w4_linear(inner, down.expert(0))
     found = experts(x, ones.long() - 1, ones, ExpertsMlp(gate_up, down, "silu"))
     assert torch.equal(found, plain)
@@ -284,3 +286,31 @@ def test_parts_that_do_not_fit() -> None:
         replace(gate_up, codes=gate_up.codes[:2])
     with pytest.raises(OpError, match="codes of a"):
         replace(gate_up, bits=8)
+
+
+@pytest.mark.parametrize("softmax", ["all", "topk"])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("count", [3, 60])
+def test_routes_are_those_of_the_reference(softmax: str, normalized: bool, count: int) -> None:
+    scores = torch.randn(7, 100)[:, :count]
+    expected = reference_ops.route(scores, 3, softmax, normalized)
+    ids, weights = route(scores, 3, softmax, normalized)
+    assert torch.equal(ids, expected[0])
+    assert_close(weights, expected[1], tolerance=RELATIVE_RMS[torch.float32])
+
+
+def test_equal_scores_go_to_the_first_expert_and_bad_ones_are_not_hidden() -> None:
+    scores = torch.tensor([[1.0, 2.0, 1.0, 2.0], [0.0, torch.nan, 1.0, 0.0]])
+    ids, weights = route(scores, 3)
+    assert ids[0].tolist() == [1, 3, 0]
+    assert ((ids >= 0) & (ids < 4)).all()
+    assert weights[1].isnan().all()
+
+
+def test_experts_add_to_the_residual() -> None:
+    gate_up, down = random_experts(4, 64, 32)
+    mlp, x, hidden = ExpertsMlp(gate_up, down, "silu"), torch.randn(3, 64), torch.randn(3, 64)
+    chosen = route(torch.randn(3, 4), 2)
+    expected = experts(x, *chosen, mlp) + hidden
+    experts(x, *chosen, mlp, residual=hidden, out=hidden)
+    assert torch.equal(hidden, expected)

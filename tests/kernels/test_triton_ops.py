@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qoff.errors import OpError
+from qoff.kernels.layout.ending import GATED_SILU, PLAIN, Ending, Norm
 from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.packed import quantized
 from tests.tolerances import RELATIVE_RMS, assert_close
@@ -19,19 +20,17 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("end", [PLAIN, GATED_SILU], ids=["plain", "gated"])
 @pytest.mark.parametrize("tokens", [1, 20, 70])  # gemv, skinny, through the scratch
-def test_norm_bias_gate_and_residual(tokens: int, silu_mul: bool, dtype: torch.dtype) -> None:
+def test_norm_bias_gate_and_residual(tokens: int, end: Ending, dtype: torch.dtype) -> None:
     weight = quantized(64, 96, 4, 32)
     x = torch.randn(tokens, 96).to(dtype)
-    residual = torch.randn(tokens, 32 if silu_mul else 64).to(dtype)
-    options = {"norm": torch.rand(96) + 0.5, "eps": 1e-5, "bias": torch.randn(64)}
+    residual = torch.randn(tokens, 32 if end.gated else 64).to(dtype)
+    options = {"norm": Norm(torch.rand(96) + 0.5, 1e-5), "bias": torch.randn(64)}
     expected = reference_ops.w4_linear(
-        x.float(), weight, residual=residual.float(), silu_mul=silu_mul, **options
+        x.float(), weight, residual=residual.float(), end=end, **options
     )
-    found = triton_ops.w4_linear(
-        x, weight, residual=residual, silu_mul=silu_mul, out=residual, **options
-    )
+    found = triton_ops.w4_linear(x, weight, residual=residual, end=end, out=residual, **options)
     assert found is residual
     # Four steps are rounded: the norm, the product, the gated product and the sum.
     assert_close(found.float(), expected, tolerance=4 * RELATIVE_RMS[dtype])
@@ -50,7 +49,7 @@ def test_a_result_goes_where_it_is_told() -> None:
         ({"x": torch.zeros(3, 64)}, "float16 or bfloat16"),
         ({"x": torch.zeros(3, 96).half()}, "64"),
         ({"x": torch.zeros(64, 3).half().T}, "contiguous"),
-        ({"weight": quantized(48, 64, 4, 32), "silu_mul": True}, "multiple of 32"),
+        ({"weight": quantized(48, 64, 4, 32), "end": GATED_SILU}, "multiple of 32"),
         ({"weight": quantized(32, 64, 4, 32).to_packing("rows16")}, "packing split32"),
         ({"residual": torch.zeros(3, 32)}, "residual"),
         ({"out": torch.zeros(3, 31).half()}, "out"),

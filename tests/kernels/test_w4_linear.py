@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import OpError
+from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.cpu.jit.pool import Pool
 from qoff.kernels.cpu.linear.linear import w4_linear
+from qoff.kernels.layout.ending import ACTIVATIONS, GATED_SILU, Ending, Norm
 from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_weight
 from tests.tolerances import INT16_ACTIVATIONS, RELATIVE_RMS, relative_rms
@@ -33,8 +35,7 @@ def test_equals_reference(n: int, k: int, group_size: int, tokens: int, bits: in
 def test_norm_bias_and_residual(n: int, tokens: int) -> None:
     weight = random_weight(n, 128)
     operands = {
-        "norm": torch.rand(128) + 0.5,
-        "eps": 1e-3,
+        "norm": Norm(torch.rand(128) + 0.5, 1e-3),
         "bias": torch.randn(n),
         "residual": torch.randn(tokens, n),
     }
@@ -47,9 +48,68 @@ def test_norm_bias_and_residual(n: int, tokens: int) -> None:
 def test_gate(tokens: int) -> None:
     weight = random_weight(160, 64)
     x, bias = torch.randn(tokens, 64), torch.randn(160)
-    expected = reference_ops.w4_linear(x.double(), weight, bias=bias, silu_mul=True)
-    actual = w4_linear(x, weight, bias=bias, silu_mul=True)
+    expected = reference_ops.w4_linear(x.double(), weight, bias=bias, end=GATED_SILU)
+    actual = w4_linear(x, weight, bias=bias, end=GATED_SILU)
     assert relative_rms(actual, expected) < INT16_ACTIVATIONS
+
+
+def _norm(k: int, *, centered: bool = False) -> Norm:
+    bias = torch.randn(k) if centered else None
+    return Norm(torch.rand(k) + 0.5, 1e-3, bias, centered)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("k", [96, 2048])  # few long tokens are split between threads
+def test_layer_norm(k: int, tokens: int) -> None:
+    weight, x, norm = random_weight(48, k), torch.randn(tokens, k) + 3, _norm(k, centered=True)
+    expected = reference_ops.w4_linear(x.double(), weight, norm=norm)
+    assert relative_rms(w4_linear(x, weight, norm=norm), expected) < INT16_ACTIVATIONS
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, gated: bool) -> None:
+    weight, x, bias = random_weight(96, 64), torch.randn(5, 64), torch.randn(96)
+    end = Ending(activation, gated)
+    expected = reference_ops.w4_linear(x.double(), weight, bias=bias, end=end)
+    assert relative_rms(w4_linear(x, weight, bias=bias, end=end), expected) < INT16_ACTIVATIONS
+
+
+@pytest.mark.parametrize("n", [96, 100])
+@pytest.mark.parametrize(
+    "end",
+    [
+        Ending(scale=0.4, soft_cap=2.0),
+        Ending("gelu", score=torch.randn(5, 1)),
+        Ending("relu", scale=-3.0),
+    ],
+    ids=["soft cap", "score", "scale"],
+)
+def test_scale_score_and_soft_cap_come_before_the_residual(n: int, end: Ending) -> None:
+    weight, x, residual = random_weight(n, 64), torch.randn(5, 64), torch.randn(5, n)
+    expected = reference_ops.w4_linear(x.double(), weight, residual=residual, end=end)
+    actual = w4_linear(x, weight, residual=residual, end=end, out=residual)
+    assert relative_rms(actual, expected) < INT16_ACTIVATIONS
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("n", [96, 2048])
+@pytest.mark.parametrize(
+    "which", [{"post_norm": False, "scale": 0.3}, {"post_norm": True}, {"sum_norm": True}], ids=str
+)
+def test_norms_of_whole_rows(n: int, tokens: int, which: dict) -> None:
+    """In the same job, or behind tiles of rows: the bits are the same."""
+    name, centered = next(iter(which.items()))
+    norm, scale = _norm(n, centered=centered), which.get("scale", 1.0)
+    end = Ending(scale=scale)._replace(**{name: norm})
+    weight, x, residual = random_weight(n, 64), torch.randn(tokens, 64), torch.randn(tokens, n)
+    expected = reference_ops.w4_linear(x.double(), weight, residual=residual.double(), end=end)
+    tiles = w4_linear(x, weight, residual=residual if end.sum_norm else None, end=end.by_element)
+    hidden = residual.clone()
+    w4_linear(x, weight, residual=hidden, end=end, out=hidden)
+    assert relative_rms(hidden, expected) < INT16_ACTIVATIONS
+    added = residual if end.post_norm else None
+    assert torch.equal(cpu.norm(tiles, norm, scale=scale, residual=added), hidden)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -122,11 +182,17 @@ def test_no_tokens() -> None:
         ({"x": torch.ones(2, 64, dtype=torch.bfloat16)}, "bfloat16"),
         ({"x": torch.ones(64, 2).T}, "contiguous rows"),
         ({"x": torch.ones(64)}, r"x must be \[M, K\]"),
-        ({"norm": torch.ones(63)}, "norm must be"),
+        ({"norm": Norm(torch.ones(63), 0.0)}, "norm must be"),
         ({"bias": torch.ones(64)}, "bias must be"),
         ({"residual": torch.ones(2, 31)}, "residual must be"),
         ({"out": torch.ones(1, 48)}, "out must be"),
-        ({"silu_mul": True}, "multiple of 32"),
+        ({"end": GATED_SILU}, "multiple of 32"),
+        ({"end": Ending("tanh")}, "unknown activation 'tanh'"),
+        ({"end": Ending(score=torch.ones(3, 1))}, "score must be"),
+        ({"end": Ending("silu", gated=True, scale=2.0), "weight": random_weight(64, 64)}, "gate"),
+        ({"end": Ending(post_norm=_norm(48), soft_cap=2.0)}, "nor the last two a norm"),
+        ({"end": Ending(post_norm=_norm(48), sum_norm=_norm(48))}, "not two"),
+        ({"end": Ending(sum_norm=_norm(40))}, "norm must be"),
         ({"activation_bits": 4}, "8 or 16"),
         ({"weight": random_weight(48, 64, packing="split32")}, "rows16"),
     ],

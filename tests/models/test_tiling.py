@@ -100,7 +100,7 @@ def opened(
 ) -> tuple[WeightStore, Decoder]:
     store = WeightStore(checkpoint, plan, instrumentation=POISON)
     spec = DecoderSpec.from_config(checkpoint.config)
-    decoder = Decoder(spec, ops, lambda ids: store.gather_rows(EMBEDDING, ids))
+    decoder = Decoder(spec, ops, lambda *ids: store.gather_rows(EMBEDDING, *ids))
     return store, decoder
 
 
@@ -233,7 +233,7 @@ class ContiguousOps:
     """Ops as on a GPU: results are theirs, and operands must be contiguous."""
 
     PACKING, CACHE, USES_OUT, RECORDER = cpu.PACKING, cpu.CACHE, False, None
-    attention = staticmethod(cpu.attention)
+    attention, norm = staticmethod(cpu.attention), staticmethod(cpu.norm)
 
     @staticmethod
     def w4_linear(x: Tensor, weight: QTensor, **options: Any) -> Tensor:

@@ -12,14 +12,16 @@ from . import fields as f
 
 
 @inner
-def _normalize_head(x, dim, norm, eps):
-    total = np.float32(0.0)
-    for i in range(0, 4 * dim, 4):
-        v = simd.peek_f32(x + i)
-        total += v * v
-    factor = np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps)
-    for i in range(0, 4 * dim, 4):
-        simd.poke_f32(x + i, simd.peek_f32(x + i) * factor * simd.peek_f32(norm + i))
+def _normalize(x, count, norm, eps):
+    """RMSNorm of `count` numbers in place: those of a head, or of all heads."""
+    total = simd.splat_f32(np.float32(0.0))
+    for i in range(0, 4 * count, 64):
+        v = simd.load_f32(x + i)
+        total = simd.mul_add(v, v, total)
+    factor = np.float32(1.0) / np.sqrt(simd.sum_f32(total) / np.float32(count) + eps)
+    for i in range(0, 4 * count, 64):
+        v = simd.mul(simd.load_f32(x + i), simd.splat_f32(factor))
+        simd.store_f32(x + i, simd.mul(v, simd.load_f32(norm + i)))
 
 
 @inner
@@ -53,11 +55,15 @@ def _append_token(args, token):
     cos = simd.peek_i64(args + f.COS)
     pairs = simd.peek_i64(args + f.PAIRS)
     angles = position * pairs * 4
+    whole_norms = simd.peek_i64(args + f.WHOLE_NORMS)
+    if whole_norms != 0:
+        _normalize(row, dim * heads, simd.peek_i64(args + f.Q_NORM), eps)
+        _normalize(row + 4 * dim * heads, dim * kv_heads, simd.peek_i64(args + f.K_NORM), eps)
     for head in range(heads + kv_heads):
         x = row + 4 * dim * head
         norm = simd.peek_i64(args + f.Q_NORM) if head < heads else simd.peek_i64(args + f.K_NORM)
-        if norm != 0:
-            _normalize_head(x, dim, norm, eps)
+        if norm != 0 and whole_norms == 0:
+            _normalize(x, dim, norm, eps)
         if cos != 0:
             _rotate_head(x, pairs, cos + angles, simd.peek_i64(args + f.SIN) + angles)
     for head in range(kv_heads):

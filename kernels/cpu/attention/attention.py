@@ -44,7 +44,10 @@ def _check(qkv: Tensor, shape: HeadShape, cache: LayerCache, ragged: Ragged, out
 
 
 def _check_small(
-    rotary: tuple[Tensor, Tensor] | None, norms: tuple[Tensor | None, ...], dim: int, longest: int
+    rotary: tuple[Tensor, Tensor] | None,
+    norms: Sequence[tuple[Tensor | None, int]],
+    dim: int,
+    longest: int,
 ) -> None:
     pairs = 0 if rotary is None else rotary[0].shape[1]
     for table in rotary or ():
@@ -55,9 +58,9 @@ def _check_small(
                 f"not {list(table.shape)}",
             )
         check_dense(_OP, "cos and sin", table, (table.shape[0], pairs))
-    for norm in norms:
+    for norm, numbers in norms:
         if norm is not None:
-            check_dense(_OP, "query and key norms", norm, (dim,))
+            check_dense(_OP, "query and key norms", norm, (numbers,))
 
 
 def attention(
@@ -78,20 +81,23 @@ def attention(
     qkv: float32 [M, (heads + 2 kv_heads) * head_dim], one row a token of `ragged`; it is
     overwritten. cache: the layer's, with room for every place. rotary: cos and sin, float32
     [positions, R / 2]: of the first R of head_dim channels. q_norm, k_norm: float32 [head_dim],
-    RMSNorm over each head. sinks: float32 [heads], scores of a key without a value.
+    RMSNorm over each head, or [heads * head_dim] and [kv_heads * head_dim], over all. sinks:
+    float32 [heads], scores of a key without a value.
     Attention is causal within each sequence, and to what `cache.top` leaves of the packed blocks.
     Returns float32 [M, heads * head_dim]. Raises OpError for operands of the wrong form.
     """
     if out is None:
         out = torch.empty(ragged.tokens, shape.heads * shape.head_dim)
     _check(qkv, shape, cache, ragged, out)
-    _check_small(rotary, (q_norm, k_norm), shape.head_dim, ragged.longest)
+    heads = (shape.heads, shape.kv_heads) if shape.norms_all(q_norm, k_norm) else (1, 1)
+    norms = [(by, n * shape.head_dim) for by, n in zip((q_norm, k_norm), heads, strict=True)]
+    _check_small(rotary, norms, shape.head_dim, ragged.longest)
     if sinks is not None:
         check_dense(_OP, "sinks", sinks, (shape.heads,))
     cos, sin = rotary or (None, None)
     pool = pool or default_pool()
     pairs = 0 if cos is None else cos.shape[1]
-    lse = None if not cache.packed and sinks is None else torch.empty(ragged.tokens, shape.heads)
+    lse = None if not cache.packed else torch.empty(ragged.tokens, shape.heads)
     runs = cache.longest // RUN + 1
     if ragged.is_decode:
         job = append_attend_job
@@ -101,9 +107,10 @@ def attention(
     with pool.lock:
         args = AttentionArguments(
             qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
-            shape.head_dim, address(q_norm), address(k_norm), address(cos), address(sin), pairs,
-            ragged.positions.data_ptr(), cache.places.data_ptr(), ragged.slots.data_ptr(),
-            cache.keys.data_ptr(), cache.values.data_ptr(), cache.values.shape[2],
+            shape.head_dim, address(q_norm), address(k_norm), heads != (1, 1), address(sinks),
+            address(cos), address(sin), pairs, ragged.positions.data_ptr(),
+            cache.places.data_ptr(), ragged.slots.data_ptr(), cache.keys.data_ptr(),
+            cache.values.data_ptr(), cache.values.shape[2],
             shape.window or 0, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
             pool.workspace(scratch), shape.norm_eps, shape.scale, shape.soft_cap,
         )  # fmt: skip
@@ -119,7 +126,4 @@ def attention(
             window=shape.window, chosen=blocks, out=out, lse=lse, rotated=cache.values_rotated,
             threads=pool,
         )  # fmt: skip
-    if sinks is not None:
-        assert lse is not None
-        out.unflatten(1, (shape.heads, -1)).mul_(torch.sigmoid(lse - sinks)[..., None])
     return out

@@ -143,10 +143,12 @@ def _merge(args, token, head):
     position = simd.peek_i64(simd.peek_i64(args + f.PLACES) + 8 * token)
     low, high = first_key(args, position) // RUN, position // RUN + 1
     lse = simd.peek_i64(args + f.LSE)
-    peak = np.float32(-np.inf)
+    sinks = simd.peek_i64(args + f.SINKS)
+    sink = np.float32(-np.inf) if sinks == 0 else simd.peek_f32(sinks + 4 * head)
+    peak = sink
     for run in range(low, high):
         peak = max(peak, simd.peek_f32(partials + run * size))
-    total = np.float32(0.0)
+    total = np.exp(sink - peak)
     for run in range(low, high):
         at = partials + run * size
         total += np.exp(simd.peek_f32(at) - peak) * simd.peek_f32(at + 4)

@@ -11,8 +11,8 @@ class AttentionArguments(ctypes.Structure):
     _fields_ = (
         *int64s(
             "qkv", "qkv_stride", "tokens", "heads", "kv_heads", "head_dim", "q_norm", "k_norm",
-            "cos", "sin", "pairs", "positions", "places", "slots", "keys", "values", "capacity",
-            "window", "out", "out_stride", "lse", "runs", "scratch",
+            "whole_norms", "sinks", "cos", "sin", "pairs", "positions", "places", "slots", "keys",
+            "values", "capacity", "window", "out", "out_stride", "lse", "runs", "scratch",
         ),
         ("norm_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
@@ -20,6 +20,6 @@ class AttentionArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-(QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, COS, SIN, PAIRS, POSITIONS, PLACES,
- SLOTS, KEYS, VALUES, CAPACITY, WINDOW, OUT, OUT_STRIDE, LSE, RUNS, PARTIALS, NORM_EPS, SCALE,
- SOFT_CAP) = offsets(AttentionArguments)  # fmt: skip
+(QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, WHOLE_NORMS, SINKS, COS, SIN, PAIRS,
+ POSITIONS, PLACES, SLOTS, KEYS, VALUES, CAPACITY, WINDOW, OUT, OUT_STRIDE, LSE, RUNS, PARTIALS,
+ NORM_EPS, SCALE, SOFT_CAP) = offsets(AttentionArguments)  # fmt: skip

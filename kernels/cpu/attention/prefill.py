@@ -153,9 +153,11 @@ def _attend_rows(args, token, rows, head, scratch):
     dim = simd.peek_i64(args + f.DIM)
     states = scratch + ROWS * _SCORES
     sums = states + 64 * ROWS
+    sinks = simd.peek_i64(args + f.SINKS)
     for row in range(ROWS):
-        simd.poke_f32(states + 64 * row, np.float32(-np.inf))
-        simd.poke_f32(states + 64 * row + 4, np.float32(0.0))
+        sink = np.float32(-np.inf) if sinks == 0 else simd.peek_f32(sinks + 4 * head)
+        simd.poke_f32(states + 64 * row, sink)
+        simd.poke_f32(states + 64 * row + 4, np.float32(0.0 if sinks == 0 else 1.0))
     for i in range(0, 4 * dim * ROWS, 64):
         simd.store_f32(sums + i, simd.splat_f32(np.float32(0.0)))
     end = _position(args, token + rows - 1) + 1

@@ -17,6 +17,7 @@ from numba.core.datamodel import models, register_default
 from numba.extending import intrinsic
 
 from .emit import (
+    F16,
     F32,
     I8,
     I32,
@@ -261,6 +262,12 @@ def peek_i32(b, address):
 @vector_intrinsic(_f32, _i64)
 def peek_f32(b, address):
     return load(b, address, 0, F32)
+
+
+@vector_intrinsic(_f32, _i64)
+def peek_f16(b, address):
+    """A float16 number, widened."""
+    return b.fpext(load(b, address, 0, F16), F32)
 
 
 @vector_intrinsic(types.void, _i64, _f32)

@@ -1,4 +1,4 @@
-"""The compiled job of the quantized matmul: quantize activations, tiles, epilogue."""
+"""The compiled job of the quantized matmul: norm, quantized activations, tiles, epilogue."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import ctypes
 
 import numpy as np
 
+from qoff.kernels.cpu.attention.soft_cap import capped
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.operands import int64s, offsets
 
+from .activation import activated, gated, sigmoid
+from .norm_job import LONG, NormArguments, RowsArguments, norm_all, normalize
 from .tile import tile
 
 
@@ -19,50 +22,34 @@ class LinearArguments(ctypes.Structure):
 
     _fields_ = (
         *int64s(
-            "x", "x_stride", "tokens", "k", "n", "norm", "codes", "scale_min", "wide", "group",
-            "bits", "bias", "residual", "residual_stride", "silu_mul", "out", "out_stride",
-            "high", "low", "scales", "scratch", "planes",
+            "x", "x_stride", "tokens", "k", "n", "codes", "scale_min", "wide", "group", "bits",
+            "bias", "residual", "residual_stride", "activation", "gated", "score", "more", "out",
+            "out_stride", "high", "low", "scales", "normed", "scratch", "planes", "row_norms",
         ),
-        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("norm", NormArguments),
+        ("rows", RowsArguments),  # what follows when whole rows are there, with row_norms
     )  # fmt: skip
 
 
-(X, X_STRIDE, M, K, N, NORM, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, RESIDUAL, RESIDUAL_STRIDE,
- SILU_MUL, OUT, OUT_STRIDE, HIGH, LOW, SCALES, SCRATCH, PLANES, EPS) = (
-    offsets(LinearArguments)
-)  # fmt: skip
+(X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, RESIDUAL, RESIDUAL_STRIDE,
+ ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED, SCRATCH, PLANES,
+ ROW_NORMS, SCALE, SOFT_CAP, NORM, ROWS) = offsets(LinearArguments)  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 _LARGEST = (127, 32512)  # of one int8 plane, and of two: 127 * 256, so that both stay in range
-LONG = 2048  # inputs that are worth splitting between threads
 _TOKENS = 4  # tokens of the widest tile
 CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
 
 
 @inner
-def _inverse_rms(x, k, eps):
-    total = simd.splat_f32(np.float32(0.0))
-    for i in range(0, 4 * k, 64):
-        v = simd.load_f32(x + i)
-        total = simd.mul_add(v, v, total)
-    return np.float32(1.0) / np.sqrt(simd.sum_f32(total) / np.float32(k) + eps)
-
-
-@inner
-def _input(x, norm, factor, offset):
-    v = simd.load_f32(x + offset)
-    if norm != 0:
-        v = simd.mul(simd.mul(v, simd.splat_f32(factor)), simd.load_f32(norm + offset))
-    return v
-
-
-@inner
-def quantize_group(x, norm, factor, start, stop, planes, high, low, scales):
+def quantize_group(x, start, stop, planes, high, low, scales):
     """Elements [start, stop) of one token as one or two int8 planes, scale and sum."""
     limit = np.float32(_LARGEST[planes - 1])
     largest = simd.splat_f32(np.float32(0.0))
     total = simd.splat_f32(np.float32(0.0))
     for i in range(start, stop, 16):
-        v = simd.absolute(_input(x, norm, factor, 4 * i))
+        v = simd.absolute(simd.load_f32(x + 4 * i))
         largest = simd.maximum(v, largest)
         total = simd.add(v, total)
     peak = simd.max_f32(largest)
@@ -75,7 +62,7 @@ def quantize_group(x, norm, factor, start, stop, planes, high, low, scales):
     factors = simd.splat_f32(inverse)
     integers = simd.zero_i32()
     for i in range(start, stop, 16):
-        q = simd.round_i32(simd.mul(_input(x, norm, factor, 4 * i), factors))
+        q = simd.round_i32(simd.mul(simd.load_f32(x + 4 * i), factors))
         if planes == 2:
             simd.store_high_low(high + i, low + i, q)
         else:
@@ -86,25 +73,25 @@ def quantize_group(x, norm, factor, start, stop, planes, high, low, scales):
 
 
 @inner
-def _quantize_token(args, token, first, last):
+def _quantize_token(args, thread, token, first, last):
     """Groups [first, last) of one token, normalized if there is a norm."""
     k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
     x = simd.peek_i64(args + X) + token * simd.peek_i64(args + X_STRIDE)
-    norm = simd.peek_i64(args + NORM)
-    factor = np.float32(1.0)
-    if norm != 0:
-        factor = _inverse_rms(x, k, simd.peek_f32(args + EPS))
+    if simd.peek_i64(args + NORM) != 0:
+        normed = simd.peek_i64(args + NORMED) + thread * 4 * k
+        normalize(args + NORM, x, k, group * first, group * last, normed)
+        x = normed
     high = simd.peek_i64(args + HIGH) + token * k
     low = simd.peek_i64(args + LOW) + token * k
     scales = simd.peek_i64(args + SCALES) + token * (k // group) * 8
     planes = simd.peek_i64(args + PLANES)
     for g in range(first, last):
         start = g * group
-        quantize_group(x, norm, factor, start, start + group, planes, high, low, scales + 8 * g)
+        quantize_group(x, start, start + group, planes, high, low, scales + 8 * g)
 
 
 @inner
-def _quantize_all(pool, threads, args):
+def _quantize_all(pool, thread, threads, args):
     """Phase 0: all activations; long tokens are split when there are few."""
     tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
     groups = k // simd.peek_i64(args + GROUP)
@@ -113,17 +100,11 @@ def _quantize_all(pool, threads, args):
     item = take(pool, 0)
     while item < items:
         part = item % parts
-        _quantize_token(args, item // parts, part * groups // parts, (part + 1) * groups // parts)
+        first, last = part * groups // parts, (part + 1) * groups // parts
+        _quantize_token(args, thread, item // parts, first, last)
         finish(pool, 0)
         item = take(pool, 0)
     wait(pool, 0, items)
-
-
-@inner
-def silu(x):
-    one = simd.splat_f32(np.float32(1.0))
-    negative = simd.mul(x, simd.splat_f32(np.float32(-1.0)))
-    return simd.div(x, simd.add(one, simd.exp(negative)))
 
 
 @inner
@@ -157,27 +138,45 @@ def with_bias(address, bias, row, n):
 
 
 @inner
+def _more(args, token, value):
+    """What else follows a product than a gate: activation, score, scale and soft cap."""
+    kind, score = simd.peek_i64(args + ACTIVATION), simd.peek_i64(args + SCORE)
+    if kind != 0:
+        value = activated(kind, value)
+    if score != 0:
+        share = simd.splat_f32(simd.peek_f32(score + 4 * token))
+        value = simd.mul(value, sigmoid(share, np.float32(1.0)))
+    value = simd.mul(value, simd.splat_f32(simd.peek_f32(args + SCALE)))
+    soft_cap = simd.peek_f32(args + SOFT_CAP)
+    return capped(value, soft_cap) if soft_cap != np.float32(0.0) else value
+
+
+@inner
 def _epilogue(args, scratch, block, row_blocks, token, tokens):
-    """Bias, gate and residual for one tile of accumulators [row_blocks, tokens, 16]."""
+    """Bias, what follows and residual for one tile of accumulators [row_blocks, tokens, 16]."""
     n, bias = simd.peek_i64(args + N), simd.peek_i64(args + BIAS)
     out, out_stride = simd.peek_i64(args + OUT), simd.peek_i64(args + OUT_STRIDE)
     residual = simd.peek_i64(args + RESIDUAL)
     residual_stride = simd.peek_i64(args + RESIDUAL_STRIDE)
+    more = simd.peek_i64(args + MORE)
     for t in range(tokens):
         to = out + (token + t) * out_stride
         plus = residual + (token + t) * residual_stride if residual != 0 else 0
-        if simd.peek_i64(args + SILU_MUL) != 0:
+        if simd.peek_i64(args + GATED) != 0:
             gate = with_bias(scratch + 64 * t, bias, 16 * block, n)
             up = with_bias(scratch + 64 * (tokens + t), bias, 16 * block + 16, n)
             column = 4 * 8 * block
             if plus != 0:
                 plus += column
-            _write(simd.mul(silu(gate), up), 16, plus, to + column, scratch)
+            value = gated(simd.peek_i64(args + ACTIVATION), gate, up)
+            _write(value, 16, plus, to + column, scratch)
         else:
             for r in range(row_blocks):
                 row = 16 * (block + r)
                 address = scratch + 64 * (r * tokens + t)
                 value = with_bias(address, bias, row, n)
+                if more != 0:
+                    value = _more(args, token + t, value)
                 here = plus + 4 * row if plus != 0 else 0
                 _write(value, n - row, here, to + 4 * row, address)
 
@@ -214,7 +213,7 @@ def _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last):
 @inner
 def _linear(pool, thread, threads, args):
     """The whole op on one thread of the pool."""
-    _quantize_all(pool, threads, args)
+    _quantize_all(pool, thread, threads, args)
     tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
     blocks = (simd.peek_i64(args + N) + 15) // 16
     scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
@@ -223,6 +222,7 @@ def _linear(pool, thread, threads, args):
     chunks = part * threads
     together = max(_TOKENS, CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
     runs = (tokens + together - 1) // together
+    row_norms = simd.peek_i64(args + ROW_NORMS)
     item = take(pool, 1)
     while item < runs * chunks:
         first = item // chunks * together
@@ -233,7 +233,12 @@ def _linear(pool, thread, threads, args):
         for block in range(start, min(start + step, blocks), 2):
             row_blocks = 2 if block + 2 <= blocks else 1
             _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last)
+        if row_norms != 0:
+            finish(pool, 1)
         item = take(pool, 1)
+    if row_norms != 0:
+        wait(pool, 1, runs * chunks)
+        norm_all(pool, 2, threads, args + ROWS)
 
 
 @job

@@ -1,4 +1,4 @@
-"""The quantized linear op on the CPU: RMSNorm, matmul, bias, SiLU gate and residual in one job.
+"""The quantized linear op on the CPU: norm, matmul and all that follows it in one job.
 
 Weights are packed `rows16`; activations become 16-bit integers per group (error 2**-16 of the
 group's largest value, finer than bfloat16), or 8-bit ones on request, so the matmul itself is exact
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
+from qoff.kernels.layout.ending import ACTIVATIONS, PLAIN, Ending, Norm
 from qoff.kernels.layout.qtensor import QTensor
 
+from .activation import NUMBERS
 from .job import SCRATCH_BYTES, LinearArguments, linear_job
+from .norm import set_norm, set_rows
 
 _OP = "w4_linear"
 
@@ -49,24 +52,22 @@ def w4_linear(
     x: Tensor,
     weight: QTensor,
     *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    silu_mul: bool = False,
+    end: Ending = PLAIN,
     activation_bits: int = 16,
     out: Tensor | None = None,
     pool: Pool | None = None,
 ) -> Tensor:
-    """y = f(norm(x) @ W.T + bias) + residual, computed on the packed weight.
+    """y = norm(x) @ W.T + bias, with what `end` says of it, computed on the packed weight.
 
     x: float32 [M, K], rows contiguous. weight: QTensor [N, K], packing rows16, 4 or 8 bits.
-    norm: float32 [K], RMSNorm weight applied to x first, with eps. bias: float32 [N].
-    silu_mul: rows of W alternate 16 of gate and 16 of up, and f(z) = silu(gate) * up of width N/2.
-    activation_bits: 16, or 8, which is up to twice as fast for many tokens and rounds each group
-    of x to 255 levels (llama.cpp computes so).
-    residual, out: float32 [M, N] (or N/2); out may be residual or x itself. Returns out.
-    Raises OpError for any other dtype, shape, stride or packing.
+    norm: float32, applied to x first. bias: float32 [N]. activation_bits: 16, or 8, which is up to
+    twice as fast for many tokens and rounds each group of x to 255 levels (llama.cpp computes so).
+    residual, out: float32 [M, N] (or N/2, where gated); out may be residual or x itself. Returns
+    out. Raises OpError for any other dtype, shape, stride or packing, and for a score or a soft cap
+    behind a norm or a gate.
     """
     pool = pool or default_pool()
     a = _arguments(weight, pool)
@@ -75,14 +76,12 @@ def w4_linear(
         fail(_OP, f"x must be [M, K], not {list(x.shape)}")
     tokens = x.shape[0]
     check_rows(_OP, "x", x, tokens, k)
-    if silu_mul and n % 32:
-        fail(_OP, f"silu_mul needs a multiple of 32 rows, not {n}")
-    columns = n // 2 if silu_mul else n
+    if end.gated and n % 32:
+        fail(_OP, f"a gate needs a multiple of 32 rows, not {n}")
+    columns = n // 2 if end.gated else n
     if out is None:
         out = torch.empty(tokens, columns)
     check_rows(_OP, "out", out, tokens, columns)
-    if norm is not None:
-        check_dense(_OP, "norm", norm, (k,))
     if bias is not None:
         check_dense(_OP, "bias", bias, (n,))
     if residual is not None:
@@ -94,14 +93,52 @@ def w4_linear(
     groups = k // weight.group_size
     with pool.lock:
         a.x, a.x_stride, a.tokens = x.data_ptr(), 4 * x.stride(0), tokens
-        a.norm, a.eps, a.bias = address(norm), eps, address(bias)
+        set_norm(_OP, a.norm, norm, k)
+        a.bias, a.planes = address(bias), activation_bits // 8
+        into, residual = _set_end(a, end, residual, out)
         a.residual = address(residual)
         a.residual_stride = 4 * residual.stride(0) if residual is not None else 0
-        a.planes = activation_bits // 8
-        a.silu_mul, a.out, a.out_stride = silu_mul, out.data_ptr(), 4 * out.stride(0)
-        a.scratch = pool.workspace(pool.threads * SCRATCH_BYTES + tokens * (8 * groups + 2 * k))
-        a.scales = a.scratch + pool.threads * SCRATCH_BYTES
+        a.out, a.out_stride = into.data_ptr(), 4 * into.stride(0)
+        normed = 0 if norm is None else pool.threads * 4 * k
+        scratch = pool.threads * SCRATCH_BYTES + normed
+        a.scratch = pool.workspace(scratch + tokens * (8 * groups + 2 * k))
+        a.normed = a.scratch + pool.threads * SCRATCH_BYTES
+        a.scales = a.scratch + scratch
         a.high = a.scales + tokens * 8 * groups
         a.low = a.high + tokens * k
         pool.run(linear_job.address, a)
     return out
+
+
+def _set_end(
+    a: LinearArguments, end: Ending, residual: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Fill in what follows the product; where its tiles go, and the residual they are added to."""
+    a.gated = a.activation = a.more = a.row_norms = 0
+    if end is PLAIN:
+        return out, residual
+    if end.activation:
+        if end.activation not in ACTIVATIONS:
+            fail(_OP, f"unknown activation {end.activation!r}; known are {', '.join(ACTIVATIONS)}")
+        a.activation = NUMBERS[end.activation]
+    of_tiles = end.by_element
+    special = of_tiles._replace(activation="", gated=False) != PLAIN
+    late = end.score is not None or end.soft_cap
+    if (special and end.gated) or (end.post_norm and late):
+        fail(_OP, "scale, score and soft cap do not follow a gate, nor the last two a norm")
+    if of_tiles.score is not None:
+        check_rows(_OP, "score", of_tiles.score, len(out), 1)
+        if not of_tiles.score.is_contiguous():
+            fail(_OP, "score must be contiguous")
+    a.gated, a.more = end.gated, special or (end.activation != "" and not end.gated)
+    a.score, a.scale, a.soft_cap = address(of_tiles.score), of_tiles.scale, of_tiles.soft_cap
+    by = end.post_norm or end.sum_norm
+    if by is None:
+        return out, residual
+    if end.post_norm and end.sum_norm:
+        fail(_OP, "there is one norm of whole rows, not two")
+    a.row_norms = True
+    into = torch.empty(out.shape)
+    last = (end.scale, residual) if end.post_norm else (1.0, None)
+    set_rows(_OP, a.rows, into, by, *last, out)
+    return into, None if end.post_norm else residual

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
+from qoff.kernels.cpu.linear.activation import NUMBERS
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
-from qoff.kernels.layout.qexperts import ACTIVATIONS, ExpertsMlp, QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 
 from .job import (
     SCRATCH_BYTES,
@@ -32,27 +33,36 @@ def experts(
     topk_weights: Tensor,
     mlp: ExpertsMlp,
     *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
     activation_bits: int = 16,
     pool: Pool | None = None,
 ) -> Tensor:
-    """Return the sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
+    """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
 
-    x: float32 [M, H], rows contiguous. topk_ids: contiguous int64 [M, T], numbers of experts;
-    topk_weights: contiguous float32 [M, T]. mlp: packing rows16; biases float32. activation_bits:
-    16 or 8, as for `w4_linear`. What a token gets depends on no other token. Raises OpError.
+    x, residual, out: float32 [M, H], rows contiguous; out may be the residual, but not x. topk_ids:
+    contiguous int64 [M, T], numbers of experts; topk_weights: contiguous float32 [M, T]. mlp:
+    packing rows16; biases float32. activation_bits: 16 or 8, as for `w4_linear`. What a token gets
+    depends on no other token. Raises OpError.
     """
     pool = pool or default_pool()
     _check(x, topk_ids, topk_weights, mlp)
     if activation_bits not in (8, 16):
         fail(_OP, f"activation_bits is 8 or 16, not {activation_bits}")
-    out = torch.empty(x.shape)
+    if out is None:
+        out = torch.empty(x.shape)
+    for name, tensor in (("out", out), ("residual", residual)):
+        if tensor is not None:
+            check_rows(_OP, name, tensor, *x.shape)
     a = ExpertsArguments(
         gate_up=_matrix(mlp.gate_up, mlp.gate_up_bias),
         down=_matrix(mlp.down, mlp.down_bias),
         x_stride=4 * x.stride(0),
         per_token=topk_ids.shape[1],
         experts=mlp.gate_up.count,
-        activation=ACTIVATIONS.index(mlp.activation),
+        activation=NUMBERS[mlp.activation],
+        residual_stride=0 if residual is None else 4 * residual.stride(0),
+        out_stride=4 * out.stride(0),
         planes=activation_bits // 8,
     )
     together = max(1, _WORKSPACE_BYTES // _pair_bytes(a) // topk_ids.shape[1])
@@ -61,6 +71,7 @@ def experts(
             rows = slice(first, first + together)
             a.tokens = min(together, len(x) - first)
             a.x, a.out = x[rows].data_ptr(), out[rows].data_ptr()
+            a.residual = 0 if residual is None else residual[rows].data_ptr()
             a.topk_ids, a.topk_weights = topk_ids[rows].data_ptr(), topk_weights[rows].data_ptr()
             _place(a, pool)
             pool.run(gate_up_job.address, a)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
-
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
-from qoff.kernels.cpu.linear.job import CACHED_BYTES, LONG, quantize_group, with_bias
+from qoff.kernels.cpu.linear.activation import gated as gated_activation
+from qoff.kernels.cpu.linear.job import CACHED_BYTES, quantize_group, with_bias
+from qoff.kernels.cpu.linear.norm_job import LONG
 from qoff.kernels.cpu.linear.tile import tile
 from qoff.kernels.cpu.operands import int64s, offsets
-
-from .gates import activate
 
 
 class MatrixArguments(ctypes.Structure):
@@ -39,16 +37,16 @@ class ExpertsArguments(ctypes.Structure):
         ("down", MatrixArguments),
         *int64s(
             "x", "x_stride", "tokens", "per_token", "experts", "topk_ids", "topk_weights",
-            "activation", "out", "planes", "pairs", "count", "order", "segments", "counts", "inner",
-            "weighted", "scratch",
+            "activation", "residual", "residual_stride", "out", "out_stride", "planes", "pairs",
+            "count", "order", "segments", "counts", "inner", "weighted", "scratch",
         ),
     )  # fmt: skip
 
 
 (N, K, CODES, CODES_STRIDE, SCALE_MIN, SCALE_MIN_STRIDE, WIDE, GROUP, BITS, BIAS, HIGH, LOW,
  SCALES) = offsets(MatrixArguments)  # fmt: skip
-(GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, OUT,
- PLANES, PAIRS, COUNT, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
+(GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, RESIDUAL,
+ RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, PAIRS, COUNT, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
  SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 SEGMENT_BYTES = 24  # of a segment: expert, first pair, pair after the last
@@ -114,9 +112,7 @@ def _quantize(pool, phase, threads, args, matrix, row_bytes):
         part = item % parts
         for g in range(part * groups // parts, (part + 1) * groups // parts):
             start = g * group
-            quantize_group(
-                x, 0, np.float32(1.0), start, start + group, planes, high, low, scales + 8 * g
-            )
+            quantize_group(x, start, start + group, planes, high, low, scales + 8 * g)
         finish(pool, phase)
         item = take(pool, phase)
     wait(pool, phase, items)
@@ -130,7 +126,7 @@ def _write_gated(args, matrix, bias, scratch, block, place, tokens):
         gate = with_bias(scratch + 64 * t, bias, 16 * block, n)
         up = with_bias(scratch + 64 * (tokens + t), bias, 16 * block + 16, n)
         to = simd.peek_i64(args + INNER) + (place + t) * 2 * n + 32 * block
-        simd.store_f32(to, activate(kind, gate, up))
+        simd.store_f32(to, gated_activation(kind, gate, up))
 
 
 @inner
@@ -214,19 +210,22 @@ def _multiply(pool, phase, thread, threads, args, matrix, gated):
 
 @inner
 def _add_up(pool, phase, args, matrix):
-    """The sum of a token's weighted outputs, in the order in which it chose its experts."""
+    """The sum of a token's weighted outputs, in the order of its experts, and its residual."""
     tokens, per_token = simd.peek_i64(args + M), simd.peek_i64(args + PER_TOKEN)
     n = simd.peek_i64(matrix + N)
-    parts = (n + _COLUMNS - 1) // _COLUMNS
+    residual, parts = simd.peek_i64(args + RESIDUAL), (n + _COLUMNS - 1) // _COLUMNS
     item = take(pool, phase)
     while item < tokens * parts:
         token, first = item // parts, item % parts * _COLUMNS
-        to = simd.peek_i64(args + OUT) + token * 4 * n
+        to = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE)
+        plus = residual + token * simd.peek_i64(args + RESIDUAL_STRIDE)
         summands = simd.peek_i64(args + WEIGHTED) + token * per_token * 4 * n
         for column in range(4 * first, 4 * min(first + _COLUMNS, n), 64):
             total = simd.load_f32(summands + column)
             for t in range(1, per_token):
                 total = simd.add(total, simd.load_f32(summands + t * 4 * n + column))
+            if residual != 0:
+                total = simd.add(total, simd.load_f32(plus + column))
             simd.store_f32(to + column, total)
         item = take(pool, phase)
 

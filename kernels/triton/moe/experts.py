@@ -43,9 +43,16 @@ def experts_sum_kernel(weighted, out, H, PER_TOKEN: tl.constexpr, BLOCK: tl.cons
 
 
 def experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp, block: int | None = None
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    mlp: ExpertsMlp,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    block: int | None = None,
 ) -> Tensor:
-    """Return the sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
+    """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
 
     x: float16 or bfloat16 [M, H]; topk_ids: int64 [M, T], not checked, as that would wait for the
     GPU; topk_weights: float32 [M, T]; all contiguous. mlp: packing split32, every expert's codes
@@ -62,7 +69,7 @@ def experts(
     require("topk_weights", topk_weights, (torch.float32,), topk_ids.shape, device)
     gate_up_bias = _bias("gate_up_bias", mlp.gate_up_bias, x, (mlp.gate_up.count, rows))
     down_bias = _bias("down_bias", mlp.down_bias, x, (mlp.down.count, hidden))
-    out = torch.empty_like(x)
+    into, out = out, torch.empty_like(x) if out is None or residual is not None else out
     together = max(1, PAIRS_MAX // topk_ids.shape[1])
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         for first in range(0, len(x), together):
@@ -73,7 +80,7 @@ def experts(
             inner = _compute(product, block, found)
             product = Product(inner, *chosen, mlp.down, down_bias)
             add_up(_compute(product, block, found), out[part])
-    return out
+        return out if residual is None else torch.add(out, residual, out=into)
 
 
 def _check_weights(**weights: QExperts) -> None:

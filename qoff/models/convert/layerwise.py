@@ -12,18 +12,21 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError, UnsupportedModelError
+from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
 from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.reference.linear import ended, normalized
 from qoff.kvcache import CachePass, PlainCache
 from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
-from qoff.models.native.decoder import head_shapes, scaled_logits
+from qoff.models.native.decoder import head_shapes, logits_ending
 from qoff.models.native.layer import Layer
+from qoff.models.native.linear import norm_of
 from qoff.models.native.rope import RotaryTable
-from qoff.models.native.unfused import normalized
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor
 from qoff.quant.compensated import compensated
@@ -106,9 +109,11 @@ class Layerwise:
         """
         spec = self.spec
         if spec.final_norm:
-            rows = normalized(spec, rows, dict(outer), "model.norm")
+            by = norm_of(spec, dict(outer), names.NORM.removesuffix(".weight"))
+            assert by is not None
+            rows = normalized(rows, by)
         head = outer[EMBEDDING if spec.tie_word_embeddings else LM_HEAD]
-        return scaled_logits(spec, rows @ head.T)
+        return ended(rows @ head.T, logits_ending(spec))
 
     @property
     def logit_rows(self) -> int:
@@ -184,6 +189,7 @@ class _DenseOps:
     """
 
     PACKING, CACHE, USES_OUT, RECORDER = "split32", "host", False, None
+    norm = staticmethod(reference_ops.norm)
 
     def __init__(self, seen: Seen | None) -> None:
         self._seen = seen
@@ -193,26 +199,22 @@ class _DenseOps:
         x: Tensor,
         weight: QTensor | Tensor,
         *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        norm: Norm | None = None,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
-        silu_mul: bool = False,
+        end: Ending = PLAIN,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `kernels.reference.ops.w4_linear`."""
         if norm is not None:
-            x = reference_ops.rms_norm(x, norm, eps)
+            x = normalized(x, norm)
         matrix = weight.dequantize() if isinstance(weight, QTensor) else weight
         y = x @ matrix.T
         if self._seen is not None:
             self._seen(weight, x, y)
         if bias is not None:
             y = y + bias
-        if silu_mul:
-            y = reference_ops.activate(y, "silu")
-        if residual is not None:
-            y = y + residual
+        y = ended(y, end, residual)
         return y if out is None else out.copy_(y)
 
     def attention(self, *operands: Any, **options: Any) -> Tensor:

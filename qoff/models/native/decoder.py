@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qoff.errors import ArgumentError, OpError
+from qoff.kernels.layout.ending import PLAIN, Ending
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
+from qoff.kernels.reference.linear import ended
 from qoff.kernels.upload import on_device
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.device.cache import DeviceCachePass
@@ -23,9 +25,8 @@ from qoff.models.spec import DecoderSpec
 
 from .graphs import Replays
 from .layer import Layer
-from .linear import Linear, Steps, tiled, vector
+from .linear import Linear, Steps, norm_of, tiled
 from .rope import CPU, RotaryTable
-from .unfused import normalized
 
 
 def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
@@ -67,10 +68,10 @@ def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -
 class Decoder:
     """A decoder of the Llama family, computed by `ops` on weights that it is handed step by step.
 
-    `embed` turns token ids, int64 [M], into [M, hidden_size] of any float dtype. The head's
-    inputs are never rounded to fewer than 16 bits. device, dtype: of hidden states; dense weights
-    are on that device too. replays: what is computed at decode is recorded there and replayed, a
-    layer at a time, or a whole pass where `resident` says that no weight ever moves.
+    `embed` turns token ids, int64 [M], into [M, hidden_size] of any float dtype, times a factor.
+    The head's inputs are never rounded to fewer than 16 bits. device, dtype: of hidden states;
+    dense weights are on that device too. replays: what is computed at decode is recorded there and
+    replayed, a layer at a time, or a whole pass where `resident` says that no weight ever moves.
     """
 
     resident = False
@@ -79,7 +80,7 @@ class Decoder:
         self,
         spec: DecoderSpec,
         ops: Ops,
-        embed: Callable[[Tensor], Tensor],
+        embed: Callable[[Tensor, float], Tensor],
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         replays: Replays | None = None,
@@ -96,7 +97,9 @@ class Decoder:
         self._kinds = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.head_shapes = head_shapes(spec)
         self._layer = Layer(spec, ops, self.head_shapes)
-        self._head = Linear(exact(ops), spec.norm_eps)
+        self._head = Linear(exact(ops))
+        # Logits are scaled in float32: by the head's op, or behind it.
+        self._scaled = dtype == torch.float32
 
     @property
     def caches_on_device(self) -> bool:
@@ -152,9 +155,11 @@ class Decoder:
         """
         ragged = run.ragged
         self.spec.check_positions(ragged.longest + 1)
+        ids, vocab = run.tokens, self.spec.vocab_size
+        if len(ids) and not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise OpError(f"tokens are 0 to {vocab - 1}, not {int(ids.min())} to {int(ids.max())}")
         run.cached = cached = run.cache.begin(ragged)
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
-        ids = run.tokens
         key: Hashable | None = None
         on_gpu = cached if isinstance(cached, DeviceCachePass) else None
         if on_gpu is None:
@@ -178,13 +183,11 @@ class Decoder:
         else:
             logits = yield from self._units(run, self._embedded(ids), run.logit_rows, key)
         cached.end()
-        return scaled_logits(self.spec, logits.float())
+        return logits if self._scaled else ended(logits.float(), logits_ending(self.spec))
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """What the first layer is given, [M, hidden_size] on the device."""
-        rows = self._embed(ids)
-        if self.spec.embedding_scale != 1:
-            rows = rows * self.spec.embedding_scale
+        rows = self._embed(ids, self.spec.embedding_scale)
         return rows.to(self.device, self.dtype)
 
     def _steady_workspace(self, tokens: int) -> LayerWorkspace:
@@ -218,10 +221,9 @@ class Decoder:
         weights = yield HEAD
         rows = _taken(activations.load(), logit_rows)
         run.hidden = None
-        norm = vector(weights, names.NORM)
-        if self.spec.norm == "layer" and norm is not None:
-            rows, norm = normalized(self.spec, rows, weights, "model.norm"), None
-        return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm))
+        norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
+        end = logits_ending(self.spec) if self._scaled else PLAIN
+        return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm, end=end))
 
     def _replayed(self, layer: int, weights: Weights, run: ForwardPass, key: Hashable) -> None:
         """Compute a layer as its recording, or record it."""
@@ -239,9 +241,7 @@ class Decoder:
     def _whole(self, run: ForwardPass, ids: Tensor, key: Hashable) -> Steps:
         """Compute a pass as its recording, or record it: when all its weights are there."""
         # On a GPU the recording begins at the ids. On a CPU the table may be on disk.
-        on_gpu, vocab = self.caches_on_device, self.spec.vocab_size
-        if on_gpu and not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-            raise OpError(f"tokens are 0 to {vocab - 1}, not {int(ids.min())} to {int(ids.max())}")
+        on_gpu = self.caches_on_device
         x = ids if on_gpu else self._embedded(ids)
         weights: list[Weights] = []
         for unit in (*range(self.spec.num_layers), HEAD):
@@ -269,13 +269,9 @@ def _taken(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, on_device(rows, x.device))
 
 
-def scaled_logits(spec: DecoderSpec, logits: Tensor) -> Tensor:
-    """Logits as the model predicts by them, from the products of its head."""
-    if spec.logit_scale != 1:
-        logits = logits * spec.logit_scale
-    if spec.logit_soft_cap:
-        logits = spec.logit_soft_cap * torch.tanh(logits / spec.logit_soft_cap)
-    return logits
+def logits_ending(spec: DecoderSpec) -> Ending:
+    """What makes logits, as the model predicts by them, of the products of its head."""
+    return Ending(scale=spec.logit_scale, soft_cap=spec.logit_soft_cap)
 
 
 def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
@@ -296,8 +292,9 @@ def recorded_bytes(spec: DecoderSpec, rows: int) -> int:
 def logits_bytes(spec: DecoderSpec, rows: int, dtype: torch.dtype) -> int:
     """The most bytes that `rows` logits take, from the head's product to what a pass returns.
 
-    In `dtype`, in float32, and twice more where they are scaled.
+    In float32; or in `dtype`, in float32, and twice more where they are scaled.
     """
+    if dtype == torch.float32:
+        return rows * spec.vocab_size * 4
     scaled = spec.logit_scale != 1 or spec.logit_soft_cap != 0
-    converted = 0 if dtype == torch.float32 else dtype.itemsize
-    return rows * spec.vocab_size * (converted + 4 + 8 * scaled)
+    return rows * spec.vocab_size * (dtype.itemsize + 4 + 8 * scaled)

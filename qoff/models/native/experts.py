@@ -24,28 +24,18 @@ class Experts:
         self.spec, self._ops = spec, ops
         self._views: dict[tuple[int, ...], list[QExperts]] = {}  # by where they lie
 
-    def compute(self, x: Tensor, scores: Tensor, weights: Weights) -> Tensor:
-        """The weighted sum of the outputs of each token's experts, [M, hidden_size].
+    def compute(self, x: Tensor, scores: Tensor, weights: Weights, hidden: Tensor) -> None:
+        """hidden += the weighted sum of the outputs of each token's experts, [M, hidden_size].
 
-        scores: the router's, [M, experts].
+        x: their inputs. scores: the router's, [M, experts].
         """
+        spec = self.spec
         gate_up, down = self._matrices(weights)
         biases = (vector(weights, f"mlp.experts.{name}.bias") for name in _MATRICES)
         rows = (None if bias is None else bias.view(self.spec.count, -1) for bias in biases)
         mlp = ExpertsMlp(gate_up, down, self.spec.activation, *rows)
-        return self._ops.experts(x, *self._route(scores), mlp)
-
-    def _route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts of each token, int64 [M, top_k], and their weights, float32 [M, top_k]."""
-        scores = scores.float()
-        if self.spec.softmax == "all":
-            scores = scores.softmax(-1)
-        topk_weights, topk_ids = scores.topk(self.spec.top_k, dim=-1)
-        if self.spec.softmax == "topk":
-            topk_weights = topk_weights.softmax(-1)
-        if self.spec.normalized:
-            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
-        return topk_ids, topk_weights
+        chosen = self._ops.route(scores, spec.top_k, spec.softmax, spec.normalized)
+        self._ops.experts(x, *chosen, mlp, residual=hidden, out=hidden)
 
     def _matrices(self, weights: Weights) -> list[QExperts]:
         """Those of gate and up and those down, of all experts of a layer."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.embedding import embedding
+from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops, exact
@@ -18,10 +19,9 @@ from qoff.models.forward_pass import ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
 from .experts import Experts
-from .linear import ALL, Linear, Steps, fetch, tiled, vector
-from .unfused import activate, gate, normalized, rms_normalized
+from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 
-_BEFORE_ATTENTION, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
+_NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
 class Layer:
@@ -30,9 +30,10 @@ class Layer:
     def __init__(self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape]) -> None:
         self._spec, self._ops, self._shapes = spec, ops, shapes
         self._on_gpu = ops.CACHE == "device"
-        self._linear = Linear(ops, spec.norm_eps)
-        self._exact_linear = Linear(exact(ops), spec.norm_eps)  # for scores that decide
+        self._linear = Linear(ops)
+        self._exact_linear = Linear(exact(ops))  # for scores that decide
         self._experts = None if spec.experts is None else Experts(spec.experts, ops)
+        self._activation = Ending(spec.activation, spec.gated)
 
     def steps(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
         """Compute a layer; yields the tiles it waits for. Returns the hidden states."""
@@ -42,38 +43,34 @@ class Layer:
         if self._spec.has_experts(layer):
             yield from self._mixture(weights, run)
         else:
-            yield from self._mlp(weights, run)
-        if self._spec.parallel:
-            run.input.add_(attended)
+            yield from self._mlp(weights, run, attended if self._spec.parallel else None)
         return run.input
 
     def _add_positions(self, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += the learned embedding of each token's position."""
         assert run.positions is not None
-        rows = run.positions.long() + self._spec.position_offset
-        table = weights[names.POSITIONS]
-        if isinstance(table, TiledMatrix):
-            for tile in table.tiles:
-                some = yield from fetch(run, tile)
-                here = (rows >= tile.first_row) & (rows < tile.stop)
-                run.input[here] += _gathered(some, rows[here] - tile.first_row, run.input)
-        else:
-            run.input.add_(_gathered(cast(QTensor, table), rows, run.input))
+        table, offset = weights[names.POSITIONS], self._spec.position_offset
+        if not isinstance(table, TiledMatrix):
+            hidden = run.input
+            embedding(
+                run.positions, cast(QTensor, table), offset=offset, residual=hidden, out=hidden
+            )
+            return hidden
+        rows = run.positions.long() + offset
+        for tile in table.tiles:
+            some = yield from fetch(run, tile)
+            here = (rows >= tile.first_row) & (rows < tile.stop)
+            run.input[here] += embedding(rows[here] - tile.first_row, some).to(run.input.dtype)
         return run.input
 
     def _attention(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
-        """hidden += attention(norm(hidden)); of a parallel one, return what is to be added."""
-        spec, cached, workspace = self._spec, run.cached, run.workspace
+        """hidden += attention(norm(hidden)); of a parallel one, return the sum."""
+        cached, workspace = run.cached, run.workspace
         assert cached is not None
         assert workspace is not None
-        x, norm = self._input(weights, run, _BEFORE_ATTENTION)
-        qkv = yield from self._linear(run, weights, names.QKV, x, out=workspace.qkv, norm=norm)
+        norm = self._norm_before(weights, "self_attn")
+        qkv = yield from self._linear(run, weights, names.QKV, out=workspace.qkv, norm=norm)
         q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
-        if spec.qk_norm == "all":
-            queries, keys, _ = qkv.split([spec.q_rows, spec.kv_rows, spec.kv_rows], dim=1)
-            for rows, by in ((queries, q_norm), (keys, k_norm)):
-                rows.copy_(rms_normalized(rows, cast(Tensor, by), spec.norm_eps))
-            q_norm = k_norm = None
         attended = self._ops.attention(
             qkv,
             self._shapes[layer],
@@ -86,17 +83,31 @@ class Layer:
             out=workspace.attended,
         )
         cached.close(layer)
-        return (yield from self._output(run, weights, "self_attn.o_proj", attended))
+        aside = torch.empty_like(run.input) if self._spec.parallel else None
+        out: Rows = "hidden" if aside is None else aside
+        end, name = self._ending(weights, "self_attn"), "self_attn.o_proj"
+        return (
+            yield from self._linear(
+                run, weights, name, attended, residual="hidden", out=out, end=end
+            )
+        )
 
-    def _mlp(self, weights: Weights, run: ForwardPass) -> Steps:
-        """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
+    def _mlp(self, weights: Weights, run: ForwardPass, attended: Tensor | None) -> Steps:
+        """hidden += down(act(gate(norm(hidden))) * up(norm(hidden))), in parts of the tokens.
+
+        attended: of a parallel attention, what the MLP's output is added to in their place.
+        """
         count = len(run.input)
         step = max(1, mlp_tokens(count, tiled(weights), self._on_gpu))
+        end, norm = self._ending(weights, "mlp"), self._norm_before(weights, "mlp")
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
-            x, norm = self._input(weights, run, _BEFORE_MLP, part)
-            inner = yield from self._inner(weights, run, "mlp", x, norm, part)
-            yield from self._output(run, weights, "mlp.down_proj", inner, part)
+            inner = yield from self._inner(weights, run, "mlp", "hidden", norm, part)
+            residual: Rows = "hidden" if attended is None else attended[part]
+            yield from self._linear(
+                run, weights, "mlp.down_proj", inner,
+                residual=residual, out="hidden", end=end, part=part,
+            )  # fmt: skip
         return run.input
 
     def _inner(
@@ -104,85 +115,61 @@ class Layer:
         weights: Weights,
         run: ForwardPass,
         module: str,
-        x: Tensor | None,
-        norm: Tensor | None,
+        x: Rows,
+        norm: Norm | None,
         part: slice,
     ) -> Steps:
         """What goes into the down projection of an MLP."""
-        act = self._spec.activation
-        if not self._spec.gated:
-            up = yield from self._linear(run, weights, f"{module}.up_proj", x, part=part, norm=norm)
-            return activate(act, up)
-        name, fused = f"{module}.gate_up_proj", act == "silu"
+        name = f"{module}.gate_up_proj" if self._spec.gated else f"{module}.up_proj"
         out = None
-        if fused and module == "mlp":
+        if module == "mlp":
             assert run.workspace is not None
             out = first_rows(run.workspace.gated, part.stop - part.start)
-        found = yield from self._linear(
-            run, weights, name, x, out=out, part=part, norm=norm, silu_mul=fused
+        return (
+            yield from self._linear(
+                run, weights, name, x, out=out, part=part, norm=norm, end=self._activation
+            )
         )
-        return found if fused else gate(act, found)
 
     def _mixture(self, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += the chosen experts' outputs, and the shared one's."""
         experts = self._experts
         assert experts is not None
-        count = len(run.input)
+        count, module = len(run.input), "mlp.shared_expert"
         step = max(1, mlp_tokens(count, False, self._on_gpu))
+        norm = self._norm_before(weights, "mlp")
+        assert norm is not None
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
-            x = normalized(self._spec, run.input[part], weights, _BEFORE_MLP)
+            x = self._ops.norm(run.input[part], norm)  # read by several matrices
             scores = yield from self._exact_linear(run, weights, names.ROUTER, x)
-            added = experts.compute(x, scores, weights)
-            if experts.spec.shared_size:
-                shared = yield from self._inner(weights, run, "mlp.shared_expert", x, None, part)
-                shared = yield from self._linear(
-                    run, weights, "mlp.shared_expert.down_proj", shared
-                )
-                if experts.spec.shared_gate:
-                    score = yield from self._exact_linear(run, weights, names.SHARED_GATE, x)
-                    shared = shared * torch.sigmoid(score)
-                added = added + shared
-            run.input[part] += added
+            experts.compute(x, scores, weights, run.input[part])
+            if not experts.spec.shared_size:
+                continue
+            score = None
+            if experts.spec.shared_gate:
+                score = yield from self._exact_linear(run, weights, names.SHARED_GATE, x)
+            shared = yield from self._inner(weights, run, module, x, None, part)
+            yield from self._linear(
+                run, weights, f"{module}.down_proj", shared,
+                residual="hidden", out="hidden", end=Ending(score=score), part=part,
+            )  # fmt: skip
         return run.input
 
-    def _input(
-        self, weights: Weights, run: ForwardPass, module: str, part: slice = ALL
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Normalized hidden states, None for as they are; and the norm to fuse with a matmul."""
-        if not self._spec.pre_norm:
-            return None, None
-        if self._spec.norm == "rms":
-            return None, vector(weights, f"{module}.weight")
-        return normalized(self._spec, run.input[part], weights, module), None
+    def _norm_before(self, weights: Weights, module: str) -> Norm | None:
+        """Of the input of attention or MLP."""
+        return norm_of(self._spec, weights, _NORMS[module]) if self._spec.pre_norm else None
 
-    def _output(
-        self, run: ForwardPass, weights: Weights, name: str, x: Tensor, part: slice = ALL
-    ) -> Steps:
-        """Add a projection of x to the hidden states; of a parallel attention, return it."""
-        spec, module = self._spec, name.rpartition(".")[0]
-        aside = spec.parallel and module == "self_attn"
-        later = spec.post_norm or spec.norm_after_add or spec.residual_scale != 1
-        if not (aside or later):
-            return (yield from self._linear(run, weights, name, x, part=part, adds=True))
-        y = yield from self._linear(run, weights, name, x)
-        if spec.post_norm:
-            y = normalized(spec, y, weights, f"{module}.post_norm")
-        if spec.residual_scale != 1:
-            y = y * spec.residual_scale
-        if aside:
-            return y
-        hidden = run.input[part]
-        hidden += y
-        if spec.norm_after_add:
-            norm = _BEFORE_ATTENTION if module == "self_attn" else _BEFORE_MLP
-            hidden.copy_(normalized(spec, hidden, weights, norm))
-        return hidden
-
-
-def _gathered(table: QTensor, rows: Tensor, like: Tensor) -> Tensor:
-    """Rows of a matrix on the device, in the dtype of `like`."""
-    return embedding(rows, table).to(like.dtype)
+    def _ending(self, weights: Weights, module: str) -> Ending:
+        """What follows the last projection of attention or MLP."""
+        spec = self._spec
+        if not (spec.post_norm or spec.norm_after_add) and spec.residual_scale == 1:
+            return PLAIN
+        return Ending(
+            post_norm=norm_of(spec, weights, f"{module}.post_norm") if spec.post_norm else None,
+            scale=spec.residual_scale,
+            sum_norm=norm_of(spec, weights, _NORMS[module]) if spec.norm_after_add else None,
+        )
 
 
 def layer_bytes(
@@ -214,7 +201,7 @@ def layer_bytes(
     attention = linear(tokens, spec.q_rows + 2 * spec.kv_rows, hidden) + attention_bytes
     attention += linear(tokens, hidden, spec.q_rows) + normed + aside
     if spec.qk_norm == "all":
-        attention += tokens * spec.q_rows * (item + 8)
+        attention += tokens * (spec.q_rows * (2 * item + 8) + 2 * spec.kv_rows * item)
     attention += tokens * hidden * (4 + item) * (spec.learned_positions > 0)
 
     def mlp(inner: int) -> int:

@@ -3,86 +3,110 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 from torch import Tensor
 
+from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
 from qoff.memory import Tile, TiledMatrix, Unit, Weights
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.spec import DecoderSpec
 
 Steps = Generator[Unit, Weights, Tensor]
+Rows = Tensor | Literal["hidden"]  # the hidden states of the tokens `part`, wherever they are
 ALL = slice(None)
 
 
 class Linear:
-    """f(norm(x) @ W.T + bias) on the weights that a forward pass was handed.
+    """norm(x) @ W.T + bias, and what follows, on the weights that a forward pass was handed."""
 
-    eps: of RMSNorms that are fused.
-    """
-
-    def __init__(self, ops: Ops, eps: float) -> None:
-        self._ops, self._eps = ops, eps
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
 
     def __call__(
         self,
         run: ForwardPass,
         weights: Weights,
         name: str,
-        x: Tensor | None = None,
+        x: Rows = "hidden",
         *,
-        out: Tensor | None = None,
+        norm: Norm | None = None,
+        end: Ending = PLAIN,
+        residual: Rows | None = None,
+        out: Rows | None = None,
         part: slice = ALL,
-        adds: bool = False,
-        norm: Tensor | None = None,
-        silu_mul: bool = False,
     ) -> Steps:
         """Return the result, in `out` if there is one.
 
-        Without x, the input is the hidden states of the tokens `part`; with `adds` the result is
-        added to them. A matrix in tiles is multiplied tile by tile; meanwhile the hidden states are
-        where the batch keeps them.
+        A matrix in tiles is multiplied tile by tile; meanwhile the hidden states are where the
+        batch keeps them.
         """
         matrix, bias = weights[name], vector(weights, f"{name}.bias")
-        if not isinstance(matrix, TiledMatrix):
-            here = x
-            if x is None or adds:
-                hidden = run.input
-                every = part in (ALL, slice(0, len(hidden)))
-                here = hidden if every else hidden[part]
-            return self._ops.w4_linear(
-                cast(Tensor, here if x is None else x),
-                cast(QTensor, matrix),
-                norm=norm,
-                eps=self._eps,
-                bias=bias,
-                residual=here if adds else None,
-                silu_mul=silu_mul,
-                out=here if adds else out,
-            )
-        call = partial(self._ops.w4_linear, norm=norm, eps=self._eps, silu_mul=silu_mul)
-        share = 2 if silu_mul else 1  # rows for a column of the result
+        if isinstance(matrix, TiledMatrix):
+            return (yield from self._by_tiles(run, matrix, bias, x, norm, end, residual, out, part))
+        added = _there(run, residual, part)
+        return self._ops.w4_linear(
+            cast(Tensor, _there(run, x, part)),
+            cast(QTensor, matrix),
+            norm=norm,
+            bias=bias,
+            residual=added,
+            end=end,
+            out=added if out is residual else _there(run, out, part),
+        )
+
+    def _by_tiles(
+        self,
+        run: ForwardPass,
+        matrix: TiledMatrix,
+        bias: Tensor | None,
+        x: Rows,
+        norm: Norm | None,
+        end: Ending,
+        residual: Rows | None,
+        out: Rows | None,
+        part: slice,
+    ) -> Steps:
+        share = 2 if end.gated else 1  # rows for a column of the result
         direct = self._ops.USES_OUT  # such ops take columns of a larger matrix
+        of_rows = end.post_norm or end.sum_norm  # when all columns are there
+        whole: Tensor | None = None
         for tile in matrix.tiles:
             rows = yield from fetch(run, tile)
-            source = run.input[part] if x is None else x
-            if out is None and not adds:
-                out = source.new_empty(len(source), matrix.shape[0] // share)
-            whole = run.input[part] if adds else cast(Tensor, out)
-            target = whole[:, tile.first_row // share : tile.stop // share]
-            added = (target if direct else target.contiguous()) if adds else None
-            some = call(
+            source = cast(Tensor, _there(run, x, part))
+            if whole is None and (out is None or of_rows):
+                whole = source.new_empty(len(source), matrix.shape[0] // share)
+            into = whole if whole is not None else cast(Tensor, _there(run, out, part))
+            columns = slice(tile.first_row // share, tile.stop // share)
+            target = into[:, columns]
+            added = None if end.post_norm else _there(run, residual, part)
+            if added is not None:
+                added = added[:, columns] if direct else added[:, columns].contiguous()
+            some = self._ops.w4_linear(
                 source,
                 rows,
+                norm=norm,
                 bias=None if bias is None else bias[tile.first_row : tile.stop],
                 residual=added,
+                end=end.by_element,
                 out=target if direct else None,
             )
             if not direct:
                 target.copy_(some)
-        return run.input[part] if adds else cast(Tensor, out)
+        there = _there(run, out, part)
+        if of_rows is None:
+            return cast(Tensor, whole if there is None else there)
+        scale, added = (end.scale, _there(run, residual, part)) if end.post_norm else (1.0, None)
+        return self._ops.norm(cast(Tensor, whole), of_rows, scale=scale, residual=added, out=there)
+
+
+def _there(run: ForwardPass, rows: Rows | None, part: slice) -> Tensor | None:
+    if not isinstance(rows, str):
+        return rows
+    hidden = run.input
+    return hidden if part in (ALL, slice(0, len(hidden))) else hidden[part]
 
 
 def fetch(run: ForwardPass, tile: Tile) -> Generator[Unit, Weights, QTensor]:
@@ -98,6 +122,12 @@ def fetch(run: ForwardPass, tile: Tile) -> Generator[Unit, Weights, QTensor]:
 def vector(weights: Weights, name: str) -> Tensor | None:
     """A dense weight, None where this model has none of that name."""
     return cast("Tensor | None", weights.get(name))
+
+
+def norm_of(spec: DecoderSpec, weights: Weights, module: str) -> Norm | None:
+    """The norm of a module, None where this model has none of that name."""
+    weight, bias = (vector(weights, f"{module}.{name}") for name in ("weight", "bias"))
+    return None if weight is None else Norm(weight, spec.norm_eps, bias, spec.norm == "layer")
 
 
 def tiled(weights: Weights) -> bool:

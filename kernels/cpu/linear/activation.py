@@ -1,4 +1,4 @@
-"""Gated activations of 16 outputs at once, as compiled functions."""
+"""Activations of 16 outputs at once, as compiled functions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import numpy as np
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner
-from qoff.kernels.cpu.linear.job import silu
+from qoff.kernels.layout.ending import ACTIVATIONS
+from qoff.kernels.layout.qexperts import ACTIVATIONS as GATES
 
-SILU, GELU, GELU_TANH, CLAMPED_SWIGLU = range(4)  # in the order of `qexperts.ACTIVATIONS`
+# By name, from 1 on; 0 is none.
+NUMBERS = {name: i + 1 for i, name in enumerate(dict.fromkeys((*ACTIVATIONS, *GATES)))}
+_SILU, _GELU, _RELU = NUMBERS["silu"], NUMBERS["gelu"], NUMBERS["relu"]
+CLAMPED_SWIGLU = NUMBERS["clamped_swiglu"]
 
 
 @inner
-def _sigmoid(x, factor):
+def sigmoid(x, factor):
     one = simd.splat_f32(np.float32(1.0))
     power = simd.exp(simd.mul(x, simd.splat_f32(np.float32(-factor))))
     return simd.div(one, simd.add(one, power))
@@ -38,20 +42,29 @@ def _gelu(x):
 
 
 @inner
-def activate(kind, gate, up):
-    """The gated activation of 16 outputs, `kind` one of the above; NaN stays NaN."""
-    if kind == SILU:
-        return simd.mul(silu(gate), up)
-    if kind == GELU:
-        return simd.mul(_gelu(gate), up)
-    if kind == GELU_TANH:  # (1 + tanh(u)) / 2 = sigmoid(2 u)
+def activated(kind, x):
+    """An activation of 16 numbers, `kind` one of NUMBERS but the last; NaN stays NaN."""
+    if kind == _SILU:
         one = simd.splat_f32(np.float32(1.0))
-        square = simd.mul_add(simd.mul(gate, gate), simd.splat_f32(np.float32(0.044715)), one)
-        u = simd.mul(gate, square)
-        return simd.mul(simd.mul(gate, _sigmoid(u, np.float32(1.5957691216057308))), up)
+        negative = simd.mul(x, simd.splat_f32(np.float32(-1.0)))
+        return simd.div(x, simd.add(one, simd.exp(negative)))
+    if kind == _GELU:
+        return _gelu(x)
+    if kind == _RELU:
+        return simd.maximum(simd.splat_f32(np.float32(0.0)), x)
+    one = simd.splat_f32(np.float32(1.0))  # (1 + tanh(u)) / 2 = sigmoid(2 u)
+    square = simd.mul_add(simd.mul(x, x), simd.splat_f32(np.float32(0.044715)), one)
+    return simd.mul(x, sigmoid(simd.mul(x, square), np.float32(1.5957691216057308)))
+
+
+@inner
+def gated(kind, gate, up):
+    """The gated activation of 16 outputs, `kind` one of NUMBERS; NaN stays NaN."""
+    if kind != CLAMPED_SWIGLU:
+        return simd.mul(activated(kind, gate), up)
     minus = simd.splat_f32(np.float32(-1.0))
     seven = simd.splat_f32(np.float32(-7.0))
     gate = simd.mul(minus, simd.maximum(seven, simd.mul(minus, gate)))
     up = simd.mul(minus, simd.maximum(seven, simd.mul(minus, simd.maximum(seven, up))))
-    gate = simd.mul(gate, _sigmoid(gate, np.float32(1.702)))
+    gate = simd.mul(gate, sigmoid(gate, np.float32(1.702)))
     return simd.mul_add(up, gate, gate)

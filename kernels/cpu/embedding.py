@@ -1,0 +1,124 @@
+"""Rows of a matrix packed `rows16`, dequantized and scaled: one small job on the pool."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qoff.kernels.cpu.jit import simd
+from qoff.kernels.cpu.jit.compiled import inner, job
+from qoff.kernels.cpu.jit.pool import default_pool, take
+from qoff.kernels.cpu.operands import address, check_rows, fail, int64s, offsets
+from qoff.kernels.layout.qtensor import QTensor
+
+
+class EmbeddingArguments(ctypes.Structure):
+    """Addresses, strides in bytes, sizes; `wrong` becomes 1 for an id without a row."""
+
+    _fields_ = (
+        *int64s(
+            "ids", "offset", "tokens", "n", "k", "codes", "scale_min", "wide", "group", "bits",
+            "residual", "residual_stride", "out", "out_stride", "wrong",
+        ),
+        ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+(IDS, OFFSET, M, N, K, CODES, SCALE_MIN, WIDE, GROUP, BITS, RESIDUAL, RESIDUAL_STRIDE, OUT,
+ OUT_STRIDE, WRONG, FACTOR) = offsets(EmbeddingArguments)  # fmt: skip
+_PART = 512  # numbers of a row, in one item: a multiple of every group size
+
+
+@inner
+def _write_group(args, codes, scale_min, lane, first, residual, out):
+    """One group of a row from number `first` on; the row's codes are 4 bytes of each 64."""
+    wide_codes, factor = simd.peek_i64(args + BITS) == 8, simd.peek_f32(args + FACTOR)
+    if simd.peek_i64(args + WIDE) != 0:
+        scale = simd.peek_f32(scale_min + 4 * lane)
+        minimum = simd.peek_f32(scale_min + 64 + 4 * lane)
+    else:
+        scale = simd.peek_f16(scale_min + 2 * lane)
+        minimum = simd.peek_f16(scale_min + 32 + 2 * lane)
+    for i in range(first, first + simd.peek_i64(args + GROUP)):
+        # A word has 4 numbers, or 4 in its low nibbles and the next 4 in its high ones.
+        if wide_codes:
+            code = (simd.peek_i32(codes + 64 * (i // 4)) >> (8 * (i % 4))) & 255
+        else:
+            code = (simd.peek_i32(codes + 64 * (i // 8)) >> (8 * (i % 4) + i % 8 // 4 * 4)) & 15
+        value = (np.float32(code) * scale + minimum) * factor
+        if residual != 0:
+            value = simd.peek_f32(residual + 4 * i) + value
+        simd.poke_f32(out + 4 * i, value)
+
+
+@inner
+def _write_part(args, token, part):
+    """Some groups of one token's row."""
+    row = simd.peek_i64(simd.peek_i64(args + IDS) + 8 * token) + simd.peek_i64(args + OFFSET)
+    if row < 0 or row >= simd.peek_i64(args + N):
+        simd.poke_i64(args + WRONG, 1)
+        return
+    k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
+    block, lane = row // 16, row % 16
+    codes = simd.peek_i64(args + CODES) + block * 2 * k * simd.peek_i64(args + BITS) + 4 * lane
+    group_bytes = 64 << simd.peek_i64(args + WIDE)
+    scale_min = simd.peek_i64(args + SCALE_MIN) + block * (k // group) * group_bytes
+    residual = simd.peek_i64(args + RESIDUAL)
+    if residual != 0:
+        residual += token * simd.peek_i64(args + RESIDUAL_STRIDE)
+    out = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE)
+    for first in range(part * _PART, min((part + 1) * _PART, k), group):
+        at = scale_min + first // group * group_bytes
+        _write_group(args, codes, at, lane, first, residual, out)
+
+
+@job
+def embedding_job(pool, thread, threads, args):
+    """The whole op; its arguments are the fields above."""
+    parts = (simd.peek_i64(args + K) + _PART - 1) // _PART
+    items = simd.peek_i64(args + M) * parts
+    item = take(pool, 0)
+    while item < items:
+        _write_part(args, item // parts, item % parts)
+        item = take(pool, 0)
+
+
+def embedding(
+    ids: Tensor,
+    weight: QTensor,
+    *,
+    offset: int = 0,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return residual + scale * the rows ids + offset of a weight [N, K] of packing rows16.
+
+    ids: int64 [T]. residual, out: float32 [T, K], rows contiguous; they may be the same. Raises
+    OpError, for rows that are not there too.
+    """
+    n, k = weight.shape
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        fail("embedding", f"ids are int64 [T], not {ids.dtype} {list(ids.shape)}")
+    ids = ids.contiguous()
+    if out is None:
+        out = torch.empty(len(ids), k)
+    for name, rows in (("out", out), ("residual", residual)):
+        if rows is not None:
+            check_rows("embedding", name, rows, len(ids), k)
+    if not len(ids):
+        return out
+    stride = 0 if residual is None else 4 * residual.stride(0)
+    a = EmbeddingArguments(
+        ids.data_ptr(), offset, len(ids), n, k, weight.codes.data_ptr(),
+        weight.scale_min.data_ptr(), weight.scale_min.dtype == torch.float32, weight.group_size,
+        weight.bits, address(residual), stride, out.data_ptr(), 4 * out.stride(0), 0, scale,
+    )  # fmt: skip
+    default_pool().run(embedding_job.address, ctypes.addressof(a))
+    if a.wrong:
+        low, high = (int(x) + offset for x in ids.aminmax())
+        fail("embedding", f"ids from {low} to {high}, rows 0 to {n - 1}")
+    return out

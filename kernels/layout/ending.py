@@ -1,0 +1,52 @@
+"""What the linear op does beside the product: the norm before it, and everything behind it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+class Norm(NamedTuple):
+    """RMSNorm of rows (arXiv 1910.07467) or, `centered`, LayerNorm (arXiv 1607.06450)."""
+
+    weight: Tensor  # [K]
+    eps: float
+    bias: Tensor | None = None  # [K]
+    centered: bool = False
+
+
+class Ending(NamedTuple):
+    """What follows a product z = x W^T + bias [M, N], in this order.
+
+    activation: one of ACTIVATIONS, or none. Where it is `gated`, rows of W alternate 16 of gate
+    and 16 of up, and z becomes activation(gate) * up, [M, N / 2]. Then z becomes
+    scale * sigmoid(score) * post_norm(z), and soft_cap * tanh(z / soft_cap) where that is not 0.
+    The residual is added, and sum_norm is of the sum.
+    """
+
+    activation: str = ""
+    gated: bool = False
+    post_norm: Norm | None = None
+    scale: float = 1.0
+    score: Tensor | None = None  # [M, 1]
+    soft_cap: float = 0.0
+    sum_norm: Norm | None = None
+
+    @property
+    def by_element(self) -> Ending:
+        """Without norms of whole rows, and what comes behind the first of them."""
+        if self.post_norm is not None:
+            return self._replace(post_norm=None, scale=1.0, sum_norm=None)
+        return self._replace(sum_norm=None)
+
+    @property
+    def only_gated_silu(self) -> bool:
+        """Whether nothing else follows than perhaps silu(gate) * up."""
+        return self in (PLAIN, GATED_SILU)
+
+
+PLAIN = Ending()
+GATED_SILU = Ending("silu", gated=True)

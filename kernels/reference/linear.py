@@ -1,0 +1,55 @@
+"""What the linear op does before and behind the product, in plain torch; float32 inside."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qoff.kernels.layout.ending import Ending, Norm
+
+from .elementwise import rms_norm, wide
+
+TURN = 16  # columns of gate, then as many of up
+
+
+def normalized(x: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm or LayerNorm of rows of x [..., K], rounded once; of float64 in float64."""
+    if not norm.centered:
+        return rms_norm(x, norm.weight, norm.eps)
+    rows = wide(x)
+    weight, bias = (None if v is None else v.to(rows.dtype) for v in (norm.weight, norm.bias))
+    return F.layer_norm(rows, x.shape[-1:], weight, bias, norm.eps).to(x.dtype)
+
+
+def activated(name: str, z: Tensor) -> Tensor:
+    """An activation of `ending.ACTIVATIONS`; "gelu" is by erf, "gelu_tanh" its approximation."""
+    if name in ("silu", "relu"):
+        return F.silu(z) if name == "silu" else F.relu(z)
+    return F.gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def gate_and_up(z: Tensor) -> tuple[Tensor, Tensor]:
+    """The two halves [M, I] of z [M, 2I], whose columns alternate 16 of gate, 16 of up."""
+    gate, up = (x.reshape(len(z), -1) for x in z.view(len(z), -1, 2, TURN).unbind(2))
+    return gate, up
+
+
+def ended(z: Tensor, end: Ending, residual: Tensor | None = None) -> Tensor:
+    """What `end` makes of a product z, and of a residual like the result."""
+    if end.gated:
+        gate, up = gate_and_up(z)
+        z = activated(end.activation, gate) * up
+    elif end.activation:
+        z = activated(end.activation, z)
+    if end.post_norm is not None:
+        z = normalized(z, end.post_norm)
+    if end.score is not None:
+        z = z * torch.sigmoid(end.score)
+    if end.scale != 1:
+        z = z * end.scale
+    if end.soft_cap:
+        z = end.soft_cap * torch.tanh(z / end.soft_cap)
+    if residual is not None:
+        z = z + residual
+    return z if end.sum_norm is None else normalized(z, end.sum_norm)
