@@ -117,7 +117,7 @@ def embedding(
         weight.scale_min.data_ptr(), weight.scale_min.dtype == torch.float32, weight.group_size,
         weight.bits, address(residual), stride, out.data_ptr(), 4 * out.stride(0), 0, scale,
     )  # fmt: skip
-    default_pool().run(embedding_job.address, ctypes.addressof(a))
+    default_pool().run(embedding_job.address, a)
     if a.wrong:
         low, high = (int(x) + offset for x in ids.aminmax())
         fail("embedding", f"ids from {low} to {high}, rows 0 to {n - 1}")

@@ -85,6 +85,7 @@ def slow_layers(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             return found
 
         monkeypatch.setattr(PackedPass, "open", open_slowly)
+        monkeypatch.setattr(PackedPass, "replay_key", lambda _: None)  # replays open nothing
 
     return slow
 

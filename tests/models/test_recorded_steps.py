@@ -17,7 +17,7 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache import KVCache, KVQuant
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.graphs import Replays
-from tests.tiny_models import PlainRun, tiny_checkpoint
+from tests.tiny_models import FAMILIES, PlainRun, tiny_checkpoint
 
 CPU = torch.device("cpu")
 SLOTS, WINDOW = 3, 16
@@ -43,12 +43,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """A model and its cache, which are told the same tokens in every run."""
 
-    def __init__(self, path: Path, cache: str, replays: Replays | None, resident: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        cache: str,
+        replays: Replays | None,
+        resident: bool,
+        prompts: Sequence[int] = PROMPTS,
+    ) -> None:
         self.run = PlainRun(path, cpu, replays=replays)
         self.run.decoder.resident = resident
         self.cache = CACHES[cache](self.run)
         self.random = torch.Generator().manual_seed(0)
-        self.pass_over(range(SLOTS), PROMPTS)
+        self.pass_over(range(SLOTS), prompts)
 
     def next_pass(self, slots: Sequence[int], counts: Sequence[int]) -> ForwardPass:
         spans, row = [], 0
@@ -78,6 +85,17 @@ def test_replayed_steps_give_the_same_bits(cache: str, resident: bool, checkpoin
         prompts = [run.pass_over((1,), (90,)) for run in (expected, found)]
         assert torch.equal(*prompts)
     assert replays.replayed >= len(STEPS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_replayed(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """So torch computes nothing between the embedding and the logits."""
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family, "split32")
+    replays = Replays(CPU, while_done=JobRecorder())
+    runs = [Run(path, "float", one, True, (7, 5, 9)) for one in (None, replays)]
+    for slots in [(0, 1, 2)] * 3:
+        assert torch.equal(*(run.pass_over(slots, [1] * len(slots)) for run in runs))
+    assert (replays.recorded, replays.replayed) == (1, 2)
 
 
 def test_passes_of_batches_that_take_turns_layer_by_layer(checkpoint: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,7 @@ def norm(
     a = RowsArguments()
     set_rows("norm", a, x, by, scale, residual, out)
     if len(x):
-        pool.run(norm_job.address, ctypes.addressof(a))
+        pool.run(norm_job.address, a)
     return out
 
 

@@ -6,6 +6,8 @@ of a token and an expert and computes their activations, the second projects the
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from .job import (
     SCRATCH_BYTES,
     SEGMENT_BYTES,
+    SORTED_BYTES,
     ExpertsArguments,
     MatrixArguments,
     down_job,
@@ -75,7 +78,7 @@ def experts(
             a.topk_ids, a.topk_weights = topk_ids[rows].data_ptr(), topk_weights[rows].data_ptr()
             _place(a, pool)
             pool.run(gate_up_job.address, a)
-            if a.pairs == 0:
+            if ctypes.c_int64.from_address(a.sorted).value == 0:
                 low, high = (int(i) for i in topk_ids[rows].aminmax())
                 fail(_OP, f"experts {low} to {high} are chosen, but there are 0 to {a.experts - 1}")
             pool.run(down_job.address, a)
@@ -116,6 +119,7 @@ def _place(a: ExpertsArguments, pool: Pool) -> None:
     shared = max(_quantized_bytes(a.gate_up), 4 * a.down.n)
     sizes = {
         "scratch": pool.threads * SCRATCH_BYTES,
+        "sorted": SORTED_BYTES,
         "counts": 8 * a.experts,
         "segments": SEGMENT_BYTES * segments,
         "order": 8 * pairs,

@@ -37,8 +37,8 @@ class ExpertsArguments(ctypes.Structure):
         ("down", MatrixArguments),
         *int64s(
             "x", "x_stride", "tokens", "per_token", "experts", "topk_ids", "topk_weights",
-            "activation", "residual", "residual_stride", "out", "out_stride", "planes", "pairs",
-            "count", "order", "segments", "counts", "inner", "weighted", "scratch",
+            "activation", "residual", "residual_stride", "out", "out_stride", "planes", "sorted",
+            "order", "segments", "counts", "inner", "weighted", "scratch",
         ),
     )  # fmt: skip
 
@@ -46,8 +46,9 @@ class ExpertsArguments(ctypes.Structure):
 (N, K, CODES, CODES_STRIDE, SCALE_MIN, SCALE_MIN_STRIDE, WIDE, GROUP, BITS, BIAS, HIGH, LOW,
  SCALES) = offsets(MatrixArguments)  # fmt: skip
 (GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, RESIDUAL,
- RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, PAIRS, COUNT, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
+ RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, SORTED, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
  SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
+SORTED_BYTES = 16  # how many pairs and segments there are
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 SEGMENT_BYTES = 24  # of a segment: expert, first pair, pair after the last
 _COLUMNS = 512  # of a token's sum, in one item
@@ -56,13 +57,14 @@ _TOKENS = 4  # of the widest tile
 
 @inner
 def _sort(args):
-    """Order the pairs by expert; leaves `pairs` 0 if an expert is not there."""
+    """Order the pairs by expert; leaves 0 pairs if an expert is not there."""
     pairs = simd.peek_i64(args + M) * simd.peek_i64(args + PER_TOKEN)
     experts, topk_ids = simd.peek_i64(args + EXPERTS), simd.peek_i64(args + TOPK_IDS)
     counts, order = simd.peek_i64(args + COUNTS), simd.peek_i64(args + ORDER)
     segment = simd.peek_i64(args + SEGMENTS)
-    simd.poke_i64(args + PAIRS, 0)
-    simd.poke_i64(args + COUNT, 0)
+    counted = simd.peek_i64(args + SORTED)
+    simd.poke_i64(counted, 0)
+    simd.poke_i64(counted + 8, 0)
     for e in range(experts):
         simd.poke_i64(counts + 8 * e, 0)
     for p in range(pairs):
@@ -85,14 +87,14 @@ def _sort(args):
         place = counts + 8 * simd.peek_i64(topk_ids + 8 * p)
         simd.poke_i64(order + 8 * simd.peek_i64(place), p)
         simd.poke_i64(place, simd.peek_i64(place) + 1)
-    simd.poke_i64(args + PAIRS, pairs)
-    simd.poke_i64(args + COUNT, found)
+    simd.poke_i64(counted, pairs)
+    simd.poke_i64(counted + 8, found)
 
 
 @inner
 def _quantize(pool, phase, threads, args, matrix, row_bytes):
     """Inputs of all pairs, sorted, as int8 planes; row_bytes: of `inner`, 0 for rows of x."""
-    pairs, k = simd.peek_i64(args + PAIRS), simd.peek_i64(matrix + K)
+    pairs, k = simd.peek_i64(simd.peek_i64(args + SORTED)), simd.peek_i64(matrix + K)
     group, planes = simd.peek_i64(matrix + GROUP), simd.peek_i64(args + PLANES)
     groups = k // group
     parts = min(threads, groups) if pairs < 2 * threads and k >= LONG else 1
@@ -189,7 +191,7 @@ def _multiply(pool, phase, thread, threads, args, matrix, gated):
     blocks = simd.peek_i64(matrix + N) // 16
     step = 2 * max(1, blocks // (16 * threads))
     chunks = (blocks + step - 1) // step  # of a segment
-    total = simd.peek_i64(args + COUNT) * chunks
+    total = simd.peek_i64(simd.peek_i64(args + SORTED) + 8) * chunks
     part = (total + threads - 1) // threads  # chunks a thread
     scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
     item = take(pool, phase)

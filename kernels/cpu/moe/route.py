@@ -98,5 +98,5 @@ def route(
             scores.data_ptr(), 4 * scores.stride(0), tokens, experts, top_k, ids.data_ptr(),
             weights.data_ptr(), of_all,
         )  # fmt: skip
-        default_pool().run(route_job.address, ctypes.addressof(arguments))
+        default_pool().run(route_job.address, arguments)
     return ids, weights

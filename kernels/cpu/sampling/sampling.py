@@ -31,7 +31,7 @@ def likeliest(rows: Sequence[Tensor], pool: Pool | None = None) -> list[int]:
     pool = pool or default_pool()
     described = _described(rows, [Shape()] * len(rows))
     args = SamplingArguments(ctypes.addressof(described), len(rows), len(rows[0]))
-    pool.run(likeliest_job.address, ctypes.addressof(args))
+    pool.run(likeliest_job.address, args)
     return [row.token for row in described]
 
 
@@ -100,7 +100,7 @@ def _drawn(
     with pool.lock:
         args.weights = pool.workspace(4 * columns * count + scratch)
         args.compact = args.words = args.weights + 4 * columns * count
-        pool.run(draw_job.address, ctypes.addressof(args))
+        pool.run(draw_job.address, args)
     return [row.token for row in described]
 
 
