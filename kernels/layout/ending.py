@@ -37,9 +37,9 @@ class Ending(NamedTuple):
 
     @property
     def by_element(self) -> Ending:
-        """Without norms of whole rows, and what comes behind the first of them."""
+        """What comes before norms of whole rows."""
         if self.post_norm is not None:
-            return self._replace(post_norm=None, scale=1.0, sum_norm=None)
+            return Ending(self.activation, self.gated)
         return self._replace(sum_norm=None)
 
     @property

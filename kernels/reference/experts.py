@@ -19,8 +19,8 @@ def activate(z: Tensor, activation: str) -> Tensor:
     gate, up = gate_and_up(z)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    return activated(activation, gate) * up
+        return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).flatten(1)
+    return (activated(activation, gate) * up).flatten(1)
 
 
 def route(

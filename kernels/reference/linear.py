@@ -30,8 +30,8 @@ def activated(name: str, z: Tensor) -> Tensor:
 
 
 def gate_and_up(z: Tensor) -> tuple[Tensor, Tensor]:
-    """The two halves [M, I] of z [M, 2I], whose columns alternate 16 of gate, 16 of up."""
-    gate, up = (x.reshape(len(z), -1) for x in z.view(len(z), -1, 2, TURN).unbind(2))
+    """Views [M, I / 16, 16] of z [M, 2I], whose columns alternate 16 of gate, 16 of up."""
+    gate, up = z.view(len(z), -1, 2, TURN).unbind(2)
     return gate, up
 
 
@@ -39,7 +39,7 @@ def ended(z: Tensor, end: Ending, residual: Tensor | None = None) -> Tensor:
     """What `end` makes of a product z, and of a residual like the result."""
     if end.gated:
         gate, up = gate_and_up(z)
-        z = activated(end.activation, gate) * up
+        z = (activated(end.activation, gate) * up).flatten(1)
     elif end.activation:
         z = activated(end.activation, z)
     if end.post_norm is not None:

@@ -90,7 +90,7 @@ def w4_linear(
         y = linear.w4_linear(y, weight, added, end=epilogue, scratch=scratch_bytes)
         if fused:
             return y
-        y = ended(y, end, residual)
+        y = _ended(y, end, residual)
         return y if out is None else out.copy_(y)
 
 
@@ -104,8 +104,18 @@ def norm(
 ) -> Tensor:
     """Return scale * norm(x) + residual, each step in the dtype of x; out is not x."""
     with torch.cuda.device_of(x):
-        y = ended(_normalized(x, by), Ending(scale=scale), residual)
+        y = _ended(x, Ending(post_norm=by, scale=scale), residual)
         return y if out is None else out.copy_(y)
+
+
+def _ended(z: Tensor, end: Ending, residual: Tensor | None) -> Tensor:
+    """`reference.linear.ended`, with norms by the kernel that does them."""
+    if end.post_norm is not None:
+        z = _normalized(ended(z, end.by_element), end.post_norm)
+        end = end._replace(activation="", gated=False, post_norm=None)
+    if end.sum_norm is not None:
+        return _normalized(ended(z, end.by_element, residual), end.sum_norm)
+    return ended(z, end, residual)
 
 
 def _normalized(x: Tensor, by: Norm) -> Tensor:

@@ -22,7 +22,7 @@ from qoff.engine.batch import BatchSlots
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.reference import elementwise
-from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.reference.experts import activate
 from qoff.kvcache import DeviceCache, KVPlacement, KVQuant
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.device.cache import DeviceCachePass
@@ -80,7 +80,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def w4_linear(x: Tensor, weight: QTensor, bias: None, end: Any, scratch: int) -> Tensor:
     """`kernels.triton.linear.linear.w4_linear` in torch, rows for themselves."""
     y = (x.float()[:, None] * weight.dequantize()).sum(-1)
-    y = reference_ops.activate(y, "silu") if end.silu_mul else y
+    y = activate(y, "silu") if end.silu_mul else y
     y = (y if end.residual is None else y + end.residual).to(x.dtype)
     return y if end.out is None else end.out.copy_(y)
 

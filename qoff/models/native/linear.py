@@ -72,6 +72,7 @@ class Linear:
         share = 2 if end.gated else 1  # rows for a column of the result
         direct = self._ops.USES_OUT  # such ops take columns of a larger matrix
         of_rows = end.post_norm or end.sum_norm  # when all columns are there
+        assert end.post_norm is None or (end.score is None and not end.soft_cap)
         whole: Tensor | None = None
         for tile in matrix.tiles:
             rows = yield from fetch(run, tile)
