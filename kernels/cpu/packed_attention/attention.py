@@ -17,7 +17,7 @@ from .job import THREAD_BYTES, PackedArguments, packed_job, partial_floats
 from .operands import SelectedBlocks, check_packed, check_selected
 
 _OP = "packed_attention"
-_RUN = 16  # blocks whose partial result is one item; fixed, so that threads change no bit
+_RUN = 8  # blocks whose partial result is one item; fixed, so that threads change no bit
 
 
 def packed_attention(
