@@ -20,7 +20,7 @@ ITEM_TOKENS = 16  # new tokens of a sequence that are attended together
 # Partial results of decode attention are of so many tokens that are not packed, or packed blocks;
 # fixed, so that threads change no bit.
 RUN_TOKENS = 512
-RUN_BLOCKS = 16
+RUN_BLOCKS = 8
 # The position counts from the first token of the slot's blocks.
 ITEM_FIELDS = ("first row", "rows", "slot", "position of the first row", "packed tokens")
 

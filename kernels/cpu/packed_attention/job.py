@@ -102,9 +102,40 @@ def _range(args, item, kv_head, run, token):
 
 
 @inner
-def _first_record(args, number, otherwise):
+def _kv_heads_together(args):
+    """KV heads whose blocks are attended in turns: their records are neighbours in memory.
+
+    Only where each has one token's queries, and the same blocks; ROWS bounds their queries.
+    """
+    decode = simd.peek_i64(args + M) == simd.peek_i64(args + ITEM_COUNT)
+    if not decode or simd.peek_i64(args + COUNTS) != 0:
+        return 1
+    kv_heads = simd.peek_i64(args + KV_HEADS)
+    count = min(kv_heads, max(1, ROWS // _padded(simd.peek_i64(args + HEADS) // kv_heads)))
+    while kv_heads % count != 0:
+        count -= 1
+    return count
+
+
+@inner
+def _padded(rows):
+    """Rows rounded up to whole groups of TOGETHER."""
+    return (rows + TOGETHER - 1) // TOGETHER * TOGETHER
+
+
+@inner
+def _item(args, number, together):
+    """Address, first KV head and run of an item of the work."""
+    runs = simd.peek_i64(args + RUNS)
+    parts = simd.peek_i64(args + KV_HEADS) // together
+    item = simd.peek_i64(args + ITEMS) + _ITEM_BYTES * (number // (parts * runs))
+    return item, number // runs % parts * together, number % runs
+
+
+@inner
+def _first_record(args, number, together, otherwise):
     """The record that an item of the work begins with; `otherwise` where it has none."""
-    item, kv_head, run = _item(args, number)
+    item, kv_head, run = _item(args, number, together)
     begin, end, chosen = _range(args, item, kv_head, run, 0)
     if begin >= end:
         return otherwise
@@ -112,17 +143,10 @@ def _first_record(args, number, otherwise):
 
 
 @inner
-def _item(args, number):
-    """Address, KV head and run of an item of the work."""
-    runs = simd.peek_i64(args + RUNS)
-    each = simd.peek_i64(args + KV_HEADS) * runs
-    item = simd.peek_i64(args + ITEMS) + _ITEM_BYTES * (number // each)
-    return item, number // runs % simd.peek_i64(args + KV_HEADS), number % runs
-
-
-@inner
-def _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, after, scratch):
-    """Attend listed blocks, a group of TOGETHER rows at a time; see `_attend_rows`.
+def _attend_run(
+    args, item, kv_head, kv_count, rows, begin, end, chosen, position, heads, after, scratch
+):
+    """Attend listed blocks, a group of TOGETHER rows of a KV head at a time; see `_attend_rows`.
 
     A turn takes the first step of a block and group between the other two of the last ones: no step
     stands directly behind the one whose results it waits for.
@@ -132,37 +156,43 @@ def _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, 
     soft_cap, factor = simd.peek_f32(args + SOFT_CAP), simd.peek_f32(args + SCALE)
     if soft_cap == np.float32(0.0):
         factor *= LOG2_E
-    out_bytes = 256 * chunk_count(half)
-    groups = (rows + TOGETHER - 1) // TOGETHER
-    turns = max(0, end - begin) * groups
-    block, record, ahead = 0, 0, 0
+    out_bytes, padded = 256 * chunk_count(half), _padded(rows)
+    place, head, row = begin, 0, 0  # of the turn; row: of those of a KV head
+    block, record, ahead, at, count = 0, 0, 0, 0, 0
+    turns = max(0, end - begin) * kv_count * (padded // TOGETHER)
     for turn in range(turns + 1):
-        last_block, last_record, last_ahead = block, record, ahead
-        last_row = (turn - 1) % groups * TOGETHER
-        last_rows = min(TOGETHER, rows - last_row)
+        last_record, last_ahead, last_at, last_count = record, ahead, at, count
         if turn > 0:
-            firsts = _firsts(args, last_block, last_row, last_rows, position, heads, scratch)
+            last_row = last_at % padded
+            firsts = _firsts(args, block, last_row, last_count, position, heads, scratch)
             weigh_block(
-                last_rows, firsts, soft_cap, half, v_bits, scratch + _MAXIMA + 16 * last_row,
-                scratch + _SUMS + 16 * last_row, scratch,
+                last_count, firsts, soft_cap, half, v_bits, scratch + _MAXIMA + 16 * last_at,
+                scratch + _SUMS + 16 * last_at, scratch,
             )  # fmt: skip
         if turn < turns:
-            place, row = begin + turn // groups, turn % groups * TOGETHER
             if row == 0:
                 block = _block(chosen, place)
-                record = _record(args, slot, kv_head, block)
+                record = _record(args, slot, kv_head + head, block)
                 following = after
-                if place + 1 < end:
+                if head + 1 < kv_count:
+                    following = record + simd.peek_i64(args + RECORD)
+                elif place + 1 < end:
                     following = _record(args, slot, kv_head, _block(chosen, place + 1))
                 ahead = following - record
+            at, count = head * padded + row, min(TOGETHER, rows - row)
             score_block(
-                record, ahead, row, min(TOGETHER, rows - row), scratch + _QUERIES + 8 * row, factor,
-                half, k_bits, v_bits, scratch,
+                record, ahead, row, count, scratch + _QUERIES + 8 * at, factor, half, k_bits,
+                v_bits, scratch,
             )  # fmt: skip
+            row += TOGETHER
+            if row == padded:
+                row, head = 0, head + 1
+                if head == kv_count:
+                    head, place = 0, place + 1
         if turn > 0:
             sum_block(
-                last_record, last_ahead, last_rows, half, k_bits, v_bits,
-                scratch + THREAD_BYTES + out_bytes * last_row, scratch,
+                last_record, last_ahead, last_count, half, k_bits, v_bits,
+                scratch + THREAD_BYTES + out_bytes * last_at, scratch,
             )  # fmt: skip
 
 
@@ -181,11 +211,17 @@ def _firsts(args, block, row, rows, position, heads, scratch):
 
 
 @inner
-def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, after, scratch):
-    """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most."""
+def _attend_rows(
+    args, item, kv_head, kv_count, run, head, heads, token, tokens, after, scratch
+):
+    """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most.
+
+    For `kv_count` KV heads from `kv_head` on, if more than one, all query heads of one token.
+    """
     first_row, position = simd.peek_i64(item), simd.peek_i64(item + 24) + token
     half = simd.peek_i64(args + HALF)
     rows, floats = heads * tokens, 64 * chunk_count(half)
+    padded = _padded(rows)
     begin, end, chosen = _range(args, item, kv_head, run, token)
     maxima, sums = scratch + _MAXIMA, scratch + _SUMS
     for i in range(0, 16 * ROWS, 64):
@@ -193,28 +229,34 @@ def _attend_rows(args, item, kv_head, run, head, heads, token, tokens, after, sc
         simd.store_f32(sums + i, simd.splat_f32(np.float32(0.0)))
     # Rows of a token are neighbours in the partial results only if there is one token or run.
     out = scratch + THREAD_BYTES
-    for i in range(0, 4 * rows * floats, 64):
+    for i in range(0, 4 * kv_count * padded * floats, 64):
         simd.store_f32(out + i, simd.splat_f32(np.float32(0.0)))
     stride = simd.peek_i64(args + STRIDE)
     query = simd.peek_i64(args + QUERIES) + (first_row + token) * stride + 8 * half * head
-    for row in range(rows):
-        at = query + row // heads * stride + 8 * half * (row % heads)
-        simd.poke_i64(scratch + _QUERIES + 8 * row, at)
-    _attend_run(args, item, kv_head, rows, begin, end, chosen, position, heads, after, scratch)
-    for row in range(rows):
-        state, to = _partial(args, first_row + token + row // heads, run, head + row % heads)
-        total = simd.peek_f32(sums + 16 * row)
-        peak = simd.peek_f32(maxima + 16 * row) * LN_2
-        # A sum that is no number has to show in the output.
-        simd.poke_f32(state, np.float32(-np.inf) if total == np.float32(0.0) else peak)
-        simd.poke_f32(state + 4, total)
-        for i in range(0, 4 * floats, 64):
-            simd.store_f32(to + i, simd.load_f32(out + 4 * row * floats + i))
+    for kv in range(kv_count):
+        for row in range(rows):
+            at = query + row // heads * stride + 8 * half * (kv * heads + row % heads)
+            simd.poke_i64(scratch + _QUERIES + 8 * (kv * padded + row), at)
+    _attend_run(
+        args, item, kv_head, kv_count, rows, begin, end, chosen, position, heads, after, scratch
+    )
+    for kv in range(kv_count):
+        for row in range(rows):
+            query_head = head + kv * heads + row % heads
+            state, to = _partial(args, first_row + token + row // heads, run, query_head)
+            place = kv * padded + row
+            total = simd.peek_f32(sums + 16 * place)
+            peak = simd.peek_f32(maxima + 16 * place) * LN_2
+            # A sum that is no number has to show in the output.
+            simd.poke_f32(state, np.float32(-np.inf) if total == np.float32(0.0) else peak)
+            simd.poke_f32(state + 4, total)
+            for i in range(0, 4 * floats, 64):
+                simd.store_f32(to + i, simd.load_f32(out + 4 * place * floats + i))
 
 
 @inner
-def _attend_item(args, item, kv_head, run, after, scratch):
-    """One run of blocks for all query heads of one KV head and some tokens of a sequence."""
+def _attend_item(args, item, kv_head, kv_count, run, after, scratch):
+    """One run of blocks for all query heads of some KV heads and some tokens of a sequence."""
     group = simd.peek_i64(args + HEADS) // simd.peek_i64(args + KV_HEADS)
     tokens = simd.peek_i64(item + 8)
     heads = min(group, ROWS)
@@ -222,8 +264,8 @@ def _attend_item(args, item, kv_head, run, after, scratch):
     for token in range(0, tokens, together):
         for head in range(0, group, heads):
             _attend_rows(
-                args, item, kv_head, run, kv_head * group + head, min(heads, group - head), token,
-                min(together, tokens - token), after, scratch,
+                args, item, kv_head, kv_count, run, kv_head * group + head,
+                min(heads, group - head), token, min(together, tokens - token), after, scratch,
             )  # fmt: skip
 
 
@@ -287,18 +329,19 @@ def _sum_runs(args, token, head, peak, to):
 @job
 def packed_job(pool, thread, threads, args):
     """All items, KV heads and runs, then all queries."""
-    kv_heads, runs = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + RUNS)
+    together = _kv_heads_together(args)
+    parts = simd.peek_i64(args + KV_HEADS) // together * simd.peek_i64(args + RUNS)
     lanes = 64 * chunk_count(simd.peek_i64(args + HALF))
     scratch = simd.peek_i64(args + SCRATCH_AT) + thread * (THREAD_BYTES + 4 * ROWS * lanes)
-    work = simd.peek_i64(args + ITEM_COUNT) * kv_heads * runs
+    work = simd.peek_i64(args + ITEM_COUNT) * parts
     item = take(pool, 0)
     while item < work:
         following = take(pool, 0)
         after = simd.peek_i64(args + POOL)
         if following < work:
-            after = _first_record(args, following, after)
-        at, kv_head, run = _item(args, item)
-        _attend_item(args, at, kv_head, run, after, scratch)
+            after = _first_record(args, following, together, after)
+        at, kv_head, run = _item(args, item, together)
+        _attend_item(args, at, kv_head, together, run, after, scratch)
         finish(pool, 0)
         item = following
     wait(pool, 0, work)
