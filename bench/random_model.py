@@ -64,13 +64,13 @@ def write_random_checkpoint(
 
     def draw(weights: tuple[names.Weight, ...], layer: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed + layer + 1)
-        prefix, bits = ("", _HEAD_BITS) if layer < 0 else (names.layer_prefix(layer), 4)
+        prefix = "" if layer < 0 else names.layer_prefix(layer)
         drawn: dict[str, QTensor | Tensor] = {}
         for weight in weights:
             if weight.columns is None:
                 drawn[prefix + weight.name] = torch.ones(weight.rows)
             else:
-                shape = (weight.rows, weight.columns)
+                shape, bits = (weight.rows, weight.columns), _HEAD_BITS if weight.sensitive else 4
                 drawn[prefix + weight.name] = random_matrix(shape, bits, generator, packing)
         return drawn
 

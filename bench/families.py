@@ -1,0 +1,205 @@
+"""One shape of every family of the native decoder on the CPU, random weights, beside Llama's.
+
+Decode: time of a token over the bytes it reads (weights, the chosen experts alone, and K and V).
+Prefill: time of a token over its multiply-adds. Both relative to Llama's in the same run: what is
+above 1 is time that a family spends on more than its matrices. All have Llama's sizes, or others of
+as many bytes where a family has no gates or has experts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bench.greedy import Greedy
+from bench.harness import Bar, Report, arguments
+from bench.random_model import write_random_checkpoint
+from bench.sampling import interleaved, torch_threads
+from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.layout import QuantEntry
+from qoff.errors import ArgumentError
+from qoff.measure.model_rates import tokens
+from qoff.measure.samples import Samples
+from qoff.memory.plan import EMBEDDING, is_expert
+from qoff.models.families import FAMILIES
+from qoff.models.names import POSITIONS
+from qoff.models.runtime import Runtime
+from qoff.models.spec import DecoderSpec
+
+BASE, BAR = "llama", 1.15  # how much more time a byte may take than the base's
+START = 16  # tokens before decode
+SHAPE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}
+QUICK = {"num_hidden_layers": 2, "hidden_size": 192, "num_attention_heads": 4, "vocab_size": 512}
+_UNGATED = {"intermediate_size": 3456}  # two matrices as large as three of 2304
+_EXPERTS = {"intermediate_size": 1152, "num_local_experts": 8, "num_experts_per_tok": 2}
+CHANGES: dict[str, dict[str, Any]] = {
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
+    "opt": {"ffn_dim": 3456},
+    "gpt_neox": _UNGATED,
+    "starcoder2": _UNGATED,
+    "mixtral": _EXPERTS,
+    "gpt_oss": _EXPERTS | {"max_position_embeddings": 131072},  # as its RoPE says
+    "qwen2_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384,
+                  "shared_expert_intermediate_size": 768},
+    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 576},
+}  # fmt: skip
+
+
+def config_of(family: str, quick: bool = False) -> dict[str, Any]:
+    """The `config.json` of a family's model."""
+    return {"model_type": family, **SHAPE, **(QUICK if quick else {}), **CHANGES.get(family, {})}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens that one sample decodes, and tokens of the prompt that another reads."""
+
+    decode: int
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one token takes of a model: bytes that decode reads, multiply-adds of prefill."""
+
+    read_bytes: float
+    macs: float
+
+
+def size(checkpoint: Checkpoint, spec: DecoderSpec, lengths: Lengths) -> Size:
+    """Count a checkpoint. K and V are float32; of the embedding and positions only a row is read.
+
+    The head is multiplied with the last token of a prompt alone.
+    """
+    experts = spec.experts
+    used = 1.0 if experts is None else experts.top_k / experts.count
+    read_bytes = macs = 0.0
+    for name, entry in (x for file in checkpoint.files for x in file.weights.items()):
+        if name.endswith((EMBEDDING, POSITIONS)):
+            continue
+        part = used if is_expert(name) else 1.0
+        read_bytes += part * entry.nbytes
+        if isinstance(entry, QuantEntry):
+            macs += part * entry.shape[0] * entry.shape[1]
+    macs -= spec.vocab_size * spec.hidden_size * (1 - 1 / lengths.prompt)
+    for window in spec.sliding_window:
+        longest = spec.max_position_embeddings if window is None else window
+        read_bytes += 2 * 4 * spec.kv_rows * min(START + lengths.decode / 2, longest)
+        macs += 2 * spec.q_rows * min(lengths.prompt / 2, longest)
+    return Size(read_bytes, macs)
+
+
+class Subject:
+    """A random model of one family, all of it in memory."""
+
+    def __init__(self, config: Mapping[str, Any], lengths: Lengths, activation_bits: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model")
+            write_random_checkpoint(path, config)
+            self.runtime = Runtime(path, activation_bits=activation_bits)
+        self.size = size(self.runtime.checkpoint, self.runtime.spec, lengths)
+        self._lengths = lengths
+
+    def decode(self) -> float:
+        """Seconds of a token, the median of one sample's, for each byte."""
+        count = self._lengths.decode
+        greedy = Greedy(self.runtime, tokens(self.runtime, 1, START), count + 1)
+        stamps = [perf_counter()]
+        for _ in range(count):
+            greedy.step()
+            stamps.append(perf_counter())
+        return median(b - a for a, b in pairwise(stamps)) / self.size.read_bytes
+
+    def prefill(self) -> float:
+        """Seconds of a token of a prompt for each multiply-add."""
+        prompt = tokens(self.runtime, 1, self._lengths.prompt)
+        start = perf_counter()
+        Greedy(self.runtime, prompt, 1)
+        return (perf_counter() - start) / self._lengths.prompt / self.size.macs
+
+
+def chosen(only: str) -> list[str]:
+    """The base and the families of these names, with commas between; all without any."""
+    wanted = only.split(",") if only else list(FAMILIES)
+    if unknown := sorted(set(wanted) - FAMILIES.keys()):
+        raise ArgumentError(f"no family is called {unknown[0]!r}; {', '.join(FAMILIES)} are")
+    return [BASE, *(name for name in wanted if name != BASE)]
+
+
+def report(
+    sizes: Mapping[str, Size], found: Mapping[str, Samples], settings: dict[str, Any]
+) -> Report:
+    """Return table, ratios and bar. found: seconds by "decode, <family>" and "prefill, ..."."""
+    result = Report(
+        "families",
+        settings,
+        f"random weights in one shape, {settings['threads']} threads, {settings['bits']}-bit "
+        "activations; / llama: time of a byte (decode) or of a multiply-add (prefill) over Llama's",
+        ("family", "MB / token", "ms / token", "spread", "/ llama",
+         "prefill M macs / token", "ms / token", "spread", "/ llama"),
+        unit="seconds",  # for each byte, for each multiply-add
+    )  # fmt: skip
+    for name, one in sizes.items():
+        cells: list[str] = []
+        for kind, each in (("decode", one.read_bytes), ("prefill", one.macs)):
+            samples = found[f"{kind}, {name}"]
+            ratio = samples.median / found[f"{kind}, {BASE}"].median
+            result.ratios[f"{kind}, {name}"] = ratio
+            result.measured[f"{kind}, {name}"] = samples.summary()
+            cells += [f"{each / 1e6:.1f}", f"{1e3 * each * samples.median:.2f}"]
+            cells += [f"{samples.spread:.0%}", f"{ratio:.2f}"]
+        result.rows.append((name, *cells))
+    worst = max(sizes, key=lambda name: result.ratios[f"decode, {name}"])
+    what = f"time of a byte at decode, {BASE} / {worst}, the slowest"
+    result.bars = [Bar(what, 1 / BAR, 1 / result.ratios[f"decode, {worst}"])]
+    return result
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the bench."""
+    args = arguments(
+        __doc__, argv, only=(str, "", "families, with commas between"),
+        activation_bits=(int, 16, "16 or 8"),
+    )  # fmt: skip
+    lengths = Lengths(2, 8) if args.quick else Lengths(16, 128)
+    subjects: dict[str, Subject] = {}
+    calls: dict[str, Callable[[], float]] = {}
+    with ExitStack() as stack:
+        stack.enter_context(torch_threads(1))
+        for name in chosen(args.only):
+            one = Subject(config_of(name, args.quick), lengths, args.activation_bits)
+            subjects[name] = one
+            stack.callback(one.runtime.close)
+            calls |= {f"decode, {name}": one.decode, f"prefill, {name}": one.prefill}
+        for call in calls.values():
+            call()  # compiles and allocates
+        found = interleaved(calls, 2 if args.quick else 5)
+    settings = {"threads": torch.get_num_threads(), "bits": args.activation_bits,
+                "lengths": vars(lengths), "quick": args.quick}  # fmt: skip
+    report({name: one.size for name, one in subjects.items()}, found, settings).publish(args.out)
+
+
+if __name__ == "__main__":
+    main()
