@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from qoff.errors import ArgumentError
@@ -82,6 +82,9 @@ class SamplingParams:
         ):
             if not good:
                 raise ArgumentError(f"{name} is {shown(getattr(self, name))}; use {wanted}")
+        for option in fields(self):
+            if isinstance(option.default, float):  # whole numbers would make tensors of integers
+                object.__setattr__(self, option.name, float(getattr(self, option.name)))
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -51,6 +51,12 @@ def test_penalties_are_vllms() -> None:
     assert drawn(negative, 0, 0, repetition_penalty=1.3) == 1  # once, however often it came
 
 
+def test_whole_numbers_are_taken_as_floats() -> None:
+    penalties = {"presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 1}
+    assert drawn(LOGITS, 0, **penalties) == 0
+    assert drawn(temperature=2**70, top_p=1, min_p=0) in range(5)
+
+
 def test_an_answer_does_not_end_before_min_tokens() -> None:
     options: dict[str, Any] = {"stop_token_ids": [0, 99], "min_tokens": 2}
     assert [drawn(LOGITS, *[3] * n, **options) for n in range(3)] == [1, 1, 0]
