@@ -56,17 +56,28 @@ class Shape(NamedTuple):
     min_p: float = 0.0
 
 
-def likeliest(logits: Tensor) -> list[int]:
-    """The likeliest token of each row of float32 [R, V], the first of several.
+def likeliest(rows: Sequence[Tensor]) -> list[int]:
+    """The likeliest token of each row, float32 [V], the first of several.
 
     -1 where logits are not finite: NaN, infinity, or -inf in the whole row.
     """
-    if logits.is_cpu:
+    if rows[0].is_cpu:
         from .cpu.sampling.sampling import likeliest as compiled
 
-        return compiled(logits.unbind())
+        return compiled(rows)
+    logits = torch.stack(list(rows))
     finite = logits.amax(1).isfinite()  # NaN if one is
     return torch.where(finite, logits.argmax(1), -1).tolist()
+
+
+def draw(rows: Sequence[Tensor], shapes: Sequence[Shape], noise: Tensor) -> list[int]:
+    """What `draw_` draws, of rows on the CPU, float32 [V]; -1 as in `likeliest`.
+
+    noise: float64 [R, noise_size], contiguous.
+    """
+    from .cpu.sampling.sampling import draw as compiled
+
+    return compiled(rows, shapes, noise)
 
 
 def follows_torch() -> bool:

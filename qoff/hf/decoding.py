@@ -62,7 +62,7 @@ class TokenChoice:
         A token is -1 where the model's logits are not finite.
         """
         if not self.before and not self.do_sample:
-            return likeliest(logits)
+            return likeliest(logits.unbind())
         scores = logits.to(ids.device)
         if self.before or self.shape is None:
             if not math.isfinite(scores.amax()):  # NaN if one is

@@ -155,15 +155,21 @@ def _multinomial(weights, vocab, total, words):
     return token
 
 
+@inner
+def _next(pool, item):
+    """The next row; without a pool (0) one thread has all of them."""
+    return item + 1 if pool == 0 else take(pool, 0)
+
+
 @job
 def likeliest_job(pool, thread, threads, args):
     """The likeliest token of each row."""
     count, vocab = simd.peek_i64(args + COUNT), simd.peek_i64(args + VOCAB)
-    item = take(pool, 0)
+    item = _next(pool, -1)
     while item < count:
         row = simd.peek_i64(args + ROWS) + item * _ROW_BYTES
         simd.poke_i64(row + TOKEN, _likeliest(row, vocab)[0])
-        item = take(pool, 0)
+        item = _next(pool, item)
 
 
 @inner
@@ -191,14 +197,18 @@ def _prepare(args, item, row):
 def draw_job(pool, thread, threads, args):
     """Draw a token of each row; with torch's generator one row after another."""
     count, vocab = simd.peek_i64(args + COUNT), simd.peek_i64(args + VOCAB)
-    item = take(pool, 0)
+    item = _next(pool, -1)
     while item < count:
         _prepare(args, item, simd.peek_i64(args + ROWS) + item * _ROW_BYTES)
-        finish(pool, 0)
-        item = take(pool, 0)
-    if simd.peek_i64(args + NOISE) != 0 or take(pool, 1) > 0:
+        if pool != 0:
+            finish(pool, 0)
+        item = _next(pool, item)
+    if simd.peek_i64(args + NOISE) != 0:
         return
-    wait(pool, 0, count)
+    if pool != 0:
+        if take(pool, 1) > 0:
+            return
+        wait(pool, 0, count)
     words, state = simd.peek_i64(args + WORDS), simd.peek_i64(args + STATE)
     used = mersenne.read_state(state, words)
     for item in range(count):
