@@ -19,7 +19,7 @@ from qoff.kernels.sampling import (
     columns,
     draw,
     draw_,
-    likeliest,
+    likeliest_of,
     log_probabilities,
     noise_size,
     penalize_,
@@ -122,7 +122,7 @@ class Sampler:
     def _compiled(self, logits: Many[Tensor], rows: Many[LogitsRow]) -> Tensor:
         """The token of each row of logits [vocab_size], in one job of the CPU."""
         if rows[0].sequence.params.temperature == 0:
-            return torch.tensor(likeliest(logits))
+            return torch.tensor(likeliest_of(logits))
         shapes = [
             Shape(one.temperature, max(one.top_k, 0), one.top_p, one.min_p)
             for one in (row.sequence.params for row in rows)

@@ -62,7 +62,7 @@ class TokenChoice:
         A token is -1 where the model's logits are not finite.
         """
         if not self.before and not self.do_sample:
-            return likeliest(logits.unbind())
+            return likeliest(logits)
         scores = logits.to(ids.device)
         if self.before or self.shape is None:
             if not math.isfinite(scores.amax()):  # NaN if one is
@@ -111,11 +111,10 @@ class Ends:
 
     def ended(self, tokens: Sequence[int], ids: Tensor) -> list[bool]:
         """Which rows end with these tokens, the last ones of ids [B, T]."""
-        if ids.shape[1] >= self.length:
-            return [True] * len(tokens)
-        found = [token in self.tokens for token in tokens]
+        found = [ids.shape[1] >= self.length or token in self.tokens for token in tokens]
         for one in self.others:
-            found = [a or b for a, b in zip(found, one(ids, None).tolist(), strict=True)]
+            more = torch.as_tensor(one(ids, None)).expand(len(tokens)).tolist()
+            found = [a or b for a, b in zip(found, more, strict=True)]
         return found
 
 
@@ -154,7 +153,7 @@ class Rows:
         self.length += 1
 
     def _grow(self, columns: int) -> None:
-        memory = self._memory.new_empty(len(self._memory), max(columns, self.length))
+        memory = torch.empty(len(self._memory), max(columns, self.length), dtype=torch.int64)
         memory[:, : self.length] = self._memory
         self._memory = memory
 

@@ -154,7 +154,7 @@ class Sequences:
 
         Raises QoffError for logits that are not finite.
         """
-        found = likeliest(self.logits(tokens).unbind())  # which waits for a GPU
+        found = likeliest(self.logits(tokens))  # which waits for a GPU
         if min(found) < 0:
             raise QoffError(f"{self._runtime.checkpoint.path}: {NOT_FINITE}")
         return torch.tensor(found)

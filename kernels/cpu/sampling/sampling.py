@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import fail
 from qoff.kernels.sampling import Shape
+from qoff.process import ForkLock
 
 from .job import Row, SamplingArguments, draw_job, likeliest_job
 from .mersenne import words_bytes
@@ -22,7 +22,7 @@ _OP = "sampling"
 _STATE_BYTES = 5056  # of torch's generator, as this reads it
 _Native = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 _likeliest, _draw = _Native(likeliest_job.address), _Native(draw_job.address)
-_generator = threading.Lock()  # held from reading the state of torch's generator to writing it
+_generator = ForkLock()  # held from reading the state of torch's generator to writing it
 
 
 def likeliest(rows: Sequence[Tensor], pool: Pool | None = None) -> list[int]:
