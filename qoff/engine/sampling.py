@@ -75,7 +75,7 @@ class Sampler:
         chosen = [self._choose(some) for some in self._chunks(rows)]
         if not chosen:
             return 0
-        tokens = torch.cat(chosen)
+        tokens = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
         if any(row.sequence.given for row in rows):
             given = [_given(row.sequence) for row in rows]
             known = self._there(torch.tensor(given))
@@ -157,7 +157,7 @@ class Sampler:
     def _noise(self, rows: Many[LogitsRow]) -> Tensor:
         """Uniform between 0 and 1, float64 [R, noise_size]: NumPy's Philox streams never change."""
         size = noise_size(self._vocab_size)
-        raw = np.stack([self._random[row.place].random_raw(size) for row in rows])
+        raw = np.array([self._random[row.place].random_raw(size) for row in rows])
         return torch.from_numpy(((raw >> np.uint64(12)) + 0.5) * 2.0**-52)
 
     def _warp(self, rows: Many[LogitsRow]) -> Warp:
