@@ -71,7 +71,9 @@ class TokenChoice:
         if not self.do_sample:
             return scores.argmax(-1).tolist()
         if self.shape is not None:
-            return multinomial(scores.float().unbind(), self.shape)
+            found = multinomial(scores.float().unbind(), self.shape)
+            if min(found) >= 0 or not self.before:
+                return found  # else torch says what is wrong with the processors' scores
         return torch.multinomial(scores.softmax(-1), 1)[:, 0].tolist()
 
 

@@ -141,6 +141,15 @@ def test_a_processor_of_ones_own_is_called_for_each_token(
         assert lengths == list(range(found.shape[1] - NEW, found.shape[1]))
 
 
+def test_scores_that_leave_no_token_are_torchs_error(model: Any, tokenizer: Any) -> None:
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return torch.full_like(scores, -torch.inf)
+
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        run(model, tokenizer, PROMPTS, logits_processor=[Nothing()])
+
+
 def test_a_bounded_model_makes_room_as_it_goes_on(
     model: Any, tokenizer: Any, checkpoint: Any, own_loop: Any
 ) -> None:
