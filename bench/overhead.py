@@ -9,7 +9,7 @@ runtime's loop, choosing the token, and what `generate` and `qoff.LLM` do around
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -52,7 +52,7 @@ class StubbedPass:
         self._ended = 0.0
         vars(runtime.decoder)["steps"] = self.steps
 
-    def steps(self, run: ForwardPass) -> Iterator[Any]:
+    def steps(self, run: ForwardPass) -> Generator[Any, Any, torch.Tensor]:
         """One pass, as `Decoder.steps`."""
         self.gaps.append(perf_counter() - self._ended)
         yield HEAD

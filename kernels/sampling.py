@@ -57,16 +57,31 @@ class Shape(NamedTuple):
 
 
 def likeliest(logits: Tensor) -> list[int]:
-    """The likeliest token of each row of float32 [R, V], the first of several.
+    """The likeliest token of each row of float32 [R, V]; on the CPU the first of several.
 
     -1 where logits are not finite: NaN, infinity, or -inf in the whole row.
     """
     if logits.is_cpu:
-        from .cpu.sampling.sampling import likeliest as compiled
+        return likeliest_of(logits.unbind())
+    value, token = logits.max(1)  # NaN if one is
+    return torch.where(value.isfinite(), token, -1).tolist()
 
-        return compiled(logits.unbind())
-    finite = logits.amax(1).isfinite()  # NaN if one is
-    return torch.where(finite, logits.argmax(1), -1).tolist()
+
+def likeliest_of(rows: Sequence[Tensor]) -> list[int]:
+    """As `likeliest`, of rows on the CPU, float32 [V] each, that need not lie together."""
+    from .cpu.sampling.sampling import likeliest as compiled
+
+    return compiled(rows)
+
+
+def draw(rows: Sequence[Tensor], shapes: Sequence[Shape], noise: Tensor) -> list[int]:
+    """What `draw_` draws, of rows on the CPU, float32 [V]; -1 as in `likeliest`.
+
+    noise: float64 [R, noise_size], contiguous.
+    """
+    from .cpu.sampling.sampling import draw as compiled
+
+    return compiled(rows, shapes, noise)
 
 
 def follows_torch() -> bool:

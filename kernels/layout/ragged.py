@@ -47,8 +47,7 @@ class Ragged:
         if not slots or len(set(slots)) < len(slots):
             raise OpError(f"each sequence needs a cache slot of its own, not {slots}")
         if end == len(slots):
-            positions = torch.tensor([span.past for span in self.spans])
-            rows = torch.tensor(slots)
+            positions, rows = torch.tensor([[span.past for span in self.spans], slots]).unbind()
         else:
             steps = [torch.arange(s.past, s.past + s.count) for s in self.spans]
             positions = torch.cat(steps)

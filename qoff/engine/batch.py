@@ -31,6 +31,7 @@ class BatchSlots:
         self._sampler, self._first_place = sampler, first_place
         self._prefixes = prefixes
         self._slots: dict[int, Sequence] = {}
+        self._indexed: object = None  # what `index` depends on, as it was then
 
     @property
     def free(self) -> int:
@@ -92,7 +93,12 @@ class BatchSlots:
 
     def index(self) -> None:
         """Make the packed blocks of prompts known to others."""
-        if self._prefixes is not None:
+        if self._prefixes is None:
+            return
+        blocks = [len(self.cache.blocks[slot]) for slot in self._slots]
+        now = (self._prefixes.dropped, *self._slots.values(), *blocks)
+        if now != self._indexed:
+            self._indexed = now
             for slot, sequence in sorted(self._slots.items()):
                 self._prefixes.add(sequence.prompt, self.cache.blocks[slot])
 

@@ -21,6 +21,7 @@ class PrefixIndex:
         self._store = store
         self._blocks: dict[_Key, int] = {}
         self._keys: dict[int, _Key] = {}
+        self.dropped = 0  # blocks so far: others with the same tokens may take their places
 
     def add(self, prompt: Sequence[int], blocks: Sequence[int]) -> None:
         """Remember the blocks that hold nothing but tokens of a prompt."""
@@ -53,6 +54,7 @@ class PrefixIndex:
         for block in blocks:
             if block in self._keys and not self._store.users(block):
                 del self._blocks[self._keys.pop(block)]
+                self.dropped += 1
 
 
 def common_blocks(a: Sequence[int], b: Sequence[int]) -> int:

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.sampling import (
+    Shape,
     Warp,
     columns,
+    draw,
     draw_,
+    likeliest_of,
     log_probabilities,
     noise_size,
     penalize_,
@@ -72,16 +75,17 @@ class Sampler:
         chosen = [self._choose(some) for some in self._chunks(rows)]
         if not chosen:
             return 0
-        tokens = torch.cat(chosen)
-        given = [_given(row.sequence) for row in rows]
-        if max(given) >= 0:
+        tokens = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
+        if any(row.sequence.given for row in rows):
+            given = [_given(row.sequence) for row in rows]
             known = self._there(torch.tensor(given))
             tokens = torch.where((tokens >= 0) & (known >= 0), known, tokens)
         asked = [i for i, row in enumerate(rows) if _logprobs(row.sequence) is not None]
         found = list(self._log_probabilities([rows[i] for i in asked], tokens, asked))
         tokens, *found = self._fetch([tokens, *found])
-        self._note(rows, tokens.tolist(), asked, found)
-        return int((tokens >= 0).sum())
+        numbers = tokens.tolist()
+        self._note(rows, numbers, asked, found)
+        return len(numbers) - numbers.count(-1)
 
     def _chunks(self, rows: Many[LogitsRow]) -> Iterator[list[LogitsRow]]:
         """Rows that are treated alike, as many as there is working space for."""
@@ -93,22 +97,43 @@ class Sampler:
 
     def _choose(self, rows: Many[LogitsRow]) -> Tensor:
         """The token of each row, -1 where its logits are not finite."""
+        params, on_cpu = [row.sequence.params for row in rows], self._device.type == "cpu"
+        early = [(i, end) for i, row in enumerate(rows) for end in self._forbidden(row.sequence)]
+        if on_cpu and not early and not _penalizes(params[0]):
+            return self._compiled([row.logits for row in rows], rows)
         size = self._vocab_size
         logits = torch.empty(len(rows), columns(size), device=self._device)
         torch.stack([row.logits for row in rows], out=logits[:, :size])
         logits[:, size:] = -torch.inf
         finite = logits.amax(1).isfinite()  # NaN if one is
-        if _penalizes(rows[0].sequence.params):
+        if _penalizes(params[0]):
             self._penalize(logits, rows)
-        early = [(i, end) for i, row in enumerate(rows) for end in _forbidden(row.sequence, size)]
         if early:
             at = self._there(torch.tensor(early)).T
             logits[at[0], at[1]] = -torch.inf
-        if rows[0].sequence.params.temperature == 0:
+        if on_cpu:
+            tokens = self._compiled(logits[:, :size].unbind(), rows)
+        elif params[0].temperature == 0:
             tokens = logits.argmax(1)
         else:
-            tokens = draw_(logits, self._noise(rows), self._warp(rows))
+            tokens = draw_(logits, self._there(self._noise(rows)), self._warp(rows))
         return torch.where(finite, tokens, -1)
+
+    def _compiled(self, logits: Many[Tensor], rows: Many[LogitsRow]) -> Tensor:
+        """The token of each row of logits [vocab_size], in one job of the CPU."""
+        if rows[0].sequence.params.temperature == 0:
+            return torch.tensor(likeliest_of(logits))
+        shapes = [
+            Shape(one.temperature, max(one.top_k, 0), one.top_p, one.min_p)
+            for one in (row.sequence.params for row in rows)
+        ]
+        return torch.tensor(draw(logits, shapes, self._noise(rows)))
+
+    def _forbidden(self, sequence: Sequence) -> list[int]:
+        """The ends of an answer that is too short."""
+        if len(sequence.answer) >= sequence.params.min_tokens:
+            return []
+        return [token for token in sequence.ends if token < self._vocab_size]
 
     def _penalize(self, logits: Tensor, rows: Many[LogitsRow]) -> None:
         """Bring the newest tokens to the histories; those before are there."""
@@ -132,8 +157,8 @@ class Sampler:
     def _noise(self, rows: Many[LogitsRow]) -> Tensor:
         """Uniform between 0 and 1, float64 [R, noise_size]: NumPy's Philox streams never change."""
         size = noise_size(self._vocab_size)
-        raw = np.stack([self._random[row.place].random_raw(size) for row in rows])
-        return self._there(torch.from_numpy(((raw >> np.uint64(12)) + 0.5) * 2.0**-52))
+        raw = np.array([self._random[row.place].random_raw(size) for row in rows])
+        return torch.from_numpy(((raw >> np.uint64(12)) + 0.5) * 2.0**-52)
 
     def _warp(self, rows: Many[LogitsRow]) -> Warp:
         each = [row.sequence.params for row in rows]
@@ -199,13 +224,6 @@ def _kind(row: LogitsRow) -> tuple[bool, bool, bool]:
 def _penalizes(params: SamplingParams) -> bool:
     asked = params.presence_penalty or params.frequency_penalty
     return bool(asked) or params.repetition_penalty != 1
-
-
-def _forbidden(sequence: Sequence, vocab_size: int) -> list[int]:
-    """The ends of an answer that is too short."""
-    if len(sequence.answer) >= sequence.params.min_tokens:
-        return []
-    return [token for token in sequence.ends if token < vocab_size]
 
 
 def _given(sequence: Sequence) -> int:

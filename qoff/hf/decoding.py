@@ -71,7 +71,9 @@ class TokenChoice:
         if not self.do_sample:
             return scores.argmax(-1).tolist()
         if self.shape is not None:
-            return multinomial(scores.float().unbind(), self.shape)
+            found = multinomial(scores.float().unbind(), self.shape)
+            if min(found) >= 0 or not self.before:
+                return found  # else torch says what is wrong with the processors' scores
         return torch.multinomial(scores.softmax(-1), 1)[:, 0].tolist()
 
 
@@ -111,11 +113,10 @@ class Ends:
 
     def ended(self, tokens: Sequence[int], ids: Tensor) -> list[bool]:
         """Which rows end with these tokens, the last ones of ids [B, T]."""
-        if ids.shape[1] >= self.length:
-            return [True] * len(tokens)
-        found = [token in self.tokens for token in tokens]
+        found = [ids.shape[1] >= self.length or token in self.tokens for token in tokens]
         for one in self.others:
-            found = [a or b for a, b in zip(found, one(ids, None).tolist(), strict=True)]
+            more = torch.as_tensor(one(ids, None)).expand(len(tokens)).tolist()
+            found = [a or b for a, b in zip(found, more, strict=True)]
         return found
 
 
@@ -154,7 +155,7 @@ class Rows:
         self.length += 1
 
     def _grow(self, columns: int) -> None:
-        memory = self._memory.new_empty(len(self._memory), max(columns, self.length))
+        memory = torch.empty(len(self._memory), max(columns, self.length), dtype=torch.int64)
         memory[:, : self.length] = self._memory
         self._memory = memory
 

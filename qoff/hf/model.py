@@ -192,7 +192,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         ):
             sample: Any = super()._sample  # type: ignore[misc]  # typed for their own models
             return sample(*given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-        prefill: Any = self._prefill  # type: ignore[attr-defined]
+        prefill: Any = self._prefill  # type: ignore[misc]
         logits = prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
         pad = generation_config._pad_token_tensor
         decoding = Decoding(

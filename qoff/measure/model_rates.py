@@ -17,14 +17,15 @@ from torch import Tensor
 
 from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, QoffError
 from qoff.hf.budget import Budget, working_bytes
 from qoff.hf.load import Opened, open_runtime
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import ops_for
+from qoff.kernels.sampling import likeliest
 from qoff.kvcache import KVQuant
-from qoff.models.forward_pass import ForwardPass
+from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
@@ -149,8 +150,14 @@ class Sequences:
         return self.tokens.nbytes
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Read int64 [B, T]: the likeliest token after each sequence, int64 [B]."""
-        return self.logits(tokens).argmax(dim=-1).cpu()  # which waits for a GPU
+        """Read int64 [B, T]: the likeliest token after each sequence, int64 [B].
+
+        Raises QoffError for logits that are not finite.
+        """
+        found = likeliest(self.logits(tokens))  # which waits for a GPU
+        if min(found) < 0:
+            raise QoffError(f"{self._runtime.checkpoint.path}: {NOT_FINITE}")
+        return torch.tensor(found)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Read int64 [B, T]: logits after each sequence, float32 [B, vocab_size].

@@ -211,9 +211,7 @@ def _firsts(args, block, row, rows, position, heads, scratch):
 
 
 @inner
-def _attend_rows(
-    args, item, kv_head, kv_count, run, head, heads, token, tokens, after, scratch
-):
+def _attend_rows(args, item, kv_head, kv_count, run, head, heads, token, tokens, after, scratch):
     """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most.
 
     For `kv_count` KV heads from `kv_head` on, if more than one, all query heads of one token.

@@ -134,36 +134,49 @@ def _race(weights, columns, noise):
 
 
 @inner
-def _multinomial(weights, vocab, total, words):
+def _ratio(weights, total, words, i):
+    noise = np.float32(-math.log1p(-mersenne.uniform(words + 8 * i)))
+    return simd.peek_f32(weights + 4 * i) / total / noise
+
+
+@inner
+def _multinomial(weights, vocab, total, words, token):
     """What `torch.multinomial` draws: the largest probability over its exponential number.
 
-    -log(1 - u) is at least u: few logarithms are needed to know which one it is.
+    -log(1 - u) is at least u: few logarithms are needed to know which one it is. token: the
+    likeliest, which few are better than.
     """
-    best, reach, token = np.float32(0.0), np.float32(0.0), 0
+    best = _ratio(weights, total, words, token)
+    reach = simd.splat_f32(best * total * _ROUNDED)
     for first in range(0, vocab, 16):
         weight = simd.load_f32(weights + 4 * first)
-        least = simd.mul(mersenne.floors(words + 8 * first), simd.splat_f32(reach))
-        bits, i = lanes_from(weight, least), first
+        bits, i = lanes_from(weight, simd.mul(mersenne.floors(words + 8 * first), reach)), first
         while bits != 0:
             if bits & 1:
-                noise = np.float32(-math.log1p(-mersenne.uniform(words + 8 * i)))
-                ratio = simd.peek_f32(weights + 4 * i) / total / noise
+                ratio = _ratio(weights, total, words, i)
                 if ratio > best:
-                    best, reach, token = ratio, ratio * total * _ROUNDED, i
+                    best, token = ratio, i
+                    reach = simd.splat_f32(best * total * _ROUNDED)
             bits >>= 1
             i += 1
     return token
+
+
+@inner
+def _next(pool, item):
+    """The next row; without a pool (0) one thread has all of them."""
+    return item + 1 if pool == 0 else take(pool, 0)
 
 
 @job
 def likeliest_job(pool, thread, threads, args):
     """The likeliest token of each row."""
     count, vocab = simd.peek_i64(args + COUNT), simd.peek_i64(args + VOCAB)
-    item = take(pool, 0)
+    item = _next(pool, -1)
     while item < count:
         row = simd.peek_i64(args + ROWS) + item * _ROW_BYTES
         simd.poke_i64(row + TOKEN, _likeliest(row, vocab)[0])
-        item = take(pool, 0)
+        item = _next(pool, item)
 
 
 @inner
@@ -191,22 +204,27 @@ def _prepare(args, item, row):
 def draw_job(pool, thread, threads, args):
     """Draw a token of each row; with torch's generator one row after another."""
     count, vocab = simd.peek_i64(args + COUNT), simd.peek_i64(args + VOCAB)
-    item = take(pool, 0)
+    item = _next(pool, -1)
     while item < count:
         _prepare(args, item, simd.peek_i64(args + ROWS) + item * _ROW_BYTES)
-        finish(pool, 0)
-        item = take(pool, 0)
-    if simd.peek_i64(args + NOISE) != 0 or take(pool, 1) > 0:
+        if pool != 0:
+            finish(pool, 0)
+        item = _next(pool, item)
+    if simd.peek_i64(args + NOISE) != 0:
         return
-    wait(pool, 0, count)
+    if pool != 0:
+        if take(pool, 1) > 0:
+            return
+        wait(pool, 0, count)
     words, state = simd.peek_i64(args + WORDS), simd.peek_i64(args + STATE)
     used = mersenne.read_state(state, words)
     for item in range(count):
         row = simd.peek_i64(args + ROWS) + item * _ROW_BYTES
         weights = simd.peek_i64(args + WEIGHTS) + 4 * simd.peek_i64(args + COLUMNS) * item
         mersenne.make_words(words, used, vocab)
-        if simd.peek_i64(row + TOKEN) >= 0:
-            token = _multinomial(weights, vocab, simd.peek_f32(row + TOTAL), words + 4 * used)
+        token, total = simd.peek_i64(row + TOKEN), simd.peek_f32(row + TOTAL)
+        if token >= 0:
+            token = _multinomial(weights, vocab, total, words + 4 * used, token)
             simd.poke_i64(row + TOKEN, token)
         used = mersenne.advance(words, used, vocab)
     mersenne.write_state(state, words, used)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import fail
 from qoff.kernels.sampling import Shape
+from qoff.process import ForkLock
 
 from .job import Row, SamplingArguments, draw_job, likeliest_job
 from .mersenne import words_bytes
@@ -20,7 +20,9 @@ from .scan import GROUP
 
 _OP = "sampling"
 _STATE_BYTES = 5056  # of torch's generator, as this reads it
-_generator = threading.Lock()  # held from reading the state of torch's generator to writing it
+_Native = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+_likeliest, _draw = _Native(likeliest_job.address), _Native(draw_job.address)
+_generator = ForkLock()  # held from reading the state of torch's generator to writing it
 
 
 def likeliest(rows: Sequence[Tensor], pool: Pool | None = None) -> list[int]:
@@ -31,7 +33,7 @@ def likeliest(rows: Sequence[Tensor], pool: Pool | None = None) -> list[int]:
     pool = pool or default_pool()
     described = _described(rows, [Shape()] * len(rows))
     args = SamplingArguments(ctypes.addressof(described), len(rows), len(rows[0]))
-    pool.run(likeliest_job.address, args)
+    _run(_likeliest, likeliest_job.address, args, pool)
     return [row.token for row in described]
 
 
@@ -77,6 +79,14 @@ def follows_torch() -> bool:
     return found == wanted.tolist() and torch.equal(state, generator.get_state())
 
 
+def _run(here: Callable[..., None], address: int, args: SamplingArguments, pool: Pool) -> None:
+    """Run a job on the pool; one row in this thread, without waking the others for it."""
+    if args.count == 1:
+        here(0, 0, 1, ctypes.addressof(args))
+    else:
+        pool.run(address, args)
+
+
 def _drawn(
     rows: Sequence[Tensor],
     shapes: Sequence[Shape],
@@ -100,7 +110,7 @@ def _drawn(
     with pool.lock:
         args.weights = pool.workspace(4 * columns * count + scratch)
         args.compact = args.words = args.weights + 4 * columns * count
-        pool.run(draw_job.address, args)
+        _run(_draw, draw_job.address, args, pool)
     return [row.token for row in described]
 
 
