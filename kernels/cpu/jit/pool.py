@@ -224,7 +224,7 @@ class Pool:
         with self.lock:
             if self._recorded is not None:
                 self._recorded.append((function, bytes(args), keep))
-            self._step[:] = function, ctypes.addressof(args)
+            self._step[:] = [function, ctypes.addressof(args)]
             self._native_launch(self._state, self.threads, ctypes.addressof(self._step), 1)
 
     @contextmanager
@@ -232,7 +232,8 @@ class Pool:
         """Note the jobs that are run meanwhile, by this thread; others wait."""
         with self.lock:
             assert self._recorded is None
-            self._recorded = found = []
+            found: list[Job] = []
+            self._recorded = found
             try:
                 yield found
             finally:
@@ -270,7 +271,7 @@ class JobList:
         self._steps = (ctypes.c_int64 * (2 * len(jobs)))()
         for i, ((function, args, _), start) in enumerate(zip(jobs, starts, strict=False)):
             ctypes.memmove(here + start, args, len(args))
-            self._steps[2 * i : 2 * i + 2] = function, here + start
+            self._steps[2 * i : 2 * i + 2] = [function, here + start]
         self.address = ctypes.addressof(self._steps)
 
     def __len__(self) -> int:

@@ -156,7 +156,8 @@ class Decoder:
         ragged = run.ragged
         self.spec.check_positions(ragged.longest + 1)
         ids, vocab = run.tokens, self.spec.vocab_size
-        if len(ids) and not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        looked_at = self.caches_on_device and len(ids) and not ids.is_cuda  # else by `embed`
+        if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise OpError(f"tokens are 0 to {vocab - 1}, not {int(ids.min())} to {int(ids.max())}")
         run.cached = cached = run.cache.begin(ragged)
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
