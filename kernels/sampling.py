@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .layout.distribution import Shape
 
 _GROUP = 256  # tokens, of which one is drawn if their group is
 _BINS = 1 << 10  # by a third of a weight's bits
@@ -42,18 +43,6 @@ class Warp:
     nucleus: bool
     top_k: Tensor | None = None
     ranked: int = 0
-
-
-class Shape(NamedTuple):
-    """How the logits of a row become a distribution: the temperature, then what the others leave.
-
-    top_k 0: all tokens. min_p: least probability, as a part of the likeliest token's.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
 
 
 def likeliest(logits: Tensor) -> list[int]:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.distribution import Shape
 from qoff.kernels.sampling import (
-    Shape,
     Warp,
     columns,
     draw,

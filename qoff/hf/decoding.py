@@ -27,8 +27,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from qoff.errors import QoffError
+from qoff.kernels.layout.distribution import Shape
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.sampling import Shape, follows_torch, likeliest, multinomial
+from qoff.kernels.sampling import follows_torch, likeliest, multinomial
 from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.runtime import Runtime
 

@@ -17,7 +17,8 @@ from transformers import (
 
 from qoff.errors import OpError
 from qoff.kernels.cpu.sampling import sampling as compiled
-from qoff.kernels.sampling import Shape, Warp, columns, draw_, noise_size
+from qoff.kernels.layout.distribution import Shape
+from qoff.kernels.sampling import Warp, columns, draw_, noise_size
 
 SIZES = [5, 16, 255, 256, 1003]
 SHAPES = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import fail
-from qoff.kernels.sampling import Shape
+from qoff.kernels.layout.distribution import Shape
 from qoff.process import ForkLock
 
 from .job import Row, SamplingArguments, draw_job, likeliest_job
