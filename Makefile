@@ -25,7 +25,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cks
 
 help:
 	@echo "make demo     convert a small model to 4 bits and answer a prompt under a memory budget"
-	@echo "make test     lint, types, layers and tests"
+	@echo "make test     lint, types and tests"
 	@echo "make architectures  compile all variants of Triton kernels for every architecture"
 	@echo "make bench    the CPU and disk benches, each beside its peer or its limit"
 	@echo "make triton-3.6  fetch Triton 3.6.0, with which the tests then compile all kernels too"
@@ -66,7 +66,7 @@ $(INSTALLED): $(BIN)/python
 demo: $(INSTALLED)
 	$(BIN)/python -m bench.demo
 
-test: lint types layers pytest
+test: lint types pytest
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

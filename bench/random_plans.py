@@ -23,11 +23,14 @@ from typing import Any
 from bench.harness import Bar, Report, arguments
 from bench.random_model import write_random_checkpoint
 from bench.stress import TINY
+from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant
-from qoff.kvcache.store.placement import KVPlacement
-from qoff.plan import Plan
+from qoff.kvcache.store.placement import DEVICE, HOST, KVPlacement
+from qoff.models.native.decoder import head_shapes
+from qoff.models.spec import DecoderSpec
+from qoff.plan import Memory, Plan
 
 # Few and many layers, one and four queries of a KV head, a head of its own and a tied one.
 SHAPES: tuple[dict[str, Any], ...] = (
@@ -74,14 +77,15 @@ class Draws:
             spill_folder=spill,
         )
 
-    def bounds(self, device: int, host: int) -> dict[str, int]:
-        """Bounds of memory about what a plan takes unbounded; none of a tier at times."""
+    def bounds(self, weights: int, device: int, host: int) -> dict[str, int]:
+        """Bounds of memory about what a plan takes unbounded, weights and the rest of each tier;
+        none of a tier at times. Most of them have room for the rest, without which none opens."""
         draw = self.random
         found = {}
-        if draw.random() < 0.8:
-            found["device_memory"] = int(device * draw.uniform(0.05, 1.1))
-        if draw.random() < 0.4:
-            found["host_memory"] = int((host + device) * draw.uniform(0, 1.1))
+        for name, chance, rest in (("device_memory", 0.8, device), ("host_memory", 0.4, host)):
+            if draw.random() < chance:
+                part = draw.choice((1.0, 1.0, draw.uniform(0.05, 1.1)))
+                found[name] = int(rest * part + weights * draw.uniform(0, 1.1))
         return found
 
 
@@ -108,9 +112,7 @@ class Trial:
         """Draw a plan and see. What goes wrong is noted with the plan."""
         plan = self._draws.plan(self._spill)
         expected = self._expected(plan)
-        with LLM(self._checkpoint, plan) as llm:
-            sizes = [sum(purposes.values()) for purposes in llm.memory_by_tier().values()]
-        bounded = replace(plan, **self._draws.bounds(*sizes[:2]))  # type: ignore[arg-type]
+        bounded = replace(plan, **self._draws.bounds(*self._taken(plan)))  # type: ignore[arg-type]
         threads = set(threading.enumerate())
         files = _open_files()
         wrong = ""
@@ -135,6 +137,14 @@ class Trial:
         if wrong:
             self.counts["wrong"] += 1
             self.failures.append(f"{bounded}: {wrong}")
+
+    def _taken(self, plan: Plan) -> tuple[int, int, int]:
+        """Bytes without bounds: weights, and what else is on the device and in host memory."""
+        checkpoint = Checkpoint.open(self._checkpoint)
+        spec = DecoderSpec.from_config(checkpoint.config)
+        memory = Memory.of(plan, spec, head_shapes(spec))
+        weights = sum(file.nbytes for file in checkpoint.files)
+        return weights, memory.total(DEVICE), memory.total(HOST)
 
     def _expected(self, plan: Plan) -> list[tuple[int, ...]]:
         """The answers to each prompt alone, with everything in memory."""
@@ -166,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             path = Path(folder, f"model-{i}")
             write_random_checkpoint(path, shape, seed=i)
             trials.append(Trial(path, Path(folder, "spill"), given.seed + i))
+        gc.collect()
+        gc.freeze()  # what was imported: each plan's collection is for what it has left
         end, done = time.perf_counter() + given.seconds, 0
         while time.perf_counter() < end and done < given.plans:
             trials[done % len(trials)].run()

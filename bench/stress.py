@@ -3,7 +3,9 @@
     python -m bench.stress --seconds 600 --seed 1
 
 Each request draws a prompt and how it is answered; some callers give up, some ask for what cannot
-be. The answers to each prompt alone, computed first, are what every answer has to be.
+be. The answers to each prompt alone, computed first, are what every answer has to be. Prompts share
+their packed beginnings, which rounds: those of a block or more are compared by their lengths; with
+--unshared all are compared by their tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.harness import Bar, Report, arguments
 from bench.random_model import SMALL, write_random_checkpoint
 from qoff.engine import LLM, SamplingParams
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import TIERS, KVPlacement
 from qoff.kvcache.store.tiered import TieredBlocks
@@ -49,7 +52,11 @@ class Requests:
         ]
         self.params = [
             SamplingParams(
-                temperature=float(i % 2), seed=i, max_tokens=1 + 3 * (i % 7), n=1 + i % 2
+                temperature=float(i % 2),
+                seed=i,
+                max_tokens=1 + 3 * (i % 7),
+                n=1 + i % 2,
+                ignore_eos=True,
             )
             for i in range(_PROMPTS)
         ]
@@ -62,22 +69,32 @@ class Requests:
 
 
 class Caller(threading.Thread):
-    """Makes requests until `stop` is set. counts: of what came of them."""
+    """Makes requests until `stop` is set, or none of those numbered are left.
 
-    def __init__(self, llm: LLM, requests: Requests, seed: int, stop: threading.Event) -> None:
+    counts: of what came of them.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        requests: Requests,
+        seed: int,
+        stop: threading.Event,
+        left: Iterator[int],
+    ) -> None:
         super().__init__(name=f"caller {seed}")
-        self._llm, self._requests, self._stop_it = llm, requests, stop
+        self._llm, self._requests, self._stop_it, self._left = llm, requests, stop, left
         self._draw = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            while not self._stop_it.is_set():
+            while not self._stop_it.is_set() and next(self._left, None) is not None:
                 self._request()
         except BaseException as error:
             self.error = error
-            self._stop_it.set()
+        self._stop_it.set()
 
     def _request(self) -> None:
         draw, requests = self._draw, self._requests
@@ -100,14 +117,21 @@ class Caller(threading.Thread):
             for i, found in zip(numbers, requests.answers(self._llm, numbers), strict=True):
                 self.counts["answers"] += len(found)
                 self.counts["tokens"] += sum(map(len, found))
-                self.counts["wrong answers"] += found != requests.alone[i]
+                alone = requests.alone[i]
+                if self._llm.plan.share_prefixes and len(requests.prompts[i]) >= BLOCK_TOKENS:
+                    self.counts["wrong answers"] += [*map(len, found)] != [*map(len, alone)]
+                else:
+                    self.counts["compared"] += len(found)
+                    self.counts["wrong answers"] += found != alone
 
 
-def run(checkpoint: Path, plan: Plan, threads: int, seconds: float, seed: int) -> Counter[str]:
-    """What came of the requests of so many threads. Raises what one of them ended with."""
+def run(
+    checkpoint: Path, plan: Plan, threads: int, seconds: float, most: int, seed: int
+) -> Counter[str]:
+    """What came of requests, `most` at most. Raises what one of the threads ended with."""
     with LLM(checkpoint, plan) as llm:
-        requests, stop = Requests(llm, seed), threading.Event()
-        callers = [Caller(llm, requests, seed + 1 + i, stop) for i in range(threads)]
+        requests, stop, left = Requests(llm, seed), threading.Event(), iter(range(most))
+        callers = [Caller(llm, requests, seed + 1 + i, stop, left) for i in range(threads)]
         before = llm.rounds[-1].number
         for caller in callers:
             caller.start()
@@ -132,11 +156,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv,
         threads=(int, 8, "callers"),
         seconds=(float, 60.0, "of requests"),
+        requests=(int, 10_000, "at most"),
         seed=(int, 0, "of prompts and requests"),
+        unshared=(bool, False, "prompts share nothing"),
         model=(Path, None, "a qoff checkpoint; default: a tiny one of random weights"),
     )
     settings: dict[str, Any] = {
-        name: getattr(given, name) for name in ("threads", "seconds", "seed")
+        name: getattr(given, name) for name in ("threads", "seconds", "seed", "unshared")
     }
     plan = Plan(
         batch_size=5,
@@ -145,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kv=KVQuant(window=16),
         kv_placement=KVPlacement(0.4, 0.3),
         activations="host",
-        share_prefixes=True,
+        share_prefixes=not given.unshared,
     )
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = given.model
@@ -153,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             checkpoint = Path(folder, "tiny")
             write_random_checkpoint(checkpoint, TINY)
         start = time.perf_counter()
-        counts = run(checkpoint, plan, given.threads, given.seconds, given.seed)
+        counts = run(checkpoint, plan, given.threads, given.seconds, given.requests, given.seed)
         seconds = time.perf_counter() - start
     report = Report(
         "stress",

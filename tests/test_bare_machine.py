@@ -32,32 +32,32 @@ def absent() -> list[str]:
 
 
 def run_bare(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run code, with arguments, where none of `absent` can be imported."""
     code = f"import sys; sys.modules.update(dict.fromkeys({absent()!r}))\n{code}"
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
-def test_what_a_gpu_needs_is_imported_without_other_packages() -> None:
-    assert {"gguf", "greenlet", "hypothesis", "psutil", "rich", "scipy", "typer"} <= {*absent()}
-    modules = []
+def modules() -> list[str]:
+    """What a GPU needs of qoff and its benches."""
+    found = []
     for folder in ("qoff", "bench/gpu", "bench/gpu_models"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             if not NEEDS.match(name) and "__main__" not in name:
-                modules.append(name.removesuffix(".__init__"))
-    assert {"qoff.engine.llm", "qoff.hf.load", "bench.gpu.campaign"} <= {*modules}
-    run = run_bare(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)")
-    assert run.returncode == 0, run.stderr
+                found.append(name.removesuffix(".__init__"))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_gpu_tests_are_collected_without_other_packages() -> None:
-    """Of all tests: those of files that need another package are left out, and say so.
-
-    `bench.gpu` runs the files that have them, and no others.
+def test_a_gpus_modules_and_tests_are_imported_without_other_packages() -> None:
+    """All modules that it needs. Of all tests those of files that need another package are left
+    out, and say so; `bench.gpu` runs the files that have tests for a GPU, and no others.
     """
+    assert {"gguf", "greenlet", "hypothesis", "psutil", "rich", "scipy", "typer"} <= {*absent()}
+    assert {"qoff.engine.llm", "qoff.hf.load", "bench.gpu.campaign"} <= {*modules()}
     options = [
         "-m",
         "gpu",
@@ -69,9 +69,12 @@ def test_the_gpu_tests_are_collected_without_other_packages() -> None:
         "-p",
         "no:cacheprovider",
     ]
-    code = "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    code = (
+        f"import importlib\nfor name in {modules()!r}: importlib.import_module(name)\n"
+        "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    )
     run = run_bare(code, *options, "--import-mode=importlib", "tests")
-    assert run.returncode == 0, run.stdout[-4000:]
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     found = {line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line}
     assert {"tests/engine/test_llm_device.py", "tests/models/test_triton_decoder.py"} <= found
     assert found <= {*gpu_tests()}

@@ -25,7 +25,7 @@ from qoff.cli.main import app
 from qoff.errors import QoffError
 from tests.tiny_models import EOS, QUANT, load_budgets, tiny_checkpoint, tiny_model
 
-# What a run of qoff's own decoder does not use, and what it would take: 120 MB.
+# What `generate` and `eval` do not use with qoff's own decoder, and what it would take: 120 MB.
 UNUSED = {
     "pandas",
     "scipy.optimize",
@@ -450,9 +450,22 @@ def test_the_program_itself(checkpoint: Path, tmp_path: Path) -> None:
     listed = command("--help")
     assert listed.returncode == 0
     assert all(name in listed.stdout for name in ("convert", "generate", "batch", "verify"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-        good = command("generate", checkpoint, "Hello", "--max-new-tokens", 3, "--json")
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox " * 20)
+    program = (
+        "import contextlib, io, sys; from qoff.cli.main import app\n"
+        "evaluation = ['eval', sys.argv[2], '--text', sys.argv.pop(), '--json']\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    app(evaluation, standalone_mode=False)\n"
+        "app()"
+    )
+    arguments = ["generate", checkpoint, "Hello", "--max-new-tokens", "3", "--json", text]
+    good = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert good.returncode == 0, good.stderr
     assert json.loads(good.stdout)["new_tokens"] > 0
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", good.stderr, re.MULTILINE))

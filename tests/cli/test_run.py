@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from qoff.cli.main import app
 from tests.tiny_models import tiny_checkpoint
 
 LOADING = """import sys
@@ -18,6 +21,16 @@ from transformers import AutoModelForCausalLM
 assert __name__ == "__main__"
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(type(model).__name__, sys.argv[2:])
+"""
+# lm_eval without the 14,000 files of its own tasks, which take 10 s to read.
+LM_EVAL = """import runpy
+import sys
+
+assert "qoff" in sys.modules
+import lm_eval.tasks.manager
+
+lm_eval.tasks.manager.__file__ = {file!r}
+runpy.run_module("lm_eval", run_name="__main__", alter_sys=True)
 """
 TASK = """task: letters
 dataset_path: json
@@ -31,16 +44,17 @@ metric_list: [{{metric: acc}}]
 """
 
 
-def qoff(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "qoff", "run", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "HF_HOME": str(cwd / "home")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, and the interpreter's arguments and paths as they were afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def qoff_run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["run", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +62,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
 
 
-def test_a_script_loads_a_checkpoint_and_gets_its_arguments(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "script.py").write_text(LOADING)
-    found = qoff("script.py", checkpoint, "--help", "-m", "x", "--", "y", cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
+def test_a_script_loads_a_checkpoint_and_gets_its_arguments(checkpoint: Path, folder: Path) -> None:
+    (folder / "script.py").write_text(LOADING)
+    found = qoff_run("script.py", checkpoint, "--help", "-m", "x", "--", "y")
+    assert found.exit_code == 0, found.output
     assert found.stdout.strip() == "LlamaForCausalLM ['--help', '-m', 'x', '--', 'y']"
 
 
@@ -65,12 +77,23 @@ def test_the_command_line_of_lm_eval_evaluates_a_checkpoint(
     data = tmp_path / "letters.jsonl"
     data.write_text("\n".join(map(json.dumps, documents)))
     (tmp_path / "letters.yaml").write_text(TASK.format(data=data))
-    found = qoff(
-        "-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={checkpoint}",
-        "--tasks", "letters", "--include_path", tmp_path, "--device", "cpu",
-        "--output_path", tmp_path / "out",
+    (tmp_path / "no-tasks").mkdir()
+    code = LM_EVAL.format(file=str(tmp_path / "no-tasks" / "manager.py"))
+    (tmp_path / "short_lm_eval.py").write_text(code)
+    found = subprocess.run(
+        [
+            *(sys.executable, "-m", "qoff", "run", "-m", "short_lm_eval"),
+            *("run", "--model", "hf", "--model_args", f"pretrained={checkpoint}"),
+            *("--tasks", "letters", "--include_path", tmp_path, "--device", "cpu"),
+            *("--output_path", tmp_path / "out"),
+        ],
         cwd=tmp_path,
-    )  # fmt: skip
+        env={**os.environ, "HF_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert found.returncode == 0, found.stderr
     (path,) = (tmp_path / "out").rglob("results_*.json")
     results = json.loads(path.read_text())
@@ -78,9 +101,9 @@ def test_the_command_line_of_lm_eval_evaluates_a_checkpoint(
     assert results["results"]["letters"]["acc,none"] in (0, 0.5, 1)
 
 
-def test_the_programs_exit_status_is_passed_on(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("raise SystemExit(7)")
-    assert qoff("script.py", cwd=tmp_path).returncode == 7
+def test_the_programs_exit_status_is_passed_on(folder: Path) -> None:
+    (folder / "script.py").write_text("raise SystemExit(7)")
+    assert qoff_run("script.py").exit_code == 7
 
 
 @pytest.mark.parametrize(
@@ -91,9 +114,9 @@ def test_the_programs_exit_status_is_passed_on(tmp_path: Path) -> None:
     ],
 )
 def test_a_program_that_is_not_there_is_one_line(
-    arguments: list[str], message: str, tmp_path: Path
+    arguments: list[str], message: str, folder: Path
 ) -> None:
-    found = qoff(*arguments, cwd=tmp_path)
-    assert found.returncode == 1
+    found = qoff_run(*arguments)
+    assert found.exit_code == 1
     assert message in found.stderr
     assert len(found.stderr.splitlines()) == 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +16,13 @@ from qoff.engine import LLM, Completion, SamplingParams
 from qoff.errors import ArgumentError
 from qoff.hf.cache import QoffCache
 from qoff.hf.load import AUTO, find_checkpoint, load, load_tokenizer
-from qoff.hf.model import QoffForCausalLM
 from qoff.plan import Plan
 
 from .prompts import NeedlePrompt, NeedleSettings, prompts
 from .result import CacheSetting, NeedleResult, Trial, is_retrieved
+
+if TYPE_CHECKING:
+    from qoff.hf.model import QoffForCausalLM
 
 Progress = Callable[[int, int], None]  # prompts done, and of how many
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from qoff.checkpoint import Checkpoint
@@ -17,7 +17,8 @@ from qoff.checkpoint.layout import QuantEntry
 from qoff.errors import ArgumentError, FormatError
 from qoff.eval.texts import digest
 from qoff.hf.budget import Scoring
-from qoff.hf.load import exists, is_checkpoint, load_tokenizer, open_model, source_stamps
+from qoff.hf.load import exists, is_checkpoint, load_tokenizer, source_stamps
+from qoff.hf.load import open_runtime as open_checkpoint
 from qoff.kvcache import KVQuant
 from qoff.models.runtime import Runtime
 from qoff.models.sources import open_source
@@ -37,12 +38,12 @@ def open_runtime(
 ) -> Runtime:
     """A checkpoint that runs with a KV cache, by default on the CPU.
 
-    length: tokens of the longest window; a bound of memory has room for these. options: of
-    `open_model`, whose errors it raises; batch_size is the number of windows read together.
+    length: tokens of the longest window; a bound of memory has room for these. options, and the
+    errors: of `hf.load.open_runtime`; batch_size is the number of windows read together.
     """
     scoring = Scoring(max(1, min(PIECE_TOKENS, length - 1)))
     options = {"device": "cpu", "batch_size": 1, **options}
-    return open_model(checkpoint, kv=kv, context=length, scoring=scoring, **options).runtime
+    return open_checkpoint(checkpoint, kv=kv, context=length, scoring=scoring, **options).runtime
 
 
 def open_float(path: str | Path) -> Any:
@@ -51,6 +52,8 @@ def open_float(path: str | Path) -> Any:
     Weights that are packed there are dequantized. Raises FormatError where transformers cannot
     load it.
     """
+    from transformers import AutoModelForCausalLM  # 140 MB, which a qoff checkpoint does not need
+
     transformers_logging.disable_progress_bar()
     where, options = str(path), {}
     if exists(path) and Path(path).is_file():

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from qoff.kernels.layout.ragged import Ragged
 from qoff.models.forward_pass import ForwardPass
@@ -87,6 +86,8 @@ class TransformersSubject:
     def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
         windows = windows.to(self._model.device)
         count, length = windows.shape
+        from transformers import DynamicCache
+
         cache = DynamicCache(config=self._model.config)
         piece = max(1, min(length, _LOGITS // (count * self.vocab_size)))
         for past in range(0, length - 1, piece):

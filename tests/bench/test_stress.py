@@ -1,0 +1,47 @@
+"""Requests of threads and random plans: a few of each, and a wrong token is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import random_plans, stress
+
+
+def counted(main: Any, out: Path, *options: str) -> dict[str, float]:
+    """What a bench counts."""
+    main(["--seconds", "60", "--seed", "3", "--out", str(out / "x.json"), *options])
+    found: dict[str, float] = json.loads((out / "x.json").read_text())["measured"]
+    return found
+
+
+def test_threads_get_the_answers_of_each_prompt_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stress, "_PROMPTS", 8)
+    requests = ["--threads", "3", "--requests", "20", "--unshared"]
+    found = counted(stress.main, tmp_path, *requests)
+    assert found["requests"] == 20
+    assert found["compared"] == found["answers"] > 0 == found.get("wrong answers", 0)
+
+    class Other(stress.Requests):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.alone = [[(-1,)]] * len(self.alone)
+
+    monkeypatch.setattr(stress, "Requests", Other)
+    with pytest.raises(SystemExit, match="1"):
+        counted(stress.main, tmp_path, *requests)
+
+
+def test_random_plans_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_plans, "SHAPES", random_plans.SHAPES[:1])
+    found = counted(random_plans.main, tmp_path, "--plans", "6")
+    assert found["plans"] == 6
+    assert found["opened"] > 0 == found.get("wrong", 0)
+    monkeypatch.setattr(random_plans.Trial, "_expected", lambda self, plan: [])
+    with pytest.raises(SystemExit, match="1"):
+        counted(random_plans.main, tmp_path, "--plans", "2")
