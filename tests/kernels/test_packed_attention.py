@@ -109,6 +109,14 @@ def test_any_number_of_queries_shares_a_kv_head(heads: int) -> None:
     check(make(KVFormat(64), heads, 1, (2, 5), (3, 19)))
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (9, 3), (10, 5), (16, 4), (64, 8)])
+def test_neighbouring_kv_heads_are_attended_in_turns(
+    heads: int, kv_heads: int, window: int | None
+) -> None:
+    check(make(KVFormat(64), heads, kv_heads, (11, 3, 1)), window=window)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_new_tokens_attend_together(head_dim: int) -> None:
     check(make(KVFormat(head_dim), 6, 2, (20, 0, 3), (37, 5, 1)))
