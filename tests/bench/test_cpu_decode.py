@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from bench import cpu_contestants, cpu_decode
-from bench.cpu_contestants import GENERATE, LLAMA, RUNTIME, Deep, Work, best
+from bench.cpu_contestants import GENERATE, LLAMA, RUNTIME, Contestants, Deep, Work, best
 from bench.greedy import Timing
 from bench.greedy import generate as native_generate
 from bench.peers import llama_cpp, native, transformers_model
 from bench.peers.native import PeerNotBuiltError
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, FormatError
 from qoff.hf.load import load
 from qoff.kvcache import KVQuant
 from qoff.measure.samples import Samples
@@ -87,6 +87,50 @@ def test_the_report_names_the_format_that_was_compared_with() -> None:
 def test_an_unknown_work_is_refused() -> None:
     with pytest.raises(ArgumentError, match="no work is called 'deep'"):
         cpu_decode.chosen("short,deep", cpu_decode.WORK)
+
+
+_QUANTIZE = '#!/bin/sh\ncp "$2" "$3"\n'
+_BENCH = """#!/bin/sh
+echo "$@" >> "$0.log"
+case "$*" in
+  *Q4_0*-ctk\\ q8_0*) echo '[{"avg_ts": 9.0}]' ;;
+  *Q4_0*) echo '[{"avg_ts": 8.0}]' ;;
+  *) echo '[{"avg_ts": 7.0}]' ;;
+esac
+"""
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with programs that stand for llama.cpp's: Q4_0 is fastest, with K and V in q8_0."""
+    monkeypatch.setenv("QOFF_CACHE", str(tmp_path))
+    folder = native.folder() / f"llama.cpp-{native.LLAMA_CPP}"
+    folder.mkdir(parents=True)
+    for name, text in (("llama-quantize", _QUANTIZE), ("llama-bench", _BENCH)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    source = tmp_path / "model.Q4_1.gguf"
+    source.touch()
+    monkeypatch.setattr(cpu_contestants, "fetch_gguf", lambda: source)
+    return folder
+
+
+def test_llama_cpp_is_compared_with_at_its_best(tools: Path) -> None:
+    with Contestants() as contestants:
+        assert contestants.llama
+        short, deep, prefill = (
+            best(contestants._llama(cpu_decode.WORK[key])) for key in ("short", "4096", "prefill")
+        )
+    assert (short[0], deep[0], prefill[0]) == ("Q4_0", "Q4_0, q8_0 KV", "Q4_0")
+    deep[1]()
+    *_, asked = (tools / "llama-bench.log").read_text().splitlines()
+    assert asked.endswith("-r 1 -o json -fa 1 -ctk q8_0 -ctv q8_0 -p 0 -n 64 -d 4096")
+
+
+def test_what_llama_cpp_says_when_it_fails_is_in_the_error(tools: Path) -> None:
+    (tools / "llama-bench").write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
+    with pytest.raises(FormatError, match="exit status 3: no such model"):
+        llama_cpp.LlamaCpp(tools, 2).prefill(16)
 
 
 def test_a_peer_that_is_not_built_says_how_to_build_it(
