@@ -86,7 +86,7 @@ architectures: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[bench]' --no-build-isolation -c constraints.txt
-	for name in cpu_matmul "cpu_attention --model" cpu_decode disk_stream "offload --large --plot"; do $(BIN)/python -m bench.$$name; done
+	for name in cpu_matmul cpu_attention cpu_decode families disk_stream "offload --large --plot"; do $(BIN)/python -m bench.$$name; done
 
 # Beside .venv, not in it: tests/kernels/test_compile.py puts the folder on a process's path.
 triton-3.6: $(BIN)/python

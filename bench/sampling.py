@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import psutil
 import torch
 
 from qoff.measure.samples import QUIET, Samples, foreign_cpu_s
@@ -25,7 +27,7 @@ def interleaved(
     others took more than a tenth of a core (`foreign`: their CPU seconds so far) is repeated, up to
     twice as many rounds in all; the `rounds` that others disturbed least count.
     """
-    names, foreign = list(alternatives), foreign or foreign_cpu_s
+    names, foreign = list(alternatives), foreign or others_cpu_s
     found: list[tuple[float, dict[str, float]]] = []
     quiet = 0
     while quiet < rounds and len(found) < 2 * rounds:
@@ -40,6 +42,16 @@ def interleaved(
         found.append((others, values))
     kept = sorted(found, key=lambda entry: entry[0])[:rounds]
     return {name: Samples(tuple(values[name] for _, values in kept)) for name in names}
+
+
+def others_cpu_s() -> float:
+    """CPU seconds that others took since boot, which processes this one started are not."""
+    ended = os.times()
+    ours = ended.children_user + ended.children_system
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            ours += sum(child.cpu_times()[:4])  # user and system, of ended children of its own too
+    return foreign_cpu_s() - ours
 
 
 def timed(call: Callable[[], object], least_s: float = 0.02) -> Callable[[], float]:

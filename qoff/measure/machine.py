@@ -13,7 +13,7 @@ import torch
 
 from qoff.kernels.processor import host_features
 
-_PACKAGES = ("qoff", "torch", "triton", "transformers", "numba", "accelerate", "xllamacpp")
+_PACKAGES = ("qoff", "torch", "triton", "transformers", "numba", "accelerate")
 _FEATURES = ("avx2", "avx512f", "avx512vnni", "avxvnni", "avx512bf16", "amx-int8", "neon")
 
 

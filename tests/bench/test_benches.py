@@ -6,26 +6,23 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from bench import cpu_decode, cpu_matmul, disk_stream
+from bench import cpu_matmul, disk_stream
 from bench.bandwidth import ReadBandwidth, read_all, read_pieces
-from bench.greedy import Timing
 from bench.greedy import generate as native_generate
 from bench.harness import Bar, Report
-from bench.peers import accelerate_offload, llama_cpp, transformers_model
+from bench.peers import accelerate_offload
 from bench.peers.int4 import DequantizeGemm, TorchInt4
 from bench.random_model import TINYLLAMA, random_matrix, write_random_checkpoint
 from qoff.checkpoint import Checkpoint, verify
 from qoff.errors import QoffError
-from qoff.hf.load import load
 from qoff.measure.machine import machine, versions
 from qoff.measure.samples import Samples
 from qoff.models.runtime import Runtime
-from tests.tiny_models import VOCAB, reference_model, tiny_checkpoint
+from tests.tiny_models import tiny_checkpoint
 
 TINY_SHAPE = TINYLLAMA | {
     "hidden_size": 128,
@@ -108,58 +105,6 @@ def test_the_matmul_bench_runs(
     assert set(written["ratios"]) == {"64x1024 M=1", "64x1024 M=16"}
     assert written["measured"]["64x1024 M=1"]["weight_bytes"] == 64 * 1024 // 2 + 64 * 16 * 4
     assert "64 x 1024" in capsys.readouterr().out
-
-
-def test_rates_of_a_generation() -> None:
-    timing = Timing(start=10.0, stamps=(12.0, 13.0, 14.0), batch=4)
-    works = {rate: cpu_decode.Work("", 4, 6, 3, rate) for rate in ("prefill", "decode", "total")}
-    assert {rate: work.of(timing) for rate, work in works.items()} == {
-        "prefill": 12.0,
-        "decode": 4.0,
-        "total": 3.0,
-    }
-
-
-def test_both_loops_generate_what_transformers_does(checkpoint: Path) -> None:
-    theirs = reference_model(checkpoint)
-    model, _ = load(checkpoint)
-    ids = torch.randint(3, VOCAB, (2, 9))
-    wanted, clock = transformers_model.generate(theirs, ids, 5)
-    assert wanted.shape == (2, 5)
-    assert len(clock.stamps) == 5
-    assert sorted(clock.stamps) == list(clock.stamps)
-    assert torch.equal(transformers_model.generate(model, ids, 5)[0], wanted)
-    assert torch.equal(native_generate(model.runtime, ids, 5)[0], wanted)
-    model.close()
-
-
-@pytest.mark.parametrize("llama", [False, True])
-def test_the_decode_bench_runs(
-    llama: bool,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class FakeLlama(llama_cpp.LlamaCpp):
-        def __init__(self, *_: Any, **__: Any) -> None:
-            self._server = None
-
-        def measure(self, prompt: int, generate: int, *, keep: bool = False) -> llama_cpp.Rates:
-            return llama_cpp.Rates(prompt, 1.0, generate, 1.0)
-
-    monkeypatch.setattr(cpu_decode, "fetch_checkpoint", lambda: checkpoint)
-    monkeypatch.setattr(cpu_decode, "fetch_gguf", lambda: checkpoint)
-    monkeypatch.setattr(cpu_decode, "open_float", reference_model)
-    monkeypatch.setattr(llama_cpp, "installed", lambda: llama)
-    monkeypatch.setattr(llama_cpp, "LlamaCpp", FakeLlama)
-    cpu_decode.main(["--quick", "--out", str(tmp_path / "out.json")])
-    written = json.loads((tmp_path / "out.json").read_text())
-    agreed = written["measured"]["greedy_agreement_with_transformers"]
-    assert [found["equal"] for found in agreed.values()] == [4] * 3
-    short = written["ratios"][cpu_decode.QUICK_WORK[0].name]
-    assert (f"{cpu_decode.GENERATE} / {cpu_decode.LLAMA}" in short) == llama
-    assert ("not installed" in capsys.readouterr().out) != llama
 
 
 def test_the_random_model_is_a_checkpoint_that_computes_numbers(tmp_path: Path) -> None:
