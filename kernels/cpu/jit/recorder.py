@@ -84,6 +84,10 @@ class _Watch(TorchDispatchMode):
         self.computed = False
         self._take, self._used = take, list[Tensor]()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, of 120 MB, to keep it from this class
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func in _EMPTY:
