@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-import psutil
 import torch
 
 from qoff.measure.samples import QUIET, Samples, foreign_cpu_s
@@ -46,6 +45,8 @@ def interleaved(
 
 def others_cpu_s() -> float:
     """CPU seconds that others took since boot, which processes this one started are not."""
+    import psutil  # rented GPUs may lack it, where processes are not counted
+
     ended = os.times()
     ours = ended.children_user + ended.children_system
     for child in psutil.Process().children(recursive=True):

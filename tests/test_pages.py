@@ -23,6 +23,7 @@ OTHERS = {
     "--quick",
     "--large",
     "--any",
+    "--only",
     "--options",
     "--seconds",
     "--seed",

@@ -131,7 +131,7 @@ def test_every_door_turns_refusals_into_budget_errors(
             ):
                 with pytest.raises(BudgetError, match=f"host memory: the system refused {HUGE:,}"):
                     call()
-        assert llm.generate([[5, 6]])[0].finish_reason == "length"
+        assert llm.generate([[5, 6]])[0].token_ids
     with monkeypatch.context() as patched:
         patched.setattr("qoff.memory.store.streamed_images", refuse)
         patched.setattr("qoff.models.convert.builder.Builder.build", refuse)

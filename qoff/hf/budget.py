@@ -251,7 +251,8 @@ def working_bytes(
     )
     work += 8 * tokens * spec.hidden_size + table_bytes(spec, longest)
     if decoder.replays is not None:
-        work += recorded_bytes(spec, max(sequences, largest))
+        steps = max(sequences, largest)
+        work += LayerWorkspace.nbytes(spec, steps) + recorded_bytes(spec, steps)
     work += 4 * rows * (_LOGITS * spec.vocab_size + 2 * spec.hidden_size)
     if kv is not None:  # a layer's unpacked tokens, and those of them that a pass packs
         unpacked = count + kv.window + kv.sinks + 2 * 64

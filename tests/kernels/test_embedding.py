@@ -22,7 +22,7 @@ def test_equals_reference(n: int, bits: int, packing: str) -> None:
 @pytest.mark.parametrize("packing", ["rows16", "split32"])
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
 def test_scaled_rows_are_added_in_place(scale_dtype: torch.dtype, packing: str) -> None:
-    weight = random_weight(33, 96, scale_dtype=scale_dtype, packing=packing)
+    weight = random_weight(33, 96, 4, 32, scale_dtype=scale_dtype, packing=packing)
     ids, hidden = torch.randint(0, 30, (5,)), torch.randn(5, 200)[:, :96]
     expected = hidden + weight.dequantize()[ids + 3] * 1.7
     embedding(ids, weight, offset=3, scale=1.7, residual=hidden, out=hidden)

@@ -206,13 +206,14 @@ class Decoder:
         """
         activations, count = run.activations, len(rows)
         activations.store(rows)
-        workspace = run.workspace or self.new_workspace(count)
-        run.workspace = workspace.upto(count)
+        workspace = (run.workspace or self.new_workspace(count)).upto(count)
+        of_tiles = workspace if workspace.tiled else None
         for layer in range(self.spec.num_layers):
             weights = yield layer
             in_tiles = tiled(weights)
-            if in_tiles and not run.workspace.tiled:
-                run.workspace = self.new_workspace(count, tiled=True)
+            if in_tiles and of_tiles is None:
+                of_tiles = self.new_workspace(count, tiled=True)
+            run.workspace = of_tiles if in_tiles else workspace
             run.hidden = activations.load()
             if key is None or in_tiles:
                 yield from self._layer.steps(layer, weights, run)
@@ -283,11 +284,10 @@ def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
 def recorded_bytes(spec: DecoderSpec, rows: int) -> int:
     """The most bytes that recordings of decode steps keep on a CPU, of up to `rows` sequences.
 
-    Working space, hidden states and logits, of which a smaller step has a part, and what each is
-    given.
+    Hidden states and logits, of which a smaller step has a part, and what each is given; beside a
+    workspace.
     """
-    each = 3 * spec.hidden_size + spec.vocab_size
-    return LayerWorkspace.nbytes(spec, rows) + 4 * rows * each
+    return 4 * rows * (3 * spec.hidden_size + spec.vocab_size)
 
 
 def logits_bytes(spec: DecoderSpec, rows: int, dtype: torch.dtype) -> int:
