@@ -17,7 +17,18 @@ from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
 
-RecordWhileDone: TypeAlias = Callable[[Callable[[], None]], Callable[[], object] | None]
+
+class WorkReplay(Protocol):
+    """Work that was recorded while it was done; calling it says whether it was done again."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether it can never be done again."""
+
+    def __call__(self) -> bool: ...
+
+
+RecordWhileDone: TypeAlias = Callable[[Callable[[], None]], WorkReplay | None]
 
 
 class Ops(Protocol):

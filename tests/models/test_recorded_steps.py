@@ -124,3 +124,17 @@ def test_passes_of_batches_that_take_turns_layer_by_layer(checkpoint: Path) -> N
         if replays is not None:
             assert replays.replayed
     assert torch.equal(*found)
+
+
+def test_batches_that_grow_leave_no_memory_behind(checkpoint: Path) -> None:
+    """Logits of more sequences take the place of those of fewer, whose recordings are dropped."""
+    recorder = JobRecorder()
+    replays = Replays(CPU, while_done=recorder)
+    run = Run(checkpoint, "float", replays, resident=True)
+    for slots in [(0,), (0, 1), (0, 1, 2)] * 2:
+        run.pass_over(slots, [1] * len(slots))
+    logits = 4 * SLOTS * run.run.decoder.spec.vocab_size
+    assert replays.recorded > 3  # those of one and two sequences were dropped, and made again
+    assert recorder.nbytes < 2 * logits
+    alive = sum(entry.result.untyped_storage().nbytes() for entry in replays._entries.values())
+    assert alive <= len(replays._entries) * logits

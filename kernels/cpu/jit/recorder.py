@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .pool import JobList, Pool, default_pool
+from .pool import Job, JobList, Pool, default_pool
 
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
@@ -30,6 +30,7 @@ class JobRecorder:
     def __init__(self, pool: Pool | None = None) -> None:
         self._pool = pool or default_pool()
         self._memory: list[Tensor] = []
+        self._views: list[int] = []  # of each, before the recording under way: results of others
         self._dropped = 0  # how often some of it was given up
 
     @property
@@ -37,43 +38,64 @@ class JobRecorder:
         """Bytes that recordings share."""
         return sum(memory.nbytes for memory in self._memory)
 
-    def __call__(self, work: Callable[[], None]) -> Callable[[], bool] | None:
-        """Do the work, and return what does it again; that says False if it cannot any more.
+    @property
+    def places(self) -> tuple[int, int]:
+        """Another value when memory that recordings know the address of is gone."""
+        return self._pool.moves, self._dropped
+
+    def __call__(self, work: Callable[[], None]) -> JobReplay | None:
+        """Do the work, and return what does it again.
 
         None for work that torch has a part in: only allocations and views are torch's in a replay.
         """
         pool, watch = self._pool, _Watch(self._take)
         with pool.recording() as jobs:
+            self._views = [_users(memory) for memory in self._memory]
             moves = pool.moves
             with watch:
                 work()
-            if watch.computed:
-                return None
-        recorded, known = JobList(jobs), (moves, self._dropped)
-
-        def replay() -> bool:
-            with pool.lock:
-                if (pool.moves, self._dropped) != known:
-                    return False  # it knows addresses of memory that is gone
-                pool.run_all(recorded)
-            return True
-
-        return replay
+        return None if watch.computed else JobReplay(self, (moves, self._dropped), pool, jobs)
 
     def _take(self, nbytes: int, used: Sequence[Tensor]) -> Tensor:
-        """Memory that nobody has now. used: by the recording under way, whose jobs know it."""
-        free = [memory for memory in self._memory if _free(memory)]
-        for memory in free:
-            if memory.numel() >= nbytes:
-                return memory
-        for memory in free:
-            if not any(memory is one for one in used):
-                self._memory = [one for one in self._memory if one is not memory]
+        """Memory that is free now. used: by the recording under way, whose jobs know it."""
+        both = enumerate(zip(self._memory, self._views, strict=True))
+        free = [i for i, (memory, views) in both if _users(memory) <= views]
+        for i in free:
+            if self._memory[i].numel() >= nbytes:
+                return self._memory[i]
+        for i in free:
+            if not any(self._memory[i] is one for one in used):
+                del self._memory[i], self._views[i]
                 self._dropped += 1
                 break
         with torch.inference_mode(False):  # it is written in that mode and outside of it
-            self._memory.append(torch.empty(nbytes, dtype=torch.uint8))
-        return self._memory[-1]
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._memory.append(memory)
+        self._views.append(_users(memory))
+        return memory
+
+
+class JobReplay:
+    """A recording; see `JobRecorder`."""
+
+    def __init__(
+        self, recorder: JobRecorder, places: tuple[int, int], pool: Pool, jobs: Sequence[Job]
+    ) -> None:
+        self._recorder, self._places, self._pool = recorder, places, pool
+        self._jobs = JobList(jobs)
+
+    @property
+    def stale(self) -> bool:
+        """Whether it knows addresses of memory that is gone."""
+        return self._recorder.places != self._places
+
+    def __call__(self) -> bool:
+        """Do the work again, and say True; or nothing, and False, when it is stale."""
+        with self._pool.lock:
+            if self.stale:
+                return False
+            self._pool.run_all(self._jobs)
+        return True
 
 
 class _Watch(TorchDispatchMode):
@@ -103,7 +125,6 @@ class _Watch(TorchDispatchMode):
         return found
 
 
-def _free(memory: Tensor) -> bool:
-    """Whether there are no views of a tensor."""
-    storage = memory.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor's own, and this one
+def _users(memory: Tensor) -> int:
+    """How many tensors there are of the memory of one, views included."""
+    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)

@@ -36,8 +36,7 @@ class Replays:
     that a recording reads or writes belongs to others. record: makes a replay of work without
     running it (default: as a CUDA graph). If that fails once, nothing is recorded or replayed any
     more, with a warning that says why. while_done: makes it of work that it does, so that the first
-    call is recorded; None if it cannot; the replay says False when it no longer can. For one thread
-    and one stream at a time.
+    call is recorded; None if it cannot. For one thread and one stream at a time.
     """
 
     def __init__(
@@ -113,6 +112,9 @@ class Replays:
                 return entry.result
         found: list[Tensor] = []
         replay = self._while_done(lambda: found.append(work(x)))
+        for key, one in list(self._entries.items()):
+            if getattr(one.replay, "stale", False):  # its result keeps memory alive
+                del self._entries[key]
         while len(self._entries) >= most:
             del self._entries[next(iter(self._entries))]
         self._entries[whole] = _Entry(keep, found[0] if replay else x, replay)
