@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.request import Sequence as Request
 from qoff.engine.sampling import LogitsRow, Sampler
+from qoff.kernels.cpu.jit.pool import default_pool
 from qoff.kernels.sampling import sampling_bytes
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.memory.instrumentation import Instrumentation
@@ -80,7 +81,8 @@ def counted_and_taken(
     save_model(folder / "model", family, **{**SIZES, **sizes})
     convert(folder / "model", folder / "checkpoint", quant=QUANT)
     tested = Instrumentation(ops=ops)
-    peak = Peak()
+    peak, pool = Peak(), default_pool()
+    pool._workspace, pool.moves = torch.empty(0, dtype=torch.uint8), pool.moves + 1  # as at a start
     with peak, LLM(folder / "checkpoint", plan, _instrumentation=tested) as llm:
         assert len(list(llm.generate(PROMPTS, PARAMS))) == len(PROMPTS)
         purposes = llm.memory.purposes["device"]
