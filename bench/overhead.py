@@ -61,7 +61,7 @@ class StubbedPass:
                 run.cache.cache.lengths[slot] += span.count
         else:
             run.cache.lengthen(run.ragged)
-        found = self._logits[: len(run.logit_rows)]
+        found = self._logits[: len(run.ragged.spans if run.logit_rows is None else run.logit_rows)]
         self._ended = perf_counter()
         return found
 

@@ -38,7 +38,10 @@ class ForkLock:
         self._of_process: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        self._of_process.setdefault(os.getpid(), threading.RLock()).acquire()
+        mine = self._of_process.get(os.getpid())
+        if mine is None:
+            mine = self._of_process.setdefault(os.getpid(), threading.RLock())
+        mine.acquire()
 
     def __exit__(
         self,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
+from types import TracebackType
 
 from qoff.errors import BudgetError, QoffError
 
@@ -44,22 +45,29 @@ def check_machine(nbytes: int, what: str) -> None:
         )
 
 
-@contextmanager
-def refusals() -> Iterator[None]:
+class refusals(ContextDecorator):  # noqa: N801 - used as a function, around every pass
     """Turn every failed allocation, on the host or a GPU, into a BudgetError: its tier and bytes.
 
     It may be one of Python, numpy, numba, torch or mmap.
     """
-    try:
-        yield
-    except QoffError:
-        raise
-    except (MemoryError, RuntimeError, OSError) as error:
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, QoffError) or not isinstance(
+            error, (MemoryError, RuntimeError, OSError)
+        ):
+            return
         tier = refused_tier(error)
         if tier is None:
-            raise
-        text = str(error)
-        match = _BYTES.search(text)
+            return
+        match = _BYTES.search(str(error))
         wanted = "memory" if match is None else f"{_size(match):,} bytes"
         there = machine_memory()
         of = f", of {there:,} bytes of the machine" if tier == "host" and there else ""

@@ -23,6 +23,7 @@ RUN_TOKENS = 512
 RUN_BLOCKS = 8
 # The position counts from the first token of the slot's blocks.
 ITEM_FIELDS = ("first row", "rows", "slot", "position of the first row", "packed tokens")
+_POSITION = ITEM_FIELDS.index("position of the first row")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,10 @@ class BlockTable:
         for part in ("blocks", "items"):
             object.__setattr__(same, part, memory.put(f"{name}, {part}", getattr(self, part)))
         return same
+
+    def advance(self) -> None:
+        """Of one new token a sequence: become the table of the next of each, in the same memory."""
+        self.items.select(1, _POSITION).add_(1)
 
     def told(self) -> tuple[int, ...]:
         """What kernels are told of it at decode, beside the values in its memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,8 +33,6 @@ class Ragged:
     """
 
     spans: tuple[Span, ...]
-    positions: Tensor = field(init=False)  # int64 [M], position of each token in its own sequence
-    slots: Tensor = field(init=False)  # int64 [M], cache slot of each token's sequence
     longest: int = field(init=False)  # largest position
     sequences: int = field(init=False)  # largest slot + 1
 
@@ -46,21 +45,24 @@ class Ragged:
         slots = [span.slot for span in self.spans]
         if not slots or len(set(slots)) < len(slots):
             raise OpError(f"each sequence needs a cache slot of its own, not {slots}")
-        if end == len(slots):
-            positions, rows = torch.tensor([[span.past for span in self.spans], slots]).unbind()
-        else:
-            steps = [torch.arange(s.past, s.past + s.count) for s in self.spans]
-            positions = torch.cat(steps)
-            counts = torch.tensor([span.count for span in self.spans])
-            rows = torch.repeat_interleave(torch.tensor(slots), counts)
         longest = max(span.past + span.count for span in self.spans) - 1
-        for name, value in (
-            ("positions", positions),
-            ("slots", rows),
-            ("longest", longest),
-            ("sequences", max(slots) + 1),
-        ):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "longest", longest)
+        object.__setattr__(self, "sequences", max(slots) + 1)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [M], position of each token in its own sequence."""
+        if self.is_decode:
+            return torch.tensor([span.past for span in self.spans])
+        return torch.cat([torch.arange(s.past, s.past + s.count) for s in self.spans])
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """int64 [M], cache slot of each token's sequence."""
+        slots = torch.tensor([span.slot for span in self.spans])
+        if self.is_decode:
+            return slots
+        return slots.repeat_interleave(torch.tensor([span.count for span in self.spans]))
 
     @classmethod
     def of(cls, counts: Sequence[int], pasts: Sequence[int]) -> Ragged:
@@ -75,13 +77,26 @@ class Ragged:
         """The same, with its tensors in this memory."""
         same = copy(self)
         for name in ("positions", "slots"):
-            object.__setattr__(same, name, memory.put(name, getattr(self, name)))
+            vars(same)[name] = memory.put(name, getattr(self, name))
+        return same
+
+    def follows(self, before: Ragged) -> bool:
+        """Whether these are the next tokens of each sequence of a decode step."""
+        return len(self.spans) == len(before.spans) and all(
+            new.count == 1 and new.slot == old.slot and new.past == old.past + 1
+            for new, old in zip(self.spans, before.spans, strict=True)
+        )
+
+    def taking_over(self, before: Ragged) -> Ragged:
+        """The same, with the tensors of the step that it follows, which has none then."""
+        same = copy(self)
+        vars(same).update(positions=before.positions.add_(1), slots=before.slots)
         return same
 
     @property
     def tokens(self) -> int:
         """M, the number of rows."""
-        return self.positions.shape[0]
+        return self.spans[-1].start + self.spans[-1].count
 
     @property
     def last_rows(self) -> Tensor:

@@ -263,6 +263,8 @@ class Rounds:
                 if self._executor.activations is not None:
                     run.activations = self._executor.activations.batch(len(passes))
                 passes.append((batch, run))
+        if len(passes) == 1 and passes[0][1].ragged.is_decode:
+            passes[0][1].logit_rows = None  # no other pass will use their memory
         read, rows = 0, list[LogitsRow]()
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):

@@ -11,7 +11,7 @@ from qoff.memory import Unit, WeightStore
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import unit_label
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.runtime import AnyDecoder
+from qoff.models.runtime import AnyDecoder, followed
 
 
 class Schedule:
@@ -33,10 +33,15 @@ class Schedule:
         self._store = store
         self._schedule = schedule
         self._span = instrumentation.span
+        self._follows = instrumentation.timeline is None
         self._after: dict[Unit, Unit] = {}  # which unit a pass asks for after each
 
     def round(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
         """Return the logits of each pass, float32 [R, vocab_size]."""
+        if len(passes) == 1 and self._follows:
+            logits = followed(self._decoder, self._store, passes[0])
+            if logits is not None:
+                return [logits]
         if self._schedule == "sequential":
             return [self._together([one])[0] for one in passes]
         return self._together(passes)

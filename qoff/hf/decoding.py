@@ -57,13 +57,14 @@ class TokenChoice:
             self.shape = _shape(processors[first:])
         self.before = LogitsProcessorList(processors[:first])
 
-    def tokens(self, ids: Tensor, logits: Tensor) -> list[int]:
-        """The next token of each row. ids: int64 [B, T]. logits: float32 [B, V], may change.
+    def tokens(self, rows: Rows, logits: Tensor) -> list[int]:
+        """The next token of each row. logits: float32 [B, V], may change.
 
         A token is -1 where the model's logits are not finite.
         """
         if not self.before and not self.do_sample:
             return likeliest(logits)
+        ids = rows.ids
         scores = logits.to(ids.device)
         if self.before or self.shape is None:
             if not math.isfinite(scores.amax()):  # NaN if one is
@@ -112,11 +113,11 @@ class Ends:
             else:
                 self.others.append(one)
 
-    def ended(self, tokens: Sequence[int], ids: Tensor) -> list[bool]:
-        """Which rows end with these tokens, the last ones of ids [B, T]."""
-        found = [ids.shape[1] >= self.length or token in self.tokens for token in tokens]
+    def ended(self, tokens: Sequence[int], rows: Rows) -> list[bool]:
+        """Which rows end with these tokens, their last ones."""
+        found = [rows.length >= self.length or token in self.tokens for token in tokens]
         for one in self.others:
-            more = torch.as_tensor(one(ids, None)).expand(len(tokens)).tolist()
+            more = torch.as_tensor(one(rows.ids, None)).expand(len(tokens)).tolist()
             found = [a or b for a, b in zip(found, more, strict=True)]
         return found
 
@@ -152,7 +153,7 @@ class Rows:
         """One more for each row: int64 [B]."""
         if self.length == self._memory.shape[1]:
             self._grow(2 * self.length)
-        self._memory[:, self.length] = tokens
+        self._memory.select(1, self.length).copy_(tokens)
         self.length += 1
 
     def _grow(self, columns: int) -> None:
@@ -190,7 +191,7 @@ class Decoding:
         """From a prompt int64 [B, T] and its logits float32 [B, V] to all ids, int64 [B, L]."""
         rows, open_ = Rows.of(ids, self.ends.length), [True] * len(ids)
         while True:
-            tokens = self.choice.tokens(rows.ids, logits)
+            tokens = self.choice.tokens(rows, logits)
             if min(tokens) < 0:
                 raise QoffError(f"{self.runtime.checkpoint.path}: {NOT_FINITE}")
             if self.ends.pads and not all(open_):
@@ -198,7 +199,7 @@ class Decoding:
                 tokens = [a if b else self.pad for a, b in zip(tokens, open_, strict=True)]
             newest = torch.tensor(tokens)
             rows.append(newest)
-            ended = self.ends.ended(tokens, rows.ids)
+            ended = self.ends.ended(tokens, rows)
             open_ = [a and not b for a, b in zip(open_, ended, strict=True)]
             if self.streamer is not None:
                 self.streamer.put(newest)
@@ -215,6 +216,6 @@ class Decoding:
         ragged = Ragged.of([1] * count, cache.tokens.lengths)
         if ragged.longest + 1 > cache.room:  # less than this was made room for before
             cache.make_room(ragged.longest + 1, [1] * count, count)
-        logits = self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, ragged.last_rows))
+        logits = self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, None))
         cache.columns += 1
         return logits

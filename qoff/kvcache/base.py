@@ -41,6 +41,7 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache]):
     """
 
     ragged: Ragged
+    recorded: object | None = None  # what the decoder keeps of it for the next one
 
     def replay_key(self) -> Hashable | None:
         """What kernels are told in this pass, beside the values in memory: addresses and sizes.
@@ -53,14 +54,24 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache]):
     def end(self) -> None:
         """All layers are done: the new tokens are remembered."""
 
+    def can_advance(self, ragged: Ragged) -> bool:
+        """Whether `advance` makes it the pass of `ragged`, with kernels being told the same."""
+        return False
+
+    def advance(self, ragged: Ragged) -> None:
+        """Become the pass of `ragged`, in the same memory, where `can_advance`."""
+        raise NotImplementedError
+
 
 class KVCache(ABC):
     """Keys and values of every layer for a number of sequences, in slots 0, 1, ...
 
-    `lengths[i]` is how many tokens of sequence i are remembered.
+    `lengths[i]` is how many tokens of sequence i are remembered. ended: the pass that was the last
+    thing to happen to the cache, if that can be advanced.
     """
 
     lengths: list[int]
+    ended: CachePass | None = None
 
     @property
     def sequences(self) -> int:

@@ -101,8 +101,13 @@ class SlotCache(KVCache):
                     "the last forward pass on this KV cache ended half-way through; use a new cache"
                 )
             self._pass.abandon()
-        self._pass = self.start(ragged)
-        return self._pass
+        started = self.start(ragged)
+        self.begun(started)
+        return started
+
+    def begun(self, begun: SlotPass) -> None:
+        """A pass is under way."""
+        self._pass, self.ended = begun, None
 
     def over(self, ended: SlotPass) -> None:
         """A pass has ended, or will not."""
@@ -117,6 +122,7 @@ class SlotCache(KVCache):
         return SlotSubset(self, tuple(slots))
 
     def select(self, sequences: Sequence[int]) -> None:
+        self.ended = None
         kept = list(sequences)
         blocks = [list(self.blocks[i]) for i in kept]
         self.store.share(block for row in blocks for block in row)
@@ -128,6 +134,7 @@ class SlotCache(KVCache):
     def fork(self, source: int, target: int) -> None:
         """Let an empty slot remember what another one does."""
         assert not self.lengths[target]
+        self.ended = None
         self.store.share(self.blocks[source])
         self.blocks[target] = list(self.blocks[source])
         self.lengths[target] = self.lengths[source]
@@ -137,18 +144,21 @@ class SlotCache(KVCache):
         """Let an empty slot begin with blocks of other sequences; needs `sinks` of 0."""
         assert not self.lengths[slot]
         assert not self.sinks
+        self.ended = None
         self.store.share(blocks)
         self.blocks[slot] = list(blocks)
         self.lengths[slot] = BLOCK_TOKENS * len(blocks)
 
     def reset(self, slot: int, expected_tokens: int = 0) -> None:
         """Forget one sequence; the next in its slot will have so many tokens."""
+        self.ended = None
         self.store.release(self.blocks[slot])
         self.blocks[slot] = []
         self.lengths[slot] = 0
         self.expected[slot] = self.blocks_of(expected_tokens, self.window, self.sinks)
 
     def forget_each(self, tokens: Sequence[int]) -> None:
+        self.ended = None
         for slot, (length, count) in enumerate(zip(self.lengths, tokens, strict=True)):
             left = max(0, length - count)
             kept, rest = divmod(max(0, left - self.sinks), BLOCK_TOKENS)
@@ -166,6 +176,7 @@ class SlotSubset:
 
     cache: SlotCache
     slots: tuple[int, ...]
+    ended: None = None  # no step of decoding
 
     def begin(self, ragged: Ragged) -> CachePass:
         """Make room for the new tokens of a forward pass."""

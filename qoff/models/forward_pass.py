@@ -102,7 +102,8 @@ class ForwardPass:
     tokens: Tensor  # int64 [M]
     ragged: Ragged
     cache: KVCache | SlotSubset  # the tokens before them
-    logit_rows: Tensor  # int64 [R], rows whose logits are wanted
+    # int64 [R], rows whose logits are wanted; None: of all, valid until the next pass.
+    logit_rows: Tensor | None
     activations: Activations = field(default_factory=ResidentActivations)
     workspace: LayerWorkspace | None = None
     name: str = "pass"

@@ -21,7 +21,7 @@ from qoff.kernels.ops import with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
-from qoff.memory.plan import EMBEDDING, Residency, unit_label
+from qoff.memory.plan import EMBEDDING, HEAD, Residency, unit_label
 from qoff.process import ForkLock, only_here
 from qoff.system_memory import check_machine, refusals
 
@@ -149,6 +149,9 @@ class Runtime:
         """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""
         check_interrupts()
         with self._turn, refusals(), device_guard(self._device):
+            logits = followed(self.decoder, self.store, run) if self._timeline is None else None
+            if logits is not None:
+                return logits
             steps = self.decoder.steps(run)
             unit = next(steps)
             while True:
@@ -204,6 +207,14 @@ class Runtime:
 
     def _embed(self, ids: Tensor, scale: float = 1.0) -> Tensor:
         return self.store.gather_rows(EMBEDDING, ids, scale)
+
+
+def followed(decoder: AnyDecoder, store: WeightStore, run: ForwardPass) -> Tensor | None:
+    """As `Decoder.follow`. Raises ArgumentError where the store is closed."""
+    if not isinstance(decoder, Decoder) or run.cache.ended is None:
+        return None
+    with store.use(HEAD):
+        return decoder.follow(run)
 
 
 def _planned(

@@ -5,12 +5,15 @@ not, whatever changes from step to step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.cpu.jit.recorder import JobRecorder
 from qoff.kernels.layout.ragged import Ragged, Span
@@ -53,7 +56,7 @@ class Run:
     ) -> None:
         self.run = PlainRun(path, cpu, replays=replays)
         self.run.decoder.resident = resident
-        self.cache = CACHES[cache](self.run)
+        self.cache: Any = CACHES[cache](self.run)
         self.random = torch.Generator().manual_seed(0)
         self.pass_over(range(SLOTS), prompts)
 
@@ -96,6 +99,64 @@ def test_every_family_is_replayed(family: str, tmp_path_factory: pytest.TempPath
     for slots in [(0, 1, 2)] * 3:
         assert torch.equal(*(run.pass_over(slots, [1] * len(slots)) for run in runs))
     assert (replays.recorded, replays.replayed) == (1, 2)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_steps_that_follow_give_the_same_bits(cache: str, checkpoint: Path) -> None:
+    """Past blocks that are completed, and a table of rotations that grows."""
+    expected, found = (
+        Run(checkpoint, cache, Replays(CPU, while_done=JobRecorder()), True) for _ in range(2)
+    )
+    followed = 0
+    for _ in range(200):
+        wanted = expected.pass_over((0, 1, 2), (1, 1, 1))
+        step = found.next_pass((0, 1, 2), (1, 1, 1))
+        logits = found.run.decoder.follow(step)
+        followed += logits is not None
+        assert torch.equal(found.run.forward(step) if logits is None else logits, wanted)
+        assert found.cache.lengths == expected.cache.lengths
+    assert followed > 150
+
+
+CHANGES: dict[str, Callable[[Run], object]] = {
+    "another pass": lambda run: run.pass_over((0, 1), (1, 1)),
+    "some chosen": lambda run: run.cache.select([1, 0, 2]),
+    "some forgotten": lambda run: run.cache.forget(1),
+    "one begins anew": lambda run: run.cache.reset(1),
+    "one is forked": lambda run: (run.cache.reset(1), run.cache.fork(0, 1)),
+    "fewer go on": lambda run: run.pass_over((0, 2), (1, 1)),
+    "a piece of a prompt": lambda run: run.run.forward(
+        replace(run.next_pass((0,), (9,)), cache=run.cache.subset([1]))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("cache", ["float", "packed"])
+def test_no_step_follows_where_something_else_happened(
+    cache: str, change: str, checkpoint: Path
+) -> None:
+    run = Run(checkpoint, cache, Replays(CPU, while_done=JobRecorder()), True)
+    if not hasattr(run.cache, "reset") and change in tuple(CHANGES)[3:]:
+        pytest.skip("sequences of this cache have no slots")
+    run.pass_over((0, 1, 2), (1, 1, 1))
+    assert run.run.decoder.follow(run.next_pass((0, 1, 2), (1, 1, 1))) is not None
+    CHANGES[change](run)
+    lengths = list(run.cache.lengths)
+    assert run.run.decoder.follow(run.next_pass((0, 1, 2), (1, 1, 1))) is None
+    assert run.cache.lengths == lengths
+
+
+def test_tokens_there_are_not_are_refused_before_a_replay(checkpoint: Path) -> None:
+    run = Run(checkpoint, "packed", Replays(CPU, while_done=JobRecorder()), True)
+    run.pass_over((0, 1, 2), (1, 1, 1))
+    vocab = run.run.decoder.spec.vocab_size
+    step = run.next_pass((0, 1, 2), (1, 1, 1))
+    step.tokens[2] = vocab
+    with pytest.raises(OpError, match=f"tokens are 0 to {vocab - 1}, not .* to {vocab}"):
+        run.run.decoder.follow(step)
+    step.tokens[2] = 0
+    assert run.run.decoder.follow(step) is not None
 
 
 def test_passes_of_batches_that_take_turns_layer_by_layer(checkpoint: Path) -> None:

@@ -122,6 +122,17 @@ class _MixedPass(CachePass):
             part.end()
         self._cache.lengthen(self.ragged)
 
+        self._cache.ended = self if self.ragged.is_decode else None
+
+    def can_advance(self, ragged: Ragged) -> bool:
+        return all(part.can_advance(ragged) for part in self._passes)
+
+    def advance(self, ragged: Ragged) -> None:
+        for part in self._passes:
+            part.advance(ragged)
+        self.ragged = ragged.taking_over(self.ragged)
+        self._cache.ended = None
+
     def abandon(self) -> None:
         for part in self._passes:
             part.abandon()

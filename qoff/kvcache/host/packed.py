@@ -129,16 +129,17 @@ class PackedPass(SlotPass):
         except BaseException:
             self.abandon()
             raise
+        # Of what kernels are told, beside values in memory; None where that is not all.
+        self._told = None if memory is None or self._apart else self._view.told()
+        self._completes = bool(self._new)  # blocks
 
     def replay_key(self) -> Hashable | None:
-        cache, ragged = self._cache, self.ragged
-        told = self._view.told()
-        if not ragged.is_decode or self._apart or told is None:
+        if self._told is None:
             return None
-        recent = cache.recent
+        recent = self._cache.recent
         memory = (self._places, *recent.keys, *recent.values)
-        sizes = (ragged.tokens, self._longest // RUN_TOKENS)
-        return (*sizes, *told, *(part.data_ptr() for part in memory))
+        sizes = (self.ragged.tokens, self._longest // RUN_TOKENS)
+        return (*sizes, *self._told, *(part.data_ptr() for part in memory))
 
     def prefetch(self, layer: int) -> None:
         self._view.prefetch(layer)
@@ -170,6 +171,24 @@ class PackedPass(SlotPass):
             for layer in range(len(self._cache.shapes)):
                 self._pack(layer)
         super().end()
+        if self._told is not None and not self._completes:
+            self._cache.ended = self
+
+    def can_advance(self, ragged: Ragged) -> bool:
+        cache, longest = self._cache, self._longest + 1
+        if cache.ended is not self or longest >= cache.recent.capacity or longest % RUN_TOKENS == 0:
+            return False
+        most = max(self._unpacked.values()) + 1
+        completes = cache.blocks_of(most, cache.window, cache.sinks)
+        return not completes and ragged.follows(self.ragged)
+
+    def advance(self, ragged: Ragged) -> None:
+        self.ragged = ragged.taking_over(self.ragged)
+        self._places.add_(1)
+        self._longest += 1
+        self._unpacked = {slot: tokens + 1 for slot, tokens in self._unpacked.items()}
+        self._view.advance()
+        self._cache.begun(self)
 
     @property
     def spoils(self) -> bool:

@@ -49,6 +49,7 @@ class PlainCache(KVCache):
             self._rebuild(range(self.sequences), tokens)
 
     def begin(self, ragged: Ragged) -> CachePass:
+        self.ended = None
         tokens = ragged.longest + 1
         if tokens > self.capacity:
             self.reserve(max(tokens, self.capacity + max(_GROWTH_TOKENS, self.capacity // 2)))
@@ -58,10 +59,12 @@ class PlainCache(KVCache):
         self._rebuild(sequences, self.capacity)
 
     def forget_each(self, tokens: Sequence[int]) -> None:
+        self.ended = None
         self.lengths = [max(0, n - t) for n, t in zip(self.lengths, tokens, strict=True)]
 
     def _rebuild(self, sequences: Sequence[int], capacity: int) -> None:
         """Keep the given sequences, with room for `capacity` tokens; a layer at a time."""
+        self.ended = None
         kept = list(sequences)
         self.lengths = [self.lengths[i] for i in kept]
         self.capacity = -(-capacity // KEYS_PER_VECTOR) * KEYS_PER_VECTOR
@@ -93,3 +96,14 @@ class _PlainPass(CachePass):
 
     def end(self) -> None:
         self._cache.lengthen(self.ragged)
+        self._cache.ended = self if self.ragged.is_decode else None
+
+    def can_advance(self, ragged: Ragged) -> bool:
+        cache, longest = self._cache, ragged.longest
+        if cache.ended is not self or longest >= cache.capacity or longest % RUN_TOKENS == 0:
+            return False
+        return ragged.follows(self.ragged)
+
+    def advance(self, ragged: Ragged) -> None:
+        self.ragged = ragged.taking_over(self.ragged)
+        self._cache.ended = None

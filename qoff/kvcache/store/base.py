@@ -28,6 +28,10 @@ class BlockView(LayerView[tuple[PackedTokens, ...]]):
         """
         return None
 
+    def advance(self) -> None:
+        """Become the view of the next token of each sequence; of blocks that do not move."""
+        raise NotImplementedError
+
 
 class Blocks(ABC):
     """Packed blocks by number; each has its place in every layer, in the pool of a tier."""
@@ -161,6 +165,10 @@ class _GrowingView(BlockView):
 
     def told(self) -> tuple[int, ...] | None:
         return told([] if self._table is None else [(self._store.pool, self._table)])
+
+    def advance(self) -> None:
+        if self._table is not None:
+            self._table.advance()
 
     def open(self, layer: int) -> tuple[PackedTokens, ...]:
         if self._table is None:

@@ -272,6 +272,10 @@ class _TieredView(BlockView):
     def told(self) -> tuple[int, ...] | None:
         return None if self._copy_plan.count else told(self._near)
 
+    def advance(self) -> None:
+        for _, table in self._near:
+            table.advance()
+
     def prefetch(self, layer: int) -> None:
         if self._copy_plan.count:
             self._fetches.prefetch(layer)

@@ -147,7 +147,9 @@ class ModuleDecoder:
             raise OpError(f"this model needs a cache of its own, not a {type(cache).__name__}")
         run.cached = cached = cache.begin(run.ragged)
         new = new_columns(run.ragged)
-        places = new.nonzero()[run.logit_rows].T
+        places = new.nonzero().T
+        if run.logit_rows is not None:
+            places = places[:, run.logit_rows]
         work = ModulePass(lambda: self._forward(run.tokens, new, cache), places)
         if cached.tokens is not None:
             work.attention = PackedAttention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,6 +64,17 @@ def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -
         )
     if kv.attention_top < 1 or kv.sinks:
         raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What a recorded pass over all weights is told; `key` stands for it."""
+
+    key: Hashable
+    weights: Sequence[Weights]
+    workspace: LayerWorkspace | None
+    rotary: Sequence[tuple[Tensor, Tensor] | None]
+    positions: Tensor | None
 
 
 class Decoder:
@@ -155,10 +167,8 @@ class Decoder:
         """
         ragged = run.ragged
         self.spec.check_positions(ragged.longest + 1)
-        ids, vocab = run.tokens, self.spec.vocab_size
-        looked_at = self.caches_on_device and len(ids) and not ids.is_cuda  # else by `embed`
-        if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-            raise OpError(f"tokens are 0 to {vocab - 1}, not {int(ids.min())} to {int(ids.max())}")
+        ids = run.tokens
+        self._check_ids(ids)
         run.cached = cached = run.cache.begin(ragged)
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
         key: Hashable | None = None
@@ -180,11 +190,45 @@ class Decoder:
             key = (key, *(part.data_ptr() for part in memory))
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         if key is not None and self.resident and isinstance(run.activations, ResidentActivations):
-            logits = yield from self._whole(run, ids, key)
+            run.tokens = ids
+            logits = yield from self._whole(run, key)
         else:
             logits = yield from self._units(run, self._embedded(ids), run.logit_rows, key)
         cached.end()
         return logits if self._scaled else ended(logits.float(), logits_ending(self.spec))
+
+    def follow(self, run: ForwardPass) -> Tensor | None:
+        """What `steps` returns, without a unit, of a step like the cache's last one.
+
+        None, and nothing is done, unless that is a recorded pass over all weights whose recording
+        computes this one, too.
+        """
+        cached, positions = run.cache.ended, run.ragged.longest + 1
+        if cached is None or cached.recorded is None or not cached.can_advance(run.ragged):
+            return None
+        if any(len(table.whole[0]) < positions for table in self._rotary):
+            return None
+        if not isinstance(run.activations, ResidentActivations):
+            return None
+        assert isinstance(cached.recorded, _Recorded)
+        self.spec.check_positions(positions)
+        self._check_ids(run.tokens)
+        cached.advance(run.ragged)
+        run.cached, run.ragged = cached, cached.ragged
+        run.positions, run.rotary = cached.recorded.positions, cached.recorded.rotary
+        run.workspace = cached.recorded.workspace
+        logits = self._computed(run, cached.recorded)
+        cached.end()
+        return logits
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Raise OpError for tokens there are not, unless they are on a GPU or `embed` looks."""
+        if ids.is_cuda or not len(ids) or not (self.caches_on_device or self.resident):
+            return
+        numbers, vocab = ids.tolist(), self.spec.vocab_size
+        low, high = min(numbers), max(numbers)
+        if not 0 <= low <= high < vocab:
+            raise OpError(f"tokens are 0 to {vocab - 1}, not {low} to {high}")
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """What the first layer is given, [M, hidden_size] on the device."""
@@ -240,17 +284,23 @@ class Decoder:
         found = self.replays.run(whole, weights, hidden, work, self.spec.num_layers)
         run.hidden = hidden if found is hidden else hidden.copy_(found)
 
-    def _whole(self, run: ForwardPass, ids: Tensor, key: Hashable) -> Steps:
+    def _whole(self, run: ForwardPass, key: Hashable) -> Steps:
         """Compute a pass as its recording, or record it: when all its weights are there."""
-        # On a GPU the recording begins at the ids. On a CPU the table may be on disk.
-        on_gpu = self.caches_on_device
-        x = ids if on_gpu else self._embedded(ids)
         weights: list[Weights] = []
         for unit in (*range(self.spec.num_layers), HEAD):
             weights.append((yield unit))
+        key = (*map(id, weights), key)
+        recorded = _Recorded(key, weights, run.workspace, run.rotary, run.positions)
+        assert run.cached is not None
+        run.cached.recorded = recorded
+        return self._computed(run, recorded)
 
-        def work(x: Tensor) -> Tensor:
-            steps = self._units(run, self._embedded(x) if on_gpu else x, None)
+    def _computed(self, run: ForwardPass, recorded: _Recorded) -> Tensor:
+        """The logits of a pass over all weights."""
+        weights = recorded.weights
+
+        def work(ids: Tensor) -> Tensor:
+            steps = self._units(run, self._embedded(ids), None)
             next(steps)
             for some in weights[:-1]:
                 steps.send(some)
@@ -261,9 +311,9 @@ class Decoder:
             raise AssertionError("the head streams")
 
         assert self.replays is not None
-        logits = self.replays.run((*map(id, weights), key), weights, x, work)
+        logits = self.replays.run(recorded.key, weights, run.tokens, work)
         run.hidden = None
-        return _taken(logits, run.logit_rows)
+        return _taken(logits[: run.ragged.tokens], run.logit_rows)
 
 
 def _taken(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -50,6 +50,8 @@ class Replays:
         self._record = CudaRecorder(device) if record is None else record
         self._entries: dict[Hashable, _Entry] = {}  # the one that was used last is last
         self._fixed: dict[Hashable, Tensor] = {}
+        # What was replayed last: key, shape of the input, where that lies, recording.
+        self._latest: tuple[object, torch.Size, Tensor, _Entry] | None = None
         self.recorded = self.replayed = self.failed = 0  # how often
 
     def run(
@@ -65,6 +67,13 @@ class Replays:
         x: on the device, or in host memory to be brought there. The work may change it and return
         it. keep: lives as long as the key. parts: recordings that together are a pass.
         """
+        if self._latest is not None and self._latest[0] is key and self._latest[1] == x.shape:
+            _, _, fixed, latest = self._latest
+            fixed.copy_(x)
+            if latest.replay is not None and latest.replay():
+                self.replayed += 1
+                return latest.result
+            self._latest = None
         if self.failed:
             return work(on_device(x, self._device))
         fixed = self._memory("input", x)
@@ -94,7 +103,7 @@ class Replays:
 
     def _replay_or_do(
         self,
-        whole: Hashable,
+        whole: tuple[Hashable, Hashable],
         entry: _Entry | None,
         keep: object,
         x: Tensor,
@@ -109,8 +118,10 @@ class Replays:
                 return work(x)
             if entry.replay():
                 self.replayed += 1
+                self._latest = whole[1], x.shape, x, entry
                 return entry.result
         found: list[Tensor] = []
+        self._latest = None
         replay = self._while_done(lambda: found.append(work(x)))
         for key, one in list(self._entries.items()):
             if getattr(one.replay, "stale", False):  # its result keeps memory alive
@@ -135,6 +146,7 @@ class Replays:
         self.failed += 1
         self._entries.clear()
         self._fixed.clear()
+        self._latest = None
         reason = " ".join(str(error).split())
         warnings.warn(
             f"a CUDA graph could not be recorded ({type(error).__name__}: {reason}); this model "
