@@ -118,7 +118,7 @@ class PackedPass(SlotPass):
         }
         self._workspace = cache.workspace or RecentWorkspace()
         self._closed = 0  # layers whose unpacked tokens are those after the pass
-        self._view = cache.store.view(rows, ragged, cache.sinks, memory)
+        self._view = cache.store.view(rows, self.ragged, cache.sinks, memory)
         try:
             for place, tokens in self._unpacked.items():
                 count = cache.blocks_of(tokens, cache.window, cache.sinks)
