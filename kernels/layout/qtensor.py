@@ -32,7 +32,7 @@ class QTensor:
     codes: Tensor  # uint8, laid out by `packing`
     scale_min: Tensor  # float16 or float32, laid out by `packing`
     shape: tuple[int, int]  # (N, K): outputs (rows), inputs (columns)
-    bits: int  # 4 or 8
+    bits: int  # 4, 6 or 8
     group_size: int  # elements along K that share a scale and a minimum: 32, 64 or 128
     packing: str  # "split32" or "rows16", see `packing`
 
@@ -140,12 +140,12 @@ def repack_into(q: QTensor, out: QTensor) -> None:
         for source, target in same_scale_min(q.scale_min, out.scale_min):
             target.copy_(source)
         for source, target in same_words(codes, out.codes):
-            target.copy_(source if q.bits == 8 else split32_to_rows16(source))
+            target.copy_(split32_to_rows16(source) if q.bits == 4 else source)
     else:
         for target, source in same_scale_min(out.scale_min, q.scale_min):
             target.copy_(source)
         for target, source in same_words(out.codes, codes):
-            if q.bits == 8:
-                target.copy_(source)
-            else:
+            if q.bits == 4:
                 rows16_to_split32(source, target)
+            else:
+                target.copy_(source)
