@@ -34,7 +34,7 @@ _PART = 512  # numbers of a row, in one item: a multiple of every group size
 
 @inner
 def _six_bits(words, i):
-    """Number i of 32 of a row that are 6 words of 24 bytes, the last 8 in the others' upper bits."""
+    """Number i of 32 of a row in 6 words; the last 8 are in the others' upper bits."""
     shift, word = 8 * (i % 4), words + 64 * (i // 4)
     if i < 24:
         return (simd.peek_i32(word) >> shift) & 63

@@ -77,6 +77,11 @@ def packed_shapes(
     return (blocks, k * bits // 32, ROW_BLOCK, 4), (blocks, k // group_size, 2, ROW_BLOCK)
 
 
+def read_bits(bits: int, packing: str) -> int:
+    """Bits of codes in memory that kernels read: on a GPU, codes of 6 bits have become bytes."""
+    return 8 if (bits, packing) == (6, "split32") else bits
+
+
 def pack_codes(codes: Tensor, bits: int, packing: str) -> Tensor:
     """Pack codes uint8 [N, K], each below 2**bits, K a multiple of 32. Returns uint8."""
     if codes.dtype != torch.uint8 or codes.ndim != 2:

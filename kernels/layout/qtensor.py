@@ -12,12 +12,14 @@ from qoff.errors import OpError
 from .packing import (
     ROW_BLOCK,
     packed_shapes,
+    read_bits,
     rows16_to_split32,
     same_scale_min,
     same_words,
     split32_to_rows16,
     unpack_codes,
     unpack_scale_min,
+    widen_six,
 )
 
 
@@ -90,6 +92,17 @@ class QTensor:
         )
         repack_into(self, out)
         return out
+
+    def for_kernels(self, packing: str) -> QTensor:
+        """Return the same matrix as kernels of a packing read it (self if it is so already).
+
+        Codes of 6 bits take 8 for a GPU's. Raises OpError for an unknown packing.
+        """
+        found = self.to_packing(packing)
+        bits = read_bits(self.bits, packing)
+        if bits == self.bits:
+            return found
+        return replace(found, codes=widen_six(found.codes), bits=bits)
 
     def rows(self, start: int, stop: int) -> QTensor:
         """Return rows start..stop-1; the codes share this tensor's memory.

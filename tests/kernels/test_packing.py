@@ -112,6 +112,16 @@ def test_values_are_those_of_the_formula_in_every_packing(matrix, packing):
     assert torch.equal(half, expected.bfloat16())
 
 
+@settings(deadline=None, max_examples=20)
+@given(matrices(), packings, packings)
+def test_kernels_read_the_same_values(matrix, packing, wanted):
+    q = matrix[0].to_packing(packing)
+    found = q.for_kernels(wanted)
+    widened = q.bits == 6 and wanted == "split32"
+    assert (found.packing, found.bits) == (wanted, 8 if widened else q.bits)
+    assert torch.equal(found.dequantize(), q.dequantize())
+
+
 @settings(deadline=None, max_examples=40)
 @given(matrices(), packings, st.data())
 def test_rows_of_a_matrix_are_rows_of_its_values(matrix, packing, data):

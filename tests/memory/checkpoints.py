@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, CheckpointWriter, read_weight
+from qoff.kernels.layout.packing import read_bits
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import Tile, TiledMatrix, WeightStore
 from qoff.memory.plan import (
@@ -20,6 +21,7 @@ from qoff.memory.plan import (
     unit_files,
     unit_weights,
 )
+from qoff.quant import widened
 from tests.kernels.operands import random_weight
 
 HIDDEN, MLP, VOCAB = 64, 128, 100
@@ -33,10 +35,12 @@ def write_checkpoint(
     scale: int = 1,
     alike: bool = False,
     vocab: int = VOCAB,
+    six: bool = False,
 ) -> Checkpoint:
     """A checkpoint shaped like a decoder; `scale` multiplies the rows of its matrices.
 
-    With `alike`, all layers have the same weights, which is quicker.
+    With `alike`, all layers have the same weights, which is quicker. six: embedding and down
+    projections have 6 bits.
     """
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -55,10 +59,10 @@ def write_checkpoint(
         layer: dict[str, QTensor | Tensor] = {}
         for i in range(layers):
             if not layer or not alike:
-                layer = random_layer(packing, scale)
+                layer = random_layer(packing, scale, 6 if six else 4)
             writer.write_layer(i, {f"model.layers.{i}.{n}": w for n, w in layer.items()})
         outer: dict[str, QTensor | Tensor] = {
-            "model.embed_tokens": random_weight(vocab, HIDDEN, 8, packing=packing),
+            "model.embed_tokens": random_weight(vocab, HIDDEN, 6 if six else 8, packing=packing),
             "model.norm.weight": torch.randn(HIDDEN),
         }
         if not tied:
@@ -68,7 +72,7 @@ def write_checkpoint(
     return Checkpoint.open(path)
 
 
-def random_layer(packing: str, scale: int) -> dict[str, QTensor | Tensor]:
+def random_layer(packing: str, scale: int, down_bits: int = 4) -> dict[str, QTensor | Tensor]:
     return {
         "input_layernorm.weight": torch.randn(HIDDEN),
         "self_attn.qkv_proj": random_weight(90 * scale, HIDDEN, packing=packing),
@@ -76,7 +80,7 @@ def random_layer(packing: str, scale: int) -> dict[str, QTensor | Tensor]:
         "self_attn.o_proj": random_weight(HIDDEN, HIDDEN, packing=packing),
         "post_attention_layernorm.weight": torch.randn(HIDDEN),
         "mlp.gate_up_proj": random_weight(256 * scale, HIDDEN, packing=packing),
-        "mlp.down_proj": random_weight(HIDDEN * scale, MLP, packing=packing),
+        "mlp.down_proj": random_weight(HIDDEN * scale, MLP, down_bits, packing=packing),
     }
 
 
@@ -110,6 +114,9 @@ class Truth:
             for name in unit_weights(unit, file):
                 weight = read_weight(file, file.weights[name])
                 if isinstance(weight, QTensor):
+                    if weight.packing == packing:  # otherwise it is not for a GPU
+                        bits = read_bits(weight.bits, packing)
+                        weight = widened(weight, bits, weight.group_size)
                     weight = weight.to_packing(packing)
                 weights[local[name]] = weight
             self.units[unit] = weights

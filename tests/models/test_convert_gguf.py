@@ -302,12 +302,12 @@ def test_a_file_of_q4_k_m(tmp_path: Path) -> None:
     quant = QuantConfig(solver="rtn")
     out = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", quant=quant)
     found = read_all(out)
-    wide = {"0.self_attn.qkv_proj", "0.mlp.down_proj", "1.mlp.gate_up_proj"}
+    wide = {"0.self_attn.qkv_proj": 8, "0.mlp.down_proj": 8, "1.mlp.gate_up_proj": 6}
     for layer in range(LAYERS):
         for name, value in wanted_fused(model, layer, "weight").items():
             weight = found[f"model.layers.{layer}.{name}"]
             assert isinstance(weight, QTensor)
-            assert (weight.bits, weight.group_size) == (8 if f"{layer}.{name}" in wide else 4, 32)
+            assert (weight.bits, weight.group_size) == (wide.get(f"{layer}.{name}", 4), 32)
             rows = value.shape[0]
             if (layer, name) == (0, "self_attn.qkv_proj"):
                 rows -= KV_HEADS * 64  # of V

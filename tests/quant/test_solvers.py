@@ -144,8 +144,8 @@ def test_bad_requests_are_refused(w, options, message):
 
 def test_config_refuses_what_quantize_refuses():
     assert QuantConfig().solver == "hqq"
-    with pytest.raises(QuantizationError, match="head_bits 6 is not supported; use one of 4, 8"):
-        QuantConfig(head_bits=6)
+    with pytest.raises(QuantizationError, match="head_bits 5 is not supported; use one of 4, 6, 8"):
+        QuantConfig(head_bits=5)
 
 
 def _errors(w, q, norm):
