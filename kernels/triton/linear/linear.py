@@ -93,7 +93,7 @@ def w4_linear(
     if weight.packing != "split32":
         raise OpError(f"weights for a GPU are of packing split32, not of {weight.packing}")
     if read_bits(weight.bits, weight.packing) != weight.bits:
-        raise OpError(f"codes of {weight.bits} bits are widened to bytes for a GPU first")
+        raise OpError(f"codes of {weight.bits} bits are none for a GPU; use weight.for_kernels")
     if bias is not None:
         require("bias", bias, (x.dtype,), (n,), x.device)
     tokens = x.shape[0]

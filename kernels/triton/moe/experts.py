@@ -89,7 +89,7 @@ def _check_weights(**weights: QExperts) -> None:
         if weight.packing != "split32":
             raise OpError(f"{name} is of packing {weight.packing}; the op takes split32")
         if read_bits(weight.bits, weight.packing) != weight.bits:
-            raise OpError(f"{name} has {weight.bits} bits; the op takes codes widened to bytes")
+            raise OpError(f"{name} has {weight.bits} bits, which are none for a GPU")
         starts = (
             weight.codes.storage_offset(),
             weight.scale_min.storage_offset() * weight.scale_min.element_size(),

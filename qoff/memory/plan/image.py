@@ -11,7 +11,7 @@ end of the memory that they take then.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -67,10 +67,7 @@ class Image:
     @property
     def widened(self) -> bool:
         """Whether codes are widened in their places, by `widen`, when all has been read."""
-        return self.placed is not self.raw and any(
-            isinstance(e, QuantEntry) and e.codes.nbytes > self.raw[name].nbytes
-            for name, e in self.placed.items()
-        )
+        return any(True for _ in self._widened())
 
     @property
     def data_at(self) -> int | None:
@@ -87,11 +84,17 @@ class Image:
 
     def widen(self, memory: Tensor) -> None:
         """Widen the codes of an image that is `widened`, in the memory that it was read to."""
-        for name, entry in self.placed.items():
+        for raw, placed in self._widened():
+            stop = raw.codes.offset + raw.codes.nbytes
+            widen_six_in_place(memory[placed.codes.offset : stop], placed.codes.nbytes)
+
+    def _widened(self) -> Iterator[tuple[QuantEntry, QuantEntry]]:
+        """Matrices as they are read and as they lie then, where their bits differ."""
+        for name, placed in self.placed.items():
             raw = self.raw[name]
-            if isinstance(entry, QuantEntry) and isinstance(raw, QuantEntry) and entry is not raw:
-                stop = raw.codes.offset + raw.codes.nbytes
-                widen_six_in_place(memory[entry.codes.offset : stop], entry.codes.nbytes)
+            if isinstance(raw, QuantEntry) and isinstance(placed, QuantEntry):
+                if raw.bits != placed.bits:
+                    yield raw, placed
 
 
 def view(entry: WeightEntry, memory: Tensor) -> Weight:
@@ -134,8 +137,9 @@ def room_to_widen(entry: WeightEntry, packing: str | None) -> int:
 
 
 def _widens(entry: WeightEntry, packing: str | None) -> TypeGuard[QuantEntry]:
-    same = isinstance(entry, QuantEntry) and entry.packing == packing
-    return same and read_bits(entry.bits, entry.packing) != entry.bits
+    if not isinstance(entry, QuantEntry) or entry.packing != packing:
+        return False
+    return read_bits(entry.bits, entry.packing) != entry.bits
 
 
 def finish_image(
