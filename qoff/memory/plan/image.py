@@ -92,9 +92,10 @@ class Image:
         """Matrices as they are read and as they lie then, where their bits differ."""
         for name, placed in self.placed.items():
             raw = self.raw[name]
-            if isinstance(raw, QuantEntry) and isinstance(placed, QuantEntry):
-                if raw.bits != placed.bits:
-                    yield raw, placed
+            if not isinstance(raw, QuantEntry) or not isinstance(placed, QuantEntry):
+                continue
+            if raw.bits != placed.bits:
+                yield raw, placed
 
 
 def view(entry: WeightEntry, memory: Tensor) -> Weight:
