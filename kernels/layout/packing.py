@@ -78,7 +78,10 @@ def packed_shapes(
 
 
 def read_bits(bits: int, packing: str) -> int:
-    """Bits of codes in memory that kernels read: on a GPU, codes of 6 bits have become bytes."""
+    """Bits of codes in memory that kernels read: on a GPU, codes of 6 bits have become bytes.
+
+    See `widen_six` and `spread_six`.
+    """
     return 8 if (bits, packing) == (6, "split32") else bits
 
 
@@ -167,6 +170,21 @@ def widen_six_in_place(memory: Tensor, codes: int) -> None:
     packed = memory[len(memory) - 24 * blocks :].view(blocks, 24)
     for some, out in zip(packed.split(_BLOCKS), wide.split(_BLOCKS), strict=True):
         _widen_blocks(some.clone(), out)
+
+
+def spread_six(codes: Tensor, scale_min: Tensor) -> None:
+    """Make 6-bit codes in bytes, packing split32, four times as large and scales a quarter.
+
+    Kernels on bytes are exact to parts of the middle of their range. Groups whose scale has no
+    exact quarter stay as they are, so no value changes.
+    """
+    step = max(1, 32 * _BLOCKS // codes.shape[1])
+    for some, scale in zip(codes.split(step), scale_min[..., 0].split(step, dim=1), strict=True):
+        quarter = scale / 4
+        exact = quarter * 4 == scale
+        scale.copy_(torch.where(exact, quarter, scale))
+        shift = exact.T.to(torch.uint8) * 2
+        some.view(*shift.shape, -1).bitwise_left_shift_(shift[..., None])
 
 
 def _widen_blocks(packed: Tensor, out: Tensor) -> None:

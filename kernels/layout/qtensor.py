@@ -17,6 +17,7 @@ from .packing import (
     same_scale_min,
     same_words,
     split32_to_rows16,
+    spread_six,
     unpack_codes,
     unpack_scale_min,
     widen_six,
@@ -102,7 +103,9 @@ class QTensor:
         bits = read_bits(self.bits, packing)
         if bits == self.bits:
             return found
-        return replace(found, codes=widen_six(found.codes), bits=bits)
+        codes, scale_min = widen_six(found.codes), found.scale_min.clone()
+        spread_six(codes, scale_min)
+        return replace(found, codes=codes, scale_min=scale_min, bits=bits)
 
     def rows(self, start: int, stop: int) -> QTensor:
         """Return rows start..stop-1; the codes share this tensor's memory.

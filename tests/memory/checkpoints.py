@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, CheckpointWriter, read_weight
-from qoff.kernels.layout.packing import read_bits
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import Tile, TiledMatrix, WeightStore
 from qoff.memory.plan import (
@@ -21,7 +20,6 @@ from qoff.memory.plan import (
     unit_files,
     unit_weights,
 )
-from qoff.quant import widened
 from tests.kernels.operands import random_weight
 
 HIDDEN, MLP, VOCAB = 64, 128, 100
@@ -114,10 +112,8 @@ class Truth:
             for name in unit_weights(unit, file):
                 weight = read_weight(file, file.weights[name])
                 if isinstance(weight, QTensor):
-                    if weight.packing == packing:  # otherwise it is not for a GPU
-                        bits = read_bits(weight.bits, packing)
-                        weight = widened(weight, bits, weight.group_size)
-                    weight = weight.to_packing(packing)
+                    same = weight.packing == packing  # otherwise it is not for a GPU
+                    weight = (weight.for_kernels if same else weight.to_packing)(packing)
                 weights[local[name]] = weight
             self.units[unit] = weights
         table = read_weight(checkpoint.outer, checkpoint.outer.weights["model.embed_tokens"])

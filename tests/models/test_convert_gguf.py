@@ -284,7 +284,7 @@ def test_floats_are_quantized(kind: Kind, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("for_cpu", [False, True])
 def test_types_of_different_widths_join_in_the_widest(for_cpu: bool, tmp_path: Path) -> None:
-    """4-bit codes fit 6 and 8 bits, so a fused matrix of both has exactly the values of its parts."""
+    """4-bit codes fit 6 and 8 bits, so a fused matrix of both has the values of its parts."""
     model = Model("llama", {"v_proj": Kind.Q8_0, "up_proj": Kind.Q5_1})
     found = read_all(convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", for_cpu=for_cpu))
     for name, value in wanted_fused(model, 1, "weight").items():

@@ -25,7 +25,7 @@ from qoff.checkpoint import (
     tensors_of,
     view_weight,
 )
-from qoff.kernels.layout.packing import packed_shapes, read_bits, widen_six_in_place
+from qoff.kernels.layout.packing import packed_shapes, read_bits, spread_six, widen_six_in_place
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import PAGE, round_up
 
@@ -87,6 +87,9 @@ class Image:
         for raw, placed in self._widened():
             stop = raw.codes.offset + raw.codes.nbytes
             widen_six_in_place(memory[placed.codes.offset : stop], placed.codes.nbytes)
+            matrix = view(placed, memory)
+            assert isinstance(matrix, QTensor)
+            spread_six(matrix.codes, matrix.scale_min)
 
     def _widened(self) -> Iterator[tuple[QuantEntry, QuantEntry]]:
         """Matrices as they are read and as they lie then, where their bits differ."""
