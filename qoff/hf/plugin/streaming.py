@@ -201,6 +201,6 @@ def _nbytes(
     for entry in (entry for name, entry in file.weights.items() if counts(name, entry)):
         total += entry.nbytes
         if isinstance(entry, QuantEntry):
-            total += entry.codes.nbytes * read_bits(entry.bits, packing) // entry.bits
-            total -= entry.codes.nbytes
+            wider = read_bits(entry.bits, packing) - entry.bits
+            total += entry.codes.nbytes * wider // entry.bits
     return total
