@@ -15,6 +15,8 @@ from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models import names
 from qoff.models.spec import DecoderSpec
+from qoff.quant import QuantConfig
+from qoff.quant.matrix import ROUTER_BITS
 
 TINYLLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -37,7 +39,6 @@ SMALL = TINYLLAMA | {
     "vocab_size": 512,
 }
 GROUP = 64
-_HEAD_BITS = 8
 
 
 def random_matrix(
@@ -56,11 +57,11 @@ def random_matrix(
 def write_random_checkpoint(
     path: Path, config: Mapping[str, Any], seed: int = 0, packing: str = "rows16", threads: int = 1
 ) -> None:
-    """Write a checkpoint of a Hugging Face config: 4-bit layers, 8-bit embedding and head.
+    """Write a checkpoint of a Hugging Face config: 4-bit layers, heads by default.
 
     Each thread holds a layer in memory.
     """
-    spec = DecoderSpec.from_config(config)
+    spec, head_bits = DecoderSpec.from_config(config), QuantConfig().head_bits
 
     def draw(weights: tuple[names.Weight, ...], layer: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed + layer + 1)
@@ -70,7 +71,8 @@ def write_random_checkpoint(
             if weight.columns is None:
                 drawn[prefix + weight.name] = torch.ones(weight.rows)
             else:
-                shape, bits = (weight.rows, weight.columns), _HEAD_BITS if weight.sensitive else 4
+                shape, bits = (weight.rows, weight.columns), head_bits if weight.sensitive else 4
+                bits = ROUTER_BITS if weight.routes else bits
                 drawn[prefix + weight.name] = random_matrix(shape, bits, generator, packing)
         return drawn
 

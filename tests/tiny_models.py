@@ -399,7 +399,7 @@ class PlainRun:
             local = local_names(unit, file.weights)
             self._units[unit] = in_one_memory(
                 {
-                    local[name]: w.to_packing(ops.PACKING) if isinstance(w, QTensor) else w
+                    local[name]: w.for_kernels(ops.PACKING) if isinstance(w, QTensor) else w
                     for name, entry in file.weights.items()
                     for w in [read_weight(file, entry)]
                 }

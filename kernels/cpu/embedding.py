@@ -33,9 +33,20 @@ _PART = 512  # numbers of a row, in one item: a multiple of every group size
 
 
 @inner
+def _six_bits(words, i):
+    """Number i of 32 of a row in 6 words; the last 8 are in the others' upper bits."""
+    shift, word = 8 * (i % 4), words + 64 * (i // 4)
+    if i < 24:
+        return (simd.peek_i32(word) >> shift) & 63
+    low, middle = simd.peek_i32(word - 384) >> shift, simd.peek_i32(word - 256) >> shift
+    high = simd.peek_i32(word - 128) >> shift
+    return (low >> 6) & 3 | (middle >> 4) & 12 | (high >> 2) & 48
+
+
+@inner
 def _write_group(args, codes, scale_min, lane, first, residual, out):
     """One group of a row from number `first` on; the row's codes are 4 bytes of each 64."""
-    wide_codes, factor = simd.peek_i64(args + BITS) == 8, simd.peek_f32(args + FACTOR)
+    bits, factor = simd.peek_i64(args + BITS), simd.peek_f32(args + FACTOR)
     if simd.peek_i64(args + WIDE) != 0:
         scale = simd.peek_f32(scale_min + 4 * lane)
         minimum = simd.peek_f32(scale_min + 64 + 4 * lane)
@@ -44,7 +55,9 @@ def _write_group(args, codes, scale_min, lane, first, residual, out):
         minimum = simd.peek_f16(scale_min + 32 + 2 * lane)
     for i in range(first, first + simd.peek_i64(args + GROUP)):
         # A word has 4 numbers, or 4 in its low nibbles and the next 4 in its high ones.
-        if wide_codes:
+        if bits == 6:
+            code = _six_bits(codes + 384 * (i // 32), i % 32)
+        elif bits == 8:
             code = (simd.peek_i32(codes + 64 * (i // 4)) >> (8 * (i % 4))) & 255
         else:
             code = (simd.peek_i32(codes + 64 * (i // 8)) >> (8 * (i % 4) + i % 8 // 4 * 4)) & 15

@@ -1,17 +1,21 @@
 """The layouts ("packings") of quantized matrices: pack, unpack, and move between them.
 
-A matrix has N rows (outputs) and K columns (inputs), a code of 4 or 8 bits for each element, and a
-scale and a minimum for each run of `group_size` columns of a row.
+A matrix has N rows (outputs) and K columns (inputs), a code of 4, 6 or 8 bits for each element, and
+a scale and a minimum for each run of `group_size` columns of a row.
 
 split32, the layout on disk and on a GPU; its blocks are those of GGUF Q4_0 and Q4_1:
     4 bit  codes[N, K/2]: K in blocks of 32 elements = 16 bytes; byte j of a block holds element j
            in the low nibble and element j+16 in the high nibble.
+    6 bit  codes[N, 3K/4]: K in blocks of 32 elements = 24 bytes; byte j holds element j in its low
+           six bits, and the upper two of bytes j, j+8 and j+16 are element j+24, lowest bits first.
     8 bit  codes[N, K].
     scale_min[K/g, N, 2]: [..., 0] is the scale, [..., 1] the minimum.
 
 rows16, rows in blocks of 16 so that one vector register holds one column of a block:
     4 bit  codes[Np/16, K/8, 16, 4]: byte (b, s, r, j) holds element (16b+r, 8s+j) in the low nibble
            and element (16b+r, 8s+4+j) in the high nibble.
+    6 bit  codes[Np/16, 3K/16, 16, 4]: byte (b, s, r, j) is byte 4s+j of row 16b+r in split32. A
+           vector is 4 columns with a mask; the upper bits of every other of 6 are 4 columns more.
     8 bit  codes[Np/16, K/4, 16, 4]: byte (b, s, r, j) is element (16b+r, 4s+j).
     scale_min[Np/16, K/g, 2, 16]: [..., 0, :] the scales of the 16 rows, [..., 1, :] their minima.
     Np is N rounded up to 16; padding rows have code 0, scale 0 and minimum 0.
@@ -28,12 +32,13 @@ from torch.nn.functional import pad
 
 from qoff.errors import OpError
 
-BITS = (4, 8)
+BITS = (4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 PACKINGS: Mapping[str, int] = MappingProxyType({"split32": 1, "rows16": 1})  # name -> version
 ROW_BLOCK = 16  # rows that rows16 keeps together
 
 _LOW64 = 0x0F0F0F0F0F0F0F0F  # the low nibbles of the eight bytes of an int64
+_BLOCKS = 1 << 15  # of 32 codes that are widened at a time, so that temporaries stay in cache
 _PIECE = 1 << 16  # words that a repack moves at a time, so that temporaries stay in cache
 
 
@@ -45,7 +50,7 @@ def check_format(shape: tuple[int, int], bits: int, group_size: int, packing: st
     if packing not in PACKINGS:
         raise OpError(f"unknown packing {packing!r}; known are {', '.join(PACKINGS)}")
     if bits not in BITS:
-        raise OpError(f"codes of {bits!r} bits are not supported; use 4 or 8")
+        raise OpError(f"codes of {bits!r} bits are not supported; use 4, 6 or 8")
     if group_size not in GROUP_SIZES:
         raise OpError(f"group size {group_size!r} is not supported; use 32, 64 or 128")
     if len(shape) != 2 or min(shape) < 1:
@@ -72,6 +77,14 @@ def packed_shapes(
     return (blocks, k * bits // 32, ROW_BLOCK, 4), (blocks, k // group_size, 2, ROW_BLOCK)
 
 
+def read_bits(bits: int, packing: str) -> int:
+    """Bits of codes in memory that kernels read: on a GPU, codes of 6 bits have become bytes.
+
+    See `widen_six` and `spread_six`.
+    """
+    return 8 if (bits, packing) == (6, "split32") else bits
+
+
 def pack_codes(codes: Tensor, bits: int, packing: str) -> Tensor:
     """Pack codes uint8 [N, K], each below 2**bits, K a multiple of 32. Returns uint8."""
     if codes.dtype != torch.uint8 or codes.ndim != 2:
@@ -81,9 +94,11 @@ def pack_codes(codes: Tensor, bits: int, packing: str) -> Tensor:
     if packing == "split32":
         if bits == 8:
             return codes.contiguous()
+        if bits == 6:
+            return _six_bits(codes)
         halves = codes.reshape(n, k // 32, 2, 16)
         return (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(n, k // 2)
-    padded = _pad_rows(codes)
+    padded = _pad_rows(_six_bits(codes) if bits == 6 else codes)
     if bits == 4:
         quads = padded.reshape(-1, k // 8, 2, 4)
         padded = (quads[:, :, 0] | (quads[:, :, 1] << 4)).view(-1, k // 2)
@@ -96,11 +111,15 @@ def unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, packing: str
     if packing == "split32":
         if bits == 8:
             return packed
+        if bits == 6:
+            return widen_six(packed)
         block = packed.view(n, k // 32, 16)
         return torch.stack((block & 15, block >> 4), dim=2).view(n, k)
     rows = _separate_rows(packed)[:n].view(torch.uint8)  # [N, K * bits / 8]
     if bits == 8:
         return rows
+    if bits == 6:
+        return widen_six(rows)
     quad = rows.view(n, k // 8, 4)
     return torch.stack((quad & 15, quad >> 4), dim=2).view(n, k)
 
@@ -121,6 +140,61 @@ def unpack_scale_min(packed: Tensor, shape: tuple[int, int], packing: str) -> tu
         return packed[..., 0].T.contiguous(), packed[..., 1].T.contiguous()
     both = packed.permute(2, 0, 3, 1).reshape(2, -1, packed.shape[1])  # [2, Np, K/g]
     return both[0, :n].contiguous(), both[1, :n].contiguous()
+
+
+def _six_bits(codes: Tensor) -> Tensor:
+    """Codes uint8 [N, K], each below 64, as bytes [N, 3K/4] of packing split32."""
+    n, k = codes.shape
+    block = codes.reshape(n, k // 32, 32)
+    packed = block[..., :24].clone()
+    for part, shift in zip(packed.split(8, dim=2), (6, 4, 2), strict=True):
+        part |= (block[..., 24:] << shift) & 192
+    return packed.view(n, k * 3 // 4)
+
+
+def widen_six(packed: Tensor) -> Tensor:
+    """Codes of 6 bits, uint8 [N, 3K/4] of packing split32, as bytes [N, K]."""
+    out = packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 3 * 4)
+    _widen_blocks(packed.view(-1, 24), out.view(-1, 32))
+    return out
+
+
+def widen_six_in_place(memory: Tensor, codes: int) -> None:
+    """Make 8-bit codes of 6-bit ones at the end of `memory`, uint8, from its start on.
+
+    codes: how many bytes the 8-bit codes take, a multiple of 32, at most those of the memory.
+    Works in pieces of 1 MiB.
+    """
+    blocks = codes // 32
+    wide = memory[:codes].view(blocks, 32)
+    packed = memory[len(memory) - 24 * blocks :].view(blocks, 24)
+    for some, out in zip(packed.split(_BLOCKS), wide.split(_BLOCKS), strict=True):
+        _widen_blocks(some.clone(), out)
+
+
+def spread_six(codes: Tensor, scale_min: Tensor) -> None:
+    """Make 6-bit codes in bytes, packing split32, four times as large and scales a quarter.
+
+    Kernels on bytes are exact to parts of the middle of their range. Groups whose scale has no
+    exact quarter stay as they are, so no value changes.
+    """
+    step = max(1, 32 * _BLOCKS // codes.shape[1])
+    for some, scale in zip(codes.split(step), scale_min[..., 0].split(step, dim=1), strict=True):
+        quarter = scale / 4
+        exact = quarter * 4 == scale
+        scale.copy_(torch.where(exact, quarter, scale))
+        shift = exact.T.to(torch.uint8) * 2
+        some.view(*shift.shape, -1).bitwise_left_shift_(shift[..., None])
+
+
+def _widen_blocks(packed: Tensor, out: Tensor) -> None:
+    """Codes of uint8 [B, 24] to uint8 [B, 32]."""
+    torch.bitwise_and(packed, 63, out=out[:, :24])
+    first, second, third = packed.split(8, dim=1)
+    last = out[:, 24:]
+    torch.bitwise_right_shift(first, 6, out=last)
+    last |= (second >> 4) & 12
+    last |= (third >> 2) & 48
 
 
 def _pad_rows(x: Tensor) -> Tensor:

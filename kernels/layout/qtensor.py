@@ -12,12 +12,15 @@ from qoff.errors import OpError
 from .packing import (
     ROW_BLOCK,
     packed_shapes,
+    read_bits,
     rows16_to_split32,
     same_scale_min,
     same_words,
     split32_to_rows16,
+    spread_six,
     unpack_codes,
     unpack_scale_min,
+    widen_six,
 )
 
 
@@ -32,7 +35,7 @@ class QTensor:
     codes: Tensor  # uint8, laid out by `packing`
     scale_min: Tensor  # float16 or float32, laid out by `packing`
     shape: tuple[int, int]  # (N, K): outputs (rows), inputs (columns)
-    bits: int  # 4 or 8
+    bits: int  # 4, 6 or 8
     group_size: int  # elements along K that share a scale and a minimum: 32, 64 or 128
     packing: str  # "split32" or "rows16", see `packing`
 
@@ -91,6 +94,19 @@ class QTensor:
         repack_into(self, out)
         return out
 
+    def for_kernels(self, packing: str) -> QTensor:
+        """Return the same matrix as kernels of a packing read it (self if it is so already).
+
+        Codes of 6 bits take 8 for a GPU's. Raises OpError for an unknown packing.
+        """
+        found = self.to_packing(packing)
+        bits = read_bits(self.bits, packing)
+        if bits == self.bits:
+            return found
+        codes, scale_min = widen_six(found.codes), found.scale_min.clone()
+        spread_six(codes, scale_min)
+        return replace(found, codes=codes, scale_min=scale_min, bits=bits)
+
     def rows(self, start: int, stop: int) -> QTensor:
         """Return rows start..stop-1; the codes share this tensor's memory.
 
@@ -140,12 +156,12 @@ def repack_into(q: QTensor, out: QTensor) -> None:
         for source, target in same_scale_min(q.scale_min, out.scale_min):
             target.copy_(source)
         for source, target in same_words(codes, out.codes):
-            target.copy_(source if q.bits == 8 else split32_to_rows16(source))
+            target.copy_(split32_to_rows16(source) if q.bits == 4 else source)
     else:
         for target, source in same_scale_min(out.scale_min, q.scale_min):
             target.copy_(source)
         for target, source in same_words(out.codes, codes):
-            if q.bits == 8:
-                target.copy_(source)
-            else:
+            if q.bits == 4:
                 rows16_to_split32(source, target)
+            else:
+                target.copy_(source)

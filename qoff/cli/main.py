@@ -60,7 +60,7 @@ def convert(
     ],
     out: Annotated[Path, Argument(help="Directory to create.")],
     weights: QuantOptions,
-    head_bits: int = Option(8, help="Bits of embedding and head: 4 or 8."),
+    head_bits: int = Option(6, help="Bits of embedding and head: 4, 6 or 8."),
     weight: list[str] | None = Option(
         None, help="Another format for some matrices, like '*.down_proj=8,64'; repeatable."
     ),

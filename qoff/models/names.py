@@ -79,8 +79,13 @@ class Weight:
 
     @property
     def sensitive(self) -> bool:
-        """Whether its codes have as many bits as those of embedding and head."""
-        return self.name in (EMBEDDING, LM_HEAD, ROUTER, SHARED_GATE, POSITIONS)
+        """Whether its codes have bits of their own: tables of embeddings, head and routers."""
+        return self.routes or self.name in (EMBEDDING, LM_HEAD, POSITIONS)
+
+    @property
+    def routes(self) -> bool:
+        """Whether it chooses experts."""
+        return self.name in (ROUTER, SHARED_GATE)
 
     @property
     def rows(self) -> int:

@@ -113,9 +113,9 @@ def _scales_k(head: Tensor) -> tuple[Tensor, Tensor]:
 BLOCK_TYPES: Mapping[str, tuple[int, Decoder]] = {
     "Q4_0": (4, partial(_plain, has_minimum=False, has_fifth=False)),
     "Q4_1": (4, partial(_plain, has_minimum=True, has_fifth=False)),
-    "Q5_0": (8, partial(_plain, has_minimum=False, has_fifth=True)),
-    "Q5_1": (8, partial(_plain, has_minimum=True, has_fifth=True)),
+    "Q5_0": (6, partial(_plain, has_minimum=False, has_fifth=True)),
+    "Q5_1": (6, partial(_plain, has_minimum=True, has_fifth=True)),
     "Q8_0": (8, _q8_0),
     "Q4_K": (4, partial(_k, has_fifth=False)),
-    "Q5_K": (8, partial(_k, has_fifth=True)),
+    "Q5_K": (6, partial(_k, has_fifth=True)),
 }

@@ -2,8 +2,8 @@
 
 Formats of others have w = (code - zero) * scale; a QTensor has w = code * scale + minimum, so
 minimum = -zero * scale. With scales of 16 bits both give exactly the same values. Codes of 2 to 8
-bits fit a form of 4 or 8 bits, and a group that is a multiple of 32, 64 or 128 columns falls into
-groups of that size which share its scale.
+bits fit a form of 4, 6 or 8 bits, and a group that is a multiple of 32, 64 or 128 columns falls
+into groups of that size which share its scale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qoff.errors import QuantizationError
-from qoff.kernels.layout.packing import GROUP_SIZES, pack_codes, pack_scale_min, unpack_codes
+from qoff.kernels.layout.packing import BITS, GROUP_SIZES, pack_codes, pack_scale_min, unpack_codes
 from qoff.kernels.layout.qtensor import QTensor
 
 from .stored import TensorInfo
@@ -38,7 +38,7 @@ class Grouping:
             if self.shape[1] % size == 0:
                 runs = self.groups.view(-1, size)
                 if bool((runs == runs[:, :1]).all()):
-                    return (4 if self.bits <= 4 else 8), size
+                    return next(bits for bits in BITS if bits >= self.bits), size
         return None
 
     def info(self) -> TensorInfo:

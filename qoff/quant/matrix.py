@@ -27,6 +27,7 @@ from qoff.kernels.reference.quantization import nearest_levels
 from .solvers import SOLVERS
 
 CALIBRATED = ("gptq",)  # solvers that need the inputs of a matrix
+ROUTER_BITS = 8  # of small matrices that choose experts
 _CHUNK = 1 << 17  # weights solved at a time: temporaries of half a MiB stay in cache
 _MAX_CHUNK = 1 << 19  # a dozen float32 temporaries of this many weights are below 32 MiB
 _GPU_CHUNK = 1 << 21  # below 128 MiB
@@ -66,7 +67,7 @@ class QuantConfig:
     bits: int = 4
     group_size: int = 64
     solver: str = "hqq"
-    head_bits: int = 8  # of the embedding and the head
+    head_bits: int = 6  # of the embedding and the head
     packing: str = "split32"
     scale_dtype: torch.dtype = torch.float16
     weights: Mapping[str, Format] = field(default_factory=dict, hash=False)
@@ -154,9 +155,10 @@ def _fastest(device: torch.device) -> torch.device:
     return torch.device("cuda") if torch.cuda.get_device_capability() >= (7, 5) else device
 
 
-def _has_kernel(solver: str, device: torch.device) -> bool:
+def _has_kernel(config: QuantConfig, device: torch.device) -> bool:
     """Whether Triton does the same."""
-    return solver == "rtn" and device.type == "cuda" and find_spec("triton") is not None
+    known = config.solver == "rtn" and config.bits in (4, 8)
+    return known and device.type == "cuda" and find_spec("triton") is not None
 
 
 @torch.no_grad()  # not inference_mode: the codes become buffers of trainable models
@@ -171,7 +173,7 @@ def _quantize(
     scale_min = torch.empty(scale_min_shape, dtype=config.scale_dtype, device=w.device)
     chunk, most = (_GPU_CHUNK,) * 2 if device.type == "cuda" else (_CHUNK, _MAX_CHUNK)
     rows = max(1, min(row_chunk or chunk // k, most // k) // ROW_BLOCK) * ROW_BLOCK
-    solve = _rounded if _has_kernel(config.solver, device) else _solved
+    solve = _rounded if _has_kernel(config, device) else _solved
     for start in range(0, n, rows):
         found = solve(w[start : start + rows].to(device), config)
         if found.packing != packing:  # many small steps, which a GPU would not do faster

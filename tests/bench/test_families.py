@@ -34,7 +34,7 @@ def test_only_what_a_token_touches_counts(family: str) -> None:
         read_bytes += _matrix(16, hidden, 8)
         macs += 8 * hidden
     head = spec.vocab_size * hidden
-    assert subject.size.read_bytes == 2 * read_bytes + _matrix(512, hidden, 8) + 4 * hidden
+    assert subject.size.read_bytes == 2 * read_bytes + _matrix(512, hidden, 6) + 4 * hidden
     assert subject.size.macs == 2 * macs + head / LENGTHS.prompt
 
 

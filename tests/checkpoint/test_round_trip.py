@@ -48,7 +48,7 @@ quantized = st.builds(
     ),
     st.integers(1, 40),
     st.integers(1, 3),
-    st.sampled_from([4, 8]),
+    st.sampled_from([4, 6, 8]),
     st.sampled_from([32, 64, 128]),
     st.sampled_from(list(PACKINGS)),
     st.sampled_from([torch.float16, torch.float32]),

@@ -177,7 +177,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(base: Path, tmp_path
     file = tmp_path / "odd/model.safetensors"
     state = load_file(file)
     embedding = state["model.embed_tokens.weight"]
-    config = qoff.QoffConfig(**CONFIG)
+    config = qoff.QoffConfig(**CONFIG, head_bits=8)
     tied = load(tmp_path / "odd", quantization_config=config)
     assert tied.lm_head.owner is tied.model.embed_tokens
     for head, shared in ((embedding.clone(), True), (embedding.flip(0).contiguous(), False)):

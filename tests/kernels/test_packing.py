@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from qoff.errors import OpError
 from qoff.kernels.layout.packing import (
+    BITS,
     PACKINGS,
     pack_codes,
     pack_scale_min,
@@ -24,7 +25,7 @@ packings = st.sampled_from(list(PACKINGS))
 @st.composite
 def matrices(draw, packing="split32"):
     """A QTensor of any format with random codes and scales, N not a multiple of 16 as a rule."""
-    n, bits = draw(st.integers(1, 50)), draw(st.sampled_from([4, 8]))
+    n, bits = draw(st.integers(1, 50)), draw(st.sampled_from([4, 6, 8]))
     group = draw(st.sampled_from([32, 64, 128]))
     k = group * draw(st.integers(1, 4))
     dtype = draw(st.sampled_from([torch.float16, torch.float32]))
@@ -58,6 +59,8 @@ def test_every_element_is_where_the_layout_says(matrix, data):
     if q.bits == 8:
         half_byte, cpu_byte = q.codes[row, col], cpu.codes[block, col // 4, lane, col % 4]
         got = [half_byte, cpu_byte]
+    elif q.bits == 6:
+        got = [_six_bits(q.codes[row], col), _six_bits(cpu.codes[block, :, lane].flatten(), col)]
     else:
         half_byte = q.codes[row, col // 32 * 16 + col % 16]
         cpu_byte = cpu.codes[block, col // 8, lane, col % 4]
@@ -109,6 +112,16 @@ def test_values_are_those_of_the_formula_in_every_packing(matrix, packing):
     assert torch.equal(half, expected.bfloat16())
 
 
+@settings(deadline=None, max_examples=20)
+@given(matrices(), packings, packings)
+def test_kernels_read_the_same_values(matrix, packing, wanted):
+    q = matrix[0].to_packing(packing)
+    found = q.for_kernels(wanted)
+    widened = q.bits == 6 and wanted == "split32"
+    assert (found.packing, found.bits) == (wanted, 8 if widened else q.bits)
+    assert torch.equal(found.dequantize(), q.dequantize())
+
+
 @settings(deadline=None, max_examples=40)
 @given(matrices(), packings, st.data())
 def test_rows_of_a_matrix_are_rows_of_its_values(matrix, packing, data):
@@ -119,7 +132,7 @@ def test_rows_of_a_matrix_are_rows_of_its_values(matrix, packing, data):
     assert torch.equal(q.rows(start, stop).dequantize(), q.dequantize()[start:stop])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("offset", [0, 4, 6])
 def test_codes_may_lie_anywhere_in_the_memory_they_are_read_from(bits, offset):
     memory = torch.randint(0, 256, (offset + 20 * 8 * bits,), dtype=torch.uint8)
@@ -129,8 +142,8 @@ def test_codes_may_lie_anywhere_in_the_memory_they_are_read_from(bits, offset):
 
 
 def test_large_matrices_repack_in_pieces():
-    """Shapes for which a repack takes several pieces and a rest, at both code widths."""
-    for bits in (4, 8):
+    """Shapes for which a repack takes several pieces and a rest, at all code widths."""
+    for bits in BITS:
         codes = torch.randint(0, 2**bits, (309, 2048), dtype=torch.uint8)
         scales = torch.randn(2, 309, 16)
         made = {
@@ -196,6 +209,14 @@ def test_bad_uses_are_refused():
         repack_into(q.to_packing("rows16"), shifted)
     with pytest.raises(OpError, match="uint8"):
         pack_codes(torch.zeros(4, 32), 4, "split32")
+
+
+def _six_bits(row, col):
+    """Code `col` of a row of bytes, as the layout says."""
+    block, j = row[col // 32 * 24 :][:24].tolist(), col % 32
+    if j < 24:
+        return block[j] & 63
+    return sum(block[j - 24 + 8 * i] >> 6 << 2 * i for i in range(3))
 
 
 def _zeros(n: int, k: int, bits: int, group: int) -> QTensor:

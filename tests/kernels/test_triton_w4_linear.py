@@ -216,6 +216,7 @@ def test_what_was_measured_decides_the_way(monkeypatch):
         ({"x": torch.randn(128, 2).half().T}, "contiguous rows"),
         ({"x": torch.randn(2, 128, device="meta").half()}, "x is on meta, other operands on cpu"),
         ({"weight": quantized(16, 128, 4, 64).to_packing("rows16")}, "packing split32"),
+        ({"weight": quantized(16, 128, 6, 64)}, "codes of 6 bits are none for a GPU"),
         ({"bias": torch.zeros(7).half()}, "bias is float16"),
         ({"bias": torch.zeros(8)}, "bias is float16"),
     ],

@@ -33,10 +33,12 @@ def write_checkpoint(
     scale: int = 1,
     alike: bool = False,
     vocab: int = VOCAB,
+    six: bool = False,
 ) -> Checkpoint:
     """A checkpoint shaped like a decoder; `scale` multiplies the rows of its matrices.
 
-    With `alike`, all layers have the same weights, which is quicker.
+    With `alike`, all layers have the same weights, which is quicker. six: embedding and down
+    projections have 6 bits.
     """
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -55,10 +57,10 @@ def write_checkpoint(
         layer: dict[str, QTensor | Tensor] = {}
         for i in range(layers):
             if not layer or not alike:
-                layer = random_layer(packing, scale)
+                layer = random_layer(packing, scale, 6 if six else 4)
             writer.write_layer(i, {f"model.layers.{i}.{n}": w for n, w in layer.items()})
         outer: dict[str, QTensor | Tensor] = {
-            "model.embed_tokens": random_weight(vocab, HIDDEN, 8, packing=packing),
+            "model.embed_tokens": random_weight(vocab, HIDDEN, 6 if six else 8, packing=packing),
             "model.norm.weight": torch.randn(HIDDEN),
         }
         if not tied:
@@ -68,7 +70,7 @@ def write_checkpoint(
     return Checkpoint.open(path)
 
 
-def random_layer(packing: str, scale: int) -> dict[str, QTensor | Tensor]:
+def random_layer(packing: str, scale: int, down_bits: int = 4) -> dict[str, QTensor | Tensor]:
     return {
         "input_layernorm.weight": torch.randn(HIDDEN),
         "self_attn.qkv_proj": random_weight(90 * scale, HIDDEN, packing=packing),
@@ -76,7 +78,7 @@ def random_layer(packing: str, scale: int) -> dict[str, QTensor | Tensor]:
         "self_attn.o_proj": random_weight(HIDDEN, HIDDEN, packing=packing),
         "post_attention_layernorm.weight": torch.randn(HIDDEN),
         "mlp.gate_up_proj": random_weight(256 * scale, HIDDEN, packing=packing),
-        "mlp.down_proj": random_weight(HIDDEN * scale, MLP, packing=packing),
+        "mlp.down_proj": random_weight(HIDDEN * scale, MLP, down_bits, packing=packing),
     }
 
 
@@ -110,7 +112,8 @@ class Truth:
             for name in unit_weights(unit, file):
                 weight = read_weight(file, file.weights[name])
                 if isinstance(weight, QTensor):
-                    weight = weight.to_packing(packing)
+                    same = weight.packing == packing  # otherwise it is not for a GPU
+                    weight = (weight.for_kernels if same else weight.to_packing)(packing)
                 weights[local[name]] = weight
             self.units[unit] = weights
         table = read_weight(checkpoint.outer, checkpoint.outer.weights["model.embed_tokens"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,6 +57,12 @@ class SimulatedStream(CopyStream):
         self.copies += 1
         self._copier.submit(job.run)
         return Copy(job.ended, job.started if timed else None)
+
+    def run(self, work: Callable[[], None]) -> Event:
+        ended = Done()
+        self._copier.submit(work)
+        self._copier.submit(ended.happened.set)
+        return ended
 
     def recycle(self, memory: Tensor, poison: bool) -> Event:
         if poison:

@@ -62,6 +62,12 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return write_checkpoint(tmp_path_factory.mktemp("ck") / "model", LAYERS, PACKING, tied=False)
 
 
+@pytest.fixture(scope="module")
+def six_bits(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = tmp_path_factory.mktemp("six") / "model"
+    return write_checkpoint(path, LAYERS, PACKING, tied=False, six=True)
+
+
 @pytest.fixture
 def checkpoint(pristine: Checkpoint, tmp_path: Path) -> Checkpoint:
     shutil.copytree(pristine.path, tmp_path / "model")
@@ -154,6 +160,23 @@ def test_any_order_serves_the_same_bits(
         for unit in acquired:
             with store.use(unit) as weights:
                 assert truth.wrong(unit, weights) == []
+
+
+@pytest.mark.parametrize("tile_bytes", [None, 5000])
+@pytest.mark.parametrize("sources", [0, 300_000])
+def test_codes_of_six_bits_arrive_as_bytes(
+    tile_bytes: int | None, sources: int, kind: str, six_bits: Checkpoint
+) -> None:
+    truth = Truth(six_bits, PACKING)
+    for resident in ([], all_names(six_bits)):
+        plan = plan_for(kind, six_bits, resident, 2, tile_bytes, sources)
+        with opened(kind, six_bits, plan) as store:
+            for _ in range(2):
+                check_pass(store, truth)
+            ids = torch.tensor([99, 0, 17, 17])
+            rows = store.gather_rows(EMBEDDING, ids).cpu()
+            assert same_bits(rows, truth.embedding.dequantize()[ids])
+            assert store.stats.arena_peak == plan.device_bytes
 
 
 def test_resident_weights_larger_than_a_staging_buffer(kind: str, pristine: Checkpoint) -> None:

@@ -37,7 +37,7 @@ def weights(draw):
 @given(
     weights(),
     st.sampled_from(list(NORMS)),
-    st.sampled_from([4, 8]),
+    st.sampled_from([4, 6, 8]),
     st.sampled_from([torch.float16, torch.float32]),
 )
 def test_no_group_is_worse_than_rounding_to_nearest(weight, solver, bits, dtype):
@@ -49,7 +49,7 @@ def test_no_group_is_worse_than_rounding_to_nearest(weight, solver, bits, dtype)
     assert bool((other <= kept * (1 + 1e-4)).all())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("solver", list(NORMS))
 def test_solvers_gain_on_normal_weights(solver, group, bits):
@@ -60,7 +60,7 @@ def test_solvers_gain_on_normal_weights(solver, group, bits):
 
 
 @settings(deadline=None, max_examples=30)
-@given(weights(), st.sampled_from(list(SOLVERS)), st.sampled_from([4, 8]), st.integers(1, 40))
+@given(weights(), st.sampled_from(list(SOLVERS)), st.sampled_from([4, 6, 8]), st.integers(1, 40))
 def test_result_does_not_depend_on_chunks_or_packing(weight, solver, bits, rows):
     w, group = weight
     w = w.repeat(3, 1)
@@ -73,7 +73,7 @@ def test_result_does_not_depend_on_chunks_or_packing(weight, solver, bits, rows)
 
 
 @settings(deadline=None, max_examples=30)
-@given(weights(), st.sampled_from([4, 8]), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(weights(), st.sampled_from([4, 6, 8]), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_rtn_is_the_reference(weight, bits, dtype):
     w, group = weight[0].to(dtype), weight[1]
     q = quantize(w, bits, group, "rtn")
@@ -83,7 +83,7 @@ def test_rtn_is_the_reference(weight, bits, dtype):
 
 
 @settings(deadline=None, max_examples=30)
-@given(weights(), st.sampled_from(list(SOLVERS)), st.sampled_from([4, 8]))
+@given(weights(), st.sampled_from(list(SOLVERS)), st.sampled_from([4, 6, 8]))
 def test_codes_are_the_nearest_for_the_stored_scales(weight, solver, bits):
     w, group = weight
     q = quantize(w, bits, group, solver)
@@ -144,8 +144,8 @@ def test_bad_requests_are_refused(w, options, message):
 
 def test_config_refuses_what_quantize_refuses():
     assert QuantConfig().solver == "hqq"
-    with pytest.raises(QuantizationError, match="head_bits 6 is not supported; use one of 4, 8"):
-        QuantConfig(head_bits=6)
+    with pytest.raises(QuantizationError, match="head_bits 5 is not supported; use one of 4, 6, 8"):
+        QuantConfig(head_bits=5)
 
 
 def _errors(w, q, norm):

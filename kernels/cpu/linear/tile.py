@@ -36,6 +36,7 @@ from qoff.kernels.cpu.jit.emit import (
     splat,
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
+from qoff.kernels.layout.packing import BITS
 
 VECTOR_BYTES = 64
 UNROLL = 32  # elements of K handled by one pass of the inner loop: the smallest group
@@ -63,12 +64,27 @@ def _const(value):
     return ir.Constant(I64, value)
 
 
-def _code_parts(b, codes, bits):
-    """One vector of packed codes as vectors of 4 unsigned bytes per row, in order of K."""
-    if bits == 8:
-        return [codes]
-    mask = const_i32(0x0F0F0F0F)
-    return [b.and_(codes, mask), b.and_(b.lshr(codes, const_i32(4)), mask)]
+def _codes_32(b, address, bits):
+    """32 packed codes of 16 rows: (first of 4 elements of K, a vector of these, unsigned bytes)."""
+
+    def masked(vector, shift, mask):
+        shifted = b.lshr(vector, const_i32(shift)) if shift else vector
+        return b.and_(shifted, const_i32(mask * 0x01010101))
+
+    upper = [const_i32(0)] * 2  # of the 6-bit codes 24 to 27 and 28 to 31
+    for step in range(bits):
+        vector = load(b, address, step * VECTOR_BYTES, V_I32)
+        if bits == 8:
+            yield 4 * step, vector
+        elif bits == 4:
+            yield 8 * step, masked(vector, 0, 15)
+            yield 8 * step + 4, masked(vector, 4, 15)
+        else:
+            yield 4 * step, masked(vector, 0, 63)
+            place = step // 2 * 2
+            upper[step % 2] = b.or_(upper[step % 2], masked(vector, 6 - place, 3 << place))
+    if bits == 6:
+        yield from zip((24, 28), upper, strict=True)
 
 
 def _dot_32(b, bits, codes, ahead, planes, accumulators):
@@ -77,21 +93,17 @@ def _dot_32(b, bits, codes, ahead, planes, accumulators):
     planes: the activations' addresses, [plane][token]. ahead: bytes from a row block's codes to
     those that the next tile reads.
     """
-    per_vector = 8 if bits == 4 else 4
     if len(planes[0]) == 1:  # with more tokens, memory is not what it waits for
         for address in codes:
-            for step in range(UNROLL // per_vector):
+            for step in range(bits):
                 prefetch(b, b.add(address, ahead), step * VECTOR_BYTES)
-    for step in range(UNROLL // per_vector):
-        for row, address in enumerate(codes):
-            parts = _code_parts(b, load(b, address, step * VECTOR_BYTES, V_I32), bits)
-            for i, part in enumerate(parts):
-                k = step * per_vector + 4 * i
-                for plane, addresses in enumerate(planes):
-                    for token, at_token in enumerate(addresses):
-                        x = splat(b, load(b, at_token, k, I32), V_I32)
-                        sums = accumulators[row][token]
-                        sums[plane] = dot_u8s8(b, sums[plane], part, x)
+    for parts in zip(*(_codes_32(b, address, bits) for address in codes), strict=True):
+        for row, (k, part) in enumerate(parts):
+            for plane, addresses in enumerate(planes):
+                for token, at_token in enumerate(addresses):
+                    x = splat(b, load(b, at_token, k, I32), V_I32)
+                    sums = accumulators[row][token]
+                    sums[plane] = dot_u8s8(b, sums[plane], part, x)
 
 
 def _scale_and_minimum(b, address, wide):
@@ -171,7 +183,7 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
 
 
 _SHAPES = [(2, 4), (2, 2), (2, 1), (1, 1)]
-_VARIANTS = [(bits, *shape, planes) for bits in (4, 8) for shape in _SHAPES for planes in (2, 1)]
+_VARIANTS = [(bits, *shape, planes) for bits in BITS for shape in _SHAPES for planes in (2, 1)]
 
 
 @vector_intrinsic(types.void, *[types.int64] * (4 + len(fields(Operands))))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.kernels.layout.packing import read_bits
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch import tuned
@@ -91,6 +92,8 @@ def w4_linear(
     require("x", x, FLOATS, ("M", k), weight.device, rows_apart=True)
     if weight.packing != "split32":
         raise OpError(f"weights for a GPU are of packing split32, not of {weight.packing}")
+    if read_bits(weight.bits, weight.packing) != weight.bits:
+        raise OpError(f"codes of {weight.bits} bits are none for a GPU; use weight.for_kernels")
     if bias is not None:
         require("bias", bias, (x.dtype,), (n,), x.device)
     tokens = x.shape[0]

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.kernels.layout.packing import read_bits
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch.gpu import Gpu
@@ -87,6 +88,8 @@ def _check_weights(**weights: QExperts) -> None:
     for name, weight in weights.items():
         if weight.packing != "split32":
             raise OpError(f"{name} is of packing {weight.packing}; the op takes split32")
+        if read_bits(weight.bits, weight.packing) != weight.bits:
+            raise OpError(f"{name} has {weight.bits} bits, which are none for a GPU")
         starts = (
             weight.codes.storage_offset(),
             weight.scale_min.storage_offset() * weight.scale_min.element_size(),

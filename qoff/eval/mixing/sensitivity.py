@@ -29,7 +29,15 @@ from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
 from qoff.quant import Format, QTensor, QuantConfig
 
-FORMATS = (Format(4, 128), Format(4, 64), Format(4, 32), Format(8, 128), Format(8, 64))
+FORMATS = (
+    Format(4, 128),
+    Format(4, 64),
+    Format(4, 32),
+    Format(6, 128),
+    Format(6, 64),
+    Format(8, 128),
+    Format(8, 64),
+)
 _Products = list[tuple[Tensor, Tensor]]  # inputs [M, K] and gradients of outputs [M, N]
 Progress = Callable[[int, int], None]  # layers done, layers in all
 

@@ -197,8 +197,8 @@ def qexperts_of(codes: Tensor, scale_min: Tensor, shape: tuple[int, int]) -> QEx
 
 
 def stacked(matrices: Sequence[QTensor]) -> QExperts:
-    """Matrices of one form as one, copied, in the packing of their device."""
-    here = [m.to_packing(packing_for(m.device)) for m in matrices]
+    """Matrices of one form as one, copied, as their device's kernels read them."""
+    here = [m.for_kernels(packing_for(m.device)) for m in matrices]
     codes = torch.stack([m.codes for m in here])
     scale_min = torch.stack([m.scale_min for m in here])
     return qexperts_of(codes, scale_min, here[0].shape)

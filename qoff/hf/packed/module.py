@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qoff.kernels.layout.packing import read_bits
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 
@@ -36,7 +37,7 @@ class CodesModule(nn.Module):
     """A module with the buffers `codes` and `scale_min`; `to(dtype)` casts neither.
 
     What they make up is kept in `_packed` for as long as they are the same. On a device whose
-    kernels read another packing, they are repacked once, when they are needed.
+    kernels read another packing or width, they are repacked once, when they are needed.
     """
 
     codes: Tensor
@@ -53,12 +54,13 @@ class CodesModule(nn.Module):
         self.__dict__["_packed"] = packed
 
     def _held(self, made: Callable[..., Any], repacked: Callable[[Any], Any]) -> Any:
-        """What the codes make up: as they are, and in the packing of the device."""
+        """What the codes make up: as they are, and as the device's kernels read them."""
         codes, scale_min = self.codes, self.scale_min
         packed = self.__dict__.get("_packed")
         if packed is None or packed.codes is not codes or packed.scale_min is not scale_min:
             packed = made(codes, scale_min, self.packed_shape)
-        if packed.packing != packing_for(packed.device):
+        packing = packing_for(packed.device)
+        if packed.packing != packing or packed.bits != read_bits(packed.bits, packing):
             packed = repacked(packed)
             self.codes, self.scale_min = packed.codes, packed.scale_min
         self.__dict__["_packed"] = packed
@@ -99,7 +101,7 @@ class PackedModule(CodesModule):
     def qtensor(self) -> QTensor:
         """The matrix, in the packing of the device that it is on."""
         found: QTensor = self.owner._held(
-            qtensor_of, lambda packed: packed.to_packing(packing_for(packed.device))
+            qtensor_of, lambda packed: packed.for_kernels(packing_for(packed.device))
         )
         return found
 

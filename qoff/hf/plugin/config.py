@@ -35,7 +35,7 @@ class QoffConfig(QuantizationConfigMixin):
         bits: int = 4,
         group_size: int = 64,
         solver: str = "hqq",
-        head_bits: int = 8,
+        head_bits: int = 6,
         modules_to_not_convert: list[str] | None = None,
         *,
         packing: str = "split32",

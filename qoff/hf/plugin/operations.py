@@ -35,7 +35,7 @@ class Into:
     missing: set[str] = field(default_factory=set)
 
     def put(self, parameter: str, packed: QTensor) -> None:
-        here = packed.to_packing(packing_for(packed.device))
+        here = packed.for_kernels(packing_for(packed.device))
         self.missing.difference_update(install(self.model, parameter.removesuffix(".weight"), here))
 
 

@@ -149,7 +149,12 @@ class QoffHfQuantizer(HfQuantizer):
             return float(param.element_size())
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         sensitive = model.get_submodule(module) in ends
-        return (config.head_bits if sensitive else config.bits) / 8 + 4 / config.group_size
+        from qoff.hf.packed.module import packing_for
+        from qoff.kernels.layout.packing import read_bits
+
+        bits = config.head_bits if sensitive else config.bits
+        packing = packing_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return read_bits(bits, packing) / 8 + 4 / config.group_size
 
     def get_quantize_ops(self) -> ConversionOps:
         from .operations import Quantize

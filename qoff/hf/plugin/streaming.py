@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qoff.checkpoint import Checkpoint, read_weight
-from qoff.checkpoint.layout import QuantEntry, TensorEntry, WeightFile, tensors_of
+from qoff.checkpoint.layout import QuantEntry, TensorEntry, WeightFile
 from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.packed.module import packing_for
+from qoff.kernels.layout.packing import read_bits
 from qoff.memory import Residency, WeightStore, place_in_host, residency_of
 from qoff.memory.plan import is_expert, streamed_images
 from qoff.memory.plan.placement import spread_evenly
@@ -56,15 +57,18 @@ class Streaming:
         budget that is too small.
         """
         files = self._checkpoint.layers
-        sizes: dict[Any, int] = {i: _nbytes(file) for i, file in enumerate(files)}
-        outer = _nbytes(self._checkpoint.outer)
+        packing = packing_for(self.device)
+        sizes: dict[Any, int] = {i: _nbytes(file, packing) for i, file in enumerate(files)}
+        outer = _nbytes(self._checkpoint.outer, packing)
         everything = outer + sum(sizes.values())
         if everything <= budget:
             return {}
         plan = self._residency(range(len(files)))
-        vectors = sum(_nbytes(file, lambda _, e: not isinstance(e, QuantEntry)) for file in files)
+        vectors = sum(
+            _nbytes(f, packing, lambda _, e: not isinstance(e, QuantEntry)) for f in files
+        )
         copied = max(  # most that the parts of a layer's fused matrices take
-            _nbytes(file, lambda n, e: isinstance(e, QuantEntry) and not is_expert(n))
+            _nbytes(file, packing, lambda n, e: isinstance(e, QuantEntry) and not is_expert(n))
             for file in files
         )
         least = outer + plan.device_bytes + vectors + copied
@@ -188,8 +192,15 @@ def _path_of(i: int, unit: Sequence[Stored]) -> str:
 
 
 def _nbytes(
-    file: WeightFile, counts: Callable[[str, QuantEntry | TensorEntry], bool] = lambda *_: True
+    file: WeightFile,
+    packing: str,
+    counts: Callable[[str, QuantEntry | TensorEntry], bool] = lambda *_: True,
 ) -> int:
-    """Bytes of the weights of a file that count."""
-    entries = (entry for name, entry in file.weights.items() if counts(name, entry))
-    return sum(tensor.nbytes for entry in entries for tensor in tensors_of(entry))
+    """Bytes of the weights of a file that count, in the widths that kernels of a packing read."""
+    total = 0
+    for entry in (entry for name, entry in file.weights.items() if counts(name, entry)):
+        total += entry.nbytes
+        if isinstance(entry, QuantEntry):
+            wider = read_bits(entry.bits, packing) - entry.bits
+            total += entry.codes.nbytes * wider // entry.bits
+    return total

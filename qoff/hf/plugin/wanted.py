@@ -13,6 +13,7 @@ from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.hf.packed.derived import is_router
 from qoff.hf.packed.experts import DOWN, GATE_UP
 from qoff.models.spec import DecoderSpec
+from qoff.quant.matrix import ROUTER_BITS
 
 from .config import QoffConfig
 
@@ -32,18 +33,20 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
         if not should_convert_module(name, config.modules_to_not_convert):
             experts.pop(name, None)
             continue
-        sensitive = module is head or name.rpartition(".")[2] == _SHARED_GATE
-        if isinstance(module, nn.Embedding) or (sensitive and type(module) is nn.Linear):
+        plain = type(module) is nn.Linear
+        if isinstance(module, nn.Embedding) or (module is head and plain):
             found[f"{name}.weight"] = config.head_bits
+        elif plain and name.rpartition(".")[2] == _SHARED_GATE:
+            found[f"{name}.weight"] = ROUTER_BITS
         elif is_router(module):
             routers.append(f"{name}.weight")
-        elif type(module) is nn.Linear:
+        elif plain:
             found[f"{name}.weight"] = config.bits
         elif name in experts:
             found.update({f"{name}.{matrices}": config.bits for matrices in (GATE_UP, DOWN)})
     if experts:
         activation_of(model)
-        found.update(dict.fromkeys(routers, config.head_bits))
+        found.update(dict.fromkeys(routers, ROUTER_BITS))
     for target, source in model.all_tied_weights_keys.items():
         if (target in found) != (source in found):  # one of two that share a weight stays as it is
             found.pop(target, None)

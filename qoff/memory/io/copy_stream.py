@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +86,12 @@ class CopyStream:
             started = self._mark(self._stream) if timed else None
             memory.copy_(source, non_blocking=True)
             return Copy(self._mark(self._stream), started)
+
+    def run(self, work: Callable[[], None]) -> Event:
+        """Enqueue work on the device behind all copies; where it ends."""
+        with self._lock, torch.cuda.stream(self._stream):
+            work()
+            return self._mark(self._stream)
 
     def recycle(self, memory: Tensor, poison: bool) -> Event:
         """The point on the current stream up to which `memory` is used."""

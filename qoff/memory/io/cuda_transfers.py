@@ -30,6 +30,8 @@ from .workers import Workers
 class CudaTransfers(Transfers):
     """Transfers to a GPU, for weights in the packing that they have in their files.
 
+    Codes that are widened are so on the GPU, on the copy stream, or in host memory once.
+
     `wait` and `recycle` order the copies before and after what is on the current stream of the
     thread that calls them. `host_staging`: number of staging buffers, at least 2; a residency must
     have been planned with as many. `stream` replaces the CUDA stream in tests. Raises ArgumentError
@@ -125,6 +127,8 @@ class CudaTransfers(Transfers):
             if read.digest is not None:
                 read.digest.update(at, piece)
             copied = self.stream.copy(piece, read.memory[at:stop], after, timed=False).ended
+            if read.image.widened and stop == read.image.nbytes:
+                copied = self.stream.run(partial(read.image.widen, read.memory))
             return copied
         finally:
             self._buffers.put((buffer, copied))

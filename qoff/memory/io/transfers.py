@@ -189,13 +189,13 @@ class Transfers(ABC):
     ) -> UnitRead:
         """Start filling host memory with an image, as it shall lie on the device.
 
-        Weights are read straight into their places. Repacking and checksums take one more thread;
-        the staging memory for repacking holds one unit.
+        Weights are read straight into their places. Repacking, widening and checksums take one
+        more thread; the staging memory for repacking holds one unit.
         """
         read = UnitRead(self, image, memory, verify)
         if not image.repacked:
             read.futures.append(self._start(read, image.ranges, memory, lane))
-        if image.repacked or read.digest is not None:
+        if image.repacked or image.widened or read.digest is not None:
             read.futures.append(self._finisher.submit(partial(self._finish, read, lane)))
         return read
 
@@ -227,7 +227,7 @@ class Transfers(ABC):
         return request
 
     def _finish(self, read: UnitRead, lane: str) -> None:
-        """Check and repack an image; one that is repacked is read by this, too."""
+        """Check and repack or widen an image; one that is repacked is read by this, too."""
         image, raw = read.image, read.memory
         if image.repacked:
             raw = self._staging[: image.raw_bytes]
@@ -237,6 +237,8 @@ class Transfers(ABC):
             read.digest.update(0, raw)
         if image.repacked:
             _repack(image, raw, read.memory)
+        elif image.widened:
+            image.widen(read.memory)
 
 
 def _repack(image: Image, raw: Tensor, memory: Tensor) -> None:

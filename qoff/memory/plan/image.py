@@ -3,14 +3,17 @@
 The wanted tensors are merged into maximal runs of the file; each run, widened to blocks of 4096
 bytes, is one aligned read, and the runs follow each other in memory ("raw"). Weights are views into
 that memory. Where the memory shall hold another packing than the file, the raw image is staged
-elsewhere and the weights are repacked, one after the other, into their places ("placed").
+elsewhere and the weights are repacked, one after the other, into their places ("placed"). Codes
+that kernels read in more bits than the file has are widened in their places: they are read to the
+end of the memory that they take then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from torch import Tensor
 
@@ -22,7 +25,7 @@ from qoff.checkpoint import (
     tensors_of,
     view_weight,
 )
-from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.packing import packed_shapes, read_bits, spread_six, widen_six_in_place
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import PAGE, round_up
 
@@ -59,12 +62,17 @@ class Image:
     @property
     def repacked(self) -> bool:
         """Whether the weights go through staging memory of `raw_bytes`."""
-        return self.placed is not self.raw
+        return self.placed is not self.raw and not self.widened
+
+    @property
+    def widened(self) -> bool:
+        """Whether codes are widened in their places, by `widen`, when all has been read."""
+        return any(True for _ in self._widened())
 
     @property
     def data_at(self) -> int | None:
         """Where the file's data section starts in the raw image; None if not all of it is there."""
-        if len(self.ranges) != 1:
+        if len(self.ranges) != 1 or self.widened:
             return None
         only, start = self.ranges[0], self.file.data_start
         whole = only.offset <= start and only.offset + only.nbytes == self.file.nbytes
@@ -74,33 +82,88 @@ class Image:
         """The weights by their names in the image, as views into `memory`."""
         return {name: view(entry, memory) for name, entry in self.placed.items()}
 
+    def widen(self, memory: Tensor) -> None:
+        """Widen the codes of an image that is `widened`, in the memory that it was read to."""
+        for raw, placed in self._widened():
+            stop = raw.codes.offset + raw.codes.nbytes
+            widen_six_in_place(memory[placed.codes.offset : stop], placed.codes.nbytes)
+            matrix = view(placed, memory)
+            assert isinstance(matrix, QTensor)
+            spread_six(matrix.codes, matrix.scale_min)
+
+    def _widened(self) -> Iterator[tuple[QuantEntry, QuantEntry]]:
+        """Matrices as they are read and as they lie then, where their bits differ."""
+        for name, placed in self.placed.items():
+            raw = self.raw[name]
+            if not isinstance(raw, QuantEntry) or not isinstance(placed, QuantEntry):
+                continue
+            if raw.bits != placed.bits:
+                yield raw, placed
+
 
 def view(entry: WeightEntry, memory: Tensor) -> Weight:
     """The weight whose tensors lie at their entries' offsets in `memory`, without a copy."""
     return view_weight(entry, lambda t: memory[t.offset : t.offset + t.nbytes])
 
 
-def make_image(file: WeightFile, names: Iterable[str], packing: str) -> Image:
-    """Lay out the weights `names` of `file`, with quantized ones in `packing`."""
+def make_image(file: WeightFile, names: Iterable[str], packing: str | None) -> Image:
+    """Lay out the weights `names` of `file`, quantized ones as kernels of `packing` read them.
+
+    Without a packing as they lie in the file.
+    """
     kept = set(names)
     wanted = {name: entry for name, entry in file.weights.items() if name in kept}
     return image_of(file, wanted, packing)
 
 
-def image_of(file: WeightFile, wanted: Mapping[str, WeightEntry], packing: str) -> Image:
+def image_of(file: WeightFile, wanted: Mapping[str, WeightEntry], packing: str | None) -> Image:
     """Lay out entries that describe weights of `file`, or parts of them, as they lie there."""
-    ranges = aligned_ranges([t for e in wanted.values() for t in tensors_of(e)], file.nbytes)
-    raw = {name: _shift(entry, ranges) for name, entry in wanted.items()}
-    return finish_image(file, ranges, raw, packing)
+    wide = {name: e.codes for name, e in wanted.items() if _widens(e, packing)}
+    tensors = [t for e in wanted.values() for t in tensors_of(e)]
+    ranges = aligned_ranges([t for t in tensors if t not in wide.values()], file.nbytes)
+    apart = list[FileRange]()
+    for name, codes in wide.items():
+        (span,) = aligned_ranges([codes], file.nbytes)
+        end = max(r.at + r.nbytes for r in (*ranges, *apart))
+        at = round_up(end, PAGE) + room_to_widen(wanted[name], packing)
+        apart.append(replace(span, at=at))
+        wide[name] = replace(codes, offset=at + codes.offset - span.offset)
+    raw = {name: _shift(entry, ranges, wide.get(name)) for name, entry in wanted.items()}
+    return finish_image(file, (*ranges, *apart), raw, packing)
+
+
+def room_to_widen(entry: WeightEntry, packing: str | None) -> int:
+    """Bytes that are left free before codes, which take these too when they have been widened."""
+    if not _widens(entry, packing):
+        return 0
+    wide = entry.codes.nbytes * read_bits(entry.bits, entry.packing) // entry.bits
+    return round_up(wide - entry.codes.nbytes, PAGE)
+
+
+def _widens(entry: WeightEntry, packing: str | None) -> TypeGuard[QuantEntry]:
+    if not isinstance(entry, QuantEntry) or entry.packing != packing:
+        return False
+    return read_bits(entry.bits, entry.packing) != entry.bits
 
 
 def finish_image(
-    file: WeightFile, ranges: tuple[FileRange, ...], raw: Mapping[str, WeightEntry], packing: str
+    file: WeightFile,
+    ranges: tuple[FileRange, ...],
+    raw: Mapping[str, WeightEntry],
+    packing: str | None,
 ) -> Image:
-    """The image of weights that are read as `raw` says, with quantized ones in `packing`."""
+    """The image of weights that are read as `raw` says, quantized ones as `packing` reads them.
+
+    Before codes that are widened there is the `room_to_widen`.
+    """
     raw_bytes = round_up(max(r.at + r.nbytes for r in ranges), PAGE)
-    if all(isinstance(e, TensorEntry) or e.packing == packing for e in raw.values()):
-        return Image(file, ranges, raw, raw_bytes, raw, raw_bytes)
+    stay = packing is None or all(
+        isinstance(e, TensorEntry) or e.packing == packing for e in raw.values()
+    )
+    if stay:
+        wide = {name: _widened(entry) for name, entry in raw.items() if _widens(entry, packing)}
+        return Image(file, ranges, raw, raw_bytes, {**raw, **wide} if wide else raw, raw_bytes)
+    assert packing is not None
     placed, nbytes = _place(raw, packing)
     return Image(file, ranges, raw, raw_bytes, placed, nbytes)
 
@@ -122,8 +185,10 @@ def aligned_ranges(tensors: list[TensorEntry], file_bytes: int) -> tuple[FileRan
     return tuple(ranges)
 
 
-def _shift(entry: WeightEntry, ranges: tuple[FileRange, ...]) -> WeightEntry:
-    """The entry with offsets in the raw image instead of in the file."""
+def _shift(
+    entry: WeightEntry, ranges: tuple[FileRange, ...], codes: TensorEntry | None = None
+) -> WeightEntry:
+    """The entry with offsets in the raw image instead of in the file; codes: where those lie."""
 
     def moved(t: TensorEntry) -> TensorEntry:
         home = next(r for r in reversed(ranges) if r.offset <= t.offset)
@@ -131,7 +196,17 @@ def _shift(entry: WeightEntry, ranges: tuple[FileRange, ...]) -> WeightEntry:
 
     if isinstance(entry, TensorEntry):
         return moved(entry)
-    return replace(entry, codes=moved(entry.codes), scale_min=moved(entry.scale_min))
+    return replace(entry, codes=codes or moved(entry.codes), scale_min=moved(entry.scale_min))
+
+
+def _widened(entry: QuantEntry) -> QuantEntry:
+    """The entry with its codes widened where they lie: from the room before them on."""
+    bits = read_bits(entry.bits, entry.packing)
+    shape, _ = packed_shapes(entry.shape, bits, entry.group_size, entry.packing)
+    nbytes = math.prod(shape)
+    start = (entry.codes.offset + entry.codes.nbytes - nbytes) // _ALIGN * _ALIGN
+    codes = replace(entry.codes, shape=shape, offset=start, nbytes=nbytes)
+    return replace(entry, bits=bits, codes=codes)
 
 
 def _place(raw: Mapping[str, WeightEntry], packing: str) -> tuple[dict[str, WeightEntry], int]:

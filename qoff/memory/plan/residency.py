@@ -208,9 +208,7 @@ def host_images(
 
 def rows_image(checkpoint: Checkpoint) -> Image:
     """How an embedding lies whose rows are gathered: as in its file."""
-    entry = checkpoint.outer.weights[EMBEDDING]
-    packing = entry.packing if isinstance(entry, QuantEntry) else ""
-    return make_image(checkpoint.outer, [EMBEDDING], packing)
+    return make_image(checkpoint.outer, [EMBEDDING], None)
 
 
 def _kept_images(file: WeightFile, names: Collection[str], packing: str) -> list[Image]:

@@ -15,7 +15,7 @@ from qoff.checkpoint import QuantEntry, TensorEntry, WeightFile
 from qoff.kernels.layout.packing import ROW_BLOCK, packed_shapes
 from qoff.memory.arena import PAGE, round_up
 
-from .image import FileRange, Image, aligned_ranges, finish_image, image_of
+from .image import FileRange, Image, aligned_ranges, finish_image, image_of, room_to_widen
 from .units import Tile
 
 TILE_ROWS = 32  # a tile has a multiple: two blocks of 16 rows, one of gate and one of up
@@ -36,7 +36,9 @@ def split_rows(entry: QuantEntry, packing: str, nbytes: int) -> int:
 def slot_bytes(entry: QuantEntry, packing: str, rows: int) -> int:
     """An upper bound of what `tile_image(...).nbytes` is for any tile of so many rows."""
     if packing == entry.packing:
-        return read_bytes(entry, rows)
+        codes = _part_bytes(entry, packing, rows)[0]
+        part = replace(entry, codes=replace(entry.codes, nbytes=codes))
+        return read_bytes(entry, rows) + room_to_widen(part, packing)
     return round_up(sum(_part_bytes(entry, packing, rows)), PAGE)
 
 
@@ -61,12 +63,13 @@ def tile_image(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) ->
         return image_of(file, {tile.name: part}, packing)
     codes = _slice(entry.codes, slice(first, tile.stop))
     (span,) = aligned_ranges([codes], file.nbytes)
-    at = round_up(span.nbytes, PAGE)
+    room = room_to_widen(replace(entry, codes=codes), packing)
+    at = room + round_up(span.nbytes, PAGE)
     strips = _strips(entry.scale_min, first, rows, at)
     raw = replace(
         entry,
         shape=shape,
-        codes=replace(codes, offset=codes.offset - span.offset),
+        codes=replace(codes, offset=room + codes.offset - span.offset),
         scale_min=replace(
             entry.scale_min,
             shape=(len(strips), rows, 2),
@@ -74,7 +77,7 @@ def tile_image(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) ->
             nbytes=sum(strip.nbytes for strip in strips),
         ),
     )
-    return finish_image(file, (span, *strips), {tile.name: raw}, packing)
+    return finish_image(file, (replace(span, at=room), *strips), {tile.name: raw}, packing)
 
 
 def _part_bytes(entry: QuantEntry, packing: str, rows: int) -> tuple[int, int]:

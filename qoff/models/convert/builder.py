@@ -19,7 +19,7 @@ from qoff.memory.plan import is_expert
 from qoff.models.names import ROW_BLOCK, Part, Weight
 from qoff.models.sources import Source
 from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize, widened
-from qoff.quant.matrix import CALIBRATED
+from qoff.quant.matrix import CALIBRATED, ROUTER_BITS
 from qoff.quant.rows import reordered
 
 PIECE = 1 << 21  # weights read at a time
@@ -146,12 +146,16 @@ class Builder:
             imported = any(x.quantized and not x.anew for x in stored.values())
             own = Format(max(bits for bits, _ in found), min(group for _, group in found))
             if chosen and imported and not chosen.holds(own):
+                if self.requantize:
+                    return chosen, False
                 raise QuantizationError(
                     f"{prefix}{weight.name}: keeps its codes ({own}), which {chosen} does not "
-                    "hold; leave its format out, or convert the model that it was quantized from"
+                    "hold; leave its format out, convert the model that it was quantized from, or "
+                    "pass requantize=True (--requantize) to quantize its values again"
                 )
             return chosen or own, imported
         bits = self.quant.head_bits if weight.sensitive else self.quant.bits
+        bits = ROUTER_BITS if weight.routes else bits
         return chosen or Format(bits, self.quant.group_size), False
 
     def _pieces(self, weight: Weight) -> Iterator[tuple[Tensor, Tensor | QTensor, str]]:
@@ -184,7 +188,9 @@ class Builder:
         """Return rows of a matrix in a format, without calibration; name: what errors call it."""
         quant, bits, group = self.quant, form.bits, form.group_size
         if isinstance(data, QTensor):
-            return widened(data, bits, group).to_packing(quant.packing)
+            if form.holds(Format(data.bits, data.group_size)):
+                return widened(data, bits, group).to_packing(quant.packing)
+            data = data.dequantize()
         return quantize(
             data, bits, group, quant.data_free, quant.packing, quant.scale_dtype, name=name
         )

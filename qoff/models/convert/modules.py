@@ -20,6 +20,7 @@ from qoff.models.modules.configs import DTYPE, LAYOUT, build, read_config
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
 from qoff.models.sources import SafetensorsSource
 from qoff.quant import QTensor, QuantConfig, quantize
+from qoff.quant.matrix import ROUTER_BITS
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -73,11 +74,13 @@ class ModulesJob:
             if place in tables:
                 rows, columns = weight.shape
                 fits = columns % group == 0
-                matrices = [Matrix(name, (rows, columns), sensitive=True)] if fits else []
+                matrices = [Matrix(name, (rows, columns))] if fits else []
             else:
                 matrices = matrices_of(place, group)
+            bits = self._quant.head_bits if place in tables else self._quant.bits
             for matrix in matrices:
-                packed[matrix.name] = self._quantized(matrix, weight)
+                matrix_bits = ROUTER_BITS if matrix.routes else bits
+                packed[matrix.name] = self._quantized(matrix, weight, matrix_bits)
             if not matrices:
                 floats[name] = _as_narrow_as_exact(weight)
         return {**floats, **packed}
@@ -102,9 +105,8 @@ class ModulesJob:
         self._structure = Structure.of(build(full, self._trust))
         self._units = self._units_of_sources()
 
-    def _quantized(self, matrix: Matrix, weight: Tensor) -> QTensor:
+    def _quantized(self, matrix: Matrix, weight: Tensor, bits: int) -> QTensor:
         quant = self._quant
-        bits = quant.head_bits if matrix.sensitive else quant.bits
         return quantize(
             matrix.of(weight),
             bits,

@@ -16,7 +16,7 @@ from qoff.memory.plan import EMBEDDING, LM_HEAD
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts: as the head
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' experts modules
 
 
@@ -52,7 +52,7 @@ class Matrix:
     shape: tuple[int, int]
     expert: int | None = None
     transposed: bool = False
-    sensitive: bool = False  # as many bits as embedding and head
+    routes: bool = False  # it chooses experts
 
     def of(self, weight: Tensor) -> Tensor:
         """The matrix, contiguous [N, K], in a weight."""
@@ -169,8 +169,8 @@ def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
     if columns % group:
         return []
     if whole:
-        sensitive = place.name.split(".")[-2] in _ROUTERS
-        return [Matrix(place.name, (rows, columns), None, turned, sensitive)]
+        routes = place.name.split(".")[-2] in _ROUTERS
+        return [Matrix(place.name, (rows, columns), None, turned, routes)]
     experts = range(len(weight))
     return [Matrix(f"{place.name}.{e}", (rows, columns), e, turned) for e in experts]
 
