@@ -98,14 +98,7 @@ def _around(tokens: Sequence[str], begin: int | None, end: int | None) -> proces
     before, after = ([] if x is None else [tokens[x]] for x in (begin, end))
     return processors.TemplateProcessing(
         single=[*before, "$A", *after],
-        pair=[
-            *before,
-            "$A",
-            *after,
-            *(f"{x}:1" for x in before),
-            "$B:1",
-            *(f"{x}:1" for x in after),
-        ],
+        pair=[*before, "$A", *after, *(f"{x}:1" for x in (*before, "$B", *after))],
         special_tokens=[(tokens[x], x) for x in {begin, end} - {None}],
     )
 
