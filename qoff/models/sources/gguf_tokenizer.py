@@ -99,7 +99,7 @@ def _around(tokens: Sequence[str], begin: int | None, end: int | None) -> proces
     return processors.TemplateProcessing(
         single=[*before, "$A", *after],
         pair=[*before, "$A", *after, *(f"{x}:1" for x in (*before, "$B", *after))],
-        special_tokens=[(tokens[x], x) for x in {begin, end} - {None}],
+        special_tokens=[(tokens[x], x) for x in {begin, end} if x is not None],
     )
 
 
