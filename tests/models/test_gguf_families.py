@@ -22,7 +22,6 @@ from qoff.models.convert.convert import convert
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
-from qoff.quant import QuantConfig
 from tests.gguf_models import GGUFModel
 from tests.tiny_models import FAMILIES, QUANT, save_model, tiny_checkpoint, tiny_model
 
@@ -84,7 +83,7 @@ def test_files_of_every_family(family: str, base: Path, tmp_path: Path) -> None:
 def floats(path: Path) -> dict[str, Tensor]:
     """The values of all weights, as a conversion reads them."""
     source = open_source(path)
-    builder = Builder(source, QuantConfig(), requantize=False)
+    builder = Builder(source, QUANT, requantize=False)
     units = Unconverted.of(source).units
     for unit in units:
         builder.check(*unit)
