@@ -1,4 +1,4 @@
-"""The intact files that inputs are made from: a tiny llama as directory, checkpoint and GGUF."""
+"""The intact files that inputs are made from: a tiny llama in several forms, and GGUF files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-VOCAB = 260
+from . import gguf_files
+from .gguf_files import VOCAB
+
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -88,7 +90,7 @@ TEMPLATE = (
 
 
 def write(folder: Path) -> None:
-    """Write `source`, `sharded`, `checkpoint` and `model.gguf` into a folder, in a child.
+    """Write `source`, `sharded`, `checkpoint` and GGUF files into a folder, in a child.
 
     What a conversion starts, threads above all, stays out of this process, which forks.
     """
@@ -128,7 +130,8 @@ def _write(folder: Path) -> None:
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     convert(source, folder / "checkpoint", quant=QuantConfig(solver="rtn", group_size=32))
-    _save_gguf(folder / "model.gguf")
+    for architecture in gguf_files.METADATA:
+        gguf_files.save(folder / f"{architecture}.gguf", architecture)
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -173,52 +176,3 @@ def _save_tokenizer(folder: Path) -> None:
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-
-
-def _save_gguf(path: Path) -> None:
-    from gguf import GGMLQuantizationType, GGUFWriter
-
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_key_length(32)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list([*_letters(), "<s>", "</s>", "<pad>", "th"])
-    writer.add_token_types([1] * 256 + [3] * 3 + [1])
-    writer.add_token_merges(["t h"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.o_proj": "attn_output",
-        **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-        **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
-    }
-    for name, tensor in _tensors().items():
-        if "layers.1." in name:
-            continue
-        module = name.removesuffix(".weight")
-        stem = names[module.removeprefix("model.layers.0.")]
-        full = f"{'blk.0.' * ('layers' in module)}{stem}.weight"
-        values = tensor.numpy()
-        if "embed" in name or "up_proj" in name:
-            from gguf.quants import quantize
-
-            kind = GGMLQuantizationType.Q8_0 if "embed" in name else GGMLQuantizationType.Q4_0
-            writer.add_tensor(full, quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(full, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

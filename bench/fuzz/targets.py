@@ -30,6 +30,7 @@ from qoff.quant import GGUFFile, QuantConfig
 
 from . import corpus
 from .edits import Document, edit_bytes
+from .gguf_files import METADATA
 
 LAYER = "model-layer-00001.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -54,8 +55,10 @@ def files(folder: Path) -> dict[str, Target]:
     source, sharded, checkpoint = (folder / name for name in ("source", "sharded", "checkpoint"))
     head, data = _split((source / "model.safetensors").read_bytes())
     layer_head, layer_data = _split((checkpoint / LAYER).read_bytes())
-    gguf = (folder / "model.gguf").read_bytes()
-    header = len(gguf) - sum(x.nbytes for x in GGUFFile(folder / "model.gguf")._tensors.values())
+    ggufs = [(folder / f"{name}.gguf").read_bytes() for name in METADATA]
+    header = len(ggufs[0]) - sum(
+        x.nbytes for _, x in GGUFFile(folder / "llama.gguf")._tensors.values()
+    )
 
     def document(path: Path, run: Callable[[], object], share: int = 1, *others: Any) -> Target:
         """A JSON file. others: contents that it starts with as well."""
@@ -108,7 +111,7 @@ def files(folder: Path) -> dict[str, Target]:
             checkpoint / "generation_config.json", partial(_generation, checkpoint), 3
         ),
         "gguf": Target(
-            lambda random: gguf,
+            lambda random: random.choice(ggufs),
             lambda value, random: edit_bytes(value, random, header),
             partial(_gguf, folder / "edited.gguf"),
             8,
@@ -217,9 +220,7 @@ def _gguf(path: Path, content: bytes) -> None:
         builder.check(prefix, weights)
     for _, weights in model.units:
         for weight in weights:
-            for part in weight.parts:
-                for _ in source.chunks(part.source, 64):
-                    pass
+            builder.floats(weight)
     source.files()
 
 

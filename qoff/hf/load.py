@@ -27,6 +27,7 @@ from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
+from qoff.quant.gguf_split import parts
 from qoff.schema import read_object
 from qoff.settings import cache_directory
 from qoff.system_memory import refusals
@@ -350,7 +351,7 @@ def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffFor
 def source_stamps(path: Path) -> list[Any]:
     """Path, names, sizes and times of a source's files: what tells that it has changed."""
     resolved = path.resolve()
-    files = sorted(resolved.iterdir()) if resolved.is_dir() else [resolved]
+    files = sorted(resolved.iterdir()) if resolved.is_dir() else list(parts(resolved))
     found = [(file.name, file.stat()) for file in files if file.is_file()]
     return [str(resolved), *([name, info.st_size, info.st_mtime_ns] for name, info in found)]
 

@@ -205,16 +205,17 @@ class _Layer:
     def _qkv(self) -> tuple[Part, ...]:
         spec, names = self._spec, self._names
         q, kv = spec.q_rows, spec.kv_rows
-        if names.fused_qkv == "rows":
-            return (self._part(QKV, q + 2 * kv),)
         if names.fused_qkv == "heads":
             return (self._part(QKV, 3 * q, _from_heads(spec.num_heads, spec.head_dim)),)
         rope = spec.rope_of(self._layer) or spec.rope  # layers that do not rotate are stored alike
         pairs = rope.dim if names.rope_pairs and rope is not None else 0
+        if names.fused_qkv == "rows":
+            order = _unpaired(0, spec.head_dim, pairs, q + kv) if pairs else _in_order
+            return (self._part(QKV, q + 2 * kv, order, spec.head_dim if pairs else ROW_BLOCK),)
         parts, first = [], 0
         for x, rows in (("q", q), ("k", kv), ("v", kv)):
             turned = pairs if x != "v" else 0
-            order = _unpaired(first, spec.head_dim, turned) if turned else _after(first)
+            order = _unpaired(first, spec.head_dim, turned, rows) if turned else _after(first)
             unit = spec.head_dim if turned else ROW_BLOCK
             parts.append(self._part(f"self_attn.{x}_proj", rows, order, unit))
             first += rows
@@ -255,18 +256,33 @@ class _Layer:
     def _stacked(self, experts: ExpertsSpec) -> Iterator[Weight]:
         """Experts of tensors that hold all of them: their biases one after the other, matrices."""
         inner, hidden = experts.intermediate_size, self._spec.hidden_size
-        table = {  # rows, columns, order and unit
-            "gate_up_proj": (2 * inner, hidden, from_pairs, 2 * ROW_BLOCK),
-            "down_proj": (hidden, inner, _in_order, ROW_BLOCK),
-        }
-        sources = {name: self._source(f"mlp.experts.{name}", "") for name in table}
-        for name, (rows, _, order, _) in table.items() if experts.bias else ():
-            part = Part(f"{sources[name]}_bias", experts.count * rows, order, flat=rows)
-            yield Weight(f"mlp.experts.{name}.bias", (part,))
+        columns = {"gate_up_proj": hidden, "down_proj": inner}
+        parts = {"gate_up_proj": self._stacked_gate_up(inner)}
+        parts["down_proj"] = (self._stacked_part("down_proj", hidden),)
+        for name, found in parts.items() if experts.bias else ():
+            rows = sum(part.rows for part in found)
+            biases = (_biases(part, experts.count, rows) for part in found)
+            yield Weight(f"mlp.experts.{name}.bias", tuple(biases))
         for e in range(experts.count):
-            for name, (rows, columns, order, unit) in table.items():
-                part = Part(sources[name], rows, order, unit, expert=e, transposed=True)
-                yield Weight(f"mlp.experts.{e}.{name}", (part,), columns)
+            for name, found in parts.items():
+                matrices = tuple(replace(part, expert=e) for part in found)
+                yield Weight(f"mlp.experts.{e}.{name}", matrices, columns[name])
+
+    def _stacked_gate_up(self, inner: int) -> tuple[Part, ...]:
+        fused = "gate_up_proj"
+        if self._names.stacked_experts == "columns":
+            return (self._stacked_part(fused, 2 * inner, from_pairs, 2 * ROW_BLOCK),)
+        if self._names.stacked_experts == "halves":
+            return (self._stacked_part(fused, 2 * inner, from_halves(inner)),)
+        orders = {"gate_proj": partial(_in_turn, part=0), "up_proj": partial(_in_turn, part=1)}
+        return tuple(self._stacked_part(name, inner, order) for name, order in orders.items())
+
+    def _stacked_part(
+        self, name: str, rows: int, order: Order = _in_order, unit: int = ROW_BLOCK
+    ) -> Part:
+        transposed = self._names.stacked_experts == "columns"
+        source = self._source(f"mlp.experts.{name}", "" if transposed else "weight")
+        return Part(source, rows, order, unit, transposed=transposed)
 
 
 def _linear(name: str, parts: tuple[Part, ...], columns: int, bias: bool) -> Iterator[Weight]:
@@ -276,6 +292,20 @@ def _linear(name: str, parts: tuple[Part, ...], columns: int, bias: bool) -> Ite
         sources = (part.source.removesuffix("weight") + "bias" for part in parts)
         biases = (replace(p, source=s) for p, s in zip(parts, sources, strict=True))
         yield Weight(f"{name}.bias", tuple(biases))
+
+
+def _biases(part: Part, experts: int, each: int) -> Part:
+    """The biases of all experts, where `part` is one expert's rows; each: rows of its weight."""
+    rows, order = part.rows, part.order
+    stem = part.source.removesuffix(".weight")
+    return replace(
+        part,
+        source=f"{stem}_bias" if part.transposed else f"{stem}.bias",
+        rows=experts * rows,
+        order=lambda at: at // rows * each + order(at % rows),
+        transposed=False,
+        flat=rows,
+    )
 
 
 def _after(first: int) -> Order:
@@ -308,12 +338,16 @@ def _from_heads(heads: int, dim: int) -> Order:
     return order
 
 
-def _unpaired(first: int, dim: int, turned: int) -> Order:
-    """From heads whose first `turned` channels turn in neighbouring pairs to halves that turn."""
+def _unpaired(first: int, dim: int, turned: int, until: int) -> Order:
+    """From heads whose first `turned` channels turn in neighbouring pairs to halves that turn.
+
+    until: rows from here on do not turn.
+    """
 
     def order(rows: Tensor) -> Tensor:
         channel = rows % dim
         half = channel % 2 * (turned // 2) + channel // 2
-        return first + rows - channel + torch.where(channel < turned, half, channel)
+        pairs = (channel < turned) & (rows < until)
+        return first + rows - channel + torch.where(pairs, half, channel)
 
     return order

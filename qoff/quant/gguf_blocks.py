@@ -13,6 +13,14 @@ A row is a run of blocks along K. d and m are float16; unsigned codes q.
 Element j of 32 is in the low nibble of byte j, or in the high one of byte j - 16, which is packing
 split32. In the K types a sub-block of 32 has w = (d * s) * q - dmin * t, and the nibbles of two
 sub-blocks share 32 bytes; bit i of fifth byte j belongs to element j of sub-block i.
+
+Of four types the values of 32 elements are evenly spaced, whatever table they come from, so that
+codes of 4 bits hold them:
+
+    IQ3_S         256: d, ..., eight nibbles s;  w = d * (1 + 2 s) * q, q odd, from -15 to 15
+    IQ1_S         256: d, ..., eight words with three bits s and a sign;
+                  w = d * (1 + 2 s) * (q +- 1/8), q from -1 to 1
+    TQ1_0, TQ2_0  256: ..., d;                   w = d * q, q from -1 to 1
 """
 
 from __future__ import annotations
@@ -20,7 +28,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.kernels.layout.packing import pack_codes
@@ -51,6 +61,15 @@ def decode_rows(raw: Tensor, kind: str) -> QTensor:
     scale_min = torch.stack((scale.reshape(n, -1).T, minimum.reshape(n, -1).T), dim=2)
     packed = pack_codes(codes.reshape(n, k), bits, "split32")
     return QTensor(packed, narrowed(scale_min), (n, k), bits, GROUP_SIZE, "split32")
+
+
+def dequantized(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
+    """The values of rows of blocks, as `gguf` reads them: float32 [n, elements of a row]."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):  # of damaged scales, whose values are looked at later
+        return np.asarray(dequantize(raw, GGMLQuantizationType[kind]), dtype=np.float32)
 
 
 def _plain(blocks: Tensor, has_minimum: bool, has_fifth: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,6 +128,33 @@ def _scales_k(head: Tensor) -> tuple[Tensor, Tensor]:
     return d * scale, -(dmin * minimum)
 
 
+def _even(
+    blocks: Tensor, kind: str, steps: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of values that are evenly spaced; steps: scale and minimum of every 32."""
+    scale, minimum = steps(blocks)
+    values = torch.from_numpy(dequantized(blocks.numpy(), kind)).unflatten(1, (-1, GROUP_SIZE))
+    steps_up = (values - minimum[..., None]) / scale[..., None]
+    return steps_up.nan_to_num(0, 0, 0).round().clamp(0, 15).byte().flatten(1), scale, minimum
+
+
+def _iq3_s(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    nibbles = torch.stack((blocks[:, -4:] & 15, blocks[:, -4:] >> 4), dim=2).flatten(1)
+    d = _halves(blocks[:, :2]) * (1 + 2 * nibbles)
+    return 2 * d, -15 * d
+
+
+def _iq1_s(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    high = blocks[:, -16:].unflatten(1, (-1, 2))[..., 1]  # of words of 16 bits, lowest byte first
+    d = _halves(blocks[:, :2]) * (1 + 2 * ((high >> 4) & 7))
+    return d, d * torch.where(high >> 7 == 1, -1.125, -0.875)
+
+
+def _ternary(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    d = _halves(blocks[:, -2:]).expand(-1, _SUB_BLOCKS).contiguous()
+    return d, -d
+
+
 # Bits of the QTensor, and what decodes blocks.
 BLOCK_TYPES: Mapping[str, tuple[int, Decoder]] = {
     "Q4_0": (4, partial(_plain, has_minimum=False, has_fifth=False)),
@@ -118,4 +164,8 @@ BLOCK_TYPES: Mapping[str, tuple[int, Decoder]] = {
     "Q8_0": (8, _q8_0),
     "Q4_K": (4, partial(_k, has_fifth=False)),
     "Q5_K": (6, partial(_k, has_fifth=True)),
+    "IQ3_S": (4, partial(_even, kind="IQ3_S", steps=_iq3_s)),
+    "IQ1_S": (4, partial(_even, kind="IQ1_S", steps=_iq1_s)),
+    "TQ1_0": (4, partial(_even, kind="TQ1_0", steps=_ternary)),
+    "TQ2_0": (4, partial(_even, kind="TQ2_0", steps=_ternary)),
 }

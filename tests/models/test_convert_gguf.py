@@ -375,6 +375,7 @@ def _partial(model: Model) -> None:
 
 
 def _experts(model: Model) -> None:
+    model.arch = "qwen2"
     model.metadata["expert_count"] = 8
 
 
@@ -382,8 +383,8 @@ def _no_heads(model: Model) -> None:
     del model.metadata["attention.head_count"]
 
 
-def _kind(model: Model) -> None:
-    model.kinds = {"down_proj": Kind.MXFP4}
+def _unknown(model: Model) -> None:
+    model.extra["blk.0.ffn_down.extra"] = np.zeros(3, np.int32)
 
 
 def _pre(model: Model) -> None:
@@ -405,9 +406,9 @@ def _arch(model: Model) -> None:
         (_shape, FormatError, r"ffn_up.weight has shape \(64, 64\), but config.json wants \(96,"),
         (_nan, FormatError, r"m.gguf: tensor blk.1.attn_k.weight \(Q4_1\) holds NaN"),
         (_partial, UnsupportedModelError, r"rope.dimension_count is 16; supported: 32"),
-        (_experts, UnsupportedModelError, r"llama.expert_count is 8; supported: 0"),
+        (_experts, UnsupportedModelError, r"qwen2.expert_count is 8; supported: 0"),
         (_no_heads, FormatError, r"key llama.attention.head_count is missing; expected a whole"),
-        (_kind, FormatError, r"blk.0.ffn_down.weight has type MXFP4; supported are Q4_0"),
+        (_unknown, UnsupportedModelError, r"blk.0.ffn_down.extra is not one that"),
         (_pre, UnsupportedModelError, r"tokenizer.ggml.pre is 'chameleon'; supported: default"),
         (_unigram, UnsupportedModelError, r"tokenizer.ggml.model is 't5'; supported: 'gpt2'"),
         (_arch, UnsupportedModelError, r"general.architecture is 'falcon'; supported: llama"),

@@ -21,13 +21,38 @@ from tokenizers import (
 from transformers import AutoTokenizer
 
 from qoff.errors import FormatError, UnsupportedModelError
-from qoff.models.sources.gguf_tokenizer import KINDS, build_tokenizer
+from qoff.models.sources.gguf_tokenizer import build_tokenizer
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {  # of the models' own `tokenizer.json`; others split as Llama 3
+    "qwen2": (QWEN2,),
+    "gpt-4o": (GPT4O,),
+    "tekken": (
+        GPT4O.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}"),
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+        r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    ),
+}
+TESTED = (
+    *("default", "gpt-2", "smollm", "llama-bpe", "llama3", "qwen2", "olmo", "dbrx", "glm4"),
+    *("gpt-4o", "tekken", "deepseek-v3", "starcoder"),
+)
+NFC = ("qwen2", "olmo")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT = [
     "The 12 quick foxes didn't jump 3456 times.\n\n1. First  2   3\n\n2. Second\t\tthing",
@@ -51,10 +76,10 @@ TRICKY = [
 ]
 
 
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            *(pre_tokenizers.Split(Regex(x), behavior="isolated") for x in patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -64,13 +89,13 @@ def reference(pre: str) -> Tokenizer:
     """A tokenizer as the model's `tokenizer.json` has it, trained on a little text."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     digits = pre_tokenizers.Digits(individual_digits=True)
-    kind = {
-        "smollm": pre_tokenizers.Sequence([digits, gpt2]),
-        "qwen2": _split(QWEN2),
-    }.get(pre, gpt2 if pre in ("default", "gpt-2") else _split(LLAMA3))
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre.startswith("llama")))
-    tokenizer.pre_tokenizer = kind
-    tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    single = pre_tokenizers.Sequence([digits, gpt2])
+    kinds = {"smollm": single, "starcoder": single}
+    kinds |= dict.fromkeys(("default", "gpt-2", "olmo"), gpt2)
+    ignore_merges = pre in ("llama-bpe", "llama3", "glm4", "tekken")
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = kinds.get(pre) or _split(*PATTERNS.get(pre, (LLAMA3,)))
+    tokenizer.normalizer = normalizers.NFC() if pre in NFC else None
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=600,
@@ -100,11 +125,11 @@ def metadata_of(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
     }
 
 
-REFERENCES = {pre: reference(pre) for pre in KINDS}
-BUILT = {pre: build_tokenizer(metadata_of(REFERENCES[pre], pre), 512) for pre in KINDS}
+REFERENCES = {pre: reference(pre) for pre in TESTED}
+BUILT = {pre: build_tokenizer(metadata_of(REFERENCES[pre], pre), 512) for pre in TESTED}
 
 
-@pytest.mark.parametrize("pre", KINDS)
+@pytest.mark.parametrize("pre", TESTED)
 def test_tokens_are_those_of_the_model(pre: str) -> None:
     for text in TRICKY:
         ids = BUILT[pre](text, add_special_tokens=False).input_ids
@@ -113,13 +138,13 @@ def test_tokens_are_those_of_the_model(pre: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(sorted(KINDS)),
+    st.sampled_from(sorted(TESTED)),
     st.text(st.sampled_from("a1 '\n\té字²") | st.characters(exclude_categories=["Cs"])),
 )
 def test_any_text(pre: str, text: str) -> None:
     ids = BUILT[pre](text, add_special_tokens=False).input_ids
     assert ids == REFERENCES[pre].encode(text).ids
-    normal = normalizers.NFC().normalize_str(text) if pre == "qwen2" else text
+    normal = normalizers.NFC().normalize_str(text) if pre in NFC else text
     assert BUILT[pre].decode(ids) == normal
 
 
@@ -129,7 +154,7 @@ def test_digits_stand_alone_in_smollm() -> None:
     assert [piece for piece, _ in pieces] == ["a", "ĊĊ", "1", "2", "ĠĠ", "3"]
 
 
-@pytest.mark.parametrize("pre", KINDS)
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "deepseek-v3"])
 def test_saved_tokenizer_is_the_same(pre: str, tmp_path: Path) -> None:
     built = BUILT[pre]
     built.save_pretrained(tmp_path)
@@ -163,6 +188,13 @@ def test_bos_is_added_as_the_file_says(pre: str, flag: bool | None, starts: bool
     assert ids == [1] * starts + REFERENCES[pre].encode("abc").ids
 
 
+def test_eos_is_added_as_the_file_says() -> None:
+    metadata = metadata_of(REFERENCES["smollm"], "smollm")
+    both = {**metadata, "tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.add_bos_token": True}
+    found = build_tokenizer(both, 512)("abc").input_ids
+    assert found == [1, *REFERENCES["smollm"].encode("abc").ids, 2]
+
+
 def test_user_defined_tokens_stay_whole_and_are_not_special() -> None:
     metadata = metadata_of(REFERENCES["smollm"], "smollm")
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<think>"]
@@ -178,7 +210,7 @@ def test_user_defined_tokens_stay_whole_and_are_not_special() -> None:
     [
         ("model", "t5", UnsupportedModelError, r"tokenizer.ggml.model is 't5'"),
         ("model", "llama", FormatError, r"tokenizer.ggml.scores is missing"),
-        ("pre", "falcon", UnsupportedModelError, r"tokenizer.ggml.pre is 'falcon'"),
+        ("pre", "chameleon", UnsupportedModelError, r"tokenizer.ggml.pre is 'chameleon'"),
         ("pre", None, UnsupportedModelError, r"tokenizer.ggml.pre is None"),
         ("tokens", None, FormatError, r"tokenizer.ggml.tokens is missing"),
         ("merges", [], FormatError, r"tokenizer.ggml.merges is missing"),

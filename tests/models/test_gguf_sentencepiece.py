@@ -142,6 +142,15 @@ def test_special_and_user_defined_tokens_stay_whole() -> None:
     assert TOKENIZER.decode(found, skip_special_tokens=True) == f"the and{USER} in"
 
 
+def test_phi3_takes_space_after_its_tokens_away() -> None:
+    """`rstrip` in its `tokenizer.json`; only of the tokens of a chat."""
+    tokens = [*TOKENS, "<|end|>"]
+    changes = {"tokens": tokens, "scores": [*SCORES, 0.0], "token_type": [*TYPES, 3]}
+    built = build_tokenizer({**metadata(**changes), "general.architecture": "phi3"}, 512)
+    assert ids(built, "<|end|>  the") == [len(TOKENS), *by_the_rule("the")]
+    assert ids(built, f"{BOS} the") == [1, *by_the_rule(" the")]
+
+
 def test_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

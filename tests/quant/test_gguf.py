@@ -178,10 +178,10 @@ def test_a_missing_file_and_a_missing_tensor_are_named(tmp_path, small):
 
 
 def test_unsupported_types_are_named_with_the_supported_ones(tmp_path):
-    raw = np.zeros((2, 110), np.uint8)
-    file = GGUFFile(_write(tmp_path / "k.gguf", {"blk.w": (raw, Type.Q3_K)}))
-    assert file.tensor_type("blk.w") == "Q3_K"
-    with pytest.raises(FormatError, match=r"k\.gguf: tensor blk\.w has type Q3_K.*Q4_0, Q4_1"):
+    raw = np.zeros((2, 292), np.uint8)
+    file = GGUFFile(_write(tmp_path / "k.gguf", {"blk.w": (raw, Type.Q8_K)}))
+    assert file.tensor_type("blk.w") == "Q8_K"
+    with pytest.raises(FormatError, match=r"k\.gguf: tensor blk\.w has type Q8_K.*Q4_0, Q4_1"):
         file.load("blk.w")
 
 

@@ -73,7 +73,7 @@ def test_what_is_read_is_what_the_package_reads(path: Path) -> None:
 def test_no_count_is_believed(path: Path, tmp_path: Path) -> None:
     """Each 8 bytes of the header with one bit that makes a count of them absurd."""
     content, damaged = path.read_bytes(), tmp_path / "damaged.gguf"
-    size = next(iter(GGUFFile(path)._tensors.values())).offset
+    size = next(iter(GGUFFile(path)._tensors.values()))[1].offset
     start = time.process_time()
     for at in range(8, size - 8):
         (count,) = struct.unpack_from("<Q", content, at)

@@ -173,8 +173,10 @@ class Builder:
         """A part in pieces of `rows` rows."""
         if part.expert is not None:
             whole = self.source.item(part.source, part.expert)
-            whole = whole.T.contiguous() if part.transposed else whole
-            yield from whole.split(rows)
+            if isinstance(whole, QTensor):
+                yield from (reordered(whole, at) for at in torch.arange(part.rows).split(rows))
+            else:
+                yield from (whole.T.contiguous() if part.transposed else whole).split(rows)
             return
         factor = None
         if part.times is not None:

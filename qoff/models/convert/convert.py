@@ -42,11 +42,12 @@ def convert(
 ) -> Path:
     """Convert a model to a checkpoint directory `out`, which is returned.
 
-    source_path: a directory with safetensors, or a GGUF file. quant: how float weights are
-    quantized. for_cpu: store the packing that the CPU kernels read. Quantized weights keep their
-    codes, those of a fused weight in the widest format of its parts; requantize: quantize the
-    values of others again. overwrite: replace a checkpoint at `out`. progress: called with units
-    done and units in all. calibration: token ids, int64 [texts, tokens], for solver "gptq" only.
+    source_path: a directory with safetensors, or a GGUF file, or one of its parts. quant: how float
+    weights are quantized. for_cpu: store the packing that the CPU kernels read. Quantized weights
+    keep their codes, those of a fused weight in the widest format of its parts; requantize:
+    quantize the values of others again. overwrite: replace a checkpoint at `out`. progress: called
+    with units done and units in all. calibration: token ids, int64 [texts, tokens], for solver
+    "gptq" only.
     trust_remote_code: run code that comes with the model or its tokenizer, and keep it with the
     checkpoint.
 

@@ -94,5 +94,5 @@ FAMILIES = {
     ),
     "qwen2_moe": Family("Qwen 1.5 and 2 MoE", _qwen2_moe, _QWEN_NAMES),
     "qwen3_moe": Family("Qwen 3 MoE 30B-A3B, 235B-A22B", _qwen3_moe, _QWEN_NAMES),
-    "gpt_oss": Family("gpt-oss 20B, 120B", _gpt_oss, TensorNames(stacked_experts=True)),
+    "gpt_oss": Family("gpt-oss 20B, 120B", _gpt_oss, TensorNames(stacked_experts="columns")),
 }

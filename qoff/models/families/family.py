@@ -34,10 +34,11 @@ class TensorNames:
     leaves: the same for the last part of a module's name.
     fused_qkv: one tensor has the rows of queries, keys and values ("rows"), or those of one head
     after the other ("heads"). fused_gate_up: one tensor has the rows of gate above those of up.
-    stacked_experts: one tensor has all experts, [experts, columns, rows], its rows of gate and up
-    in turn. rope_pairs: neighbouring channels of queries and keys turn together. norm_offset: what
-    norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix that it
-    is multiplied by from the right, and whether that is stored transposed.
+    stacked_experts: one tensor has all experts. "columns": [experts, columns, rows], its rows of
+    gate and up in turn; "rows": [experts, rows, columns], gate and up apart; "halves": the same,
+    gate above up. rope_pairs: neighbouring channels of queries and keys turn together.
+    norm_offset: what norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix
+    that it is multiplied by from the right, and whether that is stored transposed.
     """
 
     layer: str = "model.layers.{}."
@@ -49,7 +50,7 @@ class TensorNames:
     head: str = "lm_head.weight"
     fused_qkv: Literal["", "rows", "heads"] = ""
     fused_gate_up: bool = False
-    stacked_experts: bool = False
+    stacked_experts: Literal["", "columns", "rows", "halves"] = ""
     rope_pairs: bool = False
     norm_offset: float = 0.0
     times: Mapping[str, tuple[str, bool]] = field(default_factory=lambda: MappingProxyType({}))

@@ -12,6 +12,7 @@ from torch import Tensor
 from qoff.errors import FormatError
 from qoff.models.families.family import TensorNames
 from qoff.quant import QTensor, TensorInfo
+from qoff.quant.gguf_split import in_directory
 
 from .quantized import open_quantized
 from .safetensors import SafetensorsSource, own_code
@@ -37,8 +38,8 @@ class Source(Protocol):
     def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
         """Read a tensor in pieces of `rows` rows, a multiple of 16, in their order."""
 
-    def item(self, name: str, index: int) -> Tensor:
-        """Read one of the first dimension of a tensor of floats."""
+    def item(self, name: str, index: int) -> Tensor | QTensor:
+        """Read one matrix of a tensor of three dimensions."""
 
     def files(self) -> Mapping[str, bytes | Path]:
         """Return tokenizer files and `generation_config.json`, by name."""
@@ -47,11 +48,15 @@ class Source(Protocol):
 def open_source(path: str | os.PathLike[str]) -> Source:
     """Open a directory with `config.json` and safetensors, or a `.gguf` file, headers only.
 
+    One of the parts of a split GGUF model stands for all, and a directory for the model in it.
+
     Raises FormatError, naming the file, for anything else and for damaged headers, and
     UnsupportedModelError for weights quantized by a method that cannot be read.
     """
     where = Path(path)
     if where.is_dir():
+        if not (where / "config.json").exists() and (model := in_directory(where)) is not None:
+            return open_source(model)
         tensors = SafetensorsSource(where)
         return open_quantized(tensors) or tensors
     if not where.is_file():

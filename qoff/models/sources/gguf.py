@@ -1,148 +1,66 @@
-"""A GGUF file as a source: `config.json` and tokenizer from its metadata.
-
-The keys are those of llama.cpp's `gguf-py/gguf/constants.py`; what they do not say has the value of
-transformers' config class.
-"""
+"""A GGUF file as a source: `config.json` and tokenizer from its metadata."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from qoff.errors import FormatError, UnsupportedModelError, raised_as
 from qoff.models.families.family import TensorNames
-from qoff.models.native.rope import inverse_frequencies
+from qoff.models.names import layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
+from qoff.models.stored import check_counts
 from qoff.quant import GGUFFile, QTensor, TensorInfo
 from qoff.quant.gguf import DENSE, QUANTIZED, TO_FLOATS
 from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
-from qoff.schema import SWITCH, TEXT, Fields, Kind, check, list_of, number, whole
 
+from .gguf_architectures import find
+from .gguf_metadata import Metadata
+from .gguf_rope import TENSORS as ROPE_TENSORS
 from .gguf_tokenizer import build_tokenizer
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-_PERMUTED = ("llama", "smollm3")  # architectures whose rotary pairs are neighbouring rows
 _BITS_FROM_FLOATS = 8  # of types whose codes no QTensor holds
-_NAMES = TensorNames(
-    layer="blk.{}.",
-    modules={
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    },
-    embedding="token_embd.weight",
-    norm="output_norm",
-    head="output.weight",
-)
-_KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "context_length",
-}
-_COUNT, _SCALE = whole(1), number(1e-30, 1e30, "a number above 0")
-_FIELDS: Fields = {  # after the architecture's name
-    **dict.fromkeys(set(_KEYS.values()) - {"attention.layer_norm_rms_epsilon"}, _COUNT),
-    "attention.head_count_kv": _COUNT,
-    "attention.key_length": _COUNT,
-    "attention.layer_norm_rms_epsilon": number(0, 1, "a number from 0 to 1"),
-    "rope.freq_base": _SCALE,
-    "rope.scaling.type": TEXT,
-    "rope.scaling.factor": _SCALE,
-    "rope.scaling.original_context_length": _COUNT,
-}
-_TEXTS = Kind("a list of texts", list_of(TEXT).allows)
-_NUMBERS = Kind("an array of numbers", lambda x: isinstance(x, np.ndarray))
-_TOKENIZER: Fields = {  # after "tokenizer.ggml."
-    **dict.fromkeys(("model", "pre"), TEXT),
-    **dict.fromkeys(("tokens", "merges"), _TEXTS),
-    **dict.fromkeys(("token_type", "scores", "precompiled_charsmap"), _NUMBERS),
-    **dict.fromkeys(("add_bos_token", "add_space_prefix", "remove_extra_whitespaces"), SWITCH),
-    **{f"{name}_token_id": whole(0) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
-}
-# Llama 3.1 to 3.3 store their frequency factors as a tensor; these are the constants behind it
-_LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_AS_CONFIGURED = ("MXFP4",)  # like floats, and like the same type in safetensors
+_ONE_EXPERT = re.compile(r"(blk\.\d+\.)ffn_(gate|up|down)\.(\d+)(\.\w+)")
 
 
 class GGUFSource:
-    """A GGUF file of the Llama family. Raises FormatError if it is damaged."""
+    """A GGUF file. Raises FormatError if it is damaged, UnsupportedModelError for an architecture
+    that has no reader.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = GGUFFile(path)
-        self._architecture = str(self._file.metadata.get("general.architecture"))
-        fields = {f"{self._architecture}.{key}": kind for key, kind in _FIELDS.items()}
-        fields |= {f"tokenizer.ggml.{key}": kind for key, kind in _TOKENIZER.items()}
-        check(self._file.metadata, fields | {"tokenizer.chat_template": TEXT}, path)
-        self._there = frozenset(self._file.tensors)
-        self.tensor_names = replace(_NAMES, rope_pairs=self._architecture in _PERMUTED)
+        self._metadata = Metadata(self._file)
+        self._architecture = find(self._metadata)
+        self._metadata.check()
+        self._stored = {_own_name(name): name for name in self._file.tensors}
+
+    @cached_property
+    def tensor_names(self) -> TensorNames:
+        return self._architecture.names(self._metadata)
 
     def config(self) -> dict[str, Any]:
-        arch = self._architecture
-        if arch not in ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"{self.path}: general.architecture is {arch!r}; "
-                f"supported: {', '.join(ARCHITECTURES)}"
-            )
-        config = {name: self._need(key) for name, key in _KEYS.items()}
-        if config["num_hidden_layers"] > len(self._there):
-            raise FormatError(
-                f"{self.path}: {arch}.block_count is {config['num_hidden_layers']} in a file of "
-                f"{len(self._there)} tensors; it is damaged, get it again"
-            )
-        heads = config["num_attention_heads"]
-        kv = "" if self._get("attention.head_count_kv") is None else "_kv"
-        config |= {
-            "model_type": arch,
-            "architectures": [ARCHITECTURES[arch]],
-            "num_key_value_heads": self._need(f"attention.head_count{kv}"),
-            "head_dim": self._get("attention.key_length", config["hidden_size"] // heads),
-            "vocab_size": self._file.shape(_NAMES.embedding)[0],
-            "rope_parameters": self._rope(),
-            "tie_word_embeddings": _NAMES.head not in self._there,
-            "bos_token_id": self._token("bos"),
-            "eos_token_id": self._token("eos"),
-            "pad_token_id": self._token("padding"),
-        }
-        if arch in ("llama", "qwen3", "smollm3"):
-            config["attention_bias"] = "blk.0.attn_q.bias" in self._there
-        if arch in ("llama", "smollm3"):
-            config["mlp_bias"] = "blk.0.ffn_up.bias" in self._there
-        self._check_value("rope.dimension_count", config["head_dim"])
-        self._check_value("expert_count", 0)
-        return self._with_rope_factors(config)
+        config = self._architecture.config(self._metadata)
+        self._check_all_known(config)
+        return config
 
     def info(self, name: str) -> TensorInfo | None:
-        if name not in self._there:
+        if name not in self._stored:
             return None
-        kind, shape = self._file.tensor_type(name), self._file.shape(name)
-        if kind in DENSE:
+        stored = self._stored[name]
+        kind, shape = self._file.tensor_type(stored), self._file.shape(stored)
+        if ".ffn_gate_inp_shexp." in name and len(shape) == 1:  # a matrix of one row
+            shape = (1, *shape)
+        if kind in (*DENSE, *_AS_CONFIGURED):
             return TensorInfo(shape, None)
         if kind in TO_FLOATS:
             return TensorInfo(shape, (_BITS_FROM_FLOATS, GROUP_SIZE), anew=True)
@@ -154,91 +72,63 @@ class GGUFSource:
         )
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
-        for numbers in torch.arange(self._file.shape(name)[0]).split(rows):
-            yield self._file.load(name, numbers)
+        info, stored = self.info(name), self._stored[name]
+        assert info is not None
+        if len(self._file.shape(stored)) < len(info.shape):
+            found = self._file.load(stored)
+            assert isinstance(found, Tensor)
+            yield found[None]
+            return
+        for numbers in torch.arange(info.shape[0]).split(rows):
+            yield self._file.load(stored, numbers)
 
-    def item(self, name: str, index: int) -> Tensor:
-        raise FormatError(f"{self.path}: {name} has no parts of its own in a GGUF file")
+    def item(self, name: str, index: int) -> Tensor | QTensor:
+        return self._file.item(self._stored[name], index)
 
     def files(self) -> Mapping[str, bytes | Path]:
         from transformers import GenerationConfig
 
-        ends = {i for key in ("eos", "eot", "eom") if (i := self._token(key)) is not None}
+        ends = {i for key in ("eos", "eot", "eom") if (i := self._metadata.token(key)) is not None}
         generation = GenerationConfig(
-            bos_token_id=self._token("bos"),
+            bos_token_id=self._metadata.token("bos"),
             eos_token_id=sorted(ends) if len(ends) > 1 else next(iter(ends), None),
-            pad_token_id=self._token("padding"),
+            pad_token_id=self._metadata.token("padding"),
         )
         with (
             raised_as(FormatError, f"{self.path}: its tokenizer cannot be built", "get it again"),
             TemporaryDirectory() as directory,
         ):
-            tokenizer = build_tokenizer(self._file.metadata, self._need("context_length"))
+            tokenizer = build_tokenizer(
+                self._metadata.values, self._metadata.need("context_length")
+            )
             tokenizer.save_pretrained(directory)
             generation.save_pretrained(directory)
             written = (path for path in sorted(Path(directory).iterdir()) if path.is_file())
             return {path.name: path.read_bytes() for path in written}
 
-    def _get(self, key: str, default: Any = None) -> Any:
-        return self._file.metadata.get(f"{self._architecture}.{key}", default)
+    def _check_all_known(self, config: Mapping[str, Any]) -> None:
+        """Raise UnsupportedModelError for a tensor that nothing here would read."""
+        spec, names = DecoderSpec.from_config(config), self.tensor_names
+        check_counts(spec, names, self._shape_of, self.path)
+        units = [layer_weights(spec, i, names) for i in range(spec.num_layers)]
+        units.append(outer_weights(spec, names))
+        read = {part.source for unit in units for weight in unit for part in weight.parts}
+        beyond = tuple(names.layer.format(i) for i in range(spec.num_layers, self._metadata.blocks))
+        for name in self._stored:
+            if name not in read and name not in ROPE_TENSORS and not name.startswith(beyond):
+                raise UnsupportedModelError(
+                    f"{self.path}: tensor {self._stored[name]} is not one that a model of "
+                    f"architecture {self._metadata.architecture} has here; convert the model's "
+                    "safetensors checkpoint instead"
+                )
 
-    def _need(self, key: str) -> Any:
-        value = self._get(key)
-        if value is None:
-            raise FormatError(
-                f"{self.path}: key {self._architecture}.{key} is missing; expected "
-                f"{_FIELDS[key].words}"
-            )
-        return value
-
-    def _token(self, kind: str) -> int | None:
-        index: int | None = self._file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-        return index
-
-    def _check_value(self, key: str, supported: int) -> None:
-        value = self._get(key, supported)
-        if value != supported:
-            raise UnsupportedModelError(
-                f"{self.path}: {self._architecture}.{key} is {value}; supported: {supported}"
-            )
-
-    def _rope(self) -> dict[str, Any]:
-        """Return transformers' `rope_parameters`."""
-        kind = self._get("rope.scaling.type", "none")
-        rope = {"rope_type": "default", "rope_theta": float(self._get("rope.freq_base", 10000.0))}
-        if kind == "none":
-            return rope
-        if kind not in ("linear", "yarn"):
-            raise UnsupportedModelError(
-                f"{self.path}: {self._architecture}.rope.scaling.type is {kind!r}; "
-                "supported: none, linear, yarn"
-            )
-        rope |= {"rope_type": kind, "factor": float(self._need("rope.scaling.factor"))}
-        if kind == "yarn":
-            original = self._need("rope.scaling.original_context_length")
-            rope["original_max_position_embeddings"] = original
-        return rope
-
-    def _with_rope_factors(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Put the divisors of the frequencies that Llama 3.1 and later store into the config.
-
-        Raises UnsupportedModelError if they are not those of transformers' kind "llama3".
-        """
-        if "rope_freqs.weight" not in self._there:
-            return config
-        factors = self._file.load("rope_freqs.weight")
-        assert isinstance(factors, Tensor)
-        rope = {**config["rope_parameters"], "rope_type": "llama3", "factor": float(factors.max())}
-        scaled = {**config, "rope_parameters": rope | _LLAMA3_ROPE}
-        plain, wanted = (_frequencies(DecoderSpec.from_config(c)) for c in (config, scaled))
-        if factors.shape != plain.shape or not torch.allclose(plain / factors, wanted, 1e-4, 0.0):
-            raise UnsupportedModelError(
-                f"{self.path}: rope_freqs.weight does not hold the factors of rope_type 'llama3'; "
-                "convert the model's safetensors checkpoint instead"
-            )
-        return scaled
+    def _shape_of(self, name: str) -> tuple[int, ...] | None:
+        info = self.info(name)
+        return None if info is None else info.shape
 
 
-def _frequencies(spec: DecoderSpec) -> Tensor:
-    assert spec.rope is not None
-    return inverse_frequencies(spec, spec.rope)[0]
+def _own_name(name: str) -> str:
+    """What the tensor of a file is called here, where that cannot be its own name."""
+    if name.endswith(".attn_sinks.weight"):
+        return name.removesuffix("weight") + "sinks"
+    return _ONE_EXPERT.sub(r"\1experts.\3.\2_proj\4", name)

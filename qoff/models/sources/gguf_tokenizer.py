@@ -9,23 +9,21 @@ kind is built as the model's own `tokenizer.json` has it, and others are refused
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer,
     decoders,
     models,
     normalizers,
-    pre_tokenizers,
     processors,
 )
 
 from qoff.errors import FormatError, UnsupportedModelError
+
+from .gguf_pre_tokenizers import KINDS, Kind
 
 # Of tokenizer.ggml.token_type.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
@@ -34,44 +32,8 @@ _LONGEST = 2048  # characters of a token: all ways to cut one in two are tried
 _SPACE = "\u2581"  # what stands for a space
 _INSTEAD = "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
 _SENTENCEPIECE = "llama"  # a value of tokenizer.ggml.model
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_STAY = ("<unk>", "<s>", "<|endoftext|>")  # in Phi-3 the space after these is text
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-
-
-def _split(numbers: str) -> pre_tokenizers.PreTokenizer:
-    """What splits by the regex that Llama 3 and Qwen2 share but for numbers."""
-    pattern = "|".join((_CONTRACTIONS, _WORDS, numbers, _REST))
-    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([words, as_bytes])
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What a value of `tokenizer.ggml.pre` stands for."""
-
-    pre_tokenizer: pre_tokenizers.PreTokenizer
-    nfc: bool = False
-    ignore_merges: bool = False  # a word that is a token needs no merges
-    add_bos: bool = False  # unless tokenizer.ggml.add_bos_token says otherwise
-
-
-_DIGITS = pre_tokenizers.Digits(individual_digits=True)
-_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-_LLAMA3 = _Kind(_split(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
-KINDS: Mapping[str, _Kind] = MappingProxyType(
-    {
-        "default": _Kind(_GPT2),
-        "gpt-2": _Kind(_GPT2),
-        "smollm": _Kind(pre_tokenizers.Sequence([_DIGITS, _GPT2])),
-        "llama-bpe": _LLAMA3,
-        "llama3": _LLAMA3,
-        "llama-v3": _LLAMA3,
-        "qwen2": _Kind(_split(r"\p{N}"), nfc=True),
-    }
-)
 
 
 def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> Any:
@@ -89,7 +51,7 @@ def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> Any:
         if (index := _token_id(metadata, key, len(tokens))) is not None
     }
     return PreTrainedTokenizerFast(
-        tokenizer_object=_backend(metadata, tokens, special.get("bos_token")),
+        tokenizer_object=_backend(metadata, tokens, special),
         chat_template=metadata.get("tokenizer.chat_template"),
         model_max_length=context_length,
         clean_up_tokenization_spaces=False,
@@ -97,26 +59,33 @@ def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> Any:
     )
 
 
-def _backend(metadata: Mapping[str, Any], tokens: list[str], bos: int | None) -> Tokenizer:
+def _backend(
+    metadata: Mapping[str, Any], tokens: list[str], special: Mapping[str, int]
+) -> Tokenizer:
+    bos, eos = special.get("bos_token"), special.get("eos_token")
     types = _numbers(metadata, "token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise FormatError(
             f"GGUF key tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
         )
-    if metadata.get("tokenizer.ggml.model") == _SENTENCEPIECE:
-        backend, begins = _sentencepiece(metadata, tokens, types), True
+    sentencepiece = begins = metadata.get("tokenizer.ggml.model") == _SENTENCEPIECE
+    if sentencepiece:
+        backend = _sentencepiece(metadata, tokens, types)
     else:
         kind = _kind(metadata)
         backend, begins = _byte_level(metadata, tokens, kind), kind.add_bos
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins):
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A",
-            pair=f"{tokens[bos]} $A {tokens[bos]}:1 $B:1",
-            special_tokens=[(tokens[bos], bos)],
-        )
+    begin = bos if metadata.get("tokenizer.ggml.add_bos_token", begins) else None
+    end = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if begin is not None or end is not None:
+        backend.post_processor = _around(tokens, begin, end)
     typed = list(zip(tokens, types, strict=True))
+    phi3 = sentencepiece and metadata.get("general.architecture") == "phi3"
     backend.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, type_ in typed if type_ == _CONTROL]
+        [
+            AddedToken(t, normalized=False, special=True, rstrip=phi3 and t not in _STAY)
+            for t, type_ in typed
+            if type_ == _CONTROL
+        ]
     )
     backend.add_tokens(
         [AddedToken(t, normalized=False) for t, type_ in typed if type_ == _USER_DEFINED]
@@ -124,7 +93,17 @@ def _backend(metadata: Mapping[str, Any], tokens: list[str], bos: int | None) ->
     return backend
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kind: _Kind) -> Tokenizer:
+def _around(tokens: Sequence[str], begin: int | None, end: int | None) -> processors.PostProcessor:
+    """What puts a token before, and one after, each text."""
+    before, after = ([] if x is None else [tokens[x]] for x in (begin, end))
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *(f"{x}:1" for x in (*before, "$B", *after))],
+        special_tokens=[(tokens[x], x) for x in {begin, end} if x is not None],
+    )
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kind: Kind) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = []
     for pair in _required(metadata, "merges"):
@@ -228,7 +207,7 @@ def _token_id(metadata: Mapping[str, Any], key: str, tokens: int) -> int | None:
     )
 
 
-def _kind(metadata: Mapping[str, Any]) -> _Kind:
+def _kind(metadata: Mapping[str, Any]) -> Kind:
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise UnsupportedModelError(

@@ -1,0 +1,91 @@
+"""Perplexity of the demo model in every type that llama-quantize makes, imported and exact.
+
+llama-quantize requantizes the demo's GGUF file. Of each file qoff's import is evaluated, and
+transformers with exactly the values of the file in float32. The difference is what the import
+loses; types whose codes are taken over lose nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from bench.demo import fetch_gguf
+from bench.harness import Report, arguments
+from bench.peers.llama_cpp import quantized
+from qoff.eval.perplexity.metrics import Divergence, summarize
+from qoff.eval.perplexity.models import bits_per_weight, open_float, open_runtime, tokenizer_of
+from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
+from qoff.eval.perplexity.subjects import QoffSubject, TransformersSubject
+from qoff.eval.perplexity.windows import Window
+from qoff.eval.texts import encode, read_text
+from qoff.models.convert.convert import convert
+from qoff.quant import GGUFFile
+
+WINDOW = 512  # tokens
+TYPES = (
+    *("Q2_K", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_0", "Q5_K_M", "Q6_K", "Q8_0"),
+    *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "BF16", "F16"),
+)
+
+
+def judge(path: Path, sample: Sample, folder: Path) -> tuple[Divergence, float]:
+    """How far the import of a GGUF file is from its exact values, and bits of its weights."""
+    truth = TransformersSubject(open_float(path), path.name)
+    with closing(make_reference(truth, sample, folder / "reference")) as reference:
+        del truth
+        checkpoint = convert(path, folder / path.stem, for_cpu=True)
+        with open_runtime(checkpoint, length=WINDOW) as runtime:
+            subject = QoffSubject(runtime, path.stem)
+            found = summarize(evaluate(subject, sample, reference)).divergence
+        assert found is not None
+        return found, bits_per_weight(checkpoint)
+
+
+def contents(path: Path) -> str:
+    """The types of a file's matrices, most frequent first."""
+    file = GGUFFile(path)
+    kinds = Counter(file.tensor_type(x) for x in file.tensors if len(file.shape(x)) > 1)
+    return ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the bench."""
+    args = arguments(
+        __doc__, argv, windows=(int, 4, f"windows of {WINDOW} tokens"),
+        types=(str, ",".join(TYPES), "types of llama-quantize, with commas between"),
+    )  # fmt: skip
+    source = fetch_gguf()
+    tokenizer = tokenizer_of(source)
+    ids = encode(tokenizer, read_text())
+    windows = [Window(i * WINDOW, (i + 1) * WINDOW, i * WINDOW + 1) for i in range(args.windows)]
+    sample = Sample(ids, windows)
+    result = Report(
+        "gguf_types",
+        {"windows": args.windows, "window": WINDOW},
+        "The demo model in types of GGUF: perplexity of the import against its exact values",
+        ("type", "matrices", "bits imported", "exact perplexity", "of the import", "KL"),
+    )  # fmt: skip
+    for kind in args.types.split(","):
+        path = quantized(source, kind)
+        with tempfile.TemporaryDirectory() as folder:
+            found, bits = judge(path, sample, Path(folder))
+        lost = found.perplexity_ratio.value - 1
+        row = (
+            kind, contents(path), f"{bits:.2f}", f"{found.reference_perplexity.value:.3f}",
+            f"{100 * lost:+.3f} %", f"{found.mean_kl.value:.6f}",
+        )  # fmt: skip
+        result.rows.append(row)
+        print(*row, sep=" | ", flush=True)
+        result.measured[kind] = {"lost": lost, "kl": found.mean_kl.value, "bits": bits}
+    result.publish(args.out)
+
+
+if __name__ == "__main__":
+    main()

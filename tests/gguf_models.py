@@ -1,0 +1,246 @@
+"""Models of transformers as GGUF files, as llama.cpp's converter writes them.
+
+Names come from the map that it uses, which is in the package `gguf`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import MODEL_ARCH as ARCH
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+Array = NDArray[Any]
+ARCHITECTURES = {  # by model_type
+    **dict.fromkeys(("llama", "mistral", "mixtral"), ARCH.LLAMA),
+    "smollm3": ARCH.SMOLLM3,
+    "qwen2": ARCH.QWEN2,
+    "qwen3": ARCH.QWEN3,
+    "phi3": ARCH.PHI3,
+    "granite": ARCH.GRANITE,
+    "olmo2": ARCH.OLMO2,
+    "glm": ARCH.CHATGLM,
+    "glm4": ARCH.GLM4,
+    "gemma": ARCH.GEMMA,
+    "gemma2": ARCH.GEMMA2,
+    "gemma3_text": ARCH.GEMMA3,
+    "gpt_neox": ARCH.GPTNEOX,
+    "starcoder2": ARCH.STARCODER2,
+    "qwen2_moe": ARCH.QWEN2MOE,
+    "qwen3_moe": ARCH.QWEN3MOE,
+    "gpt_oss": ARCH.GPT_OSS,
+}
+_SUFFIXES = (".weight", ".bias")
+_PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+_NUMBERS = {  # keys of GGUF by keys of a config
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+    "use_parallel_residual": "use_parallel_residual",
+}
+_ROPE = {
+    "factor": "scaling.factor",
+    "original_max_position_embeddings": "scaling.original_context_length",
+    "beta_fast": "scaling.yarn_beta_fast",
+    "beta_slow": "scaling.yarn_beta_slow",
+}
+TOKENIZER: dict[str, Any] = {"model": "gpt2", "pre": "gpt-2", "merges": ["a b"]}
+
+
+@dataclass
+class GGUFModel:
+    """What a GGUF file has. kinds: the type of tensors by a part of their names, else F32."""
+
+    architecture: str
+    metadata: dict[str, Any]  # after the architecture's name
+    tensors: dict[str, Array]
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    tokenizer: dict[str, Any] = field(default_factory=lambda: dict(TOKENIZER))
+
+    @classmethod
+    def of(cls, directory: Path) -> GGUFModel:
+        """That of a model of transformers that was saved in float32."""
+        config = json.loads((directory / "config.json").read_text())
+        kind = ARCHITECTURES[config["model_type"]]
+        found = cls(gguf.MODEL_ARCH_NAMES[kind], _metadata(config), {})
+        names, plain = (  # layers without experts have Llama's names
+            gguf.get_tensor_name_map(x, config["num_hidden_layers"]) for x in (kind, ARCH.LLAMA)
+        )
+        for name, values in _renamed(config, load_file(directory / "model.safetensors")):
+            mapped = names.get_name(name, _SUFFIXES) or plain.get_name(name, _SUFFIXES)
+            assert mapped is not None, name
+            found.tensors[mapped] = values
+        found.tensors |= _rope_tensors(config)
+        return found
+
+    def kind(self, name: str) -> Kind:
+        """The type that a tensor is written in."""
+        found = [kind for part, kind in self.kinds.items() if part in name]
+        return found[0] if found and self.tensors[name].ndim > 1 else Kind.F32
+
+    def rounded(self) -> GGUFModel:
+        """The same with the values that the file's types hold, in float32."""
+        tensors = {
+            name: gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+            for name, values in self.tensors.items()
+            for kind in [self.kind(name)]
+        }
+        return GGUFModel(self.architecture, self.metadata, tensors)
+
+    def write(self, path: Path, per_file: int = 0) -> Path:
+        """Write the file; per_file: the most tensors in one of its parts, 0 for one file."""
+        writer = GGUFWriter(path, self.architecture, split_max_tensors=per_file)
+        for key, value in self.metadata.items():
+            _add(writer, f"{self.architecture}.{key}", value)
+        self._write_tokenizer(writer)
+        for name, values in self.tensors.items():
+            kind = self.kind(name)
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    def _write_tokenizer(self, writer: GGUFWriter) -> None:
+        size = len(self.tensors["token_embd.weight"])
+        tokens = [*(f"<{i}>" for i in range(size - 3)), "a", "b", "ab"]
+        writer.add_tokenizer_model(self.tokenizer["model"])
+        writer.add_tokenizer_pre(self.tokenizer["pre"])
+        writer.add_token_list(tokens)
+        writer.add_token_types([3] * 3 + [1] * (size - 3))
+        writer.add_token_merges(self.tokenizer["merges"])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_pad_token_id(0)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    methods: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    methods[type(value)](key, value)
+
+
+def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: config[name] for name, key in _NUMBERS.items() if config.get(name) is not None}
+    head_dim = config.get("head_dim")
+    size = head_dim or config["hidden_size"] // config["num_attention_heads"]
+    if head_dim is not None:
+        found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    model_type = config["model_type"]
+    rope = config["rope_parameters"]
+    if "sliding_attention" in rope:
+        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    found["rope.freq_base"] = float(rope["rope_theta"])
+    found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * size)
+    if rope["rope_type"] in ("linear", "yarn"):
+        found["rope.scaling.type"] = rope["rope_type"]
+    if rope["rope_type"] != "llama3":
+        found |= {f"rope.{key}": rope[name] for name, key in _ROPE.items() if rope.get(name)}
+    if model_type == "gemma3_text":
+        slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+        found["attention.sliding_window_pattern"] = slides
+    if model_type == "gpt_oss":
+        found["expert_feed_forward_length"] = config["intermediate_size"]
+    return found
+
+
+def _renamed(
+    config: Mapping[str, Any], tensors: Mapping[str, Array]
+) -> Iterator[tuple[str, Array]]:
+    """Tensors as llama.cpp's converter changes them, under names that are in its map."""
+    model_type, stacks = config["model_type"], dict[str, dict[int, Array]]()
+    for name, values in tensors.items():
+        one = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if one is not None:
+            stacks.setdefault(f"{one[1]}.{one[3]}.weight", {})[int(one[2])] = values
+        elif ".mlp.experts." in name:
+            yield from _gpt_oss_experts(name, values)
+        elif name.endswith(".sinks"):
+            yield f"{name}.weight", values
+        elif "query_key_value" in name:
+            heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+            yield name, heads.swapaxes(0, 1).reshape(values.shape)
+        elif model_type.startswith("gemma") and name.endswith("norm.weight"):
+            yield name, values + 1
+        elif model_type in _PERMUTED and (x := re.search(r"\.([qk])_proj\.", name)):
+            heads = config["num_attention_heads" if x[1] == "q" else "num_key_value_heads"]
+            yield name, permuted(values, heads)
+        elif "shared_expert_gate" in name:
+            yield name, values.squeeze()
+        else:
+            yield name, values
+    for name, experts in stacks.items():
+        name = name.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
+        full = name if "feed_forward" in name else f"model.{name}"
+        yield full, np.stack([experts[e] for e in range(len(experts))])
+
+
+def permuted(values: Array, heads: int) -> Array:
+    """The row order that llama.cpp's converter gives Llama's queries and keys."""
+    pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _gpt_oss_experts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
+    """[experts, columns, rows], rows of gate and up in turn, and biases [experts, rows]."""
+    stem, bias = name.removesuffix("_bias"), name.endswith("_bias")
+    suffix = "bias" if bias else "weight"
+    values = values if bias else values.swapaxes(1, 2)
+    if stem.endswith("gate_up_proj"):
+        for which, x in enumerate(("gate_proj", "up_proj")):
+            yield f"{stem.replace('gate_up_proj', x)}.{suffix}", values[:, which::2]
+    else:
+        yield f"{stem}.{suffix}", values
+
+
+def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
+    """Divisors of frequencies: of Phi-3, and those of Llama 3.1 as its formula gives them."""
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{x}.weight": np.array(rope[f"{x}_factor"], np.float32)
+            for x in ("long", "short")
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, 1, 2 / config["head_dim"]))
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    divisors = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    return {"rope_freqs.weight": divisors.astype(np.float32)}

@@ -1,0 +1,204 @@
+"""GGUF files of every family become what their safetensors become: the same spec, the same bytes.
+
+What that computes is compared with transformers in `test_decoder.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint, read_weight
+from qoff.errors import FormatError, QoffError, UnsupportedModelError
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.models.convert.builder import Builder
+from qoff.models.convert.convert import convert
+from qoff.models.convert.unconverted import Unconverted
+from qoff.models.sources import open_source
+from qoff.models.spec import DecoderSpec
+from tests.gguf_models import GGUFModel
+from tests.tiny_models import FAMILIES, QUANT, save_model, tiny_checkpoint, tiny_model
+
+# What a GGUF file cannot say, as it says nothing: what llama.cpp takes it for.
+CHANGES: dict[str, dict[str, Any]] = {
+    "mistral-window": {"model_type": "llama", "sliding_window": None},
+    "qwen2-window": {"use_sliding_window": False},
+    "smollm3": {"no_rope_layer_interval": 4},
+    "glm": {"head_dim": 16},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "starcoder2": {"sliding_window": None},
+}
+WITHOUT = ("opt", "opt-350m")  # llama.cpp has no such architecture
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+def source_of(base: Path, family: str) -> Path:
+    """The saved model of transformers, without what a GGUF file cannot say."""
+    if family not in CHANGES:
+        return tiny_model(base, family)
+    path = base / "gguf-families" / family
+    if not path.exists():
+        save_model(path, family, **CHANGES[family])
+    return path
+
+
+def all_weights(path: Path) -> dict[str, list[Tensor]]:
+    checkpoint = Checkpoint.open(path)
+    return {
+        name: [w.codes, w.scale_min] if isinstance(w, QTensor) else [w]
+        for file in (*checkpoint.layers, checkpoint.outer)
+        for name, entry in file.weights.items()
+        for w in [read_weight(file, entry)]
+    }
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITHOUT])
+def test_files_of_every_family(family: str, base: Path, tmp_path: Path) -> None:
+    source = source_of(base, family)
+    path = GGUFModel.of(source).write(tmp_path / "m.gguf")
+    found = convert(path, tmp_path / "out", quant=QUANT, for_cpu=True)
+    if family in CHANGES:
+        wanted = convert(source, tmp_path / "wanted", quant=QUANT, for_cpu=True)
+    else:
+        wanted = tiny_checkpoint(base, family)
+    specs = [DecoderSpec.from_config(Checkpoint.open(x).config) for x in (found, wanted)]
+    assert specs[0] == specs[1]
+    weights, same = all_weights(found), all_weights(wanted)
+    assert weights.keys() == same.keys()
+    for name, parts in weights.items():
+        assert all(map(torch.equal, parts, same[name])), name
+
+
+def floats(path: Path) -> dict[str, Tensor]:
+    """The values of all weights, as a conversion reads them."""
+    source = open_source(path)
+    builder = Builder(source, QUANT, requantize=False)
+    units = Unconverted.of(source).units
+    for unit in units:
+        builder.check(*unit)
+    return {f"{at}{w.name}": builder.floats(w) for at, unit in units for w in unit}
+
+
+def assert_same(found: Path, wanted: Path) -> None:
+    values, same = floats(found), floats(wanted)
+    assert values.keys() == same.keys()
+    for name, value in values.items():
+        assert torch.equal(value, same[name]), name
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q5_1, Kind.Q8_0, Kind.MXFP4, Kind.BF16])
+@pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss"])
+def test_types_of_experts(family: str, kind: Kind, base: Path, tmp_path: Path) -> None:
+    model = GGUFModel.of(tiny_model(base, family))
+    model.kinds = {"_exps.weight": kind}
+    wanted = model.rounded().write(tmp_path / "wanted.gguf")
+    assert_same(model.write(tmp_path / "m.gguf"), wanted)
+
+
+def test_experts_one_by_one_and_gates_above_up(base: Path, tmp_path: Path) -> None:
+    """As files of before 2024 have them, and as llama.cpp's converter can fuse them."""
+    model = GGUFModel.of(tiny_model(base, "mixtral"))
+    wanted = model.write(tmp_path / "wanted.gguf")
+    apart = GGUFModel(model.architecture, model.metadata, dict(model.tensors))
+    fused = GGUFModel(model.architecture, model.metadata, dict(model.tensors))
+    for layer in range(2):
+        name = f"blk.{layer}.ffn_{{}}_exps.weight"
+        for x in ("gate", "up", "down"):
+            for e, values in enumerate(apart.tensors.pop(name.format(x))):
+                apart.tensors[f"blk.{layer}.ffn_{x}.{e}.weight"] = values
+        both = [fused.tensors.pop(name.format(x)) for x in ("gate", "up")]
+        fused.tensors[name.format("gate_up")] = np.concatenate(both, axis=1)
+    assert_same(apart.write(tmp_path / "apart.gguf"), wanted)
+    assert_same(fused.write(tmp_path / "fused.gguf"), wanted)
+
+
+@pytest.mark.parametrize("family", ["glm", "llama-biased", "qwen2"])
+def test_fused_queries_keys_and_values(family: str, base: Path, tmp_path: Path) -> None:
+    model = GGUFModel.of(source_of(base, family))
+    wanted = model.write(tmp_path / "wanted.gguf")
+    for layer in range(model.metadata["block_count"]):
+        for suffix in ("weight", "bias"):
+            parts = [model.tensors.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]
+            model.tensors[f"blk.{layer}.attn_qkv.{suffix}"] = np.concatenate(parts)
+    assert_same(model.write(tmp_path / "m.gguf"), wanted)
+
+
+def test_layers_beyond_those_that_compute(base: Path, tmp_path: Path) -> None:
+    """The last layers of some files predict further tokens; nothing here uses them."""
+    model = GGUFModel.of(tiny_model(base, "glm4"))
+    wanted = model.write(tmp_path / "wanted.gguf")
+    model.metadata |= {"block_count": 3, "nextn_predict_layers": 1}
+    model.tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((64, 128), np.float32)
+    assert_same(model.write(tmp_path / "m.gguf"), wanted)
+
+
+def test_parts_are_one_model(base: Path, tmp_path: Path) -> None:
+    model = GGUFModel.of(tiny_model(base, "llama"))
+    wanted = model.write(tmp_path / "m.gguf")
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    model.write(folder / "m.gguf", per_file=16)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    (folder / "mmproj-m.gguf").touch()
+    assert_same(folder, wanted)
+    assert_same(folder / names[1], wanted)
+    (folder / names[2]).rename(folder / "other.gguf")
+    with pytest.raises(FormatError, match=r"00001-of-00003.gguf: one of 3 files, of which m-00003"):
+        open_source(folder / names[0])
+    with pytest.raises(FormatError, match=r"other.gguf: is part 2 of 3 by its metadata"):
+        open_source(folder / "other.gguf")
+    (tmp_path / "n.gguf").touch()
+    with pytest.raises(FormatError, match=r"holds several GGUF files, m.gguf and n.gguf"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error", "message"),
+    [
+        ("qwen3-moe", {"expert_used_count": 9}, FormatError, "expert_used_count is 9 of 8 experts"),
+        ("qwen3-moe", {"expert_count": 6}, FormatError, "6 experts, but tensor blk.1.ffn_gate_inp"),
+        ("qwen3-moe", {"expert_count": 2**32 - 1}, FormatError, "expert_count is 4294967295"),
+        ("qwen3-moe", {"expert_feed_forward_length": 48}, FormatError, r"ffn_gate_exps.weight has"),
+        ("qwen3-moe", {"expert_gating_func": 2}, UnsupportedModelError, "expert_gating_func is 2"),
+        ("qwen3-moe", {"expert_weights_scale": 2.5}, UnsupportedModelError, "weights_scale is 2.5"),
+        ("gpt-oss", {"attention.sliding_window_pattern": [True]}, FormatError, "has 1 entries for"),
+        ("gemma2", {"attention.sliding_window": 0.5}, FormatError, "sliding_window is 0.5"),
+        ("granite", {"rope.scaling.finetuned": False}, UnsupportedModelError, "finetuned is False"),
+        ("granite", {"logit_scale": 0.0}, FormatError, "granite.logit_scale is 0.0"),
+        ("olmo2", {"attention.sliding_window": 4096}, UnsupportedModelError, "window is 4096"),
+        ("glm4", {"rope.dimension_sections": [8, 4, 4]}, UnsupportedModelError, "dimensions"),
+        ("glm4", {"rope.dimension_count": 64}, UnsupportedModelError, "count is 64; supported: 32"),
+        ("glm4", {"nextn_predict_layers": 2}, UnsupportedModelError, "predict_layers is 2"),
+        ("phi3", {"attention.value_length": 8}, UnsupportedModelError, "value_length is 8"),
+        ("phi3-longrope", {"rope.dimension_count": 8}, FormatError, "has 8 numbers; expected 4"),
+        ("gemma", {"attention.head_count_kv": [4, 2]}, UnsupportedModelError, "the same in all"),
+        ("gpt-neox", {"rope.scaling.type": "dynamic"}, UnsupportedModelError, "is 'dynamic'"),
+    ],
+)
+def test_what_no_model_has(
+    family: str,
+    changes: dict[str, Any],
+    error: type[QoffError],
+    message: str,
+    base: Path,
+    tmp_path: Path,
+) -> None:
+    model = GGUFModel.of(source_of(base, family))
+    model.metadata |= changes
+    path = model.write(tmp_path / "m.gguf")
+    with pytest.raises(error, match=message) as refusal:
+        floats(path)
+    assert "\n" not in str(refusal.value)
+    assert str(tmp_path) in str(refusal.value)
