@@ -145,7 +145,7 @@ def test_ids_that_are_no_batch_are_refused(model: Any) -> None:
         (torch.tensor([1, 2]), "not torch.int64 [2]"),
         (torch.ones(1, 3), "not torch.float32 [1, 3]"),
         (torch.empty(1, 0, dtype=torch.int64), "a token in each row"),
-        (torch.tensor([[500]]), "rows 0 to 127"),
+        (torch.tensor([[500]]), "tokens are 0 to 127"),
     ):
         with pytest.raises(OpError, match=re.escape(message)):
             model(wrong)

@@ -267,7 +267,7 @@ def test_ids_outside_of_the_vocabulary_are_refused(llama: Path) -> None:
         with Runtime(llama, device_memory=memory) as runtime:
             cache = runtime.new_cache(1)
             for bad in (-1, runtime.spec.vocab_size):
-                with pytest.raises(OpError, match="rows 0 to 127"):
+                with pytest.raises(OpError, match="tokens are 0 to 127"):
                     runtime.forward(next_batch([torch.tensor([5, bad])], cache))
 
 

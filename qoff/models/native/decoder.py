@@ -222,8 +222,8 @@ class Decoder:
         return logits
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Raise OpError for tokens there are not, unless they are on a GPU or `embed` looks."""
-        if ids.is_cuda or not len(ids) or not (self.caches_on_device or self.resident):
+        """Raise OpError for tokens there are not; those on a GPU are not waited for."""
+        if ids.is_cuda or not len(ids):
             return
         numbers, vocab = ids.tolist(), self.spec.vocab_size
         low, high = min(numbers), max(numbers)
