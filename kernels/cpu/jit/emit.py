@@ -42,12 +42,15 @@ def store(b, value, address, offset):
     b.store(value, at(b, address, offset, value.type), align=1)
 
 
-def prefetch(b, address, offset):
-    """Ask for the cache line at `address + offset` to be brought into the second-level cache."""
+def prefetch(b, address, offset, write=False):
+    """Ask for the cache line at `address + offset` to be brought into the second-level cache.
+
+    write: as one's own, to be written.
+    """
     fnty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, fnty, "llvm.prefetch.p0")
-    read, second_level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-    b.call(function, [at(b, address, offset, I8), read, second_level, data])
+    write, second_level, data = (ir.Constant(I32, value) for value in (int(write), 2, 1))
+    b.call(function, [at(b, address, offset, I8), write, second_level, data])
 
 
 def splat(b, scalar, vector_type):

@@ -112,6 +112,12 @@ def prefetch(b, address):
     emit_prefetch(b, address, 0)
 
 
+@vector_intrinsic(types.void, _i64)
+def prefetch_write(b, address):
+    """Ask for the cache line at an address to be brought near, to be written."""
+    emit_prefetch(b, address, 0, write=True)
+
+
 @vector_intrinsic(types.void, _i64, f32x16)
 def store_f32(b, address, value):
     b.store(value, at(b, address, 0, V_F32), align=1)
