@@ -194,6 +194,23 @@ def max_f32(b, x):
     return _halves_sum(b, x, partial(emit_maximum, b))
 
 
+@vector_intrinsic(f32x16, f32x16, f32x16)
+def larger(b, x, y):
+    """The larger of numbers that are not negative; NaN is larger than any."""
+    x, y = b.bitcast(x, V_I32), b.bitcast(y, V_I32)
+    return b.bitcast(b.select(b.icmp_signed(">", x, y), x, y), V_F32)
+
+
+@vector_intrinsic(_f32, f32x16)
+def largest(b, x):
+    """The largest lane of numbers that are not negative; NaN if there is one."""
+
+    def combine(x, y):
+        return b.select(b.icmp_signed(">", x, y), x, y)
+
+    return b.bitcast(_halves_sum(b, b.bitcast(x, V_I32), combine), F32)
+
+
 @vector_intrinsic(i32x16)
 def zero_i32(b):
     return const_i32(0)

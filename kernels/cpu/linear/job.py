@@ -42,22 +42,19 @@ _TOKENS = 4  # tokens of the widest tile
 CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
 
 
-@inner
+@inlined
 def quantize_group(x, start, stop, planes, high, low, scales):
     """Elements [start, stop) of one token as one or two int8 planes, scale and sum."""
     limit = np.float32(_LARGEST[planes - 1])
     largest = simd.splat_f32(np.float32(0.0))
-    total = simd.splat_f32(np.float32(0.0))
     for i in range(start, stop, 16):
-        v = simd.absolute(simd.load_f32(x + 4 * i))
-        largest = simd.maximum(v, largest)
-        total = simd.add(v, total)
-    peak = simd.max_f32(largest)
+        largest = simd.larger(simd.absolute(simd.load_f32(x + 4 * i)), largest)
+    peak = simd.largest(largest)
     inverse = np.float32(0.0)
     if peak > np.float32(1e-30):
         inverse = limit / peak
     scale = peak / limit
-    if not simd.sum_f32(total) < np.float32(np.inf):
+    if not peak < np.float32(np.inf):
         scale = np.float32(np.nan)  # NaN or infinity comes out as NaN, never as a number
     factors = simd.splat_f32(inverse)
     integers = simd.zero_i32()
