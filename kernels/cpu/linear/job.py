@@ -226,14 +226,14 @@ def _fetch_outputs(args, block, token, tokens):
     out, out_stride = simd.peek_i64(args + OUT), simd.peek_i64(args + OUT_STRIDE)
     residual = simd.peek_i64(args + RESIDUAL)
     residual_stride = simd.peek_i64(args + RESIDUAL_STRIDE)
-    column = 32 * block if simd.peek_i64(args + GATED) != 0 else 64 * block
+    column, nbytes = 64 * block, 128
+    if simd.peek_i64(args + GATED) != 0:
+        column, nbytes = 32 * block, 64
     for t in range(token, token + tokens):
-        to, plus = out + t * out_stride + column, residual + t * residual_stride + column
-        simd.prefetch_write(to)
-        simd.prefetch_write(to + 64)
-        if residual != 0 and residual != out:
-            simd.prefetch(plus)
-            simd.prefetch(plus + 64)
+        for offset in range(column, column + nbytes, 64):
+            simd.prefetch_write(out + t * out_stride + offset)
+            if residual != 0 and residual != out:
+                simd.prefetch(residual + t * residual_stride + offset)
 
 
 @inner
