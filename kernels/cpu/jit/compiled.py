@@ -87,11 +87,15 @@ def _with_disk_cache(compile_: Callable[[bool], Any]) -> Any:
         return compile_(False)
 
 
-def inner(function: Callable) -> Any:
+def inner(function: Callable, inlined: bool = False) -> Any:
     """Compile a function that jobs call."""
-    return _with_disk_cache(
-        lambda cache: numba.njit(nogil=True, cache=cache, error_model="numpy")(function)
-    )
+    options = {"nogil": True, "error_model": "numpy", "forceinline": inlined}
+    return _with_disk_cache(lambda cache: numba.njit(cache=cache, **options)(function))
+
+
+def inlined(function: Callable) -> Any:
+    """Compile a function that is made a part of those that call it, whatever its size."""
+    return inner(function, inlined=True)
 
 
 def job(function: Callable[[int, int, int, int], None]) -> Any:

@@ -42,12 +42,15 @@ def store(b, value, address, offset):
     b.store(value, at(b, address, offset, value.type), align=1)
 
 
-def prefetch(b, address, offset):
-    """Ask for the cache line at `address + offset` to be brought into the second-level cache."""
+def prefetch(b, address, offset, write=False):
+    """Ask for the cache line at `address + offset` to be brought into the second-level cache.
+
+    write: as one's own, to be written.
+    """
     fnty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, fnty, "llvm.prefetch.p0")
-    read, second_level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-    b.call(function, [at(b, address, offset, I8), read, second_level, data])
+    write, second_level, data = (ir.Constant(I32, value) for value in (int(write), 2, 1))
+    b.call(function, [at(b, address, offset, I8), write, second_level, data])
 
 
 def splat(b, scalar, vector_type):
@@ -129,20 +132,22 @@ _FEATURES = host_features()
 def dot_u8s8(b, acc, u8, s8, features=_FEATURES):
     """acc[lane] += sum over 4 bytes of u8 (unsigned) * s8 (signed); exact in int32.
 
-    One instruction where the processor has it (VNNI), five to ten on AVX2 and AVX-512, plain
-    32-bit multiplications elsewhere.
+    One instruction a register where the processor has it (VNNI; i8mm of ARM), three with ARM's
+    dot products of signed bytes alone, five to ten on AVX2 and AVX-512, plain 32-bit
+    multiplications elsewhere.
     """
     if "avx512vnni" in features:
         return _vpdpbusd(b, acc, u8, s8, 512)
     if "avxvnni" in features:
-        return _by_halves(b, lambda x, y, z: _vpdpbusd(b, x, y, z, 256), acc, u8, s8)
+        return _by_parts(b, 2, lambda x, y, z: _vpdpbusd(b, x, y, z, 256), acc, u8, s8)
     if "avx512bw" in features:
         return _multiply_add(
             b, acc, u8, s8, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"
         )
     if "avx2" in features:
-        return _by_halves(
+        return _by_parts(
             b,
+            2,
             lambda x, y, z: _multiply_add(
                 b, x, y, z, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
             ),
@@ -150,6 +155,10 @@ def dot_u8s8(b, acc, u8, s8, features=_FEATURES):
             u8,
             s8,
         )
+    if "i8mm" in features:
+        return _by_parts(b, 4, lambda x, y, z: _neon(b, "usdot", x, y, z), acc, u8, s8)
+    if "dotprod" in features:
+        return _by_parts(b, 4, lambda x, y, z: _sdot_u8s8(b, x, y, z), acc, u8, s8)
     for byte in range(4):
         shift = const_i32(8 * byte)
         unsigned = b.and_(b.lshr(u8, shift), const_i32(255))
@@ -193,9 +202,28 @@ def lanes(b, first, second, start, count):
     return b.shuffle_vector(first, second, mask)
 
 
-def _by_halves(b, function, *vectors):
-    """Apply `function` to the lower and to the upper half of the vectors."""
-    low, high = (
-        function(*(lanes(b, v, v, start, LANES // 2) for v in vectors)) for start in (0, LANES // 2)
-    )
-    return lanes(b, low, high, 0, LANES)
+def _neon(b, name, acc, x, y):
+    """ARM's dot product of bytes with a register of four sums."""
+    name = f"llvm.aarch64.neon.{name}.v4i32.v16i8"
+    return call_llvm(b, name, acc.type, [acc, _bytes(b, x), _bytes(b, y)])
+
+
+def _sdot_u8s8(b, acc, u8, s8):
+    """By dot products of signed bytes: u * s = (u - 128) * s + 64 * s + 64 * s."""
+    top, half = (ir.Constant(acc.type, [v] * acc.type.count) for v in (-0x7F7F7F80, 0x40404040))
+    for x in (b.xor(u8, top), half, half):
+        acc = _neon(b, "sdot", acc, x, s8)
+    return acc
+
+
+def _by_parts(b, parts, function, *vectors):
+    """Apply `function` to a half or a quarter of the vectors after the other."""
+    width = LANES // parts
+    found = [
+        function(*(lanes(b, v, v, start, width) for v in vectors))
+        for start in range(0, LANES, width)
+    ]
+    while len(found) > 1:
+        width *= 2
+        found = [lanes(b, x, y, 0, width) for x, y in zip(found[::2], found[1::2], strict=True)]
+    return found[0]

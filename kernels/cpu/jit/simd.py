@@ -112,6 +112,12 @@ def prefetch(b, address):
     emit_prefetch(b, address, 0)
 
 
+@vector_intrinsic(types.void, _i64)
+def prefetch_write(b, address):
+    """Ask for the cache line at an address to be brought near, to be written."""
+    emit_prefetch(b, address, 0, write=True)
+
+
 @vector_intrinsic(types.void, _i64, f32x16)
 def store_f32(b, address, value):
     b.store(value, at(b, address, 0, V_F32), align=1)
@@ -186,6 +192,23 @@ def sum_i32(b, x):
 @vector_intrinsic(_f32, f32x16)
 def max_f32(b, x):
     return _halves_sum(b, x, partial(emit_maximum, b))
+
+
+@vector_intrinsic(f32x16, f32x16, f32x16)
+def larger(b, x, y):
+    """The larger of numbers that are not negative; NaN is larger than any."""
+    x, y = b.bitcast(x, V_I32), b.bitcast(y, V_I32)
+    return b.bitcast(b.select(b.icmp_signed(">", x, y), x, y), V_F32)
+
+
+@vector_intrinsic(_f32, f32x16)
+def largest(b, x):
+    """The largest lane of numbers that are not negative; NaN if there is one."""
+
+    def combine(x, y):
+        return b.select(b.icmp_signed(">", x, y), x, y)
+
+    return b.bitcast(_halves_sum(b, b.bitcast(x, V_I32), combine), F32)
 
 
 @vector_intrinsic(i32x16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inner
+from qoff.kernels.cpu.jit.compiled import inlined
 from qoff.kernels.layout.ending import ACTIVATIONS
 from qoff.kernels.layout.qexperts import ACTIVATIONS as GATES
 
@@ -15,14 +15,14 @@ _SILU, _GELU, _RELU = NUMBERS["silu"], NUMBERS["gelu"], NUMBERS["relu"]
 CLAMPED_SWIGLU = NUMBERS["clamped_swiglu"]
 
 
-@inner
+@inlined
 def sigmoid(x, factor):
     one = simd.splat_f32(np.float32(1.0))
     power = simd.exp(simd.mul(x, simd.splat_f32(np.float32(-factor))))
     return simd.div(one, simd.add(one, power))
 
 
-@inner
+@inlined
 def _gelu(x):
     """x * (1 + erf(x / sqrt 2)) / 2; erf by Abramowitz and Stegun 7.1.26, off by 1.5e-7 at most."""
     one = simd.splat_f32(np.float32(1.0))
@@ -41,7 +41,7 @@ def _gelu(x):
     return simd.mul_add(simd.mul(simd.absolute(x), half), tail, simd.maximum(zero, x))
 
 
-@inner
+@inlined
 def activated(kind, x):
     """An activation of 16 numbers, `kind` one of NUMBERS but the last; NaN stays NaN."""
     if kind == _SILU:
@@ -57,7 +57,7 @@ def activated(kind, x):
     return simd.mul(x, sigmoid(simd.mul(x, square), np.float32(1.5957691216057308)))
 
 
-@inner
+@inlined
 def gated(kind, gate, up):
     """The gated activation of 16 outputs, `kind` one of NUMBERS; NaN stays NaN."""
     if kind != CLAMPED_SWIGLU:

@@ -8,13 +8,13 @@ import numpy as np
 
 from qoff.kernels.cpu.attention.soft_cap import capped
 from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inner, job
+from qoff.kernels.cpu.jit.compiled import inlined, inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.operands import int64s, offsets
 
 from .activation import activated, gated, sigmoid
 from .norm_job import LONG, NormArguments, RowsArguments, norm_all, normalize
-from .tile import tile
+from .tile import AHEAD_BYTES, UNROLL, tile
 
 
 class LinearArguments(ctypes.Structure):
@@ -43,22 +43,19 @@ PREFETCHED_BYTES = 16 << 10  # while activations are quantized
 CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
 
 
-@inner
+@inlined
 def quantize_group(x, start, stop, planes, high, low, scales):
     """Elements [start, stop) of one token as one or two int8 planes, scale and sum."""
     limit = np.float32(_LARGEST[planes - 1])
     largest = simd.splat_f32(np.float32(0.0))
-    total = simd.splat_f32(np.float32(0.0))
     for i in range(start, stop, 16):
-        v = simd.absolute(simd.load_f32(x + 4 * i))
-        largest = simd.maximum(v, largest)
-        total = simd.add(v, total)
-    peak = simd.max_f32(largest)
+        largest = simd.larger(simd.absolute(simd.load_f32(x + 4 * i)), largest)
+    peak = simd.largest(largest)
     inverse = np.float32(0.0)
     if peak > np.float32(1e-30):
         inverse = limit / peak
     scale = peak / limit
-    if not simd.sum_f32(total) < np.float32(np.inf):
+    if not peak < np.float32(np.inf):
         scale = np.float32(np.nan)  # NaN or infinity comes out as NaN, never as a number
     factors = simd.splat_f32(inverse)
     integers = simd.zero_i32()
@@ -108,7 +105,7 @@ def _quantize_all(pool, thread, threads, args):
     wait(pool, 0, items)
 
 
-@inner
+@inlined
 def _write(value, valid, residual, out, scratch):
     """Add the residual, if any, and write the first `valid` of 16 outputs."""
     if valid >= 16:
@@ -124,7 +121,7 @@ def _write(value, valid, residual, out, scratch):
         simd.poke_f32(out + i, number)
 
 
-@inner
+@inlined
 def with_bias(address, bias, row, n):
     value = simd.load_f32(address)
     if bias != 0:
@@ -138,7 +135,7 @@ def with_bias(address, bias, row, n):
     return value
 
 
-@inner
+@inlined
 def _more(args, token, value):
     """What else follows a product than a gate: activation, score, scale and soft cap."""
     kind, score = simd.peek_i64(args + ACTIVATION), simd.peek_i64(args + SCORE)
@@ -183,8 +180,21 @@ def _epilogue(args, scratch, block, row_blocks, token, tokens):
 
 
 @inner
-def _tile(args, scratch, block, row_blocks, token, tokens):
-    """One tile of accumulators into scratch."""
+def later_codes(codes, nbytes, k, part):
+    """What a tile is to ask for of the next rows' codes, behind its own `nbytes`; 0: nothing.
+
+    part: how many tiles of the same rows were before; they share the work.
+    """
+    fetched = part * (AHEAD_BYTES // UNROLL) * k
+    return codes + nbytes + fetched if fetched < nbytes else 0
+
+
+@inner
+def _tile(args, scratch, block, row_blocks, token, tokens, part):
+    """One tile, to the result where nothing but the residual follows, or else by way of scratch.
+
+    part: how many tiles of these rows were before.
+    """
     k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
     bits, wide = simd.peek_i64(args + BITS), simd.peek_i64(args + WIDE)
     groups = k // group
@@ -194,8 +204,37 @@ def _tile(args, scratch, block, row_blocks, token, tokens):
     high = simd.peek_i64(args + HIGH) + token * k
     low = simd.peek_i64(args + LOW) + token * k
     scales = simd.peek_i64(args + SCALES) + token * groups * 8
+    ahead = later_codes(codes, row_blocks * codes_stride, k, part)
+    follows = simd.peek_i64(args + BIAS) | simd.peek_i64(args + GATED) | simd.peek_i64(args + MORE)
+    direct = follows == 0 and 16 * (block + row_blocks) <= simd.peek_i64(args + N)
+    to, block_stride, stride, plus, plus_stride = scratch, 64 * tokens, 64, 0, 0
+    if direct:
+        block_stride, stride = 64, simd.peek_i64(args + OUT_STRIDE)
+        to = simd.peek_i64(args + OUT) + token * stride + 64 * block
+        plus, plus_stride = simd.peek_i64(args + RESIDUAL), simd.peek_i64(args + RESIDUAL_STRIDE)
+        if plus != 0:
+            plus += token * plus_stride + 64 * block
     tile(bits, row_blocks, tokens, simd.peek_i64(args + PLANES), codes, codes_stride, scale_min,
-         scale_stride, wide, group, groups, high, low, k, scales, scratch)  # fmt: skip
+         scale_stride, wide, group, groups, high, low, k, scales, to, block_stride, stride, plus,
+         plus_stride, ahead)  # fmt: skip
+    if not direct:
+        _epilogue(args, scratch, block, row_blocks, token, tokens)
+
+
+@inner
+def _fetch_outputs(args, block, token, tokens):
+    """Ask for the memory that a tile's outputs go to, and for what is added to them."""
+    out, out_stride = simd.peek_i64(args + OUT), simd.peek_i64(args + OUT_STRIDE)
+    residual = simd.peek_i64(args + RESIDUAL)
+    residual_stride = simd.peek_i64(args + RESIDUAL_STRIDE)
+    column, nbytes = 64 * block, 128
+    if simd.peek_i64(args + GATED) != 0:
+        column, nbytes = 32 * block, 64
+    for t in range(token, token + tokens):
+        for offset in range(column, column + nbytes, 64):
+            simd.prefetch_write(out + t * out_stride + offset)
+            if residual != 0 and residual != out:
+                simd.prefetch(residual + t * residual_stride + offset)
 
 
 @inner
@@ -206,8 +245,9 @@ def _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last):
         tokens = 4 if left >= 4 else (2 if left >= 2 else 1)
         if row_blocks == 1:
             tokens = 1
-        _tile(args, scratch, block, row_blocks, token, tokens)
-        _epilogue(args, scratch, block, row_blocks, token, tokens)
+        if tokens > 1:
+            _fetch_outputs(args, block, token, tokens)
+        _tile(args, scratch, block, row_blocks, token, tokens, (token - first) // _TOKENS)
         token += tokens
 
 

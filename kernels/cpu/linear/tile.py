@@ -25,7 +25,6 @@ from qoff.kernels.cpu.jit.emit import (
     V_F16,
     V_F32,
     V_I32,
-    at,
     const_f32,
     const_i32,
     dot_u8s8,
@@ -34,12 +33,14 @@ from qoff.kernels.cpu.jit.emit import (
     loop,
     prefetch,
     splat,
+    store,
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.layout.packing import BITS
 
 VECTOR_BYTES = 64
 UNROLL = 32  # elements of K handled by one pass of the inner loop: the smallest group
+AHEAD_BYTES = 256  # of later codes that a tile of several tokens asks for in such a pass
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Operands:
     token_stride: ir.Value  # K
     scales: ir.Value  # float32 [tokens, groups, 2]: xscale, xsum
     out: ir.Value  # float32 [row_blocks, tokens, 16]
+    out_block_stride: ir.Value
+    out_stride: ir.Value  # to the next token
+    residual: ir.Value  # what is added, float32 like `out`, row blocks 64 bytes apart; 0: nothing
+    residual_stride: ir.Value
+    ahead: ir.Value  # codes that a later tile reads; 0: there are none
 
 
 def _const(value):
@@ -90,13 +96,12 @@ def _codes_32(b, address, bits):
 def _dot_32(b, bits, codes, ahead, planes, accumulators):
     """Add 32 elements of K to `accumulators[row block][token][plane]`.
 
-    planes: the activations' addresses, [plane][token]. ahead: bytes from a row block's codes to
-    those that the next tile reads.
+    planes: the activations' addresses, [plane][token]. ahead: where as many codes as a row block
+    has here are read later, so that they are asked for.
     """
-    if len(planes[0]) == 1:  # with more tokens, memory is not what it waits for
-        for address in codes:
-            for step in range(bits):
-                prefetch(b, b.add(address, ahead), step * VECTOR_BYTES)
+    for address in ahead:
+        for step in range(bits):
+            prefetch(b, address, step * VECTOR_BYTES)
     for parts in zip(*(_codes_32(b, address, bits) for address in codes), strict=True):
         for row, (k, part) in enumerate(parts):
             for plane, addresses in enumerate(planes):
@@ -150,14 +155,17 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
         [[next(flat) for _ in range(planes)] for _ in range(tokens)] for _ in range(row_blocks)
     ]
     activations = [[b.add(plane, x) for x in rows] for plane in (o.high, o.low)[:planes]]
-    _dot_32(
-        b,
-        bits,
-        codes,
-        b.mul(o.codes_stride, _const(row_blocks)),
-        activations,
-        accumulators,
-    )
+    if tokens == 1:  # memory is what it waits for: the next tile's codes, all of them
+        following = b.mul(o.codes_stride, _const(row_blocks))
+        _dot_32(b, bits, codes, [b.add(at_row, following) for at_row in codes], activations,
+                accumulators)  # fmt: skip
+    else:
+        with b.if_then(b.icmp_signed("!=", o.ahead, _const(0))):
+            passes = b.add(b.mul(group, runs), run)
+            ahead = b.add(o.ahead, b.mul(passes, _const(AHEAD_BYTES)))
+            for line in range(0, AHEAD_BYTES, VECTOR_BYTES):
+                prefetch(b, ahead, line)
+        _dot_32(b, bits, codes, [], activations, accumulators)
     integers = close_runs([value for row in accumulators for sums in row for value in sums])
 
     scale_at = b.add(o.scale_min, b.mul(group, scale_bytes))
@@ -178,8 +186,21 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
             x_sum = splat(b, load(b, token_scales[token], 4, F32), V_F32)
             total = fma(b, b.sitofp(exact, V_F32), b.fmul(scale, x_scale), sums[i])
             totals.append(fma(b, minimum, x_sum, total))
-    for i, total in enumerate(close_groups(totals)):
-        b.store(total, at(b, o.out, i * VECTOR_BYTES, V_F32), align=1)
+    totals = close_groups(totals)
+    with b.if_else(b.icmp_signed("!=", o.residual, _const(0))) as (if_added, if_alone):
+        with if_added:
+            _write(b, pairs, totals, o, added=True)
+        with if_alone:
+            _write(b, pairs, totals, o, added=False)
+
+
+def _write(b, pairs, totals, o: Operands, added: bool) -> None:
+    for (row, token), total in zip(pairs, totals, strict=True):
+        if added:
+            plus = b.add(o.residual, b.mul(o.residual_stride, _const(token)))
+            total = b.fadd(total, load(b, plus, row * VECTOR_BYTES, V_F32))
+        to = b.add(o.out, b.mul(o.out_stride, _const(token)))
+        store(b, total, b.add(to, b.mul(o.out_block_stride, _const(row))), 0)
 
 
 _SHAPES = [(2, 4), (2, 2), (2, 1), (1, 1)]

@@ -14,7 +14,7 @@ from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.linear.activation import gated as gated_activation
-from qoff.kernels.cpu.linear.job import CACHED_BYTES, quantize_group, with_bias
+from qoff.kernels.cpu.linear.job import CACHED_BYTES, later_codes, quantize_group, with_bias
 from qoff.kernels.cpu.linear.norm_job import LONG
 from qoff.kernels.cpu.linear.tile import tile
 from qoff.kernels.cpu.operands import int64s, offsets
@@ -146,8 +146,8 @@ def _write_weighted(args, matrix, bias, scratch, block, place, tokens):
 
 
 @inner
-def _tile(args, matrix, scratch, expert, block, place, tokens):
-    """One tile of accumulators [2, tokens, 16] into scratch."""
+def _tile(args, matrix, scratch, expert, block, place, tokens, part):
+    """One tile of accumulators [2, tokens, 16]; part: how many of these rows were before."""
     k, group = simd.peek_i64(matrix + K), simd.peek_i64(matrix + GROUP)
     bits, wide = simd.peek_i64(matrix + BITS), simd.peek_i64(matrix + WIDE)
     groups = k // group
@@ -158,9 +158,11 @@ def _tile(args, matrix, scratch, expert, block, place, tokens):
     high = simd.peek_i64(matrix + HIGH) + place * k
     low = simd.peek_i64(matrix + LOW) + place * k
     scales = simd.peek_i64(matrix + SCALES) + place * groups * 8
-    tile(bits, 2, tokens, simd.peek_i64(args + PLANES), codes + block * codes_stride, codes_stride,
+    codes += block * codes_stride
+    ahead = later_codes(codes, 2 * codes_stride, k, part)
+    tile(bits, 2, tokens, simd.peek_i64(args + PLANES), codes, codes_stride,
          scale_min + block * scale_stride, scale_stride, wide, group, groups, high, low, k, scales,
-         scratch)  # fmt: skip
+         scratch, 64 * tokens, 64, 0, 0, ahead)  # fmt: skip
 
 
 @inner
@@ -177,7 +179,8 @@ def _rows_of_expert(args, matrix, scratch, gated, expert, first, last, start, st
             while place < end:
                 left = end - place
                 tokens = 4 if left >= 4 else (2 if left >= 2 else 1)
-                _tile(args, matrix, scratch, expert, block, place, tokens)
+                part = (place - run) // _TOKENS
+                _tile(args, matrix, scratch, expert, block, place, tokens, part)
                 if gated != 0:
                     _write_gated(args, matrix, bias, scratch, block, place, tokens)
                 else:
