@@ -6,8 +6,10 @@
 
 The kernels are compiled with the calls of LLVM's sanitizers at each load, store and atomic
 operation (`instrument`), and run with libasan or libtsan in front (Debian: libasan8, libtsan2).
-Memory is that of torch and numpy, whose every allocation these guard. Python, torch and numba
-themselves are not looked at. The status is 1 if something is reported, else the module's.
+What is guarded is every allocation of torch and numpy, and where a job's arguments are; not the
+parts of an arena or a workspace. Python, torch and numba themselves are not looked at, nor is what
+numba's loop vectorizer would make of a kernel. The status is 1 if something is reported, else the
+module's.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from qoff.kernels.cpu.jit.compiled import stamp
+from qoff.settings import cache_directory
 
 from .instrument import Sanitizer
 
@@ -99,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         which.add_argument(f"--{option}", dest="which", action="store_const", const=sanitizer)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a module and its arguments")
     given = parser.parse_args(argv)
-    cache = Path(tempfile.gettempdir(), "qoff-sanitize", f"{stamp(Path(__file__).parent)[:16]}")
-    cache = cache / given.which.value
+    cache = cache_directory() / "sanitize" / stamp(Path(__file__).parent)[:16] / given.which.value
     cache.mkdir(parents=True, exist_ok=True)
     status, report = run(given.which, given.command or _DEFAULTS[given.which], cache)
     print(report, end="")
