@@ -53,7 +53,7 @@ def install(sanitizer: Sanitizer, places: Path) -> None:
         with places.open("a") as file:
             file.writelines(found)
 
-    library._finalize_final_module = finalize_instrumented  # type: ignore[method-assign]
+    library._finalize_final_module = finalize_instrumented
     atexit.register(write)
 
 
