@@ -54,7 +54,7 @@ class Requests:
             SamplingParams(
                 temperature=float(i % 2),
                 seed=i,
-                max_tokens=1 + 3 * (i % 7),
+                max_tokens=1 + i % 9,
                 n=1 + i % 2,
                 ignore_eos=True,
             )
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name: getattr(given, name) for name in ("threads", "seconds", "seed", "unshared")
     }
     plan = Plan(
-        batch_size=5,
+        batch_size=8,
         batches=2,
         context=200,
         kv=KVQuant(window=16),

@@ -42,6 +42,6 @@ def test_random_plans_change_no_token(tmp_path: Path, monkeypatch: pytest.Monkey
     found = counted(random_plans.main, tmp_path, "--plans", "6")
     assert found["plans"] == 6
     assert found["opened"] > 0 == found.get("wrong", 0)
-    monkeypatch.setattr(random_plans.Trial, "_expected", lambda self, plan: [])
+    monkeypatch.setattr(random_plans.Trial, "_expected", lambda self, plan: [(-1,)] * 20)
     with pytest.raises(SystemExit, match="1"):
         counted(random_plans.main, tmp_path, "--plans", "2")

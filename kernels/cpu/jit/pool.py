@@ -93,7 +93,8 @@ def _sleep_while(address, value, sleepers):
 
 
 # `_AT` says all of the job at work at once: its number among all jobs so far, whether it is being
-# left for good, and how many threads are in it.
+# left for good, and how many threads are in it. tests/kernels/test_pool_protocol.py follows what is
+# done with it step by step.
 _LEAVING, _NUMBER = 1 << 15, 16  # a bit, and where the number begins
 _STEP_BYTES = 16  # of a list: address of the function and of its arguments
 

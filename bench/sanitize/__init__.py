@@ -1,0 +1,1 @@
+"""AddressSanitizer and ThreadSanitizer for the CPU kernels."""
