@@ -127,7 +127,7 @@ def test_answers_of_one_prompt_share_its_blocks(
         monkeypatch.setattr(
             llm.blocks,
             "allocate",
-            lambda indices, expected: taken.extend(indices) or allocate(indices, expected),
+            lambda indices, *rest: taken.extend(indices) or allocate(indices, *rest),
         )
         found = llm.generate([PROMPTS[5]], params)
         assert taken == [0, 1]  # of 200 tokens, 184 of which are not recent
@@ -159,7 +159,7 @@ def test_prompts_that_begin_alike_share_blocks(
         monkeypatch.setattr(
             llm.blocks,
             "allocate",
-            lambda indices, expected: taken.extend(indices) or allocate(indices, expected),
+            lambda indices, *rest: taken.extend(indices) or allocate(indices, *rest),
         )
         found = llm.generate(prompts, params)
         assert taken == [0, 1, 2]  # the third is of the longest sequence alone

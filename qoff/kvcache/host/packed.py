@@ -57,6 +57,7 @@ class PackedCache(SlotCache):
         self.attention_top = attention_top
         self.values_rotated = values_rotated
         self.store = store or GrowingBlocks(forms, [shape.kv_heads for shape in shapes])
+        self.first_owner = self.store.claim(sequences)
         self.workspace = workspace
         self.steady = SteadyMemory()
         self.recent = RecentTokens(self.shapes, sequences, self.recent_tokens(window, sinks))
@@ -125,20 +126,27 @@ class PackedPass(SlotPass):
                 if count:
                     slot, old = self._slots[place], len(rows[place])
                     places = range(old, old + count)
-                    self._new[slot] = cache.store.allocate(places, cache.expected[slot])
+                    owner = cache.first_owner + slot
+                    self._new[slot] = cache.store.allocate(places, cache.expected[slot], owner)
         except BaseException:
             self.abandon()
             raise
 
     def replay_key(self) -> Hashable | None:
         cache, ragged = self._cache, self.ragged
-        told = self._view.told()
-        if not ragged.is_decode or self._apart or told is None:
+        if not ragged.is_decode or self._apart:
             return None
         recent = cache.recent
         memory = (self._places, *recent.keys, *recent.values)
         sizes = (ragged.tokens, self._longest // RUN_TOKENS)
-        return (*sizes, *told, *(part.data_ptr() for part in memory))
+        return (*sizes, *self._view.told(), *(part.data_ptr() for part in memory))
+
+    @property
+    def moves(self) -> bool:
+        return self._view.moves
+
+    def arrive(self, layer: int) -> Hashable:
+        return self._view.arrive(layer)
 
     def prefetch(self, layer: int) -> None:
         self._view.prefetch(layer)
