@@ -13,6 +13,8 @@ from qoff.memory.plan import unit_label
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import AnyDecoder, followed
 
+_AHEAD = 2  # turns whose KV cache is brought meanwhile
+
 
 class Schedule:
     """Runs rounds: each pass once through the model.
@@ -57,10 +59,9 @@ class Schedule:
                 following = unit
                 try:
                     for i, step in enumerate(steps):
-                        if i + 1 < len(passes):
-                            passes[i + 1].prefetch(unit)
-                        else:  # the first pass has told what comes next, or the last round has
-                            passes[0].prefetch(following if i else self._after.get(unit, unit))
+                        if i:  # the first pass has told what comes next
+                            self._after[unit] = following
+                        self._prefetch(passes, i, unit)
                         with self._span("compute", f"{passes[i].name}, {unit_label(unit)}"):
                             try:
                                 following = step.send(weights)
@@ -79,3 +80,14 @@ class Schedule:
             for step in steps:
                 step.close()
         return [found[i] for i in range(len(passes))]
+
+    def _prefetch(self, passes: Sequence[ForwardPass], at: int, unit: Unit) -> None:
+        """Start to bring what is computed after a pass's turn with a unit."""
+        for ahead in range(_AHEAD):
+            at += 1
+            if at == len(passes):
+                at, unit = 0, self._after.get(unit, unit)
+            if ahead:
+                passes[at].prefetch_cache(unit)
+            else:
+                passes[at].prefetch(unit)

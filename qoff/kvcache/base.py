@@ -46,8 +46,17 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache]):
     def replay_key(self) -> Hashable | None:
         """What kernels are told in this pass, beside the values in memory: addresses and sizes.
 
-        None where no other pass will be told the same.
+        None where no other pass will be told the same. Where it `moves`, `arrive` has the rest.
         """
+        return None
+
+    @property
+    def moves(self) -> bool:
+        """Whether some of what is read comes layer by layer."""
+        return False
+
+    def arrive(self, layer: int) -> Hashable:
+        """Have what moves ready for the kernels of a layer, until `close`; where it is, or None."""
         return None
 
     @abstractmethod

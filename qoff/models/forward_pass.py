@@ -120,9 +120,13 @@ class ForwardPass:
 
     def prefetch(self, unit: Unit) -> None:
         """Start to bring what the pass, under way, will want for a unit, weights aside."""
+        self.prefetch_cache(unit)
+        self.activations.prefetch()
+
+    def prefetch_cache(self, unit: Unit) -> None:
+        """Of what `prefetch` brings the part that is brought further ahead."""
         if isinstance(unit, int) and self.cached is not None:
             self.cached.prefetch(unit)
-        self.activations.prefetch()
 
     def abandon(self) -> None:
         """Give back what was taken in the cache, if the pass has not ended."""

@@ -87,6 +87,7 @@ def device_block_plan(
     offloaded = BlockPlan(
         records,
         {DEVICE: 0, HOST: one[HOST] * sequences, DISK: one[DISK] * sequences},
+        sequences,
         size * one[DISK] if plan.attends_on_cpu else 0,
         True,
     )

@@ -85,6 +85,7 @@ class Plan:
         return BlockPlan(
             tuple(h * form.nbytes for h, form in zip(kv_heads, forms, strict=True)),
             {tier: count * sequences for tier, count in one.items()},
+            sequences,
             self.batch_size * moved,
             self.attends_on_cpu,
         )

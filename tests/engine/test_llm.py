@@ -23,6 +23,7 @@ from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory import plan_residency
 from qoff.models import runtime
 from qoff.models.convert.convert import convert
+from qoff.models.native.decoder import Decoder
 from qoff.plan import Plan
 from tests.instruments import POISON
 from tests.tiny_models import EOS, budgets, save_model, tiny_checkpoint
@@ -103,6 +104,23 @@ def streaming(checkpoint: Path, plan: Plan, part: float = 0.7) -> Plan:
     return replace(plan, device_memory=rest + int(weights * part))
 
 
+@pytest.mark.parametrize("host", [0, 1])
+def test_steps_over_blocks_that_move_are_replayed(
+    checkpoint: Path, expected: list[tuple[int, ...]], host: int
+) -> None:
+    """With blocks of some sequences, then of others, too, which moves what comes behind them."""
+    placement = KVPlacement(0, host)
+    plan = Plan(batch_size=2, batches=2, context=CONTEXT, kv=QUANT, kv_placement=placement)
+    plan = replace(plan, cpu_attention="never", prefill_tokens=200)
+    with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
+        found = llm.generate(PROMPTS[:4], PARAMS)
+        decoder = llm.runtime.decoder
+        assert isinstance(decoder, Decoder)
+        assert decoder.replays is not None
+        assert decoder.replays.replayed > 2 * 50 * llm.runtime.spec.num_layers
+    assert [result.token_ids for result in found] == expected[:4]
+
+
 def test_places_are_refilled_and_short_answers_come_first(checkpoint: Path) -> None:
     plan = Plan(batch_size=2, context=CONTEXT, kv=QUANT)
     lengths = [40, 3, 9, 1, 20]
@@ -127,7 +145,7 @@ def test_answers_of_one_prompt_share_its_blocks(
         monkeypatch.setattr(
             llm.blocks,
             "allocate",
-            lambda indices, expected: taken.extend(indices) or allocate(indices, expected),
+            lambda indices, *rest: taken.extend(indices) or allocate(indices, *rest),
         )
         found = llm.generate([PROMPTS[5]], params)
         assert taken == [0, 1]  # of 200 tokens, 184 of which are not recent
@@ -159,7 +177,7 @@ def test_prompts_that_begin_alike_share_blocks(
         monkeypatch.setattr(
             llm.blocks,
             "allocate",
-            lambda indices, expected: taken.extend(indices) or allocate(indices, expected),
+            lambda indices, *rest: taken.extend(indices) or allocate(indices, *rest),
         )
         found = llm.generate(prompts, params)
         assert taken == [0, 1, 2]  # the third is of the longest sequence alone

@@ -59,7 +59,7 @@ def buffers(count: int, nbytes: int) -> list[WriteBackBuffer]:
 def in_host_memory(forms: Sequence[KVFormat], placement: KVPlacement) -> TieredBlocks:
     """Blocks that are all attended to where they lie, so that nothing is copied."""
     records = tuple(form.nbytes for form in forms)
-    plan = BlockPlan(records, {DEVICE: 0, HOST: BLOCKS, DISK: 0}, 0, True)
+    plan = BlockPlan(records, {DEVICE: 0, HOST: BLOCKS, DISK: 0}, 1, 0, True)
     arenas = {tier: Arena(tier, plan.tier_bytes()[tier]) for tier in (DEVICE, HOST)}
     heads = [1] * len(forms)
     with closing(Copies()) as copies:
@@ -260,7 +260,7 @@ def test_a_pass_that_was_given_up_leaves_no_trace() -> None:
 def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, attends_on_host: bool) -> None:
     placement = KVPlacement(0.25, 0.25)
     plan = BlockPlan(
-        tuple(form.nbytes for form in FORMS), {DEVICE: 0, HOST: 2, DISK: 4}, 6, attends_on_host
+        tuple(form.nbytes for form in FORMS), {DEVICE: 0, HOST: 2, DISK: 4}, 2, 6, attends_on_host
     )
     tiers = plan.tier_bytes()
     with (
@@ -290,7 +290,7 @@ def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, attends_on_ho
 
 def test_write_backs_arrive_in_any_order_and_dropped_ones_never() -> None:
     store = GrowingBlocks(FORMS, [2, 2])
-    store.allocate(range(4), 4)
+    store.allocate(range(4), 4, 0)
     queue = WriteBackQueue(store, buffers(3, 2 * 2 * max(form.nbytes for form in FORMS)), POISON)
     before = [layer.clone() for layer in store.pool.layers]
     dropped = queue.take(0, [0, 1])

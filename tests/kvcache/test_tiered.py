@@ -63,7 +63,7 @@ def plan_of(
     far = one[DISK] if attends_on_host else one[DISK] + one[HOST]
     records = tuple(h * form.nbytes for h, form in zip(HEADS, FORMS, strict=True))
     blocks = {tier: n * sequences for tier, n in one.items()}
-    return BlockPlan(records, blocks, far * sequences, attends_on_host)
+    return BlockPlan(records, blocks, sequences, far * sequences, attends_on_host)
 
 
 @contextmanager
@@ -521,7 +521,7 @@ def test_a_block_that_is_written_again_is_what_was_written_last(tmp_path: Path) 
     plan = plan_of(placement, True, 1)
     with tiered(tmp_path, placement, plan, pwritev=pwritev) as store:
         for value in (1, 2):
-            (block,) = store.allocate([0], 1)
+            (block,) = store.allocate([0], 1, 0)
             store.write(0, [block], torch.full((1, 2, FORMS[0].nbytes), value, dtype=torch.uint8))
             if value == 1:
                 assert first.wait(20)
@@ -577,6 +577,60 @@ def test_a_block_that_was_not_written_is_an_error_wherever_it_is_wanted(tmp_path
         assert_same_records(cache, other)
 
 
+@pytest.mark.parametrize("placement", [KVPlacement(0, 0), KVPlacement(0, 0.5)])
+def test_what_a_sequence_reads_stays_one_run_a_tier_for_thousands_of_sequences(
+    placement: KVPlacement, tmp_path: Path
+) -> None:
+    """Of any lengths, admitted and ended in any order, block by block in turns."""
+    random_ = random.Random(5)
+    plan = plan_of(placement, False, 2 * SEQUENCES)
+    with tiered(tmp_path, placement, plan) as store:
+        first = [store.claim(SEQUENCES), store.claim(SEQUENCES)]
+        assert first == [0, SEQUENCES]
+        most = PackedCache.blocks_of(MOST_TOKENS, WINDOW, 0)
+        rows: list[list[int]] = [[] for _ in range(2 * SEQUENCES)]
+        expected = [0] * len(rows)
+        for _ in range(4000):
+            owner = random_.randrange(len(rows))
+            if len(rows[owner]) == expected[owner]:
+                store.release(rows[owner])
+                rows[owner], expected[owner] = [], random_.randint(1, most)
+            rows[owner] += store.allocate([len(rows[owner])], expected[owner], owner)
+            for batch in first:
+                blocks = sorted(b for row in rows[batch : batch + SEQUENCES] for b in row)
+                found = store.copy_plan(blocks)
+                assert len(found.from_disk) <= SEQUENCES
+                assert len(found.from_host) <= SEQUENCES
+        assert len(set().union(*rows)) == sum(map(len, rows))
+
+
+def test_shared_blocks_take_no_place_from_others(tmp_path: Path) -> None:
+    """Every block that the plan counts is handed out, whoever shares those of whom."""
+    placement, most = KVPlacement(0, 0), PackedCache.blocks_of(MOST_TOKENS, WINDOW, 0)
+    with tiered(tmp_path, placement, plan_of(placement, False, 2)) as store:
+        shared = store.allocate(range(most // 2), most, 0)
+        store.share(shared)
+        store.release(shared)  # the first sequence has ended, the second goes on with its blocks
+        second = shared + store.allocate(range(most // 2, most), most, 1)
+        first = store.allocate(range(most), most, 0)
+        assert sorted(first + second) == list(range(2 * most))
+        with pytest.raises(BudgetError, match="all 20 KV blocks of the disk are in use"):
+            store.allocate([0], most, 0)
+
+
+def test_a_read_goes_through_a_few_blocks_of_others(tmp_path: Path) -> None:
+    placement = KVPlacement(0, 0)
+    with tiered(tmp_path, placement, plan_of(placement, True, 2)) as store:
+        blocks = [*store.allocate([0, 1], 9, 0), *store.allocate([0], 9, 1)]
+        each = store.plan.blocks[DISK] // 2
+        assert blocks == [0, 1, each]
+        whole = store.copy_plan(blocks, room=2 * each)
+        assert (len(whole.from_disk), whole.places) == (1, (0, 1, each))
+        assert whole.count == each + 1
+        dense = store.copy_plan(blocks)
+        assert (len(dense.from_disk), dense.places, dense.count) == (2, (0, 1, 2), 3)
+
+
 def test_nothing_is_read_into_a_slot_that_a_failed_write_leaves_free(tmp_path: Path) -> None:
     plan, reads = plan_of(KVPlacement(0, 0), True, 1), []
     pwritev = Failing(os.pwritev)
@@ -587,7 +641,7 @@ def test_nothing_is_read_into_a_slot_that_a_failed_write_leaves_free(tmp_path: P
 
     reader = DiskReader(preadv=preadv)
     with tiered(tmp_path, KVPlacement(0, 0), plan, reader=reader, pwritev=pwritev) as store:
-        first, _, third = store.allocate([0, 1, 2], 3)
+        first, _, third = store.allocate([0, 1, 2], 3, 0)
         record = torch.ones(1, HEADS[0], FORMS[0].nbytes, dtype=torch.uint8)
         store.write(0, [first], record)
         store.read(0, first)

@@ -58,21 +58,24 @@ class DeviceBlocks(Blocks):
     def reserve(self, blocks: int) -> None:
         self.pool.reserve(blocks)
 
+    def claim(self, sequences: int) -> int:
+        return 0 if self.offloaded is None else self.offloaded.claim(sequences)
+
     def place(self, block: int) -> tuple[BlockPool, int]:
         if block >= 0:
             return self.pool, block
         assert self.offloaded is not None
         return self.offloaded.place(-1 - block)
 
-    def allocate(self, indices: Sequence[int], expected: int, on_device: bool = False) -> list[int]:
-        """Return blocks, each with one user, for these places in a sequence that will have so many.
-
-        on_device: whatever the placement says. Raises BudgetError for blocks there are not.
-        """
+    def allocate(
+        self, indices: Sequence[int], expected: int, owner: int, on_device: bool = False
+    ) -> list[int]:
+        """As `BlockStore.allocate`; on_device: whatever the placement says."""
         blocks: list[int] = []
         if self.offloaded is not None and not on_device:
             count = sum(self.placement.tier(index, expected) != DEVICE for index in indices)
-            blocks = [-1 - block for block in self.offloaded.allocate(indices[:count], expected)]
+            there = self.offloaded.allocate(indices[:count], expected, owner)
+            blocks = [-1 - block for block in there]
         try:
             return blocks + self.pool.allocate(len(indices) - len(blocks))
         except BaseException:

@@ -62,6 +62,7 @@ class DeviceCache(SlotCache):
             kv_heads, count = [shape.kv_heads for shape in shapes], sum(self.expected)
             store = DeviceBlocks(forms, BlockPool.growing(DEVICE, forms, kv_heads, count, device))
         self.store = store
+        self.first_owner = store.claim(sequences)
         self.tables = DeviceTables(sequences, device)
         self.ring = window + BLOCK_TOKENS  # tokens that there is room for unpacked
         rings = [(sequences, self.ring, shape.kv_heads, shape.head_dim) for shape in shapes]
@@ -275,7 +276,8 @@ class DeviceCachePass(SlotPass):
         """New blocks of a slot; offloaded ones only where none of its blocks is on the device."""
         cache, old = self._cache, len(self._cache.blocks[slot])
         on_device = old > 0 and cache.blocks[slot][-1] >= 0
-        return cache.store.allocate(range(old, old + count), cache.expected[slot], on_device)
+        indices, owner = range(old, old + count), cache.first_owner + slot
+        return cache.store.allocate(indices, cache.expected[slot], owner, on_device)
 
     def _tell_tables(self) -> None:
         """Blocks on the device by number, new offloaded ones by place in the write-back buffer."""

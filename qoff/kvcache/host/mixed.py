@@ -105,6 +105,14 @@ class _MixedPass(CachePass):
         keys = [part.replay_key() for part in self._passes]
         return None if None in keys else tuple(keys)
 
+    @property
+    def moves(self) -> bool:
+        return any(part.moves for part in self._passes)
+
+    def arrive(self, layer: int) -> Hashable:
+        part, index = self._layers[layer]
+        return part.arrive(index)
+
     def prefetch(self, layer: int) -> None:
         part, index = self._layers[layer]
         part.prefetch(index)

@@ -57,6 +57,7 @@ class PackedCache(SlotCache):
         self.attention_top = attention_top
         self.values_rotated = values_rotated
         self.store = store or GrowingBlocks(forms, [shape.kv_heads for shape in shapes])
+        self.first_owner = self.store.claim(sequences)
         self.workspace = workspace
         self.steady = SteadyMemory()
         self.recent = RecentTokens(self.shapes, sequences, self.recent_tokens(window, sinks))
@@ -125,11 +126,12 @@ class PackedPass(SlotPass):
                 if count:
                     slot, old = self._slots[place], len(rows[place])
                     places = range(old, old + count)
-                    self._new[slot] = cache.store.allocate(places, cache.expected[slot])
+                    owner = cache.first_owner + slot
+                    self._new[slot] = cache.store.allocate(places, cache.expected[slot], owner)
         except BaseException:
             self.abandon()
             raise
-        # Of what kernels are told, beside values in memory; None where that is not all.
+        # What kernels are told of blocks, beside values in memory; None where that is not all.
         self._told = None if memory is None or self._apart else self._view.told()
         self._completes = bool(self._new)  # blocks
 
@@ -140,6 +142,13 @@ class PackedPass(SlotPass):
         memory = (self._places, *recent.keys, *recent.values)
         sizes = (self.ragged.tokens, self._longest // RUN_TOKENS)
         return (*sizes, *self._told, *(part.data_ptr() for part in memory))
+
+    @property
+    def moves(self) -> bool:
+        return self._view.moves
+
+    def arrive(self, layer: int) -> Hashable:
+        return self._view.arrive(layer)
 
     def prefetch(self, layer: int) -> None:
         self._view.prefetch(layer)
@@ -171,7 +180,7 @@ class PackedPass(SlotPass):
             for layer in range(len(self._cache.shapes)):
                 self._pack(layer)
         super().end()
-        if self._told is not None and not self._completes:
+        if self._told is not None and not self._completes and not self._view.moves:
             self._cache.ended = self
 
     def can_advance(self, ragged: Ragged) -> bool:

@@ -21,11 +21,17 @@ from .pool import BlockPool
 class BlockView(LayerView[tuple[PackedTokens, ...]]):
     """The blocks of the sequences of a pass, the oldest first."""
 
-    def told(self) -> tuple[int, ...] | None:
-        """What kernels are told at decode, beside the values in memory; None for blocks that move.
+    moves = False  # whether some blocks come layer by layer
+
+    @abstractmethod
+    def told(self) -> tuple[int, ...]:
+        """What kernels are told at decode, beside the values in memory and what `arrive` says.
 
         With `memory` the numbers stay the same for many passes.
         """
+
+    def arrive(self, layer: int) -> int | None:
+        """Wait for the blocks of a layer that move; their address, until `close`."""
         return None
 
     def advance(self) -> None:
@@ -47,6 +53,10 @@ class Blocks(ABC):
 
     def reserve(self, blocks: int) -> None:  # noqa: B027 - most are of a fixed size
         """Grow to `blocks` blocks, used ones included."""
+
+    def claim(self, sequences: int) -> int:
+        """Give a cache places for so many sequences, for `allocate`; the number of the first."""
+        return 0
 
     @abstractmethod
     def place(self, block: int) -> tuple[BlockPool, int]:
@@ -82,10 +92,10 @@ class BlockStore(Blocks):
         self.forms, self.kv_heads = tuple(forms), tuple(kv_heads)
 
     @abstractmethod
-    def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
+    def allocate(self, indices: Sequence[int], expected: int, owner: int) -> list[int]:
         """Return blocks for these places in a sequence, 0 the oldest, that will have `expected`.
 
-        Raises BudgetError when there are none.
+        owner: the sequence's number; see `claim`. Raises BudgetError when there are none.
         """
 
     @abstractmethod
@@ -130,7 +140,7 @@ class GrowingBlocks(BlockStore):
     def place(self, block: int) -> tuple[BlockPool, int]:
         return self.pool, block
 
-    def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
+    def allocate(self, indices: Sequence[int], expected: int, owner: int) -> list[int]:
         return self.pool.allocate(len(indices))
 
     def write(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
@@ -163,7 +173,7 @@ class _GrowingView(BlockView):
         if any(rows):
             self._table = block_table(rows, ragged, [first] * len(rows), memory, "blocks")
 
-    def told(self) -> tuple[int, ...] | None:
+    def told(self) -> tuple[int, ...]:
         return told([] if self._table is None else [(self._store.pool, self._table)])
 
     def advance(self) -> None:

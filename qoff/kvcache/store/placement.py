@@ -56,8 +56,14 @@ class KVPlacement:
         One that was not expected lies where the newest does, so that newer blocks are never on a
         tier of older ones.
         """
+        return self.place(index, expected)[0]
+
+    def place(self, index: int, expected: int) -> tuple[str, int]:
+        """The tier of a block, as `tier`, and its number among those of its sequence there."""
         expected = max(expected, 1)
-        split, index = self.split(expected), min(index, expected - 1)
-        if index < split[DISK]:
-            return DISK
-        return HOST if index < split[DISK] + split[HOST] else DEVICE
+        split, last = self.split(expected), min(index, expected - 1)
+        for tier in TIERS:
+            if last < split[tier]:
+                return tier, index
+            index, last = index - split[tier], last - split[tier]
+        raise AssertionError("a block that is expected is on a tier")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import Self
 
 import torch
@@ -33,7 +34,7 @@ class BlockPool:
         self.tier, self.layers = tier, list(layers)
         self._grows, self._poison = grows, poison
         self.users = [0] * capacity
-        self._free = list(range(capacity - 1, -1, -1))
+        self._free = dict.fromkeys(range(capacity - 1, -1, -1))  # the one to take is last
         self._wipe(self._free)
 
     @classmethod
@@ -69,15 +70,25 @@ class BlockPool:
             if not self._grows:
                 raise BudgetError(f"all {self.capacity} KV blocks of the {self.tier} are in use")
             self.reserve(self.capacity + max(count, _GROWTH_BLOCKS, self.capacity // 2))
-        blocks = [self._free.pop() for _ in range(count)]
+        blocks = [self._free.popitem()[0] for _ in range(count)]
         for block in blocks:
             self.users[block] = 1
         return blocks
 
+    def take(self, wanted: int) -> int:
+        """Return that block or the nearest that is free, now with one user. Raises BudgetError."""
+        if not self._free:
+            raise BudgetError(f"all {self.capacity} KV blocks of the {self.tier} are in use")
+        near = (wanted + sign * away for away in count() for sign in (1, -1))
+        block = next(block for block in near if block in self._free)
+        del self._free[block]
+        self.users[block] = 1
+        return block
+
     def release(self, block: int) -> None:
         self.users[block] -= 1
         if self.users[block] == 0:
-            self._free.append(block)
+            self._free[block] = None
             self._wipe([block])
 
     def bytes_for(self, blocks: int) -> int:
@@ -94,9 +105,9 @@ class BlockPool:
                 grown = layer.new_empty(blocks, *layer.shape[1:])
                 grown[: len(layer)] = layer
                 self.layers[number] = grown
-        self._free[:0] = range(blocks - 1, self.capacity - 1, -1)
+        self._free = dict.fromkeys(range(blocks - 1, self.capacity - 1, -1)) | self._free
         self.users += [0] * (blocks - self.capacity)
 
-    def _wipe(self, blocks: list[int]) -> None:
+    def _wipe(self, blocks: Iterable[int]) -> None:
         for layer in self.layers if self._poison else ():
-            layer[blocks] = 0xFF
+            layer[list(blocks)] = 0xFF

@@ -21,7 +21,7 @@ _WATCH_S = 1.0
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring blocks of a tier, and neighbouring places that they are brought to."""
+    """Blocks of a tier, and places that they are brought to, in the same distances."""
 
     at: int  # the first place
     local: int  # the first block's number in its tier
@@ -30,20 +30,25 @@ class Run:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """How `count` blocks come to the places from 0 on."""
+    """How blocks come to `count` places from 0 on.
+
+    places: of each block. on_disk: numbers there of those that are. Runs may have others between.
+    """
 
     count: int
+    places: tuple[int, ...]
+    on_disk: tuple[int, ...]
     from_disk: tuple[Run, ...]
     from_host: tuple[Run, ...]
 
 
 def runs(pairs: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
-    """Pairs of place and number as runs in which both go up one by one."""
+    """Pairs of place and number, places ascending, as runs in which both go up alike."""
     found: list[Run] = []
     for at, local in pairs:
-        last = found[-1] if found else Run(-1, -1, 0)
-        if last.count and (at, local) == (last.at + last.count, last.local + last.count):
-            found[-1] = Run(last.at, last.local, last.count + 1)
+        last = found[-1] if found else None
+        if last is not None and at - last.at == local - last.local:
+            found[-1] = Run(last.at, last.local, at - last.at + 1)
         else:
             found.append(Run(at, local, 1))
     return tuple(found)
@@ -56,6 +61,7 @@ class Fetch:
     slot: int
     memory: Tensor
     futures: Sequence[Future[None]]
+    used: bool = False
     dropped: bool = False
 
 
@@ -105,6 +111,7 @@ class BlockRing:
             self.wait_s += time.perf_counter() - start
         for future in fetch.futures:
             future.result()
+        fetch.used = True
         return fetch.memory
 
     def drop(self, fetch: Fetch) -> None:
@@ -127,7 +134,10 @@ class BlockRing:
 
     def _wipe(self, memory: Tensor) -> None:
         if self._poison:
-            memory.fill_(0xFF)
+            if memory.device.type == "cpu":
+                memory.numpy().fill(0xFF)  # which is no work of torch's in a recording
+            else:
+                memory.fill_(0xFF)
 
 
 class LayerFetches(LayerView[Tensor]):
@@ -150,9 +160,10 @@ class LayerFetches(LayerView[Tensor]):
                 self._fetches[layer] = fetch
 
     def open(self, layer: int) -> Tensor:
-        """Wait for the blocks of a layer; their slot, valid until `close`."""
+        """Wait for the blocks of a layer; their slot, valid until `close`. May be repeated."""
         self.prefetch(layer, must=True)
-        return self._ring.use(self._fetches[layer])
+        fetch = self._fetches[layer]
+        return fetch.memory if fetch.used else self._ring.use(fetch)
 
     def close(self, layer: int) -> None:
         fetch = self._fetches.pop(layer, None)

@@ -24,22 +24,24 @@ from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from .pool import BlockPool
 from .ring import BlockRing, CopyPlan, LayerFetches, Run, runs
 
-RING_SLOTS = 2  # one is filled while another is read
+RING_SLOTS = 3  # two are filled while one is read
 _STAGE_BLOCKS = 8  # written to disk together at most
 _STAGES = 4
+_READ_THROUGH = 128 << 10  # bytes between two runs that take as long as another read
 
 
 @dataclass(frozen=True)
 class BlockPlan:
     """Sizes of a `TieredBlocks`.
 
-    record_bytes: of a block in each layer, all KV heads. blocks: of each tier. ring_blocks: the
-    most that a pass has to bring to the device. attends_on_host: host blocks are attended where
-    they are.
+    record_bytes: of a block in each layer, all KV heads. blocks: of each tier, as many for each of
+    `sequences` sequences. ring_blocks: the most that a pass has to bring to the device.
+    attends_on_host: host blocks are attended where they are.
     """
 
     record_bytes: tuple[int, ...]
     blocks: dict[str, int]
+    sequences: int
     ring_blocks: int
     attends_on_host: bool
 
@@ -97,6 +99,7 @@ class TieredBlocks(BlockStore):
         super().__init__(forms, kv_heads)
         self.plan, self.placement = plan, placement
         self.spill, self._copies = spill, copies
+        self._claimed = 0  # sequences
         self._bases: dict[str, int] = {}  # first number of each tier's blocks
         self.pools: dict[str, BlockPool] = {}
         base = 0
@@ -126,12 +129,24 @@ class TieredBlocks(BlockStore):
         """Blocks of a tier that somebody uses."""
         return self.pools[tier].used
 
-    def allocate(self, indices: Sequence[int], expected: int) -> list[int]:
+    def claim(self, sequences: int) -> int:
+        first, self._claimed = self._claimed, self._claimed + sequences
+        return first
+
+    def allocate(self, indices: Sequence[int], expected: int, owner: int) -> list[int]:
+        """As `BlockStore.allocate`.
+
+        Each owner has a run of each tier, in which its blocks lie in order: what a pass reads is as
+        long a run, whatever came when. Where others share a block that was made there, the next one
+        lies elsewhere.
+        """
         blocks: list[int] = []
         try:
             for index in indices:
-                tier = self.placement.tier(index, expected)
-                blocks.append(self._bases[tier] + self.pools[tier].allocate(1)[0])
+                tier, number = self.placement.place(index, expected)
+                each = self.plan.blocks[tier] // self.plan.sequences
+                wanted = owner % self.plan.sequences * each + min(number, each - 1)
+                blocks.append(self._bases[tier] + self.pools[tier].take(wanted))
         except BaseException:
             self.release(blocks)
             raise
@@ -175,25 +190,43 @@ class TieredBlocks(BlockStore):
     ) -> BlockView:
         return _TieredView(self, rows, ragged, first, memory)
 
-    def copy_plan(self, blocks: Sequence[int]) -> CopyPlan:
-        """The way of blocks that are not on the device to consecutive places of a ring slot."""
-        placed = [(at, *self.place(block)) for at, block in enumerate(blocks)]
+    def copy_plan(self, blocks: Sequence[int], room: int = 0) -> CopyPlan:
+        """The way of blocks that are not on the device to places of a ring slot, in their order.
+
+        blocks: ascending. room: places that may stay without one of them, so that a read of a few
+        blocks more saves another read.
+        """
+        room = max(room, len(blocks)) - len(blocks)
+        widest = _READ_THROUGH // self.plan.stride
+        placed: list[tuple[int, str, int]] = []
+        at, before, following = -1, "", 0
+        for pool, local in map(self.place, blocks):
+            gap = local - following if pool.tier == before == DISK else 0
+            between = gap if 0 < gap <= min(widest, room) else 0
+            at, before, following, room = at + 1 + between, pool.tier, local + 1, room - between
+            placed.append((at, pool.tier, local))
 
         def of(tier: str) -> tuple[Run, ...]:
-            return runs((at, local) for at, pool, local in placed if pool.tier == tier)
+            return runs((at, local) for at, there, local in placed if there == tier)
 
-        return CopyPlan(len(blocks), of(DISK), of(HOST))
+        on_disk = tuple(local for _, there, local in placed if there == DISK)
+        return CopyPlan(at + 1, tuple(at for at, _, _ in placed), on_disk, of(DISK), of(HOST))
 
     def bring(self, layer: int, copy_plan: CopyPlan, memory: Tensor) -> list[Future[None]]:
         """Start bringing blocks of a layer into a ring slot."""
         stride, record = self.plan.stride, self.plan.record_bytes[layer]
         futures: list[Future[None]] = []
-        for run in copy_plan.from_disk:  # all, before anything is on its way into the slot
-            self._settle(layer, range(run.local, run.local + run.count))
-        for run in copy_plan.from_disk:
+        self._settle(layer, copy_plan.on_disk)  # all, before anything comes into the slot
+        if copy_plan.from_disk:
             assert self.spill is not None
-            dest = memory[run.at * stride : (run.at + run.count) * stride]
-            futures.append(self.spill.read(self._offset(layer, run.local), dest))
+            parts = [
+                (
+                    self._offset(layer, run.local),
+                    memory[run.at * stride : (run.at + run.count) * stride],
+                )
+                for run in copy_plan.from_disk
+            ]
+            futures.append(self.spill.read_parts(parts))
         places = memory[: copy_plan.count * stride].view(copy_plan.count, stride)[:, :record]
         pool = self.pools[HOST].layers[layer].flatten(1)
         pairs = [
@@ -256,9 +289,10 @@ class _TieredView(BlockView):
         staged = {DISK} if store.plan.attends_on_host else {DISK, HOST}
         places = {block: store.place(block) for row in rows for block in row}
         moved = sorted(block for block, (pool, _) in places.items() if pool.tier in staged)
-        index = {block: i for i, block in enumerate(moved)}
-        self._copy_plan = store.copy_plan(moved)
+        self._copy_plan = store.copy_plan(moved, store.plan.ring_blocks)
+        index = dict(zip(moved, self._copy_plan.places, strict=True))
         self._far_table = self._table(rows, ragged, first, index, "the ring")
+        self.moves = self._far_table is not None
         self._near: list[tuple[BlockPool, BlockTable]] = []
         for pool in (store.pools[tier] for tier in TIERS if tier not in staged):
             local = {block: i for block, (there, i) in places.items() if there is pool}
@@ -269,23 +303,28 @@ class _TieredView(BlockView):
             store.ring, lambda layer, slot: store.bring(layer, self._copy_plan, slot)
         )
 
-    def told(self) -> tuple[int, ...] | None:
-        return None if self._copy_plan.count else told(self._near)
+    def told(self) -> tuple[int, ...]:
+        far = () if self._far_table is None else self._far_table.told()
+        return (*far, *told(self._near))
 
     def advance(self) -> None:
         for _, table in self._near:
             table.advance()
 
     def prefetch(self, layer: int) -> None:
-        if self._copy_plan.count:
+        if self.moves:
             self._fetches.prefetch(layer)
+
+    def arrive(self, layer: int) -> int | None:
+        return self._fetches.open(layer).data_ptr() if self.moves else None
 
     def open(self, layer: int) -> tuple[PackedTokens, ...]:
         store, form = self._store, self._store.forms[layer]
         parts = []
         if self._far_table is not None:
-            record, count = store.plan.record_bytes[layer], self._copy_plan.count
-            places = self._fetches.open(layer)[: count * store.plan.stride].view(count, -1)
+            # All of the slot: kernels are told the same distances for any number of blocks.
+            record, slot = store.plan.record_bytes[layer], self._fetches.open(layer)
+            places = slot.view(-1, store.plan.stride)
             blocks = places[:, :record].unflatten(1, (store.kv_heads[layer], form.nbytes))
             parts.append(PackedTokens(form, blocks, self._far_table))
         for pool, table in self._near:

@@ -60,10 +60,10 @@ class ReadRequest(Future[None]):
 class DiskReader:
     """Reads ranges of files into host memory, `threads` at a time, first come first served.
 
-    Requests are split at multiples of `chunk` bytes, so that a large one keeps all threads busy
-    and the device's queue never runs dry while one of them is between two reads. On the virtual
-    disk they were chosen on (1 to 3 GB/s from one minute to the next) chunks of 256 KiB were slower
-    and took more CPU; from 512 KiB and two threads on, differences were within the noise. `direct`
+    Requests are split into pieces of `chunk` bytes, so that a large one keeps all threads busy and
+    the device's queue never runs dry while one of them is between two reads. On the virtual disk
+    they were chosen on (1 to 3 GB/s from one minute to the next) chunks of 256 KiB were slower and
+    took more CPU; from 512 KiB and two threads on, differences were within the noise. `direct`
     asks for O_DIRECT; a file whose file system refuses it is read through the page cache and
     listed in `stats.buffered_files`. `preadv` replaces `os.preadv` in tests.
     """
@@ -204,9 +204,9 @@ class DiskReader:
 
 
 def _split(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Cut `nbytes` at those places where `offset` + place is a multiple of `chunk`."""
+    """Cut `nbytes` into pieces of at most `chunk`; all but the first begin at a page."""
     start = 0
     while start < nbytes:
-        stop = min(nbytes, start + chunk - (offset + start) % chunk)
+        stop = min(nbytes, start + chunk - (offset + start) % mmap.PAGESIZE)
         yield start, stop
         start = stop

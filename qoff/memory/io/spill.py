@@ -67,9 +67,13 @@ class SpillFile:
 
         Raises DiskReadError when the file is closed.
         """
+        return self.read_parts([(offset, dest)])
+
+    def read_parts(self, parts: Sequence[tuple[int, Tensor]]) -> ReadRequest:
+        """`read` for several (offset, dest) at once."""
         if self._fd < 0:
             raise DiskReadError(f"{self.folder}: the spill file is closed")
-        request = self._reader.submit(self._path, offset, dest)
+        request = self._reader.submit_parts(self._path, parts)
         self._reads.add(request)
         request.add_done_callback(self._reads.discard)
         return request

@@ -189,7 +189,8 @@ class Decoder:
                 memory += [ragged.positions, ragged.slots]
             key = (key, *(part.data_ptr() for part in memory))
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
-        if key is not None and self.resident and isinstance(run.activations, ResidentActivations):
+        stays = isinstance(run.activations, ResidentActivations) and not cached.moves
+        if key is not None and self.resident and stays:
             run.tokens = ids
             logits = yield from self._whole(run, key)
         else:
@@ -279,9 +280,14 @@ class Decoder:
             assert next(self._layer.steps(layer, weights, run), None) is None  # waits for tiles
             return hidden
 
-        hidden, whole = run.input, (layer, id(weights), key)
+        cached, hidden = run.cached, run.input
+        assert cached is not None
         assert self.replays is not None
+        place = cached.arrive(layer)
+        whole = (layer, id(weights), key, place)
         found = self.replays.run(whole, weights, hidden, work, self.spec.num_layers)
+        if place is not None:
+            cached.close(layer)
         run.hidden = hidden if found is hidden else hidden.copy_(found)
 
     def _whole(self, run: ForwardPass, key: Hashable) -> Steps:
