@@ -22,6 +22,7 @@ from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import EMBEDDING, Residency, unit_label
+from qoff.memory.turn import Turn
 from qoff.process import ForkLock, only_here
 from qoff.system_memory import check_machine, refusals
 
@@ -121,6 +122,7 @@ class Runtime:
                     packing=ops.PACKING,
                     host_memory=host_memory,
                     host_staging=0 if transfers is None else transfers.host_staging,
+                    one_by_one=isinstance(self.decoder, Decoder),
                 ),
                 workspace,
             )
@@ -139,6 +141,8 @@ class Runtime:
         )
         if isinstance(self.decoder, Decoder):
             self.decoder.resident = self.store.all_resident
+            if self.store.experts:  # which experts compute is known when they are chosen
+                self.decoder.replays = None
         self.kv = kv
         self._device = where
         self._timeline = instrumentation.timeline
@@ -148,18 +152,17 @@ class Runtime:
     def forward(self, run: ForwardPass) -> Tensor:
         """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""
         check_interrupts()
-        with self._turn, refusals(), device_guard(self._device):
+        with self._turn, refusals(), device_guard(self._device), Turn(self.store) as turn:
             steps = self.decoder.steps(run)
             unit = next(steps)
             while True:
-                weights = self.store.acquire(unit)
+                weights = turn.acquire(unit)
                 start = 0.0 if self._timeline is None else time.perf_counter()
                 try:
                     following = steps.send(weights)
                 except StopIteration as finished:
                     return finished.value
                 finally:
-                    self.store.release(unit)
                     if self._timeline is not None:
                         stop = time.perf_counter()
                         self._timeline.add("compute", unit_label(unit), start, stop)
