@@ -48,18 +48,18 @@ QWEN3_MOE: dict[str, Any] = {
 
 
 def one_by_one(path: Path, budget: int, prompt: int, tokens: int) -> dict[str, Any]:
-    """Greedy decoding of one sequence: rates, and what the cache did."""
+    """Decoding of one sequence, whose tokens are random: rates, and what the cache did."""
     with Runtime(path, device_memory=budget) as runtime:
         cache, experts = runtime.new_cache(1), runtime.store.experts
         assert experts is not None
-        fresh = torch.randint(32000, (prompt,), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(32000, (prompt + tokens,), generator=torch.Generator().manual_seed(1))
         start = time.perf_counter()
-        fresh = _next(runtime, fresh, cache)
+        _read(runtime, ids[:prompt], cache)
         prefill = time.perf_counter() - start
         experts.record = []
         before, start = runtime.store.stats, time.perf_counter()
-        for _ in range(tokens):
-            fresh = _next(runtime, fresh, cache)
+        for one in ids[prompt:].split(1):
+            _read(runtime, one, cache)
         seconds, after = time.perf_counter() - start, runtime.store.stats
         done, was = after.experts, before.experts
         counts, routes, plan = experts.counts, experts.record, runtime.residency
@@ -84,11 +84,10 @@ def one_by_one(path: Path, budget: int, prompt: int, tokens: int) -> dict[str, A
     }
 
 
-def _next(runtime: Runtime, fresh: torch.Tensor, cache: Any) -> torch.Tensor:
+def _read(runtime: Runtime, fresh: torch.Tensor, cache: Any) -> None:
     ragged = Ragged.of([len(fresh)], cache.lengths)
     with torch.inference_mode():
-        logits = runtime.forward(ForwardPass(fresh, ragged, cache, ragged.last_rows))
-    return logits.argmax(-1)
+        runtime.forward(ForwardPass(fresh, ragged, cache, ragged.last_rows))
 
 
 def many(path: Path, budget: int, prompt: int, tokens: int) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def many(path: Path, budget: int, prompt: int, tokens: int) -> dict[str, Any]:
     prompts = torch.randint(32000, (64, prompt), generator=numbers).tolist()
     with LLM(path, plan) as llm:
         start = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        llm.generate(prompts, SamplingParams(seed=1, max_tokens=tokens, ignore_eos=True))
         seconds = time.perf_counter() - start
         rounds = [one for one in llm.rounds if not one.read and one.generated == 64]
         done, slots = llm.runtime.store.stats.experts, llm.runtime.residency.expert_slots
@@ -132,7 +131,7 @@ def main() -> None:
         path = given.path or Path(folder) / "mixture"
         if not path.exists():
             config = QWEN3_MOE | {"num_hidden_layers": given.layers}
-            write_random_checkpoint(path, config)
+            write_random_checkpoint(path, config, embedding=config["hidden_size"] ** 0.5)
         size = sum(file.nbytes for file in Checkpoint.open(path).files)
         budget = parse_size(given.memory)
         print(f"{format_size(size)} of weights in {format_size(budget)}")

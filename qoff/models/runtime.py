@@ -20,6 +20,7 @@ from qoff.interrupts import check as check_interrupts
 from qoff.kernels.ops import with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
+from qoff.memory.experts import ExpertStats
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import EMBEDDING, Residency, unit_label
 from qoff.memory.turn import Turn
@@ -47,6 +48,7 @@ class RuntimeStats:
     arena_capacity: int
     resident_bytes: int
     slot_bytes: int  # all slots together
+    experts: ExpertStats  # of a mixture, that came one by one
 
 
 class Runtime:
@@ -193,6 +195,7 @@ class Runtime:
             arena_capacity=plan.device_bytes,
             resident_bytes=plan.resident_bytes,
             slot_bytes=plan.slots * plan.slot_bytes,
+            experts=done.experts,
         )
 
     def close(self) -> None:
