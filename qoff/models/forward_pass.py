@@ -71,17 +71,19 @@ class LayerWorkspace:
     tiled: bool = False
 
     @staticmethod
-    def nbytes(spec: DecoderSpec, tokens: int, tiled: bool = False, itemsize: int = 4) -> int:
+    def nbytes(
+        spec: DecoderSpec, tokens: int, tiled: bool = False, itemsize: int = 4, kept: bool = False
+    ) -> int:
         """Bytes of a workspace on the CPU, and of what a layer allocates besides.
 
         tiled: where layers come in parts, tiles of rows or experts one by one. itemsize: bytes
-        of a number.
+        of a number. kept: only what a pass keeps from part to part, of experts.
         """
         attention = tokens * (2 * spec.q_rows + 2 * spec.kv_rows)
         together = mlp_tokens(tokens, tiled)
         mlp = together * spec.intermediate_size
         extra = tokens * _extra_width(spec)
-        experts = 4 * _experts_floats(spec, tokens, tiled)
+        experts = 4 * (_kept_floats if kept else _experts_floats)(spec, tokens, tiled)
         return itemsize * (attention + mlp + extra) + experts
 
     @property
@@ -160,6 +162,14 @@ def _experts_floats(spec: DecoderSpec, tokens: int, tiled: bool) -> int:
     floats = together * (hidden + experts.count + experts.shared_size + 1)
     floats += some * experts.top_k * each
     if tiled:
-        pairs = tokens * experts.top_k
-        floats += pairs * (hidden + 8) + 2 * min(pairs, WAVE_PAIRS) * hidden
+        gathered = min(tokens * experts.top_k, WAVE_PAIRS)
+        floats += _kept_floats(spec, tokens, tiled) + 2 * gathered * hidden
     return floats
+
+
+def _kept_floats(spec: DecoderSpec, tokens: int, tiled: bool) -> int:
+    """Floats that a pass keeps until its experts have all come: inputs, and what each gave."""
+    if spec.experts is None or not tiled:
+        return 0
+    width, hidden = spec.experts.shared_size, spec.hidden_size
+    return tokens * (hidden + width + spec.experts.top_k * (hidden + 8))
