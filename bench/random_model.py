@@ -13,6 +13,7 @@ from torch import Tensor
 from qoff.checkpoint import CheckpointWriter
 from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.memory.plan import EMBEDDING
 from qoff.models import names
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
@@ -47,7 +48,7 @@ def random_matrix(
     """A matrix of random codes, with elements of deviation about 1 / sqrt(K)."""
     codes_shape, scale_shape = packed_shapes(shape, bits, GROUP, packing)
     codes = torch.empty(codes_shape, dtype=torch.uint8)
-    codes.view(-1).view(torch.int64).random_(generator=generator)
+    codes.view(-1).view(torch.int64).random_(-(2**63), None, generator=generator)
     deviation = (2**bits) / 12**0.5  # of uniform codes
     scale = (0.5 + torch.rand(scale_shape, generator=generator)) / (deviation * shape[1] ** 0.5)
     scale[:, :, 1] = scale[:, :, 0] * -(2**bits - 1) / 2
@@ -55,11 +56,17 @@ def random_matrix(
 
 
 def write_random_checkpoint(
-    path: Path, config: Mapping[str, Any], seed: int = 0, packing: str = "rows16", threads: int = 1
+    path: Path,
+    config: Mapping[str, Any],
+    seed: int = 0,
+    packing: str = "rows16",
+    threads: int = 1,
+    embedding: float = 1.0,
 ) -> None:
     """Write a checkpoint of a Hugging Face config: 4-bit layers, heads by default.
 
-    Each thread holds a layer in memory.
+    Each thread holds a layer in memory. embedding: how much larger its elements are; where they
+    are as small as others, what attention adds is nearly the same for all tokens.
     """
     spec, head_bits = DecoderSpec.from_config(config), QuantConfig().head_bits
 
@@ -74,6 +81,8 @@ def write_random_checkpoint(
                 shape, bits = (weight.rows, weight.columns), head_bits if weight.sensitive else 4
                 bits = ROUTER_BITS if weight.routes else bits
                 drawn[prefix + weight.name] = random_matrix(shape, bits, generator, packing)
+                if weight.name == EMBEDDING:
+                    drawn[weight.name].scale_min.mul_(embedding)  # type: ignore[union-attr]
         return drawn
 
     with CheckpointWriter(path) as writer, ThreadPoolExecutor(threads) as pool:

@@ -78,6 +78,11 @@ class Ops(Protocol):
         *,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        of: tuple[int, int] | None = None,
+    ) -> Tensor: ...
+
+    def add_experts(
+        self, weighted: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor: ...
 
     def attention(
@@ -107,6 +112,7 @@ class RoundedOps:
         self.attention: Callable[..., Tensor] = exact.attention
         self.norm: Callable[..., Tensor] = exact.norm
         self.route: Callable[..., tuple[Tensor, Tensor]] = exact.route
+        self.add_experts = exact.add_experts
         self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
         self.experts = partial(launchers.experts, activation_bits=activation_bits)
 
@@ -134,7 +140,7 @@ class ScratchOps:
         self.RECORDER = ops.RECORDER
         self.ACTIVATION_BITS = ops.ACTIVATION_BITS
         self.attention, self.experts = ops.attention, ops.experts
-        self.norm, self.route = ops.norm, ops.route
+        self.norm, self.route, self.add_experts = ops.norm, ops.route, ops.add_experts
         self.w4_linear = partial(launchers.w4_linear, scratch_bytes=scratch_bytes)
 
 

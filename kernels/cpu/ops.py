@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from qoff.kernels.reference.experts import add_experts
+
 from .attention.attention import attention
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
@@ -20,6 +22,7 @@ __all__ = [
     "PACKING",
     "RECORDER",
     "USES_OUT",
+    "add_experts",
     "attention",
     "default_pool",
     "experts",

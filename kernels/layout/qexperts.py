@@ -65,6 +65,23 @@ class QExperts:
             first.packing,
         )
 
+    @staticmethod
+    def repeated(first: QTensor, count: int, distance: int) -> QExperts:
+        """The first of `count` matrices, each `distance` bytes behind the one before it."""
+
+        def all_of(part: Tensor) -> Tensor:
+            step = distance // part.element_size()
+            return part.as_strided((count, *part.shape), (step, *part.stride()))
+
+        return QExperts(
+            all_of(first.codes),
+            all_of(first.scale_min),
+            first.shape,
+            first.bits,
+            first.group_size,
+            first.packing,
+        )
+
     @property
     def count(self) -> int:
         """How many experts there are."""

@@ -48,11 +48,15 @@ def experts(
     *,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    of: tuple[int, int] | None = None,
 ) -> Tensor:
     """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
 
     x, residual: [M, H], any float dtype, in which all is computed. topk_ids: int64 [M, T], the
-    experts of each token; topk_weights: [M, T], how much each counts. Nothing is rounded.
+    experts of each token; topk_weights: [M, T], how much each counts. Nothing is rounded. of: where
+    these are a part of a choice, its number of pairs of a token and an expert, and of experts; such
+    a part is of pairs, each as a token with one expert, whose `out` is float32: with `add_experts`
+    the results are those of the whole.
     """
     y = torch.zeros_like(x)
     for e in topk_ids.unique().tolist():
@@ -61,6 +65,20 @@ def experts(
         y.index_add_(0, token, share * expert(x[token], mlp, e))
     y = y if residual is None else y + residual
     return y if out is None else out.copy_(y)
+
+
+def add_experts(
+    weighted: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return residual + the sum of each token's weighted outputs in their order, [M, H].
+
+    weighted: float32 [M, T, H].
+    """
+    total = weighted[:, 0]
+    for t in range(1, weighted.shape[1]):
+        total = total + weighted[:, t]
+    total = total if residual is None else total + residual
+    return total if out is None else out.copy_(total)
 
 
 def expert(x: Tensor, mlp: ExpertsMlp, e: int) -> Tensor:

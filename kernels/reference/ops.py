@@ -15,7 +15,7 @@ from qoff.kernels.layout.rotation import rotate_values
 
 from .attention import attend
 from .elementwise import rms_norm, rope
-from .experts import experts, route
+from .experts import add_experts, experts, route
 from .kv_blocks import dequantize_blocks
 from .linear import ended, normalized
 from .select_blocks import select_blocks
@@ -30,6 +30,7 @@ __all__ = [
     "PACKING",
     "RECORDER",
     "USES_OUT",
+    "add_experts",
     "attention",
     "experts",
     "norm",

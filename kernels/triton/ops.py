@@ -33,7 +33,7 @@ from .elementwise.rms_norm import rms_norm
 from .elementwise.rope import rope
 from .linear import linear
 from .linear.product import Epilogue
-from .moe.experts import experts
+from .moe.experts import add_experts, experts
 
 PACKING = "split32"
 CACHE = "device"
@@ -47,6 +47,7 @@ __all__ = [
     "PACKING",
     "RECORDER",
     "USES_OUT",
+    "add_experts",
     "attention",
     "attention_bytes",
     "experts",

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from qoff.hf.chat import ChatRenderer
 from qoff.hf.load import Opened, load_tokenizer, open_runtime
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.measure.model_rates import Sequences
+from qoff.memory.experts import ExpertStats
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.timeline import Timeline
 from qoff.units import format_size
@@ -101,6 +102,7 @@ def answer(
         "disk_bytes": after.disk_bytes - before.disk_bytes,
         "disk_busy_s": after.disk_busy_s - before.disk_busy_s,
         "wait_s": after.wait_s - before.wait_s,
+        "experts": _experts(before.experts, after.experts),
         "arena_peak_bytes": after.arena_peak,
         "arena_capacity_bytes": after.arena_capacity,
         "resident_bytes": after.resident_bytes,
@@ -111,6 +113,12 @@ def answer(
             for spent, (a, b) in zip(seconds, pairwise([before.wait_s, *waits]), strict=True)
         ],
     }
+
+
+def _experts(before: ExpertStats, after: ExpertStats) -> dict[str, int]:
+    """What the cache of experts did meanwhile; nothing where they do not come one by one."""
+    done = {name: value - getattr(before, name) for name, value in asdict(after).items()}
+    return done if done["bytes"] or done["hits"] else {}
 
 
 def _tokens(sequence: Sequence, read: Sequences, checkpoint: Path) -> Iterator[int]:
@@ -133,11 +141,16 @@ def _tokens(sequence: Sequence, read: Sequences, checkpoint: Path) -> Iterator[i
 def rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Labels and values of an answer, for a table."""
     peak, capacity = (format_size(found[f"arena_{name}_bytes"]) for name in ("peak", "capacity"))
+    told, experts = list[tuple[str, str]](), found["experts"]
+    if experts:
+        counts = "{hits} there, {misses} read, {guessed} guessed, {wrong} of them wrong"
+        told.append(("experts", counts.format(**experts)))
     return [
         ("prefill", f"{found['prefill_tokens_per_s']:.1f} tok/s ({found['prompt_tokens']} tokens)"),
         ("time to first token", f"{found['first_token_s'] * 1e3:.0f} ms"),
         ("decode", f"{found['decode_tokens_per_s']:.1f} tok/s ({found['new_tokens']} tokens)"),
         ("read from disk", format_size(found["disk_bytes"])),
+        *told,
         ("peak of the arena", f"{peak} of {capacity}"),
         ("KV cache", format_size(found["kv_cache_bytes"])),
         ("peak RSS of the process", format_size(found["peak_rss_bytes"])),

@@ -160,7 +160,7 @@ class Executor(ABC):
         residency = plan_residency(
             checkpoint, left, plan.slots, packing=packing, host_staging=staging
         )
-        if residency.tiled_layers:
+        if residency.in_parts:
             memory = self._memory_of(tiled=True)
         on_host = memory.total(HOST)
         if self.device.type == "cpu":

@@ -7,10 +7,12 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from qoff.memory import Unit, WeightStore
+from qoff.memory import ChosenExperts, Unit, WeightStore
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import unit_label
+from qoff.memory.turn import Turn
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.linear import Steps
 from qoff.models.runtime import AnyDecoder, followed
 
 _AHEAD = 2  # turns whose KV cache is brought meanwhile
@@ -22,6 +24,7 @@ class Schedule:
     In the block schedule (FlexGen's zig-zag) all passes use a unit's weights before the next unit
     comes; in the sequential one each pass goes through all units alone. While one pass is computed,
     weights of the next unit and KV cache and hidden states of the next pass are on their way.
+    Experts of a mixture are asked for by all passes together, and each comes once.
     """
 
     def __init__(
@@ -52,25 +55,25 @@ class Schedule:
         steps = [self._decoder.steps(one) for one in passes]
         found: dict[int, Tensor] = {}
         try:
-            unit = [next(step) for step in steps][-1]  # the same for all
+            unit = [next(step) for step in steps][-1]  # the same for all, but for experts
             passes[0].prefetch(unit)
-            while not found:
-                weights = self._store.acquire(unit)
-                following = unit
-                try:
+            with Turn(self._store) as turn:
+                while not found:
+                    weights = turn.acquire(unit)
+                    following: list[Unit] = []
                     for i, step in enumerate(steps):
-                        if i:  # the first pass has told what comes next
-                            self._after[unit] = following
+                        if following:  # the first pass has told what comes next
+                            self._after[unit] = following[-1]
                         self._prefetch(passes, i, unit)
                         with self._span("compute", f"{passes[i].name}, {unit_label(unit)}"):
                             try:
-                                following = step.send(weights)
+                                following.append(step.send(weights))
                             except StopIteration as finished:
                                 found[i] = finished.value
-                finally:
-                    self._store.release(unit)
-                self._after[unit] = following
-                unit = following
+                    if any(isinstance(one, ChosenExperts) for one in following):
+                        following = self._experts(turn, passes, steps, following)
+                        passes[0].prefetch(following[-1])
+                    self._after[unit] = unit = following[-1] if following else unit
         except BaseException:
             with ExitStack() as all_of_them:
                 for one in passes:
@@ -91,3 +94,28 @@ class Schedule:
                 passes[at].prefetch_cache(unit)
             else:
                 passes[at].prefetch(unit)
+
+    def _experts(
+        self, turn: Turn, passes: Sequence[ForwardPass], steps: list[Steps], units: list[Unit]
+    ) -> list[Unit]:
+        """Send the passes the experts that they ask for; return the units they ask for then."""
+        while True:
+            asking = {i: u for i, u in enumerate(units) if isinstance(u, ChosenExperts)}
+            if not asking:
+                return units
+            together = _together(list(asking.values()))
+            weights = turn.acquire(together)
+            order = list(asking)
+            passes[order[0]].prefetch(together)
+            for i, following in zip(order, [*order[1:], None], strict=True):
+                if following is not None:
+                    passes[following].prefetch(together)
+                with self._span("compute", f"{passes[i].name}, {unit_label(together)}"):
+                    units[i] = steps[i].send(weights)
+
+
+def _together(asked: Sequence[ChosenExperts]) -> ChosenExperts:
+    """What all of them ask for."""
+    numbers = sorted(set().union(*(one.numbers for one in asked)))
+    guesses = dict.fromkeys(expert for one in asked for expert in one.guesses)
+    return ChosenExperts(asked[0].layer, tuple(numbers), tuple(guesses))

@@ -106,7 +106,7 @@ class Budget:
         """Take what the plan for the weights has left."""
         plan, decoder = runtime.residency, runtime.decoder
         self._decoder = decoder
-        self._tiled = bool(plan.tiled_layers)
+        self._tiled = plan.in_parts
         outer = decoder.outer_bytes if isinstance(decoder, ModuleDecoder) else 0
         self.free = self.memory - (plan.device_bytes - plan.workspace) - outer
 

@@ -80,6 +80,8 @@ class PlacedModel(PreTrainedModel):
         there = (
             f"{streamed} modules stream through {plan.slots} slots" if streamed else "all of them"
         )
+        if plan.expert_slots:
+            there = f"experts one by one in {plan.expert_slots} slots, {plan.slots} other slots"
         return (
             f"{self.config.model_type}, {len(checkpoint.layers)} layers, "
             f"{self.num_parameters():,} weights of {checkpoint.path}\n"

@@ -10,6 +10,8 @@ from .io.timeline import Timeline
 from .io.transfers import Transfers
 from .plan import (
     HEAD,
+    ChosenExperts,
+    Expert,
     Residency,
     Tile,
     TiledMatrix,
@@ -18,11 +20,14 @@ from .plan import (
     plan_residency,
     residency_of,
 )
-from .store import Weights, WeightStore
+from .store import EXPERTS, Weights, WeightStore
 
 __all__ = [
+    "EXPERTS",
     "HEAD",
+    "ChosenExperts",
     "DiskReader",
+    "Expert",
     "Residency",
     "ThreadTransfers",
     "Tile",

@@ -18,6 +18,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.upload import pinned
 from qoff.process import Opener
 
+from .experts import ExpertCache, ExpertStats, ExpertWave, StreamedExperts
 from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
 from .io.transfers import Transfers
@@ -26,6 +27,8 @@ from .plan import (
     EMBEDDING,
     HEAD,
     LM_HEAD,
+    ChosenExperts,
+    Expert,
     Image,
     Residency,
     Tile,
@@ -33,6 +36,7 @@ from .plan import (
     Unit,
     Weight,
     host_images,
+    is_expert,
     local_names,
     resident_images,
     streamed_images,
@@ -43,7 +47,8 @@ from .plan import (
 from .rows import read_rows, rows_of, rows_of_parts
 from .slots import SlotRing
 
-Weights = Mapping[str, Weight | TiledMatrix]
+EXPERTS = "mlp.experts"  # among a layer's weights: those that come one by one
+Weights = Mapping[str, Weight | TiledMatrix | StreamedExperts | ExpertWave]
 
 _ROWS = 256  # gathered together: what is read around them is not in proportion to the prompt
 
@@ -58,6 +63,7 @@ class StoreStats:
     wait_s: float  # seconds that acquire() blocked, all callers together
     arena_peak: int  # bytes of the device arena that were ever in use
     host_arena_peak: int  # ... of the host arena
+    experts: ExpertStats  # that came one by one
 
 
 class WeightStore:
@@ -83,6 +89,8 @@ class WeightStore:
         self.checkpoint = checkpoint
         self.residency = residency
         self._transfers = transfers if transfers is not None else ThreadTransfers()
+        self.experts: ExpertCache | None = None  # where they come one by one
+        self._waves: dict[ChosenExperts, ExpertWave] = {}  # that are held
         self._views: dict[tuple[Unit, int], Weights] = {}  # by unit and slot
         self._complete: dict[Unit, Weights] = {}  # units of which nothing streams
         self._closed = False
@@ -101,16 +109,21 @@ class WeightStore:
 
         Waits if they are still being read. Of a tiled unit the resident weights come, at once, and
         a `TiledMatrix` for each of the others, whose tiles are units of their own; a tile has one
-        weight. A tied embedding is also under "lm_head". The same objects come back for the same
-        slot. What does not come through a slot stays valid after `release`, and is there in a
-        forked process, too. Raises DiskReadError, ChecksumError, ArgumentError for an unknown unit,
-        a closed store or a unit that streams in a forked process, RuntimeError when all slots are
-        held.
+        weight. Where experts come one by one, `EXPERTS` is `StreamedExperts`; for `ChosenExperts`
+        it is a wave of some of them, and who wants the others asks again for these. A tied
+        embedding is also under "lm_head". The same objects come back for the same slot. What does
+        not come through a slot stays valid after `release`, and is there in a forked process, too.
+        Raises DiskReadError, ChecksumError, ArgumentError for an unknown unit, a closed store or a
+        unit that streams in a forked process, RuntimeError when all slots are held.
         """
         complete = self._complete.get(unit)
         if complete is not None:
             return complete
         self._check(unit)
+        if isinstance(unit, ChosenExperts):
+            assert self.experts is not None
+            self._waves[unit] = wave = self.experts.acquire(unit)
+            return {EXPERTS: wave}
         slot = self._ring.acquire(unit)
         views = self._views.get((unit, slot))
         if views is not None:
@@ -125,7 +138,11 @@ class WeightStore:
         if self._closed or unit in self._complete:
             return
         self._check(unit)
-        self._ring.release(unit)
+        if isinstance(unit, ChosenExperts):
+            assert self.experts is not None
+            self.experts.release(self._waves.pop(unit))
+        else:
+            self._ring.release(unit)
 
     @contextmanager
     def use(self, unit: Unit) -> Iterator[Weights]:
@@ -168,21 +185,22 @@ class WeightStore:
     @property
     def all_resident(self) -> bool:
         """Whether no weight ever moves: all units, and the rows of `gather_rows`."""
-        return not self._streamed and EMBEDDING in self._resident
+        return not self._streamed and not self.experts and EMBEDDING in self._resident
 
     @property
     def stats(self) -> StoreStats:
         """Counters since the start. Raises ArgumentError in a forked process, if units stream."""
-        if self._streamed:
+        if self._streamed or self.experts:
             self._opener.check()
         disk = self._transfers.reader.stats
         return StoreStats(
             disk.bytes,
             self._transfers.copied_bytes,
             disk.busy_s,
-            self._ring.wait_s,
+            self._ring.wait_s + (self.experts.wait_s if self.experts else 0),
             self.arena.used,
             self.host_arena.used,
+            self.experts.stats if self.experts else ExpertStats(),
         )
 
     def close(self) -> None:
@@ -197,6 +215,8 @@ class WeightStore:
         with ExitStack() as all_of_it:  # whatever of it fails
             all_of_it.callback(self._forget)
             all_of_it.callback(self._transfers.close)
+            if self.experts:
+                self.experts.close()
             self._ring.close()
 
     def _forget(self) -> None:
@@ -219,10 +239,11 @@ class WeightStore:
         self._streamed = streamed_images(checkpoint, plan)
         sources = host_images(checkpoint, plan, self._streamed)
         self._checks = FileChecks(self._transfers.reader)
+        later = _with_experts(checkpoint, plan)
         for unit, file in files.items():
             if not verify or any(map(_holds_file, (*kept[unit], sources.get(unit)))):
                 self._checks.accept(file, self._checks.stamp(file))  # or compared while it is read
-            elif not _holds_file(self._streamed.get(unit)):
+            elif unit not in later and not _holds_file(self._streamed.get(unit)):
                 self._checks.check(file)
         every = [image for parts in kept.values() for image in parts]
         read_unit = partial(self._transfers.read_unit, verify=verify, after=None)
@@ -235,6 +256,10 @@ class WeightStore:
         self._host_rows = self._embedding_in_host(sources)
         self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
         self._tiled = tiled_matrices(checkpoint, plan)
+        if plan.expert_slots:
+            self.experts = ExpertCache(
+                checkpoint, plan, self.arena, self._sources, self._transfers, self._checks
+            )
         for unit in files:
             if unit not in self._streamed:
                 self._complete[unit] = self._named(unit, {})
@@ -244,19 +269,36 @@ class WeightStore:
 
     def _named(self, unit: Unit, streamed: Mapping[str, Weight]) -> Weights:
         """All weights of a unit by local name: resident ones, those of a slot, tiled matrices."""
-        if isinstance(unit, Tile):
+        if not isinstance(unit, int | str):
             return streamed
         file = unit_files(self.checkpoint)[unit]
         local = local_names(unit, file.weights)
-        named: dict[str, Weight | TiledMatrix] = {
+        named: dict[str, Weight | TiledMatrix | StreamedExperts | ExpertWave] = {
             local[name]: streamed[name] if name in streamed else self._resident[name]
             for name in unit_weights(unit, file)
             if name in streamed or name in self._resident
         }
         named.update(self._tiled.get(unit, {}))
+        if self.experts and isinstance(unit, int) and self.experts.counts[unit]:
+            named[EXPERTS] = self._streamed_experts(unit)
         if unit == HEAD and LM_HEAD not in named and EMBEDDING in named:
             named[LM_HEAD] = named[EMBEDDING]
         return named
+
+    def _streamed_experts(self, layer: int) -> StreamedExperts:
+        """What stands for a layer's experts, with what the next ones can be guessed by."""
+        assert self.experts is not None
+        counts = self.experts.counts
+        following = next((i for i in range(layer + 1, len(counts)) if counts[i]), None)
+        guessing: dict[str, Weight] = {}
+        if following is not None:
+            names = local_names(following, self.checkpoint.layers[following].weights)
+            guessing = {
+                local: self._resident[name]
+                for name, local in names.items()
+                if name in self._resident
+            }
+        return StreamedExperts(counts[layer], following, guessing)
 
     def _embedding_in_host(self, images: Mapping[Unit, Image]) -> list[tuple[int, Weight]]:
         """Parts of the embedding that are in host memory: first row, and rows."""
@@ -288,10 +330,21 @@ class WeightStore:
         self._opener.check()
         if self._closed:
             raise ArgumentError("the weight store is closed")
+        if self.experts and isinstance(unit, ChosenExperts):
+            return
         if unit not in self._streamed and unit not in self._complete:
             raise ArgumentError(
                 f"no unit {unit!r}; there are 0 to {len(self.checkpoint.layers) - 1} and {HEAD!r}"
             )
+
+
+def _with_experts(checkpoint: Checkpoint, plan: Residency) -> set[Unit]:
+    """Layers whose files are checked when the first of their experts comes from there."""
+    if not plan.expert_slots:
+        return set()
+    in_host = {unit.layer for unit in plan.host if isinstance(unit, Expert)}
+    layers = enumerate(checkpoint.layers)
+    return {i for i, file in layers if any(map(is_expert, file.weights)) and i not in in_host}
 
 
 def _holds_file(image: Image | None) -> bool:

@@ -18,6 +18,7 @@ from .spec import DecoderSpec
 # Tokens that go through the MLP together: bounds working space at prefill.
 MLP_TOKENS = 512
 GPU_MLP_TOKENS = 2048  # where weights are dequantized each time
+WAVE_PAIRS = 4096  # of a token and an expert, computed together where experts come one by one
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights may be damaged (see `qoff "
@@ -70,16 +71,20 @@ class LayerWorkspace:
     tiled: bool = False
 
     @staticmethod
-    def nbytes(spec: DecoderSpec, tokens: int, tiled: bool = False, itemsize: int = 4) -> int:
+    def nbytes(
+        spec: DecoderSpec, tokens: int, tiled: bool = False, itemsize: int = 4, kept: bool = False
+    ) -> int:
         """Bytes of a workspace on the CPU, and of what a layer allocates besides.
 
-        itemsize: bytes of a number.
+        tiled: where layers come in parts, tiles of rows or experts one by one. itemsize: bytes
+        of a number. kept: only what a pass keeps from part to part, of experts.
         """
         attention = tokens * (2 * spec.q_rows + 2 * spec.kv_rows)
         together = mlp_tokens(tokens, tiled)
         mlp = together * spec.intermediate_size
-        extra = tokens * _extra_width(spec) + _experts_floats(spec, together)
-        return itemsize * (attention + mlp + extra)
+        extra = tokens * _extra_width(spec)
+        experts = 4 * (_kept_floats if kept else _experts_floats)(spec, tokens, tiled)
+        return itemsize * (attention + mlp + extra) + experts
 
     @property
     def memory(self) -> list[Tensor]:
@@ -149,11 +154,27 @@ def _extra_width(spec: DecoderSpec) -> int:
     return spec.hidden_size * (spec.parallel + (spec.post_norm or spec.norm_after_add))
 
 
-def _experts_floats(spec: DecoderSpec, tokens: int) -> int:
-    """Floats that experts allocate: inputs, scores, values of each, those of the shared one."""
+def _experts_floats(spec: DecoderSpec, tokens: int, tiled: bool) -> int:
+    """Floats that experts allocate: inputs, scores, values of each, those of the shared one.
+
+    tiled: where they may come one by one, and what each gives a token is kept until all have come.
+    """
     if spec.experts is None:
         return 0
-    experts = spec.experts
-    each = 3 * experts.intermediate_size + spec.hidden_size + 3  # with an id and a weight
-    shared = experts.shared_size + 1
-    return tokens * (spec.hidden_size + experts.count + experts.top_k * each + shared)
+    experts, hidden = spec.experts, spec.hidden_size
+    some, together = min(tokens, MLP_TOKENS), mlp_tokens(tokens, tiled)
+    each = 3 * experts.intermediate_size + hidden + 3  # with an id and a weight
+    floats = together * (hidden + experts.count + experts.shared_size + 1)
+    floats += some * experts.top_k * each
+    if tiled:
+        gathered = min(tokens * experts.top_k, WAVE_PAIRS)
+        floats += _kept_floats(spec, tokens, tiled) + 2 * gathered * hidden
+    return floats
+
+
+def _kept_floats(spec: DecoderSpec, tokens: int, tiled: bool) -> int:
+    """Floats that a pass keeps until its experts have all come: inputs, and what each gave."""
+    if spec.experts is None or not tiled:
+        return 0
+    width, hidden = spec.experts.shared_size, spec.hidden_size
+    return tokens * (hidden + width + spec.experts.top_k * (hidden + 8))

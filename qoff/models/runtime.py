@@ -20,8 +20,10 @@ from qoff.interrupts import check as check_interrupts
 from qoff.kernels.ops import with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
+from qoff.memory.experts import ExpertStats
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import EMBEDDING, HEAD, Residency, unit_label
+from qoff.memory.turn import Turn
 from qoff.process import ForkLock, only_here
 from qoff.system_memory import check_machine, refusals
 
@@ -46,6 +48,7 @@ class RuntimeStats:
     arena_capacity: int
     resident_bytes: int
     slot_bytes: int  # all slots together
+    experts: ExpertStats  # of a mixture, that came one by one
 
 
 class Runtime:
@@ -121,6 +124,7 @@ class Runtime:
                     packing=ops.PACKING,
                     host_memory=host_memory,
                     host_staging=0 if transfers is None else transfers.host_staging,
+                    one_by_one=isinstance(self.decoder, Decoder),
                 ),
                 workspace,
             )
@@ -139,6 +143,8 @@ class Runtime:
         )
         if isinstance(self.decoder, Decoder):
             self.decoder.resident = self.store.all_resident
+            if self.store.experts:  # which experts compute is known when they are chosen
+                self.decoder.replays = None
         self.kv = kv
         self._device = where
         self._timeline = instrumentation.timeline
@@ -150,19 +156,21 @@ class Runtime:
         check_interrupts()
         with self._turn, refusals(), device_guard(self._device):
             logits = followed(self.decoder, self.store, run) if self._timeline is None else None
-            if logits is not None:
-                return logits
+            return self._computed(run) if logits is None else logits
+
+    def _computed(self, run: ForwardPass) -> Tensor:
+        """Compute a pass unit by unit."""
+        with Turn(self.store) as turn:
             steps = self.decoder.steps(run)
             unit = next(steps)
             while True:
-                weights = self.store.acquire(unit)
+                weights = turn.acquire(unit)
                 start = 0.0 if self._timeline is None else time.perf_counter()
                 try:
                     following = steps.send(weights)
                 except StopIteration as finished:
                     return finished.value
                 finally:
-                    self.store.release(unit)
                     if self._timeline is not None:
                         stop = time.perf_counter()
                         self._timeline.add("compute", unit_label(unit), start, stop)
@@ -193,6 +201,7 @@ class Runtime:
             arena_capacity=plan.device_bytes,
             resident_bytes=plan.resident_bytes,
             slot_bytes=plan.slots * plan.slot_bytes,
+            experts=done.experts,
         )
 
     def close(self) -> None:

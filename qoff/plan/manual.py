@@ -20,7 +20,7 @@ from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
 from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
-from qoff.models.forward_pass import LayerWorkspace
+from qoff.models.forward_pass import WAVE_PAIRS, LayerWorkspace
 from qoff.models.native.decoder import logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
@@ -117,11 +117,15 @@ class Plan:
         return sampling_bytes(spec.vocab_size, self.batches * self.batch_size, self.context)
 
     def tile_bytes(self, spec: DecoderSpec, dtype: torch.dtype) -> int:
-        """Bytes of what each pass keeps between the tiles of a layer."""
-        return self.batches * sum(
-            LayerWorkspace.nbytes(spec, tokens, True, dtype.itemsize)
+        """Bytes of what each pass keeps between the parts of a layer, and one takes meanwhile."""
+        kept = self.batches * sum(
+            LayerWorkspace.nbytes(spec, tokens, True, dtype.itemsize, kept=True)
             for tokens in (self.prefill_tokens, self.batch_size)
         )
+        if spec.experts is None:
+            return kept
+        pairs = min(self.pass_tokens * spec.experts.top_k, WAVE_PAIRS)
+        return kept + 8 * pairs * spec.hidden_size
 
     @property
     def attends_on_cpu(self) -> bool:

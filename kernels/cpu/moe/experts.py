@@ -38,6 +38,7 @@ def experts(
     *,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    of: tuple[int, int] | None = None,
     activation_bits: int = 16,
     pool: Pool | None = None,
 ) -> Tensor:
@@ -45,8 +46,8 @@ def experts(
 
     x, residual, out: float32 [M, H], rows contiguous; out may be the residual, but not x. topk_ids:
     contiguous int64 [M, T], numbers of experts; topk_weights: contiguous float32 [M, T]. mlp:
-    packing rows16; biases float32. activation_bits: 16 or 8, as for `w4_linear`. What a token gets
-    depends on no other token. Raises OpError.
+    packing rows16; biases float32. activation_bits: 16 or 8, as for `w4_linear`. What a pair of a
+    token and an expert gets depends on no other one, so `of` changes nothing. Raises OpError.
     """
     pool = pool or default_pool()
     _check(x, topk_ids, topk_weights, mlp)

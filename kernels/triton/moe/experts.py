@@ -51,6 +51,7 @@ def experts(
     *,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    of: tuple[int, int] | None = None,
     block: int | None = None,
 ) -> Tensor:
     """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
@@ -58,8 +59,9 @@ def experts(
     x: float16 or bfloat16 [M, H]; topk_ids: int64 [M, T], not checked, as that would wait for the
     GPU; topk_weights: float32 [M, T]; all contiguous. mlp: packing split32, every expert's codes
     and scales at multiples of 16 bytes; biases of any float dtype. Activations are rounded to the
-    dtype of x, nothing else is but the result, which is in it. block: pairs of a tile, 0 for each
-    by itself; None leaves it to the rule. Raises OpError.
+    dtype of x, nothing else is but the result, which is in it, or in that of `out`. of: pairs and
+    experts that the rule goes by, of a choice that these are a part of. block: pairs of a tile, 0
+    for each by itself; None leaves it to the rule. Raises OpError.
     """
     _check_weights(gate_up=mlp.gate_up, down=mlp.down)
     device, (rows, hidden) = mlp.gate_up.device, mlp.gate_up.shape
@@ -71,6 +73,8 @@ def experts(
     gate_up_bias = _bias("gate_up_bias", mlp.gate_up_bias, x, (mlp.gate_up.count, rows))
     down_bias = _bias("down_bias", mlp.down_bias, x, (mlp.down.count, hidden))
     into, out = out, torch.empty_like(x) if out is None or residual is not None else out
+    if of is not None and block is None:
+        block = rule(*of, Gpu.of(x.device).capability)
     together = max(1, PAIRS_MAX // topk_ids.shape[1])
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         for first in range(0, len(x), together):
@@ -141,6 +145,23 @@ def rule(pairs: int, experts: int, capability: int) -> int:
     if capability < 80 or pairs <= max(16, experts):
         return 0
     return block_for(pairs, experts)
+
+
+def add_experts(
+    weighted: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return residual + the sum of each token's float32 weighted [M, T, H] in their order.
+
+    In the dtype of the residual or of `out`, of which one is there, like `experts`.
+    """
+    like = residual if out is None else out
+    assert like is not None
+    total = torch.empty_like(like, memory_format=torch.contiguous_format)
+    with torch.cuda.device_of(weighted):
+        add_up(weighted.flatten(0, 1), total)
+        if residual is not None:
+            return torch.add(total, residual, out=out)
+        return total if out is None else out.copy_(total)
 
 
 def add_up(weighted: Tensor, out: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 `plan_residency` chooses a `Residency` for a budget; `resident_images`, `streamed_images` and
 `host_images` say how its weights lie in memory and which reads bring them there. Inside, every
-module is built on the ones before it: `units`, `image`, `tiles`, `residency`, `placement`.
+module is built on the ones before it: `units`, `image`, `tiles`, `experts`, `residency`,
+`placement`.
 """
 
 from .image import FileRange, Image, Weight, view
@@ -19,6 +20,8 @@ from .units import (
     EMBEDDING,
     HEAD,
     LM_HEAD,
+    ChosenExperts,
+    Expert,
     Tile,
     TiledMatrix,
     Unit,
@@ -33,6 +36,8 @@ __all__ = [
     "EMBEDDING",
     "HEAD",
     "LM_HEAD",
+    "ChosenExperts",
+    "Expert",
     "FileRange",
     "Image",
     "Residency",

@@ -15,10 +15,12 @@ from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile, tensors_of
 from qoff.errors import BudgetError
 from qoff.memory.arena import PAGE
 
+from .experts import layer_experts
 from .residency import (
     Residency,
     UnitPlan,
     check_slots,
+    expert_units,
     plan_unit,
     residency_of,
     rows_image,
@@ -30,6 +32,7 @@ from .units import (
     LM_HEAD,
     Unit,
     WholeUnit,
+    is_expert,
     local_names,
     placed_together,
     unit_files,
@@ -37,6 +40,7 @@ from .units import (
 )
 
 _LOAD_BYTES = 64 << 20  # at most, of a staging buffer when all weights are resident
+_EXPERTS_AT_ONCE = 16  # read together, if there is room: the disk never waits
 _HEAD_TILES = 8  # beside layers that stream whole, about as many tiles of a head, or fewer
 
 
@@ -49,15 +53,17 @@ def plan_residency(
     host_memory: int | None = None,
     host_staging: int = 0,
     tiled_workspace: int | None = None,
+    one_by_one: bool = True,
 ) -> Residency:
     """Keep as much as fits into `device_memory` bytes (None: everything), stream the rest.
 
     First the head, whose slot would be the largest; then the ends of all layers alike, a tensor at
     a time, the experts of a layer together; then one tensor more of as many layers as possible. An
     untied embedding stays only when everything does. `workspace` bytes are left free for
-    computations, `tiled_workspace` (None: as many) where layers stream in tiles. Where two whole
+    computations, `tiled_workspace` (None: as many) where layers stream in parts. Where two whole
     units do not fit, first the head streams in tiles, then the largest units, in as few tiles as
-    possible.
+    possible. With `one_by_one` the experts of a mixture come one by one where not all can stay:
+    the other weights are placed as above, and the rest of the budget is slots for experts.
 
     Up to `host_memory` bytes (None: as many as buffers need) hold the sources of streaming units,
     evenly spread among those on disk, and `host_staging` buffers between disk and device (0: reads
@@ -68,7 +74,15 @@ def plan_residency(
     choice = _Choice(tuple(checkpoint.outer.weights), search.levels)
     wanted = search.bytes_of(choice)
     if device_memory is not None and wanted > device_memory:
-        found = search.best(device_memory)
+        found = None
+        if one_by_one and any(is_expert(n) for file in checkpoint.layers for n in file.weights):
+            for least in (_EXPERTS_AT_ONCE, 1):
+                search = _Search(checkpoint, slots, workspace, packing, tiled_workspace, least)
+                found = found or search.best(device_memory)
+                if found:
+                    break
+        else:
+            found = search.best(device_memory)
         if found is None:
             raise BudgetError(
                 f"device memory: the weights of {checkpoint.path} take {wanted:,} bytes, and the "
@@ -77,7 +91,8 @@ def plan_residency(
                 "budget to that"
             )
         choice = found
-    return place_in_host(checkpoint, search.residency(choice), host_memory, host_staging)
+    plan = search.residency(choice, device_memory)
+    return place_in_host(checkpoint, plan, host_memory, host_staging)
 
 
 def place_in_host(
@@ -100,7 +115,10 @@ def place_in_host(
         )
     left = host_memory - staging
     images = streamed_images(checkpoint, plan) if left else {}
-    nbytes = {unit: image.nbytes for unit, image in images.items()}
+    nbytes: dict[Unit, int] = {unit: image.nbytes for unit, image in images.items()}
+    if left and plan.expert_slots:
+        experts = layer_experts(checkpoint, plan.packing)
+        nbytes |= {unit: experts[unit.layer].nbytes for unit in expert_units(experts)}
     chosen = spread_evenly(nbytes, left)
     used = sum(nbytes[unit] for unit in chosen)
     untied = LM_HEAD in checkpoint.outer.weights
@@ -156,12 +174,20 @@ class _Search:
         workspace: int,
         packing: str,
         tiled_workspace: int | None,
+        expert_slots: int = 0,
     ) -> None:
         check_slots(slots)
+        experts = [e for e in layer_experts(checkpoint, packing) if e.count and expert_slots]
+        self._experts = sum(e.count for e in experts)
+        self._bias_bytes = max((e.bias_bytes for e in experts), default=0)
+        self._expert_bytes = max((e.nbytes for e in experts), default=0) + self._bias_bytes
+        self._expert_staging = max((e.staging_bytes for e in experts), default=0)
+        self._expert_slots = min(expert_slots, self._experts)
         self._checkpoint = checkpoint
         self._slots, self._workspace, self._packing = slots, workspace, packing
         self._tiled_workspace = workspace if tiled_workspace is None else tiled_workspace
-        self._pieces = [placed_together(file.weights) for file in checkpoint.layers]
+        one_by_one = expert_slots > 0
+        self._pieces = [placed_together(file.weights, one_by_one) for file in checkpoint.layers]
         self._files = unit_files(checkpoint)
         self._alike = _first_alike(checkpoint.layers)
         self._head = unit_weights(HEAD, checkpoint.outer)
@@ -170,28 +196,41 @@ class _Search:
         self.least = 1 << 62
         self.least_workspace = workspace
 
-    def residency(self, choice: _Choice) -> Residency:
+    def residency(self, choice: _Choice, device_memory: int | None) -> Residency:
+        """The plan of a choice, with all that is left of the budget as slots for experts."""
         layers = enumerate(self._counts(choice))
         names = [*choice.outer, *(n for layer, count in layers for n in self._last(layer, count))]
         workspace = self._workspace_beside(self._units(choice))
+        cached = self._expert_slots
+        if cached:
+            assert device_memory is not None
+            left = device_memory - self.bytes_of(choice)
+            cached = min(cached + left // self._expert_bytes, self._experts)
         return residency_of(
-            self._checkpoint, names, self._slots, workspace, self._packing, choice.tile_bytes
+            self._checkpoint,
+            names,
+            self._slots,
+            workspace,
+            self._packing,
+            choice.tile_bytes,
+            cached,
         )
 
     def bytes_of(self, choice: _Choice) -> int:
         """Bytes of the device that a choice takes."""
         units = self._units(choice)
         slots = self._slots * max(unit.slot_bytes for unit in units)
-        staging = max(unit.staging_bytes for unit in units)
+        staging = max([self._expert_staging, *(unit.staging_bytes for unit in units)])
         workspace = self._workspace_beside(units)
         nbytes = sum(unit.resident_bytes for unit in units) + slots + staging + workspace
+        nbytes += self._expert_slots * self._expert_bytes + PAGE * (self._bias_bytes > 0)
         if nbytes < self.least:
             self.least, self.least_workspace = nbytes, workspace
         return nbytes
 
     def _workspace_beside(self, units: Sequence[UnitPlan]) -> int:
         """Bytes left free beside these units, the layers and the head."""
-        tiled = any(unit.tiles for unit in units[:-1])
+        tiled = self._expert_slots or any(unit.tiles for unit in units[:-1])
         return self._tiled_workspace if tiled else self._workspace
 
     def best(self, device_memory: int) -> _Choice | None:
@@ -246,7 +285,8 @@ class _Search:
     def _plan(self, unit: WholeUnit, kept: int | tuple[str, ...], tile: int | None) -> UnitPlan:
         """A unit that keeps that many pieces, or these weights."""
         names = kept if isinstance(kept, tuple) else self._last(int(unit), kept)
-        return plan_unit(unit, self._files[unit], names, self._packing, tile)
+        file, one_by_one = self._files[unit], self._expert_slots > 0
+        return plan_unit(unit, file, names, self._packing, tile, one_by_one)
 
     def _counts(self, choice: _Choice) -> list[int]:
         """How many of its pieces each layer keeps."""

@@ -3,7 +3,8 @@
 The device holds the resident weights, S slots that each take what the largest unit streams, staging
 memory where weights are repacked on the way, and working space. Placement is by the tensor. A unit
 that streams more than a slot shall take is tiled: its vectors stay, its matrices stream in tiles.
-What streams has its source on disk, or unit by unit in host memory.
+What streams has its source on disk, or unit by unit in host memory. The experts of a mixture may
+come one by one instead, as tokens choose them, through the slots of a cache of their own.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from dataclasses import dataclass
 
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
 from qoff.errors import ArgumentError
+from qoff.memory.arena import PAGE, round_up
 
+from .experts import LayerExperts, layer_experts
 from .image import Image, make_image
 from .tiles import read_bytes, slot_bytes, split_rows, tile_image
 from .units import (
     EMBEDDING,
     HEAD,
+    Expert,
     Tile,
     TiledMatrix,
     Unit,
     WholeUnit,
+    expert_number,
     is_expert,
     stored_matrix,
     tiled_name,
@@ -47,12 +52,21 @@ class Residency:
     host_weight_bytes: int = 0
     host_staging: int = 0  # buffers in host memory for what goes from disk to the device
     host_staging_bytes: int = 0  # of all of them
+    expert_slots: int = 0  # of the cache that experts come to one by one; 0: they do not
+    expert_bytes: int = 0  # of one of them
+    expert_bias_bytes: int = 0  # of the biases of the expert in a slot, which lie together
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the device arena, all purposes together."""
         slots = self.slots * self.slot_bytes
-        return self.resident_bytes + slots + self.staging_bytes + self.workspace
+        return self.resident_bytes + slots + self.cache_bytes + self.staging_bytes + self.workspace
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the slots for experts, with their biases."""
+        biases = round_up(self.expert_slots * self.expert_bias_bytes, PAGE)
+        return self.expert_slots * self.expert_bytes + biases
 
     @property
     def host_bytes(self) -> int:
@@ -68,6 +82,11 @@ class Residency:
     def tiled_layers(self) -> frozenset[WholeUnit]:
         """Those of them that are layers: each pass keeps values of its own from tile to tile."""
         return self.tiled - {HEAD}
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether layers come in parts, between which each pass keeps values of its own."""
+        return bool(self.tiled_layers) or self.expert_slots > 0
 
 
 @dataclass(frozen=True)
@@ -88,30 +107,40 @@ def residency_of(
     workspace: int = 0,
     packing: str = "rows16",
     tile_bytes: int | None = None,
+    expert_slots: int = 0,
 ) -> Residency:
     """The residency that keeps the named weights, and what it takes in bytes.
 
     A unit that would stream more than `tile_bytes` streams in tiles of at most that, or of 32 rows,
-    and its vectors stay too; but not one with experts. Raises ArgumentError for fewer than two
-    slots or a name the checkpoint does not have.
+    and its vectors stay too; but not one with experts. With `expert_slots` experts come one by one
+    through as many slots, and none is resident. Raises ArgumentError for fewer than two slots or a
+    name the checkpoint does not have.
     """
     check_slots(slots)
+    one_by_one = expert_slots > 0
+    experts = [e for e in layer_experts(checkpoint, packing) if e.count] if one_by_one else []
     files = unit_files(checkpoint)
     wanted = set(resident)
     unknown = wanted.difference(*(file.weights for file in files.values()))
     if unknown:
         raise ArgumentError(f"{checkpoint.path} has no weights {', '.join(sorted(unknown))}")
-    units = [plan_unit(unit, file, wanted, packing, tile_bytes) for unit, file in files.items()]
+    units = [
+        plan_unit(unit, file, wanted, packing, tile_bytes, one_by_one)
+        for unit, file in files.items()
+    ]
     slot = max(unit.slot_bytes for unit in units)
     return Residency(
         frozenset().union(*(unit.kept for unit in units)),
         slots if slot else 0,
         slot,
         sum(unit.resident_bytes for unit in units),
-        max(unit.staging_bytes for unit in units),
+        max([*(unit.staging_bytes for unit in units), *(e.staging_bytes for e in experts)]),
         workspace,
         packing,
         tuple(tile for unit in units for tile in unit.tiles),
+        expert_slots=expert_slots if experts else 0,
+        expert_bytes=max((e.nbytes for e in experts), default=0),
+        expert_bias_bytes=max((e.bias_bytes for e in experts), default=0),
     )
 
 
@@ -124,19 +153,31 @@ def check_slots(slots: int) -> None:
 
 
 def plan_unit(
-    unit: WholeUnit, file: WeightFile, kept: Collection[str], packing: str, tile_bytes: int | None
+    unit: WholeUnit,
+    file: WeightFile,
+    kept: Collection[str],
+    packing: str,
+    tile_bytes: int | None,
+    one_by_one: bool = False,
 ) -> UnitPlan:
     """What a unit takes that keeps those of its file's weights that are in `kept`.
 
     Its vectors stay as well if it would stream more than `tile_bytes` and is cut into tiles.
+    one_by_one: without its experts, which a cache has.
     """
     kept = file.weights.keys() & kept
-    streamed = _streamed_image(unit, file, kept, packing)
+    if one_by_one:
+        kept = {name for name in kept if expert_number(name) is None}
+    streamed = _streamed_image(unit, file, kept, packing, one_by_one)
     tiles: list[Tile] = []
     slot = staging = 0
     if streamed is None:
         pass
-    elif tile_bytes is None or streamed.nbytes <= tile_bytes or any(map(is_expert, streamed.raw)):
+    elif (
+        tile_bytes is None
+        or streamed.nbytes <= tile_bytes
+        or (not one_by_one and any(map(is_expert, streamed.raw)))
+    ):
         slot, staging = streamed.nbytes, streamed.raw_bytes * streamed.repacked
     else:
         for name in streamed.raw:
@@ -175,7 +216,7 @@ def streamed_images(checkpoint: Checkpoint, plan: Residency) -> dict[Unit, Image
                 entry = stored_matrix(unit, file, name)
                 images |= {t: tile_image(file, entry, t, plan.packing) for t in matrix.tiles}
         else:
-            image = _streamed_image(unit, file, plan.resident, plan.packing)
+            image = _streamed_image(unit, file, plan.resident, plan.packing, plan.expert_slots > 0)
             if image is not None:
                 images[unit] = image
     return images
@@ -201,9 +242,20 @@ def host_images(
 ) -> dict[Unit, Image]:
     """All that host memory holds and how it lies there: in the order of computation, then rows."""
     images = {unit: image for unit, image in streamed.items() if unit in plan.host}
+    experts = layer_experts(checkpoint, plan.packing) if plan.expert_slots else []
+    for unit in expert_units(experts):
+        if unit in plan.host:
+            images[unit] = experts[unit.layer].image(unit.number)
     if EMBEDDING in plan.host:
         images[EMBEDDING] = rows_image(checkpoint)
     return images
+
+
+def expert_units(experts: Iterable[LayerExperts]) -> list[Expert]:
+    """All experts of all layers, in the order of their files."""
+    return [
+        Expert(layer, number) for layer, some in enumerate(experts) for number in range(some.count)
+    ]
 
 
 def rows_image(checkpoint: Checkpoint) -> Image:
@@ -222,8 +274,10 @@ def _kept_images(file: WeightFile, names: Collection[str], packing: str) -> list
 
 
 def _streamed_image(
-    unit: WholeUnit, file: WeightFile, resident: Collection[str], packing: str
+    unit: WholeUnit, file: WeightFile, resident: Collection[str], packing: str, one_by_one: bool
 ) -> Image | None:
     """How the weights that a unit streams lie in one slot; None if all of them are resident."""
     names = [name for name in unit_weights(unit, file) if name not in resident]
+    if one_by_one:
+        names = [name for name in names if expert_number(name) is None]
     return make_image(file, names, packing) if names else None

@@ -27,7 +27,27 @@ class Tile:
         return self.first_row + self.rows
 
 
-Unit: TypeAlias = WholeUnit | Tile  # what streams as one
+@dataclass(frozen=True)
+class Expert:
+    """The matrices of one expert of a layer: what a cache of experts holds and brings."""
+
+    layer: int
+    number: int
+
+
+@dataclass(frozen=True)
+class ChosenExperts:
+    """Experts that the tokens of a pass still want of a layer; some of them come at a time.
+
+    guesses: experts that the next layer with any may want, to be read meanwhile.
+    """
+
+    layer: int
+    numbers: tuple[int, ...]  # ascending
+    guesses: tuple[Expert, ...] = ()
+
+
+Unit: TypeAlias = WholeUnit | Tile | ChosenExperts | Expert  # what streams as one
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,10 @@ _EXPERTS = ".mlp.experts."  # in the names of experts' weights
 
 def unit_label(unit: Unit) -> str:
     """A unit as messages and timelines name it."""
+    if isinstance(unit, Expert):
+        return f"layer {unit.layer}, expert {unit.number}"
+    if isinstance(unit, ChosenExperts):
+        return f"layer {unit.layer}, experts"
     if isinstance(unit, Tile):
         rows = f"{unit.first_row}..{unit.stop - 1}"
         return f"{unit_label(unit.unit)}, {unit.name} {rows}"
@@ -73,8 +97,20 @@ def is_expert(name: str) -> bool:
     return _EXPERTS in name
 
 
-def placed_together(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Weights of a layer file in the pieces that stay or stream as one: all experts are one."""
+def expert_number(name: str) -> int | None:
+    """The expert whose matrix a weight is, None for all others: biases are of all experts."""
+    _, found, rest = name.partition(_EXPERTS)
+    number = rest.partition(".")[0]
+    return int(number) if found and number.isdecimal() else None
+
+
+def placed_together(names: Iterable[str], one_by_one: bool = False) -> tuple[tuple[str, ...], ...]:
+    """Weights of a layer file in the pieces that stay or stream as one: all experts are one.
+
+    one_by_one: the matrices of experts are in no piece, as a cache has them.
+    """
+    if one_by_one:
+        return tuple((name,) for name in names if expert_number(name) is None)
     pieces: list[tuple[str, ...]] = []
     for experts, group in groupby(names, key=is_expert):
         together = tuple(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,5 +130,5 @@ class Head(nn.Module):
         """x: float32 [B, T, K]."""
         sequences, columns = current().logit_rows
         rows = x[sequences, columns]
-        matrix = current().fetch(HEAD)[LM_HEAD]
+        matrix = cast(Bound, current().fetch(HEAD)[LM_HEAD])
         return self._multiply(rows, matrix, self.bias)[None]

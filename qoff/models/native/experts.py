@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
-from qoff.memory import Weights
+from qoff.kernels.upload import on_device
+from qoff.memory import EXPERTS, ChosenExperts, Expert, Weights
+from qoff.memory.experts import ExpertWave
+from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass
 from qoff.models.spec_parts import ExpertsSpec
 
-from .linear import vector
+from .linear import Steps, vector, wait_for
 
 _MATRICES = ("gate_up_proj", "down_proj")
+
+
+@dataclass
+class Choice:
+    """What the router chose for some tokens, and what their experts gave so far."""
+
+    part: slice  # of the pass's tokens
+    x: Tensor  # inputs of the experts, [M, H]
+    ids: Tensor  # int64 [M, T], in host memory
+    weights: Tensor  # [M, T]
+    left: Tensor  # bool [M, T], in host memory: pairs that were not computed
+    weighted: Tensor | None = None  # [M, T, H], if not all came at once
 
 
 class Experts:
@@ -29,13 +46,94 @@ class Experts:
 
         x: their inputs. scores: the router's, [M, experts].
         """
-        spec = self.spec
         gate_up, down = self._matrices(weights)
-        biases = (vector(weights, f"mlp.experts.{name}.bias") for name in _MATRICES)
-        rows = (None if bias is None else bias.view(self.spec.count, -1) for bias in biases)
-        mlp = ExpertsMlp(gate_up, down, self.spec.activation, *rows)
-        chosen = self._ops.route(scores, spec.top_k, spec.softmax, spec.normalized)
-        self._ops.experts(x, *chosen, mlp, residual=hidden, out=hidden)
+        mlp = ExpertsMlp(gate_up, down, self.spec.activation, *self._biases(weights))
+        self._ops.experts(x, *self.route(scores), mlp, residual=hidden, out=hidden)
+
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of each token, [M, T], and their weights."""
+        spec = self.spec
+        return self._ops.route(scores, spec.top_k, spec.softmax, spec.normalized)
+
+    def choice(self, x: Tensor, scores: Tensor, part: slice) -> Choice:
+        """What the router chose for tokens whose experts come one by one."""
+        ids, weights = self.route(scores)
+        ids = ids.cpu()
+        return Choice(part, x, ids, weights, torch.ones_like(ids, dtype=torch.bool))
+
+    def in_waves(
+        self,
+        layer: int,
+        weights: Weights,
+        run: ForwardPass,
+        choices: list[Choice],
+        guesses: tuple[Expert, ...],
+    ) -> Steps:
+        """hidden += the outputs of experts that come in waves, as `compute` would have it.
+
+        What a pair of a token and an expert gives is kept until all have come and summed in the
+        router's order, so that it does not matter in which waves they came.
+        """
+        left = sorted(set().union(*(choice.ids.unique().tolist() for choice in choices)))
+        while left:
+            wanted = ChosenExperts(layer, tuple(left), guesses)
+            found = yield from wait_for(run, wanted)
+            wave = cast(ExpertWave, found[EXPERTS])
+            biases = self._biases_of(wave, weights)
+            mlp = ExpertsMlp(wave.gate_up, wave.down, self.spec.activation, *biases)
+            for choice in choices:
+                self._compute_wave(choice, wave, mlp, run.input[choice.part])
+            left = [number for number in left if number not in wave.numbers]
+        for choice in choices:
+            if choice.weighted is not None:
+                hidden = run.input[choice.part]
+                self._ops.add_experts(choice.weighted, residual=hidden, out=hidden)
+        return run.input
+
+    def _compute_wave(
+        self, choice: Choice, wave: ExpertWave, mlp: ExpertsMlp, hidden: Tensor
+    ) -> None:
+        """Compute the pairs whose experts are there: into `hidden` where these are all."""
+        x, (count, top_k), device = choice.x, choice.ids.shape, choice.x.device
+        slots = wave.table[choice.ids]
+        there = choice.left & (slots >= 0)
+        if there.all():
+            chosen = on_device(slots, device), choice.weights
+            self._ops.experts(x, *chosen, mlp, residual=hidden, out=hidden)
+            choice.left.fill_(False)
+            return
+        pairs = there.flatten().nonzero()[:, 0]
+        if not len(pairs):
+            return
+        exact = torch.promote_types(x.dtype, torch.float32)
+        if choice.weighted is None:
+            choice.weighted = x.new_empty(count, top_k, x.shape[1], dtype=exact)
+        for some in pairs.split(WAVE_PAIRS):
+            which, places = on_device(some, device), on_device(slots.flatten()[some], device)
+            choice.weighted.flatten(0, 1)[which] = self._ops.experts(
+                x[which // top_k],
+                places[:, None],
+                choice.weights.flatten()[which, None],
+                mlp,
+                out=x.new_empty(len(some), x.shape[1], dtype=exact),
+                of=(slots.numel(), self.spec.count),
+            )
+        choice.left &= ~there
+
+    def _biases(self, weights: Weights) -> list[Tensor | None]:
+        """Those of gate and up and those of down, of all experts, [E, rows]; None for none."""
+        found = (vector(weights, f"mlp.experts.{name}.bias") for name in _MATRICES)
+        return [None if bias is None else bias.view(self.spec.count, -1) for bias in found]
+
+    def _biases_of(self, wave: ExpertWave, weights: Weights) -> list[Tensor | None]:
+        """The same of a wave's experts, at the numbers of their slots."""
+        found: list[Tensor | None] = []
+        numbers = torch.tensor(wave.numbers)
+        for bias, memory in zip(self._biases(weights), wave.biases, strict=True):
+            if bias is not None:
+                memory[wave.table[numbers]] = bias[numbers].to(memory.dtype)
+            found.append(None if bias is None else memory)
+        return found
 
     def _matrices(self, weights: Weights) -> list[QExperts]:
         """Those of gate and up and those down, of all experts of a layer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import cast
 
 import torch
@@ -13,12 +13,13 @@ from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops, exact
-from qoff.memory import TiledMatrix, Weights
+from qoff.memory import EXPERTS, Expert, TiledMatrix, Unit, Weights
+from qoff.memory.experts import StreamedExperts
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass, first_rows, mlp_tokens
+from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
-from .experts import Experts
+from .experts import Choice, Experts
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 
 _NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
@@ -31,7 +32,8 @@ class Layer:
         self._spec, self._ops, self._shapes = spec, ops, shapes
         self._on_gpu = ops.CACHE == "device"
         self._linear = Linear(ops)
-        self._exact_linear = Linear(exact(ops))  # for scores that decide
+        self._exact_ops = exact(ops)  # for scores that decide
+        self._exact_linear = Linear(self._exact_ops)
         self._experts = None if spec.experts is None else Experts(spec.experts, ops)
         self._activation = Ending(spec.activation, spec.gated)
 
@@ -41,7 +43,7 @@ class Layer:
             yield from self._add_positions(weights, run)
         attended = yield from self._attention(layer, weights, run)
         if self._spec.has_experts(layer):
-            yield from self._mixture(weights, run)
+            yield from self._mixture(layer, weights, run)
         else:
             yield from self._mlp(weights, run, attended if self._spec.parallel else None)
         return run.input
@@ -131,19 +133,25 @@ class Layer:
             )
         )
 
-    def _mixture(self, weights: Weights, run: ForwardPass) -> Steps:
+    def _mixture(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += the chosen experts' outputs, and the shared one's."""
         experts = self._experts
         assert experts is not None
         count, module = len(run.input), "mlp.shared_expert"
-        step = max(1, mlp_tokens(count, False, self._on_gpu))
+        step = max(1, mlp_tokens(count, tiled(weights), self._on_gpu))
+        parts = [slice(first, min(first + step, count)) for first in range(0, count, step)]
         norm = self._norm_before(weights, "mlp")
         assert norm is not None
-        for first in range(0, count, step):
-            part = slice(first, min(first + step, count))
-            x = self._ops.norm(run.input[part], norm)  # read by several matrices
-            scores = yield from self._exact_linear(run, weights, names.ROUTER, x)
-            experts.compute(x, scores, weights, run.input[part])
+        inputs: list[Tensor] = []
+        if EXPERTS in weights:
+            inputs = yield from self._streamed_experts(layer, experts, weights, run, parts)
+        for i, part in enumerate(parts):
+            if inputs:
+                x = inputs[i]
+            else:
+                x = self._ops.norm(run.input[part], norm)  # read by several matrices
+                scores = yield from self._exact_linear(run, weights, names.ROUTER, x)
+                experts.compute(x, scores, weights, run.input[part])
             if not experts.spec.shared_size:
                 continue
             score = None
@@ -155,6 +163,36 @@ class Layer:
                 residual="hidden", out="hidden", end=Ending(score=score), part=part,
             )  # fmt: skip
         return run.input
+
+    def _streamed_experts(
+        self, layer: int, experts: Experts, weights: Weights, run: ForwardPass, parts: list[slice]
+    ) -> Generator[Unit, Weights, list[Tensor]]:
+        """hidden += the outputs of experts that come as they are chosen; returns their inputs."""
+        norm, choices = self._norm_before(weights, "mlp"), list[Choice]()
+        assert norm is not None
+        for part in parts:
+            x = self._ops.norm(run.input[part], norm)
+            scores = yield from self._exact_linear(run, weights, names.ROUTER, x)
+            choices.append(experts.choice(x, scores, part))
+        streamed = cast(StreamedExperts, weights[EXPERTS])
+        guesses = self._guesses(experts, streamed, run.input[parts[-1]])
+        yield from experts.in_waves(layer, weights, run, choices, guesses)
+        return [choice.x for choice in choices]
+
+    def _guesses(
+        self, experts: Experts, streamed: StreamedExperts, hidden: Tensor
+    ) -> tuple[Expert, ...]:
+        """The next layer's experts as its router would choose them now, the likeliest first."""
+        given = streamed.guessing
+        norm, router = norm_of(self._spec, given, _NORMS["mlp"]), given.get(names.ROUTER)
+        if streamed.following is None or norm is None or not isinstance(router, QTensor):
+            return ()
+        ops = self._exact_ops
+        bias = vector(given, f"{names.ROUTER}.bias")
+        scores = ops.w4_linear(ops.norm(hidden, norm), router, bias=bias)
+        ids, votes = experts.route(scores)[0].cpu().unique(return_counts=True)
+        order = votes.argsort(descending=True, stable=True)
+        return tuple(Expert(streamed.following, number) for number in ids[order].tolist())
 
     def _norm_before(self, weights: Weights, module: str) -> Norm | None:
         """Of the input of attention or MLP."""
@@ -187,7 +225,7 @@ def layer_bytes(
     As if attention, and then the MLP or the experts, freed nothing before their end. linear_bytes:
     of a matmul, by tokens, rows and columns of its matrix. experts_bytes: of the experts' op, by
     tokens, top_k, number and inner size of experts, and hidden size. attention_bytes: of its op.
-    tiled: where matrices may come in tiles.
+    tiled: where matrices may come in tiles, and experts one by one.
     """
     hidden, item = spec.hidden_size, dtype.itemsize
     part = mlp_tokens(tokens, tiled, on_gpu=True)
@@ -212,10 +250,13 @@ def layer_bytes(
     rest = mlp(spec.intermediate_size)
     if spec.experts is not None:
         experts = spec.experts
-        some = mlp_tokens(tokens, False, on_gpu=True)
+        some = mlp_tokens(tokens, tiled, on_gpu=True)
         routed = some * (experts.count * (item + 12) + experts.top_k * 24)
         routed += linear(some, experts.count, hidden)
         sizes = (experts.top_k, experts.count, experts.intermediate_size, hidden)
         shared = mlp(experts.shared_size) + 3 * aside if experts.shared_size else 0
-        rest = max(rest, routed + experts_bytes(some, *sizes) + shared)
+        pairs = tokens * experts.top_k
+        waves = pairs * (4 * hidden + 32) + min(pairs, WAVE_PAIRS) * hidden * (item + 4)
+        waves *= tiled
+        rest = max(rest, routed + experts_bytes(some, *sizes) + shared + waves)
     return max(attention, rest + normed + 2 * aside)

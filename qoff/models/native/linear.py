@@ -112,12 +112,17 @@ def _there(run: ForwardPass, rows: Rows | None, part: slice) -> Tensor | None:
 
 def fetch(run: ForwardPass, tile: Tile) -> Generator[Unit, Weights, QTensor]:
     """Wait for a tile, with the hidden states put away meanwhile."""
+    return cast(QTensor, (yield from wait_for(run, tile))[tile.name])
+
+
+def wait_for(run: ForwardPass, unit: Unit) -> Generator[Unit, Weights, Weights]:
+    """Wait for a part of a layer's weights, with the hidden states put away meanwhile."""
     if run.hidden is not None:
         run.activations.store(run.hidden)
-    weights = yield tile
+    weights = yield unit
     if run.hidden is not None:
         run.hidden = run.activations.load()
-    return cast(QTensor, weights[tile.name])
+    return weights
 
 
 def vector(weights: Weights, name: str) -> Tensor | None:

@@ -1,0 +1,273 @@
+"""ExpertCache: the experts of all layers that tokens chose, in slots of one size.
+
+A pass asks for the experts that its tokens chose of a layer. What is not there is read, all of it
+at once as far as there are slots, and comes back in waves: what is there, then what has come, until
+the pass has had them all. Slots that nobody needs take guesses of the next layer's experts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.memory.arena import Arena
+from qoff.memory.io.disk import Stamp
+from qoff.memory.io.transfers import Mark, Transfers, UnitRead
+from qoff.memory.load import FileChecks
+from qoff.memory.plan import ChosenExperts, Expert, Residency, Unit, Weight, view
+from qoff.memory.plan.experts import layer_experts
+
+from .policy import Keys, NextUse, Policy
+
+
+@dataclass(frozen=True)
+class ExpertStats:
+    """What a cache of experts has done since it was opened."""
+
+    hits: int = 0  # experts that were there when a pass asked for them
+    misses: int = 0  # that were read because a pass had asked for them
+    guessed: int = 0  # that were read before a pass asked for them
+    wrong: int = 0  # that were read, and left before any pass asked for them
+    bytes: int = 0  # of all that came to the device
+
+
+@dataclass(frozen=True)
+class StreamedExperts:
+    """Stands among a layer's weights for its experts, which come as tokens choose them."""
+
+    count: int
+    following: int | None  # the next layer with any
+    guessing: Mapping[str, Weight]  # its resident weights by local name, to guess with
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWave:
+    """Some experts of a layer, until they are released."""
+
+    numbers: tuple[int, ...]
+    table: Tensor  # int64 [experts]: the slot of each of them, -1 for the others
+    gate_up: QExperts  # of all slots
+    down: QExperts
+    biases: tuple[Tensor, Tensor]  # memory for theirs, float32 [slots, rows]; or [0, rows]
+
+
+@dataclass(eq=False)
+class _Held:
+    """An expert in its slot, or on its way there."""
+
+    expert: Expert
+    slot: int
+    read: UnitRead
+    stamp: Stamp | None  # of its file, before it was read
+    from_disk: bool
+    guess: bool
+    came: bool = False  # it was asked for, and has come
+
+
+class ExpertCache:
+    """The experts of a checkpoint in the slots that a residency has for them.
+
+    Those of `sources` are copied from host memory, the others read from disk, and their files
+    checked once unless `checks` knows them. For one pass, or round of passes, at a time. record:
+    lists the layer and the experts of every request.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        residency: Residency,
+        arena: Arena,
+        sources: Mapping[Unit, Tensor],
+        transfers: Transfers,
+        checks: FileChecks,
+    ) -> None:
+        self._layers = layer_experts(checkpoint, residency.packing)
+        self.counts = [some.count for some in self._layers]
+        self._sources, self._transfers, self._checks = sources, transfers, checks
+        count, size = residency.expert_slots, residency.expert_bytes
+        self._memory = arena.alloc(count * size, "slots for experts").view(count, size)
+        self._bias = arena.alloc(count * residency.expert_bias_bytes, "biases of experts")
+        self.policy: Policy = NextUse(self.counts)
+        self.record: list[tuple[int, tuple[int, ...]]] | None = None
+        self.wait_s = 0.0  # that `acquire` waited
+        self._stats = ExpertStats()
+        self._held: dict[Expert, _Held] = {}
+        self._keys: Keys = np.full(count, -1)  # by slot: of its expert
+        self._fixed = np.zeros(count, dtype=bool)  # slots whose experts cannot leave
+        self._free: list[tuple[int, Mark]] = [
+            (slot, transfers.recycle(self._memory[slot])) for slot in range(count)
+        ]
+        self._waiting: tuple[int, frozenset[int]] = (-1, frozenset())  # layer, and what is left
+        self._guesses: tuple[Expert, ...] = ()
+        self._matrices: dict[int, tuple[QExperts, QExperts]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def stats(self) -> ExpertStats:
+        return self._stats
+
+    def acquire(self, chosen: ChosenExperts) -> ExpertWave:
+        """Some of the experts, one at least, that stay where they are until `release`.
+
+        Waits if none is there. Raises what went wrong in reading them, ArgumentError when closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ArgumentError("the weight store is closed")
+            self._note(chosen)
+            wanted = [Expert(chosen.layer, number) for number in chosen.numbers]
+            self._start(wanted)
+            self._guesses = chosen.guesses
+            self._start_guesses(wanted)
+            start = time.perf_counter()
+            try:
+                found = self._arrived(wanted)
+            finally:
+                self.wait_s += time.perf_counter() - start
+            for held in found:
+                self._fixed[held.slot] = True
+        numbers = tuple(held.expert.number for held in found)
+        self._waiting = (chosen.layer, frozenset(chosen.numbers) - frozenset(numbers))
+        table = torch.full((self.counts[chosen.layer],), -1)
+        table[list(numbers)] = torch.tensor([held.slot for held in found])
+        gate_up, down = self._of_layer(chosen.layer)
+        return ExpertWave(numbers, table, gate_up, down, self._biases(gate_up, down))
+
+    def release(self, wave: ExpertWave) -> None:
+        """Give a wave back; guesses are then read into what is free."""
+        with self._lock:
+            if self._closed:
+                return
+            self._fixed[wave.table[wave.table >= 0].numpy()] = False
+            if not self._waiting[1]:  # nothing is left to wait for
+                self._start_guesses([])
+
+    def close(self) -> None:
+        """Forget everything; the transfers then stop what is under way."""
+        self._closed = True
+        self._held.clear()
+        self._matrices.clear()
+        self._free.clear()
+
+    def _note(self, chosen: ChosenExperts) -> None:
+        """Count a request that is not for what is left of the last one."""
+        layer, left = self._waiting
+        if layer == chosen.layer and left and left.issuperset(chosen.numbers):
+            return
+        first = int(self.policy.first[chosen.layer])
+        self.policy.use(chosen.layer, first + np.array(chosen.numbers))
+        if self.record is not None:
+            self.record.append((chosen.layer, chosen.numbers))
+
+    def _start(self, wanted: list[Expert]) -> None:
+        """Start to read what is wanted and not under way, as far as there is room."""
+        missing = [expert for expert in wanted if expert not in self._held]
+        self._make_room(len(missing), wanted)
+        if missing and not self._free and not any(expert in self._held for expert in wanted):
+            self._give_up_guesses()
+        for expert in missing[: len(self._free)]:
+            self._read(expert, guess=False)
+
+    def _start_guesses(self, wanted: list[Expert]) -> None:
+        if not all(expert in self._held for expert in wanted):
+            return
+        missing = [expert for expert in self._guesses if expert not in self._held]
+        self._make_room(len(missing), [*wanted, *self._guesses])
+        for expert in missing[: len(self._free)]:
+            self._read(expert, guess=True)
+
+    def _make_room(self, count: int, kept: list[Expert]) -> None:
+        """Have `count` slots free, as far as nobody needs what is in them."""
+        count -= len(self._free)
+        if count <= 0:
+            return
+        may = (self._keys >= 0) & ~self._fixed
+        for expert in kept:
+            held = self._held.get(expert)
+            if held is not None:
+                may[held.slot] = False
+        slots = np.flatnonzero(may)
+        if not len(slots):
+            return
+        for place in self.policy.leaving(self._keys[slots], min(count, len(slots))):
+            self._leave(int(slots[place]))
+
+    def _leave(self, slot: int) -> None:
+        key = int(self._keys[slot])
+        layer = int(self.policy.layer[key])
+        held = self._held.pop(Expert(layer, key - int(self.policy.first[layer])))
+        if held.guess and not held.came:
+            self._stats = replace(self._stats, wrong=self._stats.wrong + 1)
+        held.read.settle()
+        self._keys[slot], self._fixed[slot] = -1, False
+        self._free.append((slot, self._transfers.recycle(self._memory[slot])))
+
+    def _give_up_guesses(self) -> None:
+        """Drop a guess that is being read: it is in the way."""
+        held = next(held for held in self._held.values() if held.guess and not held.came)
+        held.read.abandon()
+        self._leave(held.slot)
+
+    def _read(self, expert: Expert, guess: bool) -> None:
+        image = self._layers[expert.layer].image(expert.number)
+        slot, mark = self._free.pop(0)
+        memory, stamp = self._memory[slot][: image.nbytes], None
+        source = self._sources.get(expert)
+        if source is not None:
+            read = self._transfers.copy_unit(image, source, memory, mark)
+        else:
+            stamp = self._checks.stamp(image.file)
+            read = self._transfers.read_unit(image, memory, False, mark)
+        self._held[expert] = _Held(expert, slot, read, stamp, source is None, guess)
+        self._keys[slot] = self.policy.first[expert.layer] + expert.number
+        self._fixed[slot] = True  # until it has come
+        done = replace(self._stats, bytes=self._stats.bytes + image.nbytes)
+        self._stats = replace(done, guessed=done.guessed + guess, misses=done.misses + (not guess))
+
+    def _arrived(self, wanted: list[Expert]) -> list[_Held]:
+        """Those that are there; waits for the first one if none is."""
+        under_way = [self._held[expert] for expert in wanted if expert in self._held]
+        found = [held for held in under_way if all(f.done() for f in held.read.futures)]
+        for held in found or under_way[:1]:
+            try:
+                held.read.wait()
+                if held.from_disk and not held.came:
+                    self._checks.passed(held.read.image, held.stamp)
+            except BaseException:
+                self._leave(held.slot)
+                raise
+            hit = held.came
+            held.came = True
+            if hit:
+                self._stats = replace(self._stats, hits=self._stats.hits + 1)
+        return found or under_way[:1]
+
+    def _of_layer(self, layer: int) -> tuple[QExperts, QExperts]:
+        """The matrices of a layer's experts, in all slots."""
+        if layer not in self._matrices:
+            placed, (count, size) = self._layers[layer].placed, self._memory.shape
+            both: list[QExperts] = []
+            for name in ("gate_up_proj", "down_proj"):
+                first = view(placed[name], self._memory[0])
+                assert isinstance(first, QTensor)
+                both.append(QExperts.repeated(first, count, size))
+            self._matrices[layer] = (both[0], both[1])
+        return self._matrices[layer]
+
+    def _biases(self, gate_up: QExperts, down: QExperts) -> tuple[Tensor, Tensor]:
+        rows = (gate_up.shape[0], down.shape[0])
+        count = gate_up.count if self._bias.numel() else 0
+        memory = self._bias.view(torch.float32)[: count * sum(rows)]
+        first, second = memory.split([count * n for n in rows])
+        return first.view(count, rows[0]), second.view(count, rows[1])

@@ -1,0 +1,92 @@
+"""Which experts leave a full cache first. An expert is a number here, through all layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Keys = NDArray[np.int64]
+_AGE = 0.05  # how much of an expert's share is that of the newest pass
+
+
+class Policy(ABC):
+    """An order of leaving. counts: experts of each layer, whose keys follow each other."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.first = np.concatenate([[0], np.cumsum(counts)])
+        self.layer = np.repeat(np.arange(len(counts)), counts)
+        self._now = 0  # layers computed so far
+
+    def use(self, layer: int, keys: Keys) -> None:
+        """The tokens of a pass chose these experts of a layer."""
+        self._now += 1
+        self._use(layer, keys)
+
+    @abstractmethod
+    def worth(self, keys: Keys) -> NDArray[np.float64]:
+        """How much it is worth to keep each; those of least worth leave first."""
+
+    def leaving(self, keys: Keys, count: int) -> NDArray[np.intp]:
+        """Places in `keys` of the `count` that leave first, the first one first."""
+        worth = self.worth(keys)
+        if count < len(keys):
+            some = np.argpartition(worth, count - 1)[:count]
+            return some[np.argsort(worth[some], kind="stable")]
+        return np.argsort(worth, kind="stable")
+
+    @abstractmethod
+    def _use(self, layer: int, keys: Keys) -> None: ...
+
+
+class Lru(Policy):
+    """Least recently used."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        super().__init__(counts)
+        self._last = np.zeros(self.first[-1])
+
+    def worth(self, keys: Keys) -> NDArray[np.float64]:
+        return self._last[keys]
+
+    def _use(self, layer: int, keys: Keys) -> None:
+        self._last[keys] = self._now
+
+
+class Lfu(Policy):
+    """Least frequently used of late: by the share of its layer's passes, which ages."""
+
+    def __init__(self, counts: Sequence[int], age: float = _AGE) -> None:
+        super().__init__(counts)
+        self._age = age
+        self.share = np.full(self.first[-1], 1e-3)
+
+    def worth(self, keys: Keys) -> NDArray[np.float64]:
+        return self.share[keys]
+
+    def _use(self, layer: int, keys: Keys) -> None:
+        self.share[self.first[layer] : self.first[layer + 1]] *= 1 - self._age
+        self.share[keys] += self._age
+
+
+class NextUse(Lfu):
+    """Longest expected time to the next use, which no use before its layer's next turn can be.
+
+    An expert of share p is wanted in every 1/p-th pass. What all passes want leaves when its layer
+    is done, whose next turn is the furthest: as Belady would have it for layers read in turn.
+    """
+
+    def __init__(self, counts: Sequence[int], age: float = _AGE) -> None:
+        super().__init__(counts, age)
+        self._layers = len(counts)
+        self._at = 0
+
+    def worth(self, keys: Keys) -> NDArray[np.float64]:
+        turns = (self.layer[keys] - self._at - 1) % self._layers / self._layers
+        return -(turns + 1 / self.share[keys])
+
+    def _use(self, layer: int, keys: Keys) -> None:
+        super()._use(layer, keys)
+        self._at = layer

@@ -1,0 +1,88 @@
+"""The experts of a layer one by one: where each lies in its file, and how in a slot of a cache.
+
+All experts of a layer lie alike in their slots, so that those in slots of one size, one behind the
+other, are one `QExperts`. Where their files have them at the same distance from a page, a read is
+straight into the slot; else it is of exactly their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import TypeGuard
+
+from qoff.checkpoint import Checkpoint, QuantEntry, TensorEntry, WeightEntry, WeightFile
+from qoff.errors import FormatError
+from qoff.memory.arena import PAGE
+
+from .image import FileRange, Image, image_of
+from .units import expert_number, is_expert
+
+
+class LayerExperts:
+    """The experts of one layer's file. Raises FormatError for experts of different forms."""
+
+    def __init__(self, file: WeightFile, packing: str) -> None:
+        self._file, self._packing = file, packing
+        self._entries: dict[int, dict[str, QuantEntry]] = {}
+        biases = [e for name, e in file.weights.items() if is_expert(name) and _dense(e)]
+        for name, entry in file.weights.items():
+            number = expert_number(name)
+            if number is not None and isinstance(entry, QuantEntry):
+                self._entries.setdefault(number, {})[name] = entry
+        self.count = len(self._entries)  # 0 for a layer without experts
+        self.image = cache(self._image)  # by the expert's number
+        if self.count:
+            self._first = image_of(file, self._entries[0], packing)
+            self.nbytes = self._first.nbytes  # of a slot
+            self.bias_bytes = sum(bias.nbytes for bias in biases) // self.count  # of one
+            # Others may lie across one page more.
+            self.staging_bytes = (self._first.raw_bytes + PAGE) * self._first.repacked
+
+    @property
+    def placed(self) -> Mapping[str, QuantEntry]:
+        """How the matrices of any expert lie in its slot: "gate_up_proj", "down_proj"."""
+        return {
+            name.rpartition(".")[2]: entry
+            for name, entry in self._first.placed.items()
+            if isinstance(entry, QuantEntry)
+        }
+
+    def _image(self, number: int) -> Image:
+        entries = self._entries[number]
+        image = image_of(self._file, entries, self._packing)
+        lies = list(image.placed.values())
+        wanted = list(self._first.placed.values())
+        if [_form(entry) for entry in lies] != [_form(entry) for entry in wanted]:
+            raise FormatError(f"{self._file.path}: expert {number} is not like the first one")
+        same = [_places(entry) for entry in lies] == [_places(entry) for entry in wanted]
+        if same and image.nbytes <= self.nbytes:
+            return image
+        raw, ranges = {}, list[FileRange]()
+        for (name, entry), there in zip(entries.items(), wanted, strict=True):
+            assert isinstance(there, QuantEntry)
+            parts = [(entry.codes, there.codes), (entry.scale_min, there.scale_min)]
+            ranges += (FileRange(t.offset, t.nbytes, place.offset) for t, place in parts)
+            raw[name] = replace(entry, codes=there.codes, scale_min=there.scale_min)
+        return Image(self._file, tuple(ranges), raw, self.nbytes, raw, self.nbytes)
+
+
+def layer_experts(checkpoint: Checkpoint, packing: str) -> list[LayerExperts]:
+    """The experts of all layers, in their order."""
+    return [LayerExperts(file, packing) for file in checkpoint.layers]
+
+
+def _dense(entry: WeightEntry) -> TypeGuard[TensorEntry]:
+    return isinstance(entry, TensorEntry)
+
+
+def _form(entry: object) -> tuple[object, ...]:
+    assert isinstance(entry, QuantEntry)
+    scales = entry.scale_min
+    return entry.shape, entry.bits, entry.group_size, entry.packing, scales.dtype, scales.shape
+
+
+def _places(entry: object) -> tuple[int, int]:
+    assert isinstance(entry, QuantEntry)
+    return entry.codes.offset, entry.scale_min.offset

@@ -1,0 +1,207 @@
+"""Experts that come one by one change no bit, and only those come that a token chose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ChecksumError
+from qoff.kvcache import KVQuant
+from qoff.kvcache.store.placement import KVPlacement
+from qoff.memory import plan_residency
+from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.store import StoreStats
+from qoff.models.convert.convert import convert
+from qoff.models.native.decoder import Decoder
+from qoff.models.native.layer import Layer
+from qoff.models.runtime import Runtime
+from qoff.plan import Plan
+from tests.instruments import POISON
+from tests.models.test_runtime import logits_of
+from tests.models.test_triton_decoder import KV8, greedy, interpreted, triton_ops
+from tests.tiny_models import EXPERTS, QUANT, budgets, save_model, tiny_checkpoint
+
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+PROMPTS = [list(range(5, 45)), [99], list(range(60, 40, -1)), [7, 8, 9]]
+
+
+@pytest.fixture
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+def resident_logits(path: Path) -> Tensor:
+    """Those of a model whose weights are all there, computed op by op, as where experts come."""
+    with Runtime(path) as runtime:
+        assert isinstance(runtime.decoder, Decoder)
+        runtime.decoder.replays = None
+        return logits_of(runtime)
+
+
+@pytest.mark.parametrize("packing", ["rows16", "split32"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_the_logits_do_not_depend_on_the_budget(base: Path, family: str, packing: str) -> None:
+    path = tiny_checkpoint(base, family, packing)
+    expected = resident_logits(path)
+    least, everything = budgets(path)
+    slots = set()
+    for part in (0, 0.3, 0.6, 0.99):
+        budget = least + int(part * (everything - least))
+        with Runtime(path, device_memory=budget, instrumentation=POISON) as runtime:
+            assert runtime.residency.device_bytes <= budget
+            assert torch.equal(logits_of(runtime), expected)
+            slots.add(runtime.residency.expert_slots)
+    assert min(slots) == 1
+    assert max(slots) > 2
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss"])
+def test_experts_in_host_memory_come_from_there(base: Path, family: str) -> None:
+    path = tiny_checkpoint(base, family)
+    least, everything = budgets(path)
+    expected = resident_logits(path)
+    with Runtime(path, device_memory=least, host_memory=2 * everything) as runtime:
+        loaded = runtime.store.stats.bytes_read
+        assert torch.equal(logits_of(runtime), expected)
+        after = runtime.store.stats
+        assert after.bytes_read - loaded < after.experts.bytes <= after.bytes_copied
+
+
+def test_what_is_read_is_what_the_router_chose(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layer, "_guesses", lambda *_: ())
+    path = tiny_checkpoint(base, "mixtral")
+    least, everything = budgets(path)
+    with Runtime(path, device_memory=(least + 3 * everything) // 4) as runtime:
+        cache, residency = runtime.store.experts, runtime.residency
+        assert cache is not None
+        cache.record = []
+        logits_of(runtime)
+        done, routes = cache.stats, cache.record
+    chosen = sum(len(numbers) for _, numbers in routes)
+    assert done.hits + done.misses == chosen
+    assert done.guessed == done.wrong == 0
+    assert done.bytes == done.misses * residency.expert_bytes
+    assert len({(layer, n) for layer, numbers in routes for n in numbers}) <= done.misses < chosen
+
+
+def test_guesses_save_reads_and_wrong_ones_are_counted(base: Path) -> None:
+    path = tiny_checkpoint(base, "mixtral")
+    least, everything = budgets(path)
+    with Runtime(path, device_memory=(least + 2 * everything) // 3) as runtime:
+        logits_of(runtime)
+        done = runtime.store.stats.experts
+    assert done.guessed > done.wrong
+    assert done.bytes == (done.misses + done.guessed) * runtime.residency.expert_bytes
+
+
+@pytest.fixture(scope="module")
+def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose heads can be packed."""
+    folder = tmp_path_factory.mktemp("mixture")
+    save_model(folder / "model", "qwen3-moe", head_dim=64)
+    convert(folder / "model", folder / "checkpoint", quant=QUANT, for_cpu=True)
+    return folder / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"schedule": "sequential"},
+        {"activations": "host", "kv_placement": KVPlacement(0.3, 0.7)},
+        {"activations": "disk", "batches": 4, "batch_size": 1},
+    ],
+    ids=["block", "sequential", "parked", "on disk"],
+)
+@pytest.mark.parametrize("part", [0.0, 0.7])
+def test_the_answers_of_many_sequences_do_not_depend_on_it(
+    packable: Path, changes: dict[str, Any], part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = answers(packable, PLAN)
+    give_weights(packable, part, monkeypatch)
+    found, stats = answers(packable, replace(PLAN, **changes))
+    assert found == expected
+    assert stats.experts.misses
+
+
+PLAN = Plan(batch_size=2, batches=2, context=80, kv=KVQuant(window=16))
+
+
+def give_weights(path: Path, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let weights have the least budget and a part of what would take all of them."""
+    least, everything = budgets(path)
+    budget = least + int(part * (everything - least))
+    monkeypatch.setattr(
+        "qoff.models.runtime.plan_residency",
+        lambda path, _, *args, **kw: plan_residency(path, budget, *args, **kw),
+    )
+
+
+def answers(path: Path, plan: Plan) -> tuple[list[tuple[int, ...]], StoreStats]:
+    with LLM(path, plan, _instrumentation=POISON) as llm:
+        found = [result.token_ids for result in llm.generate(PROMPTS, PARAMS)]
+        return found, llm.runtime.store.stats
+
+
+def test_an_expert_is_read_once_a_round_for_all_batches(
+    packable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_weights(packable, 0.0, monkeypatch)
+    monkeypatch.setattr(Layer, "_guesses", lambda *_: ())
+    read = {}
+    for schedule in ("block", "sequential"):
+        plan = replace(PLAN, batch_size=1, batches=4, schedule=schedule)
+        with LLM(packable, plan) as llm:
+            llm.generate(PROMPTS, PARAMS)
+            rounds, cache = len(llm.rounds), llm.runtime.store.experts
+        assert cache is not None
+        read[schedule] = cache.stats.misses
+        assert schedule == "sequential" or read[schedule] <= rounds * sum(cache.counts)
+    assert read["block"] < read["sequential"]
+
+
+@interpreted
+def test_on_the_ops_of_a_gpu(tmp_path: Path) -> None:
+    save_model(
+        tmp_path / "model",
+        "gpt-oss",
+        head_dim=64,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        vocab_size=32,
+        intermediate_size=32,
+    )
+    convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)
+    path, hooks = tmp_path / "checkpoint", Instrumentation(poison=True, ops=triton_ops)
+    with Runtime(path, kv=KV8, instrumentation=hooks) as runtime:
+        expected = greedy(runtime, 2)
+        everything = runtime.residency.device_bytes
+    with Runtime(path, kv=KV8, device_memory=everything - 1, instrumentation=hooks) as runtime:
+        assert 0 < runtime.residency.expert_slots < 4
+        assert greedy(runtime, 2) == expected
+
+
+def test_a_damaged_expert_ends_the_first_pass(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "damaged"
+    source = tiny_checkpoint(base, "mixtral")
+    path.mkdir()
+    for file in source.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    with Runtime(path) as runtime:
+        file = runtime.checkpoint.layers[1]
+        entry: Any = file.weights["model.layers.1.mlp.experts.2.down_proj"]
+    damaged = bytearray(file.path.read_bytes())
+    damaged[entry.codes.offset] ^= 1
+    file.path.write_bytes(damaged)
+    with (
+        Runtime(path, device_memory=budgets(path)[0]) as runtime,
+        pytest.raises(ChecksumError, match="layer"),
+    ):
+        logits_of(runtime)
