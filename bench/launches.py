@@ -190,7 +190,7 @@ def _cache_of(form: KVFormat, sequences: int, context: int) -> DeviceLayerCache:
 def measure(folder: Path, layers: int, sequences: int, steps: int) -> HostCost:
     """The cost of a decode step of a model with so many layers."""
     path = folder / f"{layers}"
-    write_random_checkpoint(path, SMALL | {"num_hidden_layers": layers})
+    write_random_checkpoint(path, SMALL | {"num_hidden_layers": layers}, packing="split32")
     kernels: Counter[str] = Counter()
     with torch.inference_mode():
         with _opened(path, sequences) as step:

@@ -28,6 +28,9 @@ OTHERS = {
     "--seconds",
     "--seed",
     "--override-tensor",
+    "--unshared",
+    "--address",
+    "--threads",
 }
 
 

@@ -216,6 +216,6 @@ class Decoding:
         ragged = Ragged.of([1] * count, cache.tokens.lengths)
         if ragged.longest + 1 > cache.room:  # less than this was made room for before
             cache.make_room(ragged.longest + 1, [1] * count, count)
-        logits = self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, None))
+        logits = self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, ragged.last_rows))
         cache.columns += 1
         return logits

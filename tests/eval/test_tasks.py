@@ -76,7 +76,7 @@ def test_continuations_score_as_the_peers(
     requests = instances("loglikelihood", PAIRS)
     found = opened(checkpoint, **options).loglikelihood(requests, disable_tqdm=True)
     wanted = peer.loglikelihood(requests, disable_tqdm=True)
-    assert [score for score, _ in found] == pytest.approx([score for score, _ in wanted], rel=1e-5)
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in wanted], rel=3e-5)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
     assert found[0] == found[-1]
 
@@ -97,7 +97,7 @@ def test_texts_score_as_the_peers(batch_size: int, checkpoint: Path, peer: HFLM)
     lm = opened(checkpoint, batch_size=batch_size)
     found = lm.loglikelihood_rolling(requests, disable_tqdm=True)
     wanted = peer.loglikelihood_rolling(requests, disable_tqdm=True)
-    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found == pytest.approx(wanted, rel=3e-5)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -115,7 +115,7 @@ def test_models_of_transformers_modules_score_too(tmp_path_factory: pytest.TempP
     requests = instances("loglikelihood", PAIRS)
     found = lm.loglikelihood(requests, disable_tqdm=True)
     wanted = other.loglikelihood(requests, disable_tqdm=True)
-    assert [score for score, _ in found] == pytest.approx([score for score, _ in wanted], rel=1e-5)
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in wanted], rel=3e-5)
 
 
 def test_streamed_weights_give_the_same_bits(checkpoint: Path) -> None:

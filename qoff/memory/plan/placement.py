@@ -76,18 +76,19 @@ def plan_residency(
     if device_memory is not None and wanted > device_memory:
         found = None
         if one_by_one and any(is_expert(n) for file in checkpoint.layers for n in file.weights):
-            for least in (_EXPERTS_AT_ONCE, 1):
-                search = _Search(checkpoint, slots, workspace, packing, tiled_workspace, least)
+            for at_once in (_EXPERTS_AT_ONCE, 1):
+                search = _Search(checkpoint, slots, workspace, packing, tiled_workspace, at_once)
                 found = found or search.best(device_memory)
                 if found:
                     break
         else:
             found = search.best(device_memory)
         if found is None:
+            least, beside = min((search.least, search.least_workspace), (wanted, workspace))
             raise BudgetError(
                 f"device memory: the weights of {checkpoint.path} take {wanted:,} bytes, and the "
-                f"budget is {device_memory:,}; streaming them takes at least {search.least:,} "
-                f"({slots} slots, {search.least_workspace:,} bytes of working space): raise the "
+                f"budget is {device_memory:,}; streaming them takes at least {least:,} "
+                f"({slots} slots, {beside:,} bytes of working space): raise the "
                 "budget to that"
             )
         choice = found
