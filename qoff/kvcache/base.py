@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.layer_cache import LayerCache
@@ -41,7 +41,6 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache]):
     """
 
     ragged: Ragged
-    recorded: object | None = None  # what the decoder keeps of it for the next one
 
     def replay_key(self) -> Hashable | None:
         """What kernels are told in this pass, beside the values in memory: addresses and sizes.
@@ -81,6 +80,10 @@ class KVCache(ABC):
 
     lengths: list[int]
     ended: CachePass | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the pass, which is told where this cache lies."""
+        return {**self.__dict__, "ended": None}
 
     @property
     def sequences(self) -> int:

@@ -4,6 +4,8 @@ not, whatever changes from step to step.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +147,19 @@ def test_no_step_follows_where_something_else_happened(
     lengths = list(run.cache.lengths)
     assert run.run.decoder.follow(run.next_pass((0, 1, 2), (1, 1, 1))) is None
     assert run.cache.lengths == lengths
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_copied_cache_has_no_part_of_the_recording(cache: str, checkpoint: Path) -> None:
+    run = Run(checkpoint, cache, Replays(CPU, while_done=JobRecorder()), True)
+    for _ in range(2):
+        run.pass_over((0, 1, 2), (1, 1, 1))
+    copies = copy.deepcopy(run.cache), pickle.loads(pickle.dumps(run.cache))
+    step = run.next_pass((0, 1, 2), (1, 1, 1))
+    assert run.run.decoder.follow(replace(step, cache=copies[0])) is None
+    wanted = run.run.forward(step).clone()
+    for one in copies:
+        assert torch.equal(run.run.forward(replace(step, cache=one)), wanted)
 
 
 def test_tokens_there_are_not_are_refused_before_a_replay(checkpoint: Path) -> None:

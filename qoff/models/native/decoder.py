@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.upload import on_device
-from qoff.kvcache import DeviceCache, KVCache, KVQuant
+from qoff.kvcache import CachePass, DeviceCache, KVCache, KVQuant
 from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
 from qoff.memory import HEAD, Weights
@@ -103,6 +104,7 @@ class Decoder:
         self.replays = replays
         self._embed = embed
         self._steady = (0, LayerWorkspace())  # working space for so many tokens
+        self._recorded = WeakKeyDictionary[CachePass, _Recorded]()  # caches may outlive weights
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
@@ -205,20 +207,20 @@ class Decoder:
         computes this one, too.
         """
         cached, positions = run.cache.ended, run.ragged.longest + 1
-        if cached is None or cached.recorded is None or not cached.can_advance(run.ragged):
+        recorded = None if cached is None else self._recorded.get(cached)
+        if cached is None or recorded is None or not cached.can_advance(run.ragged):
             return None
         if any(len(table.whole[0]) < positions for table in self._rotary):
             return None
         if not isinstance(run.activations, ResidentActivations):
             return None
-        assert isinstance(cached.recorded, _Recorded)
         self.spec.check_positions(positions)
         self._check_ids(run.tokens)
         cached.advance(run.ragged)
         run.cached, run.ragged = cached, cached.ragged
-        run.positions, run.rotary = cached.recorded.positions, cached.recorded.rotary
-        run.workspace = cached.recorded.workspace
-        logits = self._computed(run, cached.recorded)
+        run.positions, run.rotary = recorded.positions, recorded.rotary
+        run.workspace = recorded.workspace
+        logits = self._computed(run, recorded)
         cached.end()
         return logits
 
@@ -298,7 +300,7 @@ class Decoder:
         key = (*map(id, weights), key)
         recorded = _Recorded(key, weights, run.workspace, run.rotary, run.positions)
         assert run.cached is not None
-        run.cached.recorded = recorded
+        self._recorded[run.cached] = recorded
         return self._computed(run, recorded)
 
     def _computed(self, run: ForwardPass, recorded: _Recorded) -> Tensor:
