@@ -7,6 +7,11 @@ compared, token for token, with those of the same KV cache with all in memory, o
 time; then no thread, no open file and no byte beyond a budget is left, and no plan takes 2 s. Those
 answers are long, and computed once for a model and KV cache; a plan is asked for beginnings of
 some.
+
+Where KV blocks are changes rounding. With 16-bit activations no token has changed by it in tens of
+thousands of plans; 8-bit activations make steps of 1/255 of the last bits, so there the two best
+tokens may change places if their log-probabilities are within 0.02. This is counted as a near tie,
+and the rest of that answer, which follows another token, is not compared.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,7 @@ from bench.harness import Bar, Report, arguments
 from bench.random_model import write_random_checkpoint
 from bench.stress import TINY
 from qoff.checkpoint import Checkpoint
-from qoff.engine import LLM, SamplingParams
+from qoff.engine import LLM, Completion, SamplingParams
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import DEVICE, HOST, KVPlacement
@@ -48,6 +53,7 @@ _LENGTHS = (LONGEST, 1, 63, 64, 79, 103, 125, 128)
 _DRAWN = 4  # further prompts, of any length
 _SHORT, _LONG = 8, 70  # tokens of an answer at most, and of those to every fourth prompt
 _SLOW_S, _STUCK_S = 2.0, 300.0  # a plan that is noted; one after which all threads are shown
+_NEAR_TIE = 0.02  # nats between the two best tokens that 8-bit activations may swap
 _TIMES = 3  # that a plan is run if it is slow: the machine may be busy
 _TICK_S = 0.05
 _CACHES = (
@@ -107,6 +113,26 @@ class Draws:
         return found
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Tokens, and by how many nats each is ahead of the next best: 0 where it is not the best."""
+
+    tokens: tuple[int, ...]
+    ahead: tuple[float, ...]
+
+    @classmethod
+    def of(cls, completion: Completion) -> Answer:
+        """The answer in a completion with the log-probabilities of the two best tokens."""
+        assert completion.logprobs is not None
+        best = [sorted(x.logprob for x in step.values())[-2:] for step in completion.logprobs]
+        return cls(completion.token_ids, tuple(high - low for low, high in best))
+
+    def first_other(self, tokens: Sequence[int]) -> int | None:
+        """Where tokens are first other ones; None if all are the beginning of these."""
+        pairs = enumerate(zip(tokens, self.tokens, strict=False))
+        return next((i for i, (found, expected) in pairs if found != expected), None)
+
+
 class Clock(threading.Thread):
     """Seconds in which this process ran: it may be stopped for minutes."""
 
@@ -129,7 +155,7 @@ class Trial:
         draw = self._draws.random
         lengths = [*_LENGTHS, *(draw.randint(2, LONGEST) for _ in range(_DRAWN))]
         self._prompts = [[draw.randrange(512) for _ in range(length)] for length in lengths]
-        self._alone: dict[str, list[tuple[int, ...]]] = {}
+        self._alone: dict[str, list[Answer]] = {}
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self.slowest = 0.0  # seconds of a plan
@@ -143,7 +169,7 @@ class Trial:
         plan = self._draws.plan(self._spill)
         numbers, lengths = self._draws.requests(len(self._prompts))
         alone = self._expected(plan)
-        expected = [alone[i][:length] for i, length in zip(numbers, lengths, strict=True)]
+        expected = [alone[i] for i in numbers]
         bounded = replace(plan, **self._draws.bounds(*self._taken(plan)))  # type: ignore[arg-type]
         for _ in range(_TIMES):
             start = clock.seconds
@@ -165,7 +191,7 @@ class Trial:
         plan: Plan,
         numbers: Sequence[int],
         lengths: Sequence[int],
-        expected: list[tuple[int, ...]],
+        expected: list[Answer],
     ) -> tuple[str, str]:
         """What comes of a plan, and what is wrong with that."""
         threads = set(threading.enumerate())
@@ -173,10 +199,9 @@ class Trial:
         outcome, wrong = "opened", ""
         try:
             with LLM(self._checkpoint, plan) as llm:
-                found = self._answers(llm, numbers, lengths)
+                found = llm.generate(*self._asked(plan, numbers, lengths))
                 used = llm.memory_by_tier()
-            if found != expected:
-                wrong = f"tokens {found}, expected {expected}"
+            wrong = self._other_tokens(plan, [x.token_ids for x in found], lengths, expected)
             for tier, budget in (("device", plan.device_memory), ("host", plan.host_memory)):
                 if budget is not None and sum(used[tier].values()) > budget:
                     wrong = f"{used[tier]} on {tier}"
@@ -190,6 +215,24 @@ class Trial:
             wrong = wrong or f"left open: threads {left}, files {_open_files() - files}"
         return outcome, wrong
 
+    def _other_tokens(
+        self,
+        plan: Plan,
+        found: list[tuple[int, ...]],
+        lengths: Sequence[int],
+        expected: list[Answer],
+    ) -> str:
+        """What is wrong with the tokens of a plan's answers; near ties are counted only."""
+        for tokens, length, answer in zip(found, lengths, expected, strict=True):
+            at = answer.first_other(tokens)
+            if len(tokens) != length or (
+                at is not None and (plan.activation_bits != 8 or answer.ahead[at] > _NEAR_TIE)
+            ):
+                return f"tokens {tokens}, expected {answer.tokens[:length]}"
+            if at is not None:
+                self.counts["near ties"] += 1
+        return ""
+
     def _taken(self, plan: Plan) -> tuple[int, int, int]:
         """Bytes without bounds: weights, and what else is on the device and in host memory."""
         checkpoint = Checkpoint.open(self._checkpoint)
@@ -198,7 +241,7 @@ class Trial:
         weights = sum(file.nbytes for file in checkpoint.files)
         return weights, memory.total(DEVICE), memory.total(HOST)
 
-    def _expected(self, plan: Plan) -> list[tuple[int, ...]]:
+    def _expected(self, plan: Plan) -> list[Answer]:
         """The answers to each prompt alone, with everything in memory."""
         key = f"{plan.kv!r} {plan.activation_bits}"
         if key not in self._alone:
@@ -207,18 +250,24 @@ class Trial:
             )
             with LLM(self._checkpoint, alone) as llm:
                 numbers = range(len(self._prompts))
-                self._alone[key] = self._answers(llm, numbers, [_most(i) for i in numbers])
+                asked, params = self._asked(alone, numbers, [_most(i) for i in numbers])
+                found = llm.generate(asked, [replace(x, logprobs=2) for x in params])
+            self._alone[key] = [Answer.of(completion) for completion in found]
         return self._alone[key]
 
-    def _answers(
-        self, llm: LLM, numbers: Sequence[int], lengths: Sequence[int]
-    ) -> list[tuple[int, ...]]:
-        """The tokens that follow some prompts: of every third, drawn ones."""
+    def _asked(
+        self, plan: Plan, numbers: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[list[list[int]], list[SamplingParams]]:
+        """Some prompts and how they are continued. Every third one draws its tokens, but for 8-bit
+        activations: how near a draw was to another token is not known."""
+        drawn = plan.activation_bits == 16
         params = [
-            SamplingParams(temperature=float(i % 3 == 2), seed=i, max_tokens=n, ignore_eos=True)
+            SamplingParams(
+                temperature=float(drawn and i % 3 == 2), seed=i, max_tokens=n, ignore_eos=True
+            )
             for i, n in zip(numbers, lengths, strict=True)
         ]
-        return [x.token_ids for x in llm.generate([self._prompts[i] for i in numbers], params)]
+        return [self._prompts[i] for i in numbers], params
 
 
 def _most(number: int) -> int:
