@@ -1,8 +1,10 @@
-"""Perplexity of the demo model in every type that llama-quantize makes, imported and exact.
+"""Perplexity of the demo model in every type that llama-quantize makes: imported, exact, llama.cpp.
 
 llama-quantize requantizes the demo's GGUF file. Of each file qoff's import is evaluated, and
 transformers with exactly the values of the file in float32. The difference is what the import
-loses; types whose codes are taken over lose nothing but rounding.
+loses; types whose codes are taken over lose nothing but rounding. llama-perplexity reads the same
+tokens with the same file, and quantizes activations to 8 bits. Like it, the second half of each
+window is scored.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ import torch
 
 from bench.demo import fetch_gguf
 from bench.harness import Report, arguments
-from bench.peers.llama_cpp import quantized
+from bench.peers.llama_cpp import LlamaCpp, quantized
 from qoff.eval.perplexity.metrics import Divergence, summarize
 from qoff.eval.perplexity.models import bits_per_weight, open_float, open_runtime, tokenizer_of
 from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
 from qoff.eval.perplexity.subjects import QoffSubject, TransformersSubject
-from qoff.eval.perplexity.windows import Window
-from qoff.eval.texts import encode, read_text
+from qoff.eval.perplexity.windows import cut
+from qoff.eval.texts import DEFAULT_TEXT, encode, read_text
 from qoff.models.convert.convert import convert
 from qoff.quant import GGUFFile
 
@@ -64,26 +66,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = fetch_gguf()
     tokenizer = tokenizer_of(source)
     ids = encode(tokenizer, read_text())
-    windows = [Window(i * WINDOW, (i + 1) * WINDOW, i * WINDOW + 1) for i in range(args.windows)]
-    sample = Sample(ids, windows)
+    windows = cut(len(ids), WINDOW, definition="llama.cpp", limit=args.windows)
+    sample, threads = Sample(ids, windows), torch.get_num_threads()
     result = Report(
         "gguf_types",
         {"windows": args.windows, "window": WINDOW},
         "The demo model in types of GGUF: perplexity of the import against its exact values",
-        ("type", "matrices", "bits imported", "exact perplexity", "of the import", "KL"),
+        ("type", "matrices", "bits imported", "exact perplexity", "of the import", "KL",
+         "llama.cpp's perplexity", "import against it"),
     )  # fmt: skip
     for kind in args.types.split(","):
         path = quantized(source, kind)
         with tempfile.TemporaryDirectory() as folder:
             found, bits = judge(path, sample, Path(folder))
-        lost = found.perplexity_ratio.value - 1
+        lost, exact = found.perplexity_ratio.value - 1, found.reference_perplexity.value
+        peer = LlamaCpp(path, threads).perplexity(DEFAULT_TEXT, WINDOW, len(windows))
+        apart = exact * (1 + lost) / peer - 1
         row = (
-            kind, contents(path), f"{bits:.2f}", f"{found.reference_perplexity.value:.3f}",
-            f"{100 * lost:+.3f} %", f"{found.mean_kl.value:.6f}",
+            kind, contents(path), f"{bits:.2f}", f"{exact:.3f}", f"{100 * lost:+.3f} %",
+            f"{found.mean_kl.value:.6f}", f"{peer:.3f}", f"{100 * apart:+.3f} %",
         )  # fmt: skip
         result.rows.append(row)
         print(*row, sep=" | ", flush=True)
-        result.measured[kind] = {"lost": lost, "kl": found.mean_kl.value, "bits": bits}
+        kl = found.mean_kl.value
+        result.measured[kind] = {"lost": lost, "kl": kl, "bits": bits, "apart": apart}
     result.publish(args.out)
 
 

@@ -7,6 +7,7 @@ own, which loads the file and runs once to warm up.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,16 @@ class LlamaCpp:
     def decode(self, tokens: int, depth: int) -> float:
         """Tokens per second of decoding `tokens` tokens after a prompt of `depth`."""
         return self._rate("-p", "0", "-n", str(tokens), "-d", str(depth))
+
+    def perplexity(self, text: Path, window: int, windows: int) -> float:
+        """Perplexity of the second halves of the first `windows` windows of a text file."""
+        cut = ("-c", str(window), "--chunks", str(windows))
+        out = _run("llama-perplexity", "-m", str(self.path), "-f", str(text), *cut,
+                   "-t", str(self.threads))  # fmt: skip
+        found = re.search(r"Final estimate: PPL = ([0-9.]+)", out)
+        if found is None:
+            raise FormatError(f"llama-perplexity {self.path}: no final estimate in its output")
+        return float(found[1])
 
     def _rate(self, *options: str) -> float:
         fixed = ("-t", str(self.threads), "-r", "1", "-o", "json", "-fa", "1")

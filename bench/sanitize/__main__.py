@@ -62,7 +62,8 @@ def run(sanitizer: Sanitizer, command: Sequence[str], cache: Path) -> tuple[int,
         name = f"{sanitizer.value.upper()}_OPTIONS"
         environment = {
             **os.environ,
-            "LD_PRELOAD": library,
+            # The second, so that libasan finds how exceptions of C++ are thrown, which torch does.
+            "LD_PRELOAD": f"{library} {ctypes.util.find_library('stdc++')}",
             name: f"{_OPTIONS[sanitizer]}:exitcode=0:log_path={log}",
             "NUMBA_CACHE_DIR": str(cache),
             "NUMBA_LOOP_VECTORIZE": "0",  # of our vectors only, not into scattered accesses

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeGuard
 
 from torch import Tensor
@@ -64,7 +65,7 @@ class Image:
         """Whether the weights go through staging memory of `raw_bytes`."""
         return self.placed is not self.raw and not self.widened
 
-    @property
+    @cached_property
     def widened(self) -> bool:
         """Whether codes are widened in their places, by `widen`, when all has been read."""
         return any(True for _ in self._widened())
