@@ -22,7 +22,7 @@ from qoff.models.convert.unconverted import Unconverted
 from qoff.models.families import converted
 from qoff.models.modules.configs import build, is_native, read_config
 from qoff.models.native.rope import inverse_frequencies
-from qoff.models.sources import open_source
+from qoff.models.sources import GGUFModulesSource, open_source
 from qoff.models.sources.safetensors import SafetensorsSource
 from qoff.models.spec import DecoderSpec
 from qoff.models.stored import check_checkpoint
@@ -151,7 +151,8 @@ def _source_bytes(path: Path, data: bytes, start: bytes) -> None:
 def _read_all(folder: Path) -> None:
     """Open a source and read all of its tensors."""
     source = open_source(folder)
-    for name in source.names():  # type: ignore[attr-defined]
+    assert isinstance(source, SafetensorsSource)
+    for name in source.names():
         for _ in source.chunks(name, 32):
             pass
 
@@ -166,7 +167,8 @@ def _convertible(folder: Path) -> None:
     spec = DecoderSpec.from_config(converted(config, lambda name: False)[0])
     for rope in {spec.rope, spec.local_rope} - {None}:
         inverse_frequencies(spec, rope)  # type: ignore[arg-type]
-    model, builder = Unconverted.of(source), Builder(source, QuantConfig(solver="rtn"), False)
+    model = Unconverted.of(source)
+    builder = Builder(model.source, QuantConfig(solver="rtn"), False)
     for unit in model.units:
         builder.check(*unit)
 
@@ -215,6 +217,11 @@ def _generation(folder: Path) -> None:
 def _gguf(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     source = open_source(path)
+    if isinstance(source, GGUFModulesSource):
+        for name in source.names():
+            source.whole(name)
+        source.files()
+        return
     model, builder = Unconverted.of(source), Builder(source, QuantConfig(solver="rtn"), True)
     for prefix, weights in model.units:
         builder.check(prefix, weights)

@@ -38,7 +38,8 @@ _TESTS = (
 )  # fmt: skip
 _DEFAULTS = {
     Sanitizer.ADDRESS: [
-        "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/kernels/test_{x}.py" for x in _TESTS),
+        "pytest", "-q", "-p", "no:cacheprovider", "--timeout=3600",
+        *(f"tests/kernels/test_{x}.py" for x in _TESTS),
     ],
     Sanitizer.THREAD: ["bench.stress", "--unshared", "--threads", "8"],
 }  # fmt: skip

@@ -103,9 +103,9 @@ def test_absurd_sizes_in_gguf(tmp_path: Path, key: str, value: int) -> None:
     path.write_bytes(content[:at] + value.to_bytes(4, "little") + content[at + 4 :])
 
     def read() -> None:
-        source = open_source(path)
-        builder = Builder(source, QuantConfig(), requantize=False)
-        for unit in Unconverted.of(source).units:
+        model = Unconverted.of(open_source(path))
+        builder = Builder(model.source, QuantConfig(), requantize=False)
+        for unit in model.units:
             builder.check(*unit)
 
     refused_at_once(read, r"m\.gguf|config\.json")

@@ -82,9 +82,8 @@ def test_files_of_every_family(family: str, base: Path, tmp_path: Path) -> None:
 
 def floats(path: Path) -> dict[str, Tensor]:
     """The values of all weights, as a conversion reads them."""
-    source = open_source(path)
-    builder = Builder(source, QUANT, requantize=False)
-    units = Unconverted.of(source).units
+    model = Unconverted.of(open_source(path))
+    builder, units = Builder(model.source, QUANT, requantize=False), model.units
     for unit in units:
         builder.check(*unit)
     return {f"{at}{w.name}": builder.floats(w) for at, unit in units for w in unit}

@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import FormatError
 from qoff.models.convert.convert import convert
+from qoff.models.convert.unconverted import Unconverted
 from qoff.models.sources import open_source
 from qoff.quant import QTensor, QuantConfig
 from tests.tiny_models import save_model
@@ -46,7 +47,7 @@ def save(folder: Path, **changes: Tensor) -> dict[str, Tensor]:
 
 def test_every_expert_is_that_of_transformers(tmp_path: Path) -> None:
     wanted = save(tmp_path)
-    source = open_source(tmp_path)
+    source = Unconverted.of(open_source(tmp_path)).source
     for which, experts in wanted.items():
         info = source.info(NAME.format(which))
         assert info is not None

@@ -14,8 +14,15 @@ from torch import Tensor
 from qoff.checkpoint import CheckpointWriter
 from qoff.errors import FormatError, QoffError, QuantizationError
 from qoff.models.modules.configs import is_native
-from qoff.models.sources import SafetensorsSource, Source, open_source, own_code
+from qoff.models.sources import (
+    GGUFModulesSource,
+    SafetensorsSource,
+    Source,
+    open_source,
+    own_code,
+)
 from qoff.quant import QTensor, QuantConfig
+from qoff.quant.gguf_blocks import GROUP_SIZE
 from qoff.quant.matrix import CALIBRATED
 from qoff.system_memory import refusals, refused_tier
 
@@ -45,9 +52,10 @@ def convert(
     source_path: a directory with safetensors, or a GGUF file, or one of its parts. quant: how float
     weights are quantized. for_cpu: store the packing that the CPU kernels read. Quantized weights
     keep their codes, those of a fused weight in the widest format of its parts; requantize:
-    quantize the values of others again. overwrite: replace a checkpoint at `out`. progress: called
-    with units done and units in all. calibration: token ids, int64 [texts, tokens], for solver
-    "gptq" only.
+    quantize the values of others again. For transformers' modules those of a GGUF file become 8-bit
+    codes, or with requantize those that `quant` says. overwrite: replace a checkpoint at `out`.
+    progress: called with units done and units in all. calibration: token ids, int64 [texts,
+    tokens], for solver "gptq" only.
     trust_remote_code: run code that comes with the model or its tokenizer, and keep it with the
     checkpoint.
 
@@ -66,7 +74,9 @@ def convert(
         _check_calibration(quant, calibration)
         config = source.config()
         job: _NativeJob | ModulesJob
-        if isinstance(source, SafetensorsSource) and not is_native(config):
+        if isinstance(source, GGUFModulesSource) or (
+            isinstance(source, SafetensorsSource) and not is_native(config)
+        ):
             if calibration is not None:
                 raise QuantizationError(
                     f"{source.path}: "
@@ -79,6 +89,8 @@ def convert(
                     "runs through transformers' modules, whose matrices all have one "
                     "format; leave `weights` out"
                 )
+            if isinstance(source, GGUFModulesSource) and source.quantized and not requantize:
+                quant = replace(quant, bits=8, head_bits=8, group_size=GROUP_SIZE)
             job = ModulesJob(source, config, quant, trust_remote_code)
         else:
             job = _NativeJob(source, quant, requantize, calibration)

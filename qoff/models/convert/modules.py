@@ -18,7 +18,7 @@ from torch import Tensor
 from qoff.errors import ConversionError, FormatError, QuantizationError
 from qoff.models.modules.configs import DTYPE, LAYOUT, build, read_config
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
-from qoff.models.sources import SafetensorsSource
+from qoff.models.sources import ModulesSource
 from qoff.quant import QTensor, QuantConfig, quantize
 from qoff.quant.matrix import ROUTER_BITS
 
@@ -29,7 +29,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 class _Later:
     """A tensor of the source as transformers' loader wants it: `[...]` reads it."""
 
-    source: SafetensorsSource
+    source: ModulesSource
     name: str
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
@@ -45,7 +45,7 @@ class ModulesJob:
 
     def __init__(
         self,
-        source: SafetensorsSource,
+        source: ModulesSource,
         config: Mapping[str, Any],
         quant: QuantConfig,
         trust_remote_code: bool,

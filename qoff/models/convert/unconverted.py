@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from qoff.errors import QuantizationError
+from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.models.families import converted
 from qoff.models.families.family import TensorNames
 from qoff.models.names import ROW_BLOCK, Weight, layer_prefix, layer_weights, outer_weights
-from qoff.models.sources import Source
+from qoff.models.sources import GGUFModulesSource, Source
 from qoff.models.spec import DecoderSpec
 from qoff.models.stored import check_counts
 from qoff.quant import QTensor
@@ -35,8 +35,13 @@ class Unconverted:
     units: tuple[tuple[str, tuple[Weight, ...]], ...]
 
     @classmethod
-    def of(cls, source: Source) -> Unconverted:
+    def of(cls, source: Source | GGUFModulesSource) -> Unconverted:
         """Read configuration and headers. Raises UnsupportedModelError or FormatError."""
+        if isinstance(source, GGUFModulesSource):
+            raise UnsupportedModelError(
+                f"{source.path}: runs through transformers' modules, whose matrices all have one "
+                "format"
+            )
         config, names = converted(source.config(), lambda name: source.info(name) is not None)
         names = source.tensor_names or names
         spec = DecoderSpec.from_config(config)

@@ -14,10 +14,20 @@ from qoff.models.families.family import TensorNames
 from qoff.quant import QTensor, TensorInfo
 from qoff.quant.gguf_split import in_directory
 
+from .gguf_modules import GGUFModulesSource
 from .quantized import open_quantized
 from .safetensors import SafetensorsSource, own_code
 
-__all__ = ["SafetensorsSource", "Source", "open_source", "own_code"]
+__all__ = [
+    "GGUFModulesSource",
+    "ModulesSource",
+    "SafetensorsSource",
+    "Source",
+    "open_source",
+    "own_code",
+]
+
+ModulesSource = SafetensorsSource | GGUFModulesSource  # what transformers' modules can be of
 
 
 class Source(Protocol):
@@ -45,7 +55,7 @@ class Source(Protocol):
         """Return tokenizer files and `generation_config.json`, by name."""
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
+def open_source(path: str | os.PathLike[str]) -> Source | GGUFModulesSource:
     """Open a directory with `config.json` and safetensors, or a `.gguf` file, headers only.
 
     One of the parts of a split GGUF model stands for all, and a directory for the model in it.
@@ -65,6 +75,15 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         raise FormatError(
             f"{where}: expected a .gguf file, or a directory with config.json and safetensors files"
         )
-    from .gguf import GGUFSource
+    from qoff.quant import GGUFFile
 
-    return GGUFSource(where)
+    from .gguf_architectures import ARCHITECTURES
+    from .gguf_metadata import Metadata
+
+    file = GGUFFile(where)
+    metadata = Metadata(file)
+    if metadata.architecture in ARCHITECTURES:
+        from .gguf import GGUFSource
+
+        return GGUFSource(file, metadata)
+    return GGUFModulesSource(file, metadata)

@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qoff.errors import FormatError, UnsupportedModelError, raised_as
+from qoff.errors import FormatError, UnsupportedModelError
 from qoff.models.families.family import TensorNames
 from qoff.models.names import layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
@@ -24,7 +23,7 @@ from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
 from .gguf_architectures import find
 from .gguf_metadata import Metadata
 from .gguf_rope import TENSORS as ROPE_TENSORS
-from .gguf_tokenizer import build_tokenizer
+from .gguf_tokenizer import companions
 
 _BITS_FROM_FLOATS = 8  # of types whose codes no QTensor holds
 _AS_CONFIGURED = ("MXFP4",)  # like floats, and like the same type in safetensors
@@ -32,15 +31,12 @@ _ONE_EXPERT = re.compile(r"(blk\.\d+\.)ffn_(gate|up|down)\.(\d+)(\.\w+)")
 
 
 class GGUFSource:
-    """A GGUF file. Raises FormatError if it is damaged, UnsupportedModelError for an architecture
-    that has no reader.
-    """
+    """A GGUF file of one of `ARCHITECTURES`. Raises FormatError if it is damaged."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = GGUFFile(path)
-        self._metadata = Metadata(self._file)
-        self._architecture = find(self._metadata)
+    def __init__(self, file: GGUFFile, metadata: Metadata) -> None:
+        self.path = file.path
+        self._file, self._metadata = file, metadata
+        self._architecture = find(metadata)
         self._metadata.check()
         self._stored = {_own_name(name): name for name in self._file.tensors}
 
@@ -86,25 +82,7 @@ class GGUFSource:
         return self._file.item(self._stored[name], index)
 
     def files(self) -> Mapping[str, bytes | Path]:
-        from transformers import GenerationConfig
-
-        ends = {i for key in ("eos", "eot", "eom") if (i := self._metadata.token(key)) is not None}
-        generation = GenerationConfig(
-            bos_token_id=self._metadata.token("bos"),
-            eos_token_id=sorted(ends) if len(ends) > 1 else next(iter(ends), None),
-            pad_token_id=self._metadata.token("padding"),
-        )
-        with (
-            raised_as(FormatError, f"{self.path}: its tokenizer cannot be built", "get it again"),
-            TemporaryDirectory() as directory,
-        ):
-            tokenizer = build_tokenizer(
-                self._metadata.values, self._metadata.need("context_length")
-            )
-            tokenizer.save_pretrained(directory)
-            generation.save_pretrained(directory)
-            written = (path for path in sorted(Path(directory).iterdir()) if path.is_file())
-            return {path.name: path.read_bytes() for path in written}
+        return companions(self._metadata)
 
     def _check_all_known(self, config: Mapping[str, Any]) -> None:
         """Raise UnsupportedModelError for a tensor that nothing here would read."""

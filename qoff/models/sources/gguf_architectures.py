@@ -86,16 +86,10 @@ class Architecture:
 
 
 def find(metadata: Metadata) -> Architecture:
-    """The architecture of a file. Raises UnsupportedModelError for one that has no reader."""
-    name = metadata.architecture
-    if name == "llama" and metadata.get("expert_count", 0):
+    """That of a file whose `general.architecture` is one of `ARCHITECTURES`."""
+    if metadata.architecture == "llama" and metadata.get("expert_count", 0):
         return _MIXTRAL
-    if name not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{metadata.path}: general.architecture is {name!r}; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return ARCHITECTURES[name]
+    return ARCHITECTURES[metadata.architecture]
 
 
 def _common(metadata: Metadata) -> Config:

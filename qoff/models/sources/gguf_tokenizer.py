@@ -9,6 +9,8 @@ kind is built as the model's own `tokenizer.json` has it, and others are refused
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,9 @@ from tokenizers import (
     processors,
 )
 
-from qoff.errors import FormatError, UnsupportedModelError
+from qoff.errors import FormatError, UnsupportedModelError, raised_as
 
+from .gguf_metadata import Metadata
 from .gguf_pre_tokenizers import KINDS, Kind
 
 # Of tokenizer.ggml.token_type.
@@ -34,6 +37,30 @@ _INSTEAD = "Convert the model's safetensors checkpoint instead, which has its ow
 _SENTENCEPIECE = "llama"  # a value of tokenizer.ggml.model
 _STAY = ("<unk>", "<s>", "<|endoftext|>")  # in Phi-3 the space after these is text
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def companions(metadata: Metadata) -> dict[str, bytes]:
+    """The tokenizer files and `generation_config.json` that say what a GGUF file does, by name.
+
+    Raises FormatError for a tokenizer that cannot be built.
+    """
+    from transformers import GenerationConfig
+
+    ends = {i for key in ("eos", "eot", "eom") if (i := metadata.token(key)) is not None}
+    generation = GenerationConfig(
+        bos_token_id=metadata.token("bos"),
+        eos_token_id=sorted(ends) if len(ends) > 1 else next(iter(ends), None),
+        pad_token_id=metadata.token("padding"),
+    )
+    with (
+        raised_as(FormatError, f"{metadata.path}: its tokenizer cannot be built", "get it again"),
+        TemporaryDirectory() as directory,
+    ):
+        tokenizer = build_tokenizer(metadata.values, metadata.need("context_length"))
+        tokenizer.save_pretrained(directory)
+        generation.save_pretrained(directory)
+        written = (path for path in sorted(Path(directory).iterdir()) if path.is_file())
+        return {path.name: path.read_bytes() for path in written}
 
 
 def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> Any:

@@ -1,0 +1,116 @@
+"""GGUF files of architectures without a spec: what transformers' own loader makes of them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+import qoff
+from qoff.errors import UnsupportedModelError
+from qoff.models.convert.convert import convert
+from qoff.models.sources import GGUFModulesSource, open_source
+from qoff.models.sources.gguf_modules import BY_TRANSFORMERS
+from qoff.quant import QuantConfig
+from tests.gguf_models import GGUFModel
+from tests.tolerances import relative_rms
+
+VOCAB = 64
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+ROTARY = SMALL | {"num_key_value_heads": 2, "intermediate_size": 128}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
+    "lfm2": ROTARY | {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]},
+    "mamba": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "time_step_rank": 4,
+        "intermediate_size": 128,
+        "vocab_size": VOCAB,
+    },
+    "nemotron": ROTARY,
+    "stablelm": ROTARY,
+}
+
+
+def written(kind: str, path: Path, **changes: Any) -> Path:
+    """A file of random values, with the names and shapes that llama.cpp's converter gives them."""
+    config = CONFIG_MAPPING[kind](**CONFIGS[kind])
+    config.tie_word_embeddings = kind != "stablelm"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    known = {key: name for key, name in GGUF_CONFIG_MAPPING[kind].items() if name}
+    metadata = {key: getattr(config, name) for key, name in known.items() if hasattr(config, name)}
+    metadata.setdefault("context_length", 64)
+    if kind == "lfm2":
+        metadata |= {"attention.head_count_kv": [0, 2], "rope.freq_base": 1e6}
+        metadata["attention.layer_norm_rms_epsilon"] = 1e-5
+    processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config.to_dict())
+    state, random = model.state_dict(), np.random.default_rng(0)
+    tensors = {}
+    for name, own in get_gguf_hf_weights_map(model, processor).items():
+        if name == "output.weight" and config.tie_word_embeddings:
+            continue
+        shape = tuple(x for x in state[own].shape if x != 1)
+        if kind == "gpt2" and len(shape) == 2 and name.startswith("blk."):
+            shape = shape[::-1]
+        values = random.standard_normal(shape).astype(np.float32) / 8
+        tensors[name] = -np.exp(values) if name.endswith("ssm_a") else values
+    found = GGUFModel(kind, metadata | changes, tensors)
+    found.kinds = {"blk.": Kind.F16}
+    return found.write(path)
+
+
+@pytest.mark.parametrize("kind", BY_TRANSFORMERS)
+def test_values_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    path = written(kind, tmp_path / "m.gguf")
+    truth = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    source = open_source(path)
+    assert isinstance(source, GGUFModulesSource)
+    state = truth.state_dict()
+    for name in source.names():
+        assert torch.equal(source.whole(name), state[name]), name
+    quant = QuantConfig(bits=8, head_bits=8, group_size=32, solver="rtn")
+    checkpoint = convert(path, tmp_path / "out", quant=quant)
+    ids = torch.arange(24).view(1, 24)
+    model, _ = qoff.load(checkpoint)
+    with closing(model), torch.inference_mode():
+        found, wanted = model(ids).logits, truth(ids).logits
+    assert relative_rms(found, wanted) < 0.02
+
+
+def test_what_transformers_leaves_out_is_refused(tmp_path: Path) -> None:
+    for changes, words in (
+        ({"rope.dimension_count": 16}, r"rope.dimension_count is 16; supported: 4"),
+        ({"rope.freq_base": 1e6}, r"rope.freq_base is 1000000.0; supported: 10000.0"),
+        ({"attention.scale": 2.0}, r"stablelm.attention.scale is not read by transformers"),
+    ):
+        source = open_source(written("stablelm", tmp_path / "m.gguf", **changes))
+        assert isinstance(source, GGUFModulesSource)
+        with pytest.raises(UnsupportedModelError, match=words):
+            source.names()
+
+
+def test_an_architecture_that_nobody_reads_is_named(tmp_path: Path) -> None:
+    path = written("stablelm", tmp_path / "m.gguf")
+    content = path.read_bytes().replace(b"stablelm", b"stablexx")
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedModelError, match=r"is 'stablexx'; supported: bloom, "):
+        open_source(path)
