@@ -93,7 +93,8 @@ class GGUFModulesSource:
 
         architecture = self._metadata.architecture
         own, taken = type(full)(), _taken(full)  # the first with what any config of it has
-        read = {key for key, name in GGUF_CONFIG_MAPPING[architecture].items() if name in dir(own)}
+        fields: dict[str, str | None] = GGUF_CONFIG_MAPPING[architecture]
+        read = {key for key, name in fields.items() if name in dir(own)}
         for full_key in self._metadata.values:
             owner, _, key = full_key.partition(".")
             if owner != architecture or key in read or key in _WITHOUT_EFFECT:
