@@ -93,7 +93,7 @@ class GGUFModulesSource:
 
         architecture = self._metadata.architecture
         own, taken = type(full)(), _taken(full)  # the first with what any config of it has
-        fields: dict[str, str | None] = GGUF_CONFIG_MAPPING[architecture]
+        fields: Any = GGUF_CONFIG_MAPPING[architecture]
         read = {key for key, name in fields.items() if name in dir(own)}
         for full_key in self._metadata.values:
             owner, _, key = full_key.partition(".")
