@@ -92,12 +92,21 @@ def bench(
     suite: str | None = Option(
         None, metavar="NAME", help="Run a bench of the source tree; 'list' prints their names."
     ),
+    experts: bool = Option(
+        False,
+        "--experts",
+        help="Record which experts a text takes within --device-memory, token by token (-p, -n), "
+        "and how often caches of several sizes would have them.",
+    ),
+    text: Path | None = Option(None, help="For --experts. Default: prose that comes with qoff."),
 ) -> None:
     """Measure a model's tokens per second, run other benches, keep and compare results.
 
     qoff bench MODEL -p 512 -n 128 -d 0,4096 --kv none --kv 4
 
     qoff bench --suite cpu_matmul -- --quick
+
+    qoff bench MIXTURE --experts --device-memory 4GiB -p 64 -n 256
     """
     from .results import print_comparison, print_history, results_folder
     from .suite import run_suite
@@ -115,6 +124,9 @@ def bench(
     elif len(given) > 1:
         raise ArgumentError(f"{len(given)} models; one is measured at a time")
     else:
+        if experts:
+            _record_experts(given[0], how, grid, output, text)
+            return
         folder = results_folder(results) if save else None  # one that is missing is known before
         _measure(given[0], how, grid, output, folder)
 
@@ -132,6 +144,35 @@ def _measure(
         print(note, file=sys.stderr)
     if folder is not None:
         print(f"kept {report.result().add_to(folder)}", file=sys.stderr)
+
+
+def _record_experts(
+    model: str, how: ModelOptions, grid: GridOptions, output: Format, text: Path | None
+) -> None:
+    """Print how often caches of several sizes have the experts that a text takes."""
+    from qoff.eval.texts import encode, read_text
+    from qoff.hf.load import load_tokenizer
+    from qoff.measure.expert_routes import record
+
+    setups, cases = grid.combinations(None)
+    lengths = [case.tokens for case in cases if not case.depth and case.batch == 1]
+    if len(setups) != 1 or [case.kind for case in cases] != ["pp", "tg"] or len(lengths) != 2:
+        raise ArgumentError("--experts takes one -p, one -n and one setup, without -d and -b")
+    (prompt, new), setup, content = lengths, setups[0], read_text(text)
+    path = how.checkpoint(model)
+    ids = encode(load_tokenizer(path, how.trust_remote_code), content)
+    if len(ids) < prompt + new:
+        raise ArgumentError(f"the text has {len(ids)} tokens, and {prompt + new} are asked for")
+    options = {**how.opening(), "kv": setup.kv, "activation_bits": setup.activation_bits}
+    found = record(path, ids[: prompt + new], prompt, device_memory=setup.budget, **options)
+    if output == "json":
+        print_json(asdict(found))
+        return
+    print(found.markdown() if output == "md" else found.csv())
+    print(
+        f"{new} tokens with {found.slots} slots: {100 * found.hit_rate:.1f} % were there",
+        file=sys.stderr,
+    )
 
 
 def _report(model: str, how: ModelOptions, grid: GridOptions) -> ModelReport:

@@ -148,6 +148,24 @@ def test_what_is_slower_fails_only_when_told(
     assert [row["verdict"] for row in rows] == [verdict] * 2
 
 
+def test_experts_that_a_text_takes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    mixture = tiny_checkpoint(tmp_path_factory.getbasetemp(), "qwen3-moe")
+    least, _ = load_budgets(mixture, context=33, kv="none")
+    asked = (mixture, "--experts", "--device-memory", least, "-p", 8, "-n", 24, "--kv", "none")
+    found = json.loads(succeed(*asked, "-o", "json"))
+    per_token = [len(chosen) for layer, chosen in found["routes"]]
+    layers = sum(count > 0 for count in found["counts"])
+    assert per_token == [per_token[0]] * (24 * layers)  # of each token in each of them
+    rows = list(csv.DictReader(io.StringIO(succeed(*asked, "-o", "csv"))))
+    assert str(found["slots"]) in [row["slots"] for row in rows]
+    for row in rows:
+        hits = [float(row[name]) for name in ("LRU", "LFU, aged", "next use", "Belady")]
+        assert max(hits[:3]) <= hits[3] <= 1
+    assert "| slots |" in succeed(*asked)
+    assert "no expert comes on its own in" in fail(mixture, "--experts", "-p", 8, "-n", 4)
+    assert "--experts takes one -p" in fail(mixture, "--experts", "-n", "2,3")
+
+
 def test_benches_of_the_source_tree_are_listed_and_run() -> None:
     listed = dict(line.split(maxsplit=1) for line in succeed("--suite", "list").splitlines())
     assert {"cpu_decode", "cpu_matmul", "disk_stream", "gpu"} <= listed.keys()
