@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import QoffError
-from qoff.eval.texts import CALIBRATION_TEXT
+from qoff.errors import FormatError, QoffError
+from qoff.eval.texts import CALIBRATION_TEXT, encode, read_text
 from qoff.hf.load import local_source
 from qoff.models.convert.convert import convert
+from qoff.models.convert.loss import LossProbe
 from qoff.quant import Format, QuantConfig
 from qoff.quant.matrix import CALIBRATED
 
 from .output import progress_bar
 
 TOKENS = 512  # of a text to calibrate on
+_MUCH = 0.05  # nats a token
 SOLVER_TEXTS, LOSS_TEXTS = 64, 8  # for the solver, and for what formats lose
 _FORMAT = re.compile(r"(.+)=(\d+),(\d+)")
 
@@ -69,9 +71,13 @@ def run(
     for_: str,
     trust_remote_code: bool,
     quiet: bool,
+    measured: bool,
     **options: Any,
 ) -> dict[str, Any]:
-    """Convert a model, with formats chosen for a target; returns what was made, for JSON."""
+    """Convert a model, with formats chosen for a target; returns what was made, for JSON.
+
+    measured: also what it loses, "kl" with its error, where that can be.
+    """
     if for_ not in ("any", "cpu"):
         raise QoffError(f"--for is 'any' or 'cpu', not {for_!r}")
     text = target.text(quant)
@@ -88,6 +94,7 @@ def run(
             "loss": mix.loss,
             "formats": dict(count.most_common()),
         }
+    probe = _probe(path) if measured else None
     with progress_bar("converting", quiet) as progress:
         convert(
             path,
@@ -97,11 +104,47 @@ def run(
             progress=progress,
             trust_remote_code=trust_remote_code,
             calibration=ids if quant.solver in CALIBRATED else None,
+            probe=probe,
             **options,
         )
     made = Checkpoint.open(out)
     nbytes = sum(file.nbytes for file in made.files)
+    if probe is not None and probe.loss is not None:
+        loss = probe.loss
+        chosen |= {"kl": loss.kl, "kl_error": loss.error, "kl_tokens": loss.tokens}
     return {"path": str(out), "layers": len(made.layers), "bytes": nbytes, **chosen}
+
+
+def _probe(source: Path) -> LossProbe | None:
+    """What measures the loss on prose that comes with qoff; None for a model without tokenizer."""
+    from qoff.eval.perplexity.models import tokenizer_of
+
+    try:
+        return LossProbe(encode(tokenizer_of(source), read_text()))
+    except FormatError:
+        return None
+
+
+def loss_sentence(found: Mapping[str, Any], quant: QuantConfig, target: Target) -> str:
+    """What a conversion lost, as a sentence; with what loses less where that was much."""
+    kl, error = found["kl"], found["kl_error"]
+    said = (
+        f"KL divergence from the source: {kl:.4f} +- {error:.4f} nats a token, on "
+        f"{found['kl_tokens']} tokens of English"
+    )
+    if kl <= _MUCH:
+        return said
+    better = [
+        option
+        for option, helps in (
+            ("--solver gptq", quant.solver not in CALIBRATED),
+            ("--group-size 32", quant.group_size > 32),
+            ("--bits 8", quant.bits < 8),
+            (f"--max-kl {_MUCH}", not target.given),
+        )
+        if helps
+    ]
+    return f"{said}, which is much" + (f"; {', '.join(better)} lose less" if better else "")
 
 
 def formats_of(texts: Iterable[str]) -> dict[str, Format]:

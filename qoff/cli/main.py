@@ -77,6 +77,7 @@ def convert(
     ),
     overwrite: bool = Option(False, "--overwrite", help="Replace OUT if it exists."),
     trust_remote_code: TrustRemoteCode = False,
+    measure: bool = Option(True, help="Measure what is lost, on a short text: some seconds."),
     as_json: Json = False,
 ) -> None:
     """Convert a model to a qoff checkpoint. Quantized weights keep their codes."""
@@ -86,11 +87,13 @@ def convert(
 
     target = work.Target(target_bits, max_kl, calibration)
     formats = work.formats_of(weight or ())
+    quant = QuantConfig(**vars(weights), head_bits=head_bits, weights=formats)
     found = work.run(
         source,
         out,
         target,
-        QuantConfig(**vars(weights), head_bits=head_bits, weights=formats),
+        quant,
+        measured=measure,
         for_=for_,
         requantize=requantize,
         overwrite=overwrite,
@@ -103,6 +106,8 @@ def convert(
     typer.echo(f"{out}: {found['layers']} layers, {format_size(found['bytes'])}")
     if target.given:
         typer.echo(work.sentence(found))
+    if "kl" in found:
+        typer.echo(work.loss_sentence(found, quant, target))
 
 
 @app.command()

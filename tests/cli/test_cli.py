@@ -87,11 +87,19 @@ def test_convert_prints_json(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = json.loads(succeed("convert", source, out, *FAST, "--bits", 8, "--json"))
     files = list(out.glob("*.safetensors"))
+    assert 0 < found.pop("kl_error") < found.pop("kl") < 0.01
     assert found == {
         "path": str(out),
         "layers": 4,
         "bytes": sum(f.stat().st_size for f in files),
+        "kl_tokens": 512,
     }
+
+
+def test_convert_says_what_is_lost(source: Path, tmp_path: Path) -> None:
+    much = succeed("convert", source, tmp_path / "a", *FAST)
+    assert re.search(r"KL divergence from the source: 0\.\d{4} \+- 0\.\d{4} nats a token", much)
+    assert succeed("convert", source, tmp_path / "b", *FAST, "--no-measure").count("\n") == 1
 
 
 def test_convert_overwrites_only_when_told(source: Path, tmp_path: Path) -> None:

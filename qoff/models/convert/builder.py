@@ -74,10 +74,18 @@ class Builder:
         if weight.columns is None:
             return self._vector(weight)
         out = torch.empty(weight.rows, weight.columns)
+        for rows, values in self.pieces(weight):
+            out[rows] = values
+        return out
+
+    def pieces(self, weight: Weight) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows of a matrix, int64 [n], and their values as `floats` has them, some at a time.
+
+        Raises QuantizationError for NaN and infinity.
+        """
         for rows, piece, name in self._pieces(weight):
             values = piece.dequantize() if isinstance(piece, QTensor) else _floats(piece, name)
-            out[rows] = _finite(values, name)
-        return out
+            yield rows, _finite(values, name)
 
     def description(self) -> dict[str, Any]:
         """Return the `quantization_config` of what was built."""

@@ -28,6 +28,7 @@ from qoff.system_memory import refusals, refused_tier
 
 from .builder import Builder, with_uniform_experts
 from .layerwise import Calibration
+from .loss import LossProbe
 from .modules import ModulesJob
 from .unconverted import Unconverted
 
@@ -46,6 +47,7 @@ def convert(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
     calibration: Tensor | None = None,
+    probe: LossProbe | None = None,
 ) -> Path:
     """Convert a model to a checkpoint directory `out`, which is returned.
 
@@ -56,6 +58,7 @@ def convert(
     codes, or with requantize those that `quant` says. overwrite: replace a checkpoint at `out`.
     progress: called with units done and units in all. calibration: token ids, int64 [texts,
     tokens], for solver "gptq" only.
+    probe: measures what is lost, for one layer more in float32 and some seconds.
     trust_remote_code: run code that comes with the model or its tokenizer, and keep it with the
     checkpoint.
 
@@ -93,7 +96,7 @@ def convert(
                 quant = replace(quant, bits=8, head_bits=8, group_size=GROUP_SIZE)
             job = ModulesJob(source, config, quant, trust_remote_code)
         else:
-            job = _NativeJob(source, quant, requantize, calibration)
+            job = _NativeJob(source, quant, requantize, calibration, probe)
         files = {**source.files(), **(own_code(source_path) if trust_remote_code else {})}
         with CheckpointWriter(out, overwrite=overwrite, expected_bytes=job.expected) as writer:
             for i in range(job.units):
@@ -132,7 +135,12 @@ class _NativeJob:
     """
 
     def __init__(
-        self, source: Source, quant: QuantConfig, requantize: bool, calibration: Tensor | None
+        self,
+        source: Source,
+        quant: QuantConfig,
+        requantize: bool,
+        calibration: Tensor | None,
+        probe: LossProbe | None,
     ) -> None:
         self._model, self._builder = Unconverted.of(source), Builder(source, quant, requantize)
         self._model.check_patterns(quant.weights)
@@ -141,14 +149,23 @@ class _NativeJob:
         self._calibration = None
         if calibration is not None:
             self._calibration = Calibration(self._model, self._builder, calibration)
+        self._probe = probe
+        if probe is not None:
+            probe.begin(self._model, self._builder)
 
     def build(self, unit: int) -> dict[str, QTensor | Tensor]:
         """Return the weights of a unit by their full names, in the order of its file."""
         prefix, weights = self._model.units[unit]
         if prefix and self._calibration is not None:
-            return self._calibration.layer(unit)
-        built = {f"{prefix}{w.name}": self._builder.build(prefix, w) for w in weights}
-        return with_uniform_experts(built)
+            built = self._calibration.layer(unit)
+        else:
+            each = {f"{prefix}{w.name}": self._builder.build(prefix, w) for w in weights}
+            built = with_uniform_experts(each)
+        if self._probe is not None and prefix:
+            self._probe.layer(unit, built)
+        elif self._probe is not None:
+            self._probe.outer(built)
+        return built
 
     def config(self) -> dict[str, Any]:
         """Return the `config.json` of the checkpoint, when all units were built."""

@@ -68,9 +68,12 @@ class Layerwise:
         tables = {rope: RotaryTable(spec, rope).upto(tokens) for rope in ropes if rope is not None}
         self._rotary = [None if rope is None else tables[rope] for rope in ropes]
 
-    def embedded(self, table: Tensor) -> Tensor:
-        """Hidden states before the first layer, float32 [texts * tokens, hidden_size]."""
-        rows = table[self.ids.flatten()]
+    def embedded(self, table: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Hidden states before the first layer, float32 [texts * tokens, hidden_size].
+
+        ids: the row of each token, int64 [texts * tokens], where it is not its number.
+        """
+        rows = table[self.ids.flatten() if ids is None else ids]
         return rows * self.spec.embedding_scale if self.spec.embedding_scale != 1 else rows
 
     def run(

@@ -1,0 +1,145 @@
+"""What a conversion loses: how far the checkpoint's predictions are from its source's, on a text.
+
+Two streams of hidden states follow the conversion layer by layer, one through the source's weights
+and one through those that were written. So it takes one layer more in memory, in float32, and no
+second reading of what was written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.models.names import Weight
+from qoff.quant import QTensor
+from qoff.quant.rows import reordered
+
+from .builder import Builder
+from .layerwise import Layerwise
+from .unconverted import Unconverted
+
+_FEWEST, _MOST = 64, 512  # tokens
+_PRODUCTS = 4e11  # of a stream, about: seconds on a few cores
+_ROWS = 1 << 13  # of the head at a time
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The mean of KL(source || checkpoint) over `tokens` predictions, in nats; its standard error.
+
+    Predictions of one text are not independent, so of another text it may differ by more.
+    """
+
+    kl: float
+    error: float
+    tokens: int
+
+
+class LossProbe:
+    """Measures the loss of one conversion. ids: int64 [n], a text, of which it takes the beginning.
+
+    loss: once the conversion is done; None where nothing is quantized, for a text with tokens that
+    the model has not, and for models whose layers cannot be computed one by one from the source's
+    weights: mixtures of experts, and those that run through transformers' modules.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        self._ids = ids
+        self.loss: Loss | None = None
+        self._run: Layerwise | None = None
+
+    @torch.no_grad()
+    def begin(self, model: Unconverted, builder: Builder) -> None:
+        """Before the first layer is built."""
+        matrices = [(at, w) for at, unit in model.units for w in unit if w.columns is not None]
+        weights = sum(w.rows * (w.columns or 0) for _, w in matrices)
+        tokens = min(_MOST, max(_FEWEST, int(_PRODUCTS / weights)))
+        ids = self._ids[: min(tokens, model.spec.position_limit or tokens)]
+        imported = all(builder.format(at, w)[1] for at, w in matrices)
+        if model.spec.experts or imported or int(ids.max()) >= model.spec.vocab_size:
+            return
+        self._run = Layerwise(model.spec, ids[None])
+        self._builder, self._units = builder, model.units
+        table = next(w for w in model.units[-1][1] if w.name == EMBEDDING)
+        form, _ = builder.format("", table)
+        own = self._rows(table, self._run.ids.flatten())
+        written = builder.quantized(own, form, EMBEDDING).dequantize()
+        chosen = torch.arange(len(own))
+        self._own = self._run.embedded(own, chosen)
+        self._written = self._run.embedded(written, chosen)
+
+    @torch.no_grad()
+    def layer(self, index: int, built: Mapping[str, QTensor | Tensor]) -> None:
+        """After a layer was built; built: its weights by their full names."""
+        if self._run is None:
+            return
+        prefix, weights = self._units[index]
+        own = {w.name: self._builder.floats(w) for w in weights}
+        self._own = self._run.run(index, own, self._own)
+        written = {w.name: built[f"{prefix}{w.name}"] for w in weights}
+        self._written = self._run.run(index, written, self._written)
+
+    @torch.no_grad()
+    def outer(self, built: Mapping[str, QTensor | Tensor]) -> None:
+        """After the weights outside of layers were built, the last ones."""
+        if self._run is None:
+            return
+        vectors = {name: x for name, x in built.items() if isinstance(x, Tensor)}
+        name = EMBEDDING if self._run.spec.tie_word_embeddings else LM_HEAD
+        head = next(w for w in self._units[-1][1] if w.name == name)
+        divergence = _Divergence(len(self._own))
+        for own, written in self._heads(head, built[name]):
+            divergence.add(
+                self._run.logits({**vectors, name: own}, self._own),
+                self._run.logits({**vectors, name: written}, self._written),
+            )
+        found = divergence.result()
+        error = float(found.std()) / math.sqrt(len(found))
+        self.loss = Loss(float(found.mean()), error, len(found))
+
+    def _rows(self, table: Weight, ids: Tensor) -> Tensor:
+        """Some rows of the embedding as the source has them, float32 [len(ids), columns]."""
+        found = torch.empty(len(ids), table.columns or 0)
+        for rows, piece in self._builder.pieces(table):
+            place = torch.full((table.rows,), -1)
+            place[rows] = torch.arange(len(rows))
+            here = (place[ids] >= 0).nonzero()[:, 0]
+            found[here] = piece[place[ids[here]]]
+        return found
+
+    def _heads(self, head: Weight, built: QTensor | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of the head, the source's and those written, some at a time."""
+        written = built.to_packing("split32") if isinstance(built, QTensor) else built
+        for rows, piece in self._builder.pieces(head):
+            for at, own in zip(rows.split(_ROWS), piece.split(_ROWS), strict=True):
+                chosen = reordered(written, at) if isinstance(written, QTensor) else written[at]
+                yield own, chosen.dequantize() if isinstance(chosen, QTensor) else chosen
+
+
+class _Divergence:
+    """KL(p || q) of rows of logits that come some columns at a time."""
+
+    def __init__(self, rows: int) -> None:
+        self._most = [torch.full((rows,), -math.inf, dtype=torch.float64) for _ in range(2)]
+        self._sums = [torch.zeros(rows, dtype=torch.float64) for _ in range(2)]
+        self._apart = torch.zeros(rows, dtype=torch.float64)  # of exp(p) (p - q)
+
+    def add(self, own: Tensor, other: Tensor) -> None:
+        p, q = own.double(), other.double()
+        for i, logits in enumerate((p, q)):
+            most = torch.maximum(self._most[i], logits.amax(1))
+            shrink = (self._most[i] - most).exp()
+            self._sums[i] = self._sums[i] * shrink + (logits - most[:, None]).exp().sum(1)
+            self._most[i] = most
+            if i == 0:
+                self._apart *= shrink
+        self._apart += ((p - self._most[0][:, None]).exp() * (p - q)).sum(1)
+
+    def result(self) -> Tensor:
+        logs = [most + total.log() for most, total in zip(self._most, self._sums, strict=True)]
+        return self._apart / self._sums[0] - logs[0] + logs[1]

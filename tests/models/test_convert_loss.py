@@ -1,0 +1,56 @@
+"""What a conversion says it loses is what the checkpoint loses."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM
+
+import qoff
+from qoff.models.convert import loss
+from qoff.models.convert.convert import convert
+from qoff.models.convert.loss import LossProbe
+from qoff.quant import QuantConfig
+from tests.gguf_models import GGUFModel
+from tests.tiny_models import tiny_model
+
+IDS = torch.randint(0, 100, (70,), generator=torch.Generator().manual_seed(0))
+FOUR = QuantConfig(solver="rtn", group_size=32, head_bits=8)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox"])
+def test_it_is_the_divergence_of_what_both_predict(
+    family: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loss, "_ROWS", 48)
+    source = tiny_model(tmp_path_factory.getbasetemp(), family)
+    probe = LossProbe(IDS)
+    out = convert(source, tmp_path / "out", quant=FOUR, probe=probe, for_cpu=True)
+    truth = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model, _ = qoff.load(out, kv=None)
+    with closing(model), torch.inference_mode():
+        p, q = (m(IDS[None]).logits[0].double().log_softmax(-1) for m in (truth, model))
+    each = (p.exp() * (p - q)).sum(-1)
+    assert probe.loss is not None
+    assert probe.loss.tokens == len(IDS)
+    assert probe.loss.kl == pytest.approx(float(each.mean()), rel=0.01)
+    assert probe.loss.error == pytest.approx(float(each.std()) / 70**0.5, rel=0.02)
+
+
+def test_nothing_is_said_where_nothing_is_lost_or_known(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    base = tmp_path_factory.getbasetemp()
+    codes = GGUFModel.of(tiny_model(base, "llama"))
+    codes.kinds = {"weight": Kind.Q8_0}
+    for source in (codes.write(tmp_path / "m.gguf"), tiny_model(base, "mixtral")):
+        probe = LossProbe(IDS)
+        convert(source, tmp_path / source.stem, quant=FOUR, probe=probe)
+        assert probe.loss is None
