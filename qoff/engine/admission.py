@@ -4,23 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from qoff.errors import ArgumentError, QoffError, raised_as
-from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 
 from .prompts import PromptReader, token_ids
 from .request import Completion, SamplingParams, Sequence
 
 
+class Limits(Protocol):
+    """What a model takes."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def position_limit(self) -> int | None:
+        """Tokens that a sequence may have; None: as many as there is memory for."""
+
+    def check_positions(self, tokens: int) -> None:
+        """Raise ArgumentError for a sequence of more tokens than that."""
+
+
 class Admission:
-    """Turns prompts into the sequences of a plan. eos: tokens that end the model's answers."""
+    """Turns prompts into the sequences of a plan.
+
+    eos: tokens that end the model's answers. whole_prompts: each is read in one pass.
+    """
 
     def __init__(
-        self, plan: Plan, spec: DecoderSpec, reader: PromptReader, eos: frozenset[int]
+        self,
+        plan: Plan,
+        limits: Limits,
+        reader: PromptReader,
+        eos: frozenset[int],
+        whole_prompts: bool = False,
     ) -> None:
-        self._plan, self._spec, self._reader, self._eos = plan, spec, reader, eos
+        self._plan, self._limits, self._reader, self._eos = plan, limits, reader, eos
+        self._whole_prompts = whole_prompts
 
     def requests(
         self,
@@ -99,15 +121,20 @@ class Admission:
                 f"a prompt of {len(tokens)} tokens leaves no room for an answer in "
                 f"the plan's context of {self._plan.context}"
             )
-        limit = self._spec.position_limit
-        self._spec.check_positions(len(tokens) + 1)
+        if self._whole_prompts and len(tokens) > self._plan.prefill_tokens:
+            raise ArgumentError(
+                f"this model has recurrent states and reads a prompt in one pass: one of "
+                f"{len(tokens)} tokens needs a plan with prefill_tokens={len(tokens)} or more"
+            )
+        limit = self._limits.position_limit
+        self._limits.check_positions(len(tokens) + 1)
         return room if limit is None else min(room, limit - len(tokens))
 
     def _check_tokens(self, what: str, tokens: tuple[int, ...] | list[int]) -> None:
         """Raise ArgumentError where there are none, or one that the model does not have."""
         if not tokens:
             raise ArgumentError(f"the {what} has no tokens")
-        vocab = self._spec.vocab_size
+        vocab = self._limits.vocab_size
         if not 0 <= min(tokens) <= max(tokens) < vocab:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             raise ArgumentError(f"the {what} has token {wrong}; there are 0 to {vocab - 1}")

@@ -121,6 +121,8 @@ class BatchSlots:
             count = min(len(s.prompt) - s.read, most)
             if (len(chosen) + 1) * max(longest, count) > most:
                 continue
+            if chosen and self.cache.equal_prompts and count != longest:
+                continue
             longest = max(longest, count)
             chosen.append((i, s, count))
         if not chosen:

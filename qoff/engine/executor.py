@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import UnsupportedModelError
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.host.recent import RecentWorkspace
@@ -25,12 +25,14 @@ from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.copy_stream import CopyStream
 from qoff.memory.io.spill import SpillFile
-from qoff.models.modules.decoder import is_modules
+from qoff.models.forward_pass import LayerWorkspace
 from qoff.models.native.decoder import Decoder, head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 from qoff.system_memory import check_machine
+
+from .admission import Limits
 
 
 class Executor(ABC):
@@ -42,6 +44,11 @@ class Executor(ABC):
     """
 
     blocks: TieredBlocks | DeviceBlocks
+    limits: Limits
+    memory: Memory  # what the plan takes beside the weights
+    runtime: Runtime
+    workspace: LayerWorkspace | None  # for one pass after another
+    whole_prompts = False  # whether each prompt is read in one pass
 
     def __init__(
         self,
@@ -56,32 +63,9 @@ class Executor(ABC):
     ) -> None:
         self.plan, self.device, self.dtype = plan, device, dtype
         self.instrumentation = instrumentation
-        checkpoint = Checkpoint.open(path)
-        if is_modules(checkpoint):
-            raise UnsupportedModelError(
-                f"{path}: runs through transformers' modules; qoff.LLM runs what qoff has a "
-                "decoder for. Use qoff.load"
-            )
-        self.spec = spec = DecoderSpec.from_config(checkpoint.config)
-        self.shapes = head_shapes(spec)
-        self.forms = plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
         transfers = own.enter_context(closing(self._transfers()))
-        self.memory = memory = self._plan_memory(checkpoint, transfers.host_staging, packing)
-        self.runtime = own.enter_context(
-            Runtime(
-                path,
-                device_memory=memory.left(DEVICE, plan.device_memory),
-                slots=plan.slots,
-                activation_bits=plan.activation_bits,
-                kv=plan.kv,
-                host_memory=memory.left(HOST, plan.host_memory),
-                transfers=transfers,
-                device=device,
-                dtype=dtype,
-                bound=plan.device_memory,
-                instrumentation=instrumentation,
-            )
-        )
+        self.runtime = own.enter_context(self._open(path, transfers, packing))
+        memory = self.memory
         self._reader = own.enter_context(closing(DiskReader(preadv=instrumentation.preadv)))
         parked = plan.activations != "device"
         blocks, sizes = {}, {}  # bytes by tier: of blocks, and with hidden states behind them
@@ -107,7 +91,7 @@ class Executor(ABC):
                 plan.activations,
                 2 * plan.batches,
                 tokens,
-                spec.hidden_size,
+                self._hidden_size,
                 dict(self.arenas),
                 moves,
                 self._spill,
@@ -115,8 +99,35 @@ class Executor(ABC):
                 dtype,
             )
         decoder = self.runtime.decoder
-        assert isinstance(decoder, Decoder)  # others are refused above
-        self.workspace = decoder.new_workspace(tokens)
+        self.workspace = decoder.new_workspace(tokens) if isinstance(decoder, Decoder) else None
+
+    def _open(self, path: Path, transfers: Transfers, packing: str) -> Runtime:
+        """The model on what the plan leaves for weights; says what the rest is for."""
+        checkpoint, plan = Checkpoint.open(path), self.plan
+        self.limits = self.spec = spec = DecoderSpec.from_config(checkpoint.config)
+        self.shapes = head_shapes(spec)
+        self.forms = plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
+        self._hidden_size = spec.hidden_size
+        self.memory = memory = self._plan_memory(checkpoint, transfers.host_staging, packing)
+        return Runtime(
+            path,
+            device_memory=memory.left(DEVICE, plan.device_memory),
+            host_memory=memory.left(HOST, plan.host_memory),
+            kv=plan.kv,
+            **self._options(transfers),
+        )
+
+    def _options(self, transfers: Transfers) -> dict[str, Any]:
+        """What a `Runtime` is told beside its memory and cache."""
+        return {
+            "slots": self.plan.slots,
+            "activation_bits": self.plan.activation_bits,
+            "transfers": transfers,
+            "device": self.device,
+            "dtype": self.dtype,
+            "bound": self.plan.device_memory,
+            "instrumentation": self.instrumentation,
+        }
 
     @abstractmethod
     def new_cache(self) -> SlotCache:

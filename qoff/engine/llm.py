@@ -19,6 +19,7 @@ from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
+from qoff.models.modules.decoder import is_modules
 from qoff.plan import Plan
 from qoff.process import only_here
 from qoff.quant import QuantConfig
@@ -91,7 +92,12 @@ class LLM:
         if has_tokenizer(checkpoint):
             self.tokenizer = load_tokenizer(checkpoint, trust_remote_code)
         kind: type[Executor] = CpuExecutor
-        if on_gpu:
+        more: dict[str, Any] = {}
+        if is_modules(Checkpoint.open(checkpoint)):
+            from .module_executor import ModuleExecutor  # needs transformers' modules
+
+            kind, more = ModuleExecutor, {"trust_remote_code": trust_remote_code}
+        elif on_gpu:
             from .gpu_executor import GpuExecutor  # needs Triton
 
             kind = GpuExecutor
@@ -106,6 +112,7 @@ class LLM:
                 dtype=hidden,
                 packing=ops.PACKING,
                 instrumentation=_instrumentation,
+                **more,
             )
         except BaseException:
             self._resources.close()
@@ -116,7 +123,9 @@ class LLM:
         self.blocks = self._executor.blocks  # packed KV blocks of all sequences
         self._reader = PromptReader(self.tokenizer)
         eos = end_tokens(runtime.checkpoint)
-        self._admission = Admission(plan, runtime.spec, self._reader, eos)
+        self._admission = Admission(
+            plan, self._executor.limits, self._reader, eos, self._executor.whole_prompts
+        )
         schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, _instrumentation)
         finish = partial(completion, tokenizer=self.tokenizer)
         self._rounds = Rounds(plan, self._executor, schedule, finish)
@@ -183,7 +192,8 @@ class LLM:
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""
         residency = self.runtime.residency
-        weights = {DEVICE: residency.device_bytes, HOST: residency.host_bytes}
+        on_device = residency.device_bytes - residency.workspace
+        weights = {DEVICE: on_device, HOST: residency.host_bytes}
         return {
             tier: {"weights": weights.get(tier, 0), **purposes}
             for tier, purposes in self.memory.purposes.items()

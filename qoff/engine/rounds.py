@@ -87,7 +87,7 @@ class Rounds:
         self._sweeping = False
         prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
         places = plan.batches * plan.batch_size
-        self._sampler = Sampler(executor.spec.vocab_size, places, plan.context, executor.device)
+        self._sampler = Sampler(executor.limits.vocab_size, places, plan.context, executor.device)
         self._batches = [
             BatchSlots(executor.new_cache(), self._sampler, first, prefixes)
             for first in range(0, places, plan.batch_size)

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from qoff.errors import BudgetError
 from qoff.kvcache import KVCache, KVQuant
-from qoff.kvcache.host.recent import RecentWorkspace
+from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.modules.decoder import ModuleDecoder
@@ -24,7 +24,6 @@ from qoff.units import format_size
 _CONTEXTS = (2048, 1024, 512, 256)
 _PASSES = (MLP_TOKENS, 256, 128, 64, 32, 16)
 _LOGITS = 4  # copies: the model's, scaled or padded, and those that `generate` makes
-_PACKING = 8  # values for each of a layer's K and V that are packed together
 
 
 class BoundedCache(Protocol):
@@ -257,5 +256,5 @@ def working_bytes(
     if kv is not None:  # a layer's unpacked tokens, and those of them that a pass packs
         unpacked = count + kv.window + kv.sinks + 2 * 64
         each = [RecentWorkspace.floats_for(shape, 1, unpacked) for shape in decoder.head_shapes]
-        work += 4 * max(each) * (sequences + _PACKING)
+        work += 4 * max(each) * (sequences + PACKING)
     return work

@@ -56,7 +56,8 @@ class Runtime:
 
     device_memory bounds, in bytes, the arena of resident weights and slots (None: everything
     resident); what does not fit streams from disk through `slots` slots, layer after layer.
-    host_memory: bytes for sources of what streams, beside the disk. transfers: what moves weights,
+    host_memory: bytes for sources of what streams, beside the disk, or what says how many for a
+    decoder. transfers: what moves weights,
     closed with this. activation_bits: of the inputs of each layer's matmuls, 16 or, on a CPU, 8.
     kv: how its caches are packed; None keeps them in float32, which a GPU does not. The KV cache is
     the caller's and outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden
@@ -80,7 +81,7 @@ class Runtime:
         slots: int = 2,
         activation_bits: int = 16,
         kv: KVQuant | None = None,
-        host_memory: int | None = None,
+        host_memory: int | Callable[[AnyDecoder], int | None] | None = None,
         transfers: Transfers | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "auto",
@@ -114,6 +115,8 @@ class Runtime:
             self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
         transfers = transfers or transfers_to(where)
         try:
+            if callable(host_memory):
+                host_memory = host_memory(self.decoder)
             residency = _planned(
                 reserves(self.decoder),
                 partial(

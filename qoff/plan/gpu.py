@@ -152,7 +152,7 @@ def _pass_bytes(
         plan.batch_size, spec.vocab_size, spec.hidden_size, dtype, device, scratch=scratch
     )
     head += logits_bytes(spec, plan.batch_size, dtype)
-    embedded, sampling = embedded_bytes(spec, tokens, dtype), plan.sampling_bytes(spec)
+    embedded, sampling = embedded_bytes(spec, tokens, dtype), plan.sampling_bytes(spec.vocab_size)
     work = CUBLAS_BYTES + max(embedded, layer, head, sampling)
     return work + (plan.tile_bytes(spec, dtype) if tiled else 0)
 
@@ -167,7 +167,7 @@ def _kept_bytes(plan: Plan, spec: DecoderSpec) -> int:
     )
     # Each batch may decode and read prompts in a round.
     rotary = table_bytes(spec, plan.context + 1)
-    return plan.logits_bytes(spec) + rotary + 2 * plan.batches * tables
+    return plan.logits_bytes(spec.vocab_size) + rotary + 2 * plan.batches * tables
 
 
 def _fixed_bytes(rows: int, spec: DecoderSpec, dtype: torch.dtype) -> int:

@@ -105,16 +105,16 @@ class Plan:
             self.activations, passes, self.pass_tokens, hidden_size, dtype
         )
 
-    def logits_bytes(self, spec: DecoderSpec) -> int:
+    def logits_bytes(self, vocab_size: int) -> int:
         """Bytes of the logits of all passes of a round, beside those that are computed.
 
         With the tokens of each sequence, for its penalties.
         """
-        return 4 * self.batches * self.batch_size * (spec.vocab_size + self.context)
+        return 4 * self.batches * self.batch_size * (vocab_size + self.context)
 
-    def sampling_bytes(self, spec: DecoderSpec) -> int:
+    def sampling_bytes(self, vocab_size: int) -> int:
         """Bytes that choosing the tokens of a round takes, after all passes."""
-        return sampling_bytes(spec.vocab_size, self.batches * self.batch_size, self.context)
+        return sampling_bytes(vocab_size, self.batches * self.batch_size, self.context)
 
     def tile_bytes(self, spec: DecoderSpec, dtype: torch.dtype) -> int:
         """Bytes of what each pass keeps between the parts of a layer, and one takes meanwhile."""
@@ -169,8 +169,8 @@ class Memory:
         unpacked = plan.prefill_tokens + plan.batch_size * (window + 16)
         prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes)
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
-        head = logits_bytes(spec, plan.batch_size, torch.float32)
-        work += plan.logits_bytes(spec) + max(head, plan.sampling_bytes(spec))
+        vocab, head = spec.vocab_size, logits_bytes(spec, plan.batch_size, torch.float32)
+        work += plan.logits_bytes(vocab) + max(head, plan.sampling_bytes(vocab))
         work += table_bytes(spec, plan.context + 1) + recorded_bytes(spec, plan.batch_size)
         if tiled:
             work += plan.tile_bytes(spec, torch.float32)

@@ -23,6 +23,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.cli.batch import read_prompts
 from qoff.cli.main import app
 from qoff.errors import QoffError
+from tests.module_models import module_checkpoint
 from tests.tiny_models import EOS, QUANT, load_budgets, tiny_checkpoint, tiny_model
 
 # What `generate` and `eval` do not use with qoff's own decoder, and what it would take: 120 MB.
@@ -221,6 +222,14 @@ def test_batch_prints_a_line_for_each_answer_whatever_the_plan(
     assert "waited for" in result.stderr
     assert "disk: KV blocks" in result.stderr
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_batch_takes_models_of_transformers_modules(
+    prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = module_checkpoint(tmp_path_factory.getbasetemp(), "bloom")
+    found = answered(succeed("batch", path, prompts, *BATCH, "--device", "cpu"))
+    assert [len(one["token_ids"]) > 0 for one in found.values()] == 3 * [True]
 
 
 def test_batch_takes_sampling_parameters(packable: Path, prompts: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qoff
-from qoff.errors import ArgumentError, OpError, QoffError, UnsupportedModelError
+from qoff.errors import ArgumentError, OpError, QoffError
 from qoff.kvcache import KVQuant
 from tests.module_models import module_checkpoint, module_reference, module_source
 from tests.tiny_models import QUANT, load_budgets
@@ -126,9 +126,3 @@ def test_what_cannot_be_packed_is_refused(base: Path, name: str, reason: str) ->
     with pytest.raises(QoffError, match=reason) as refusal:
         qoff.load(module_checkpoint(base, name), kv=4)
     assert "\n" not in str(refusal.value)
-
-
-def test_the_engine_refuses_it(base: Path) -> None:
-    plan = qoff.Plan(batch_size=1, batches=1, context=64, device_memory=1 << 30)
-    with pytest.raises(UnsupportedModelError, match=r"Use qoff\.load"):
-        qoff.LLM(module_checkpoint(base, "stablelm"), plan)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, cache_shapes
 
+PACKING = 8  # values for each of a layer's K and V that are packed together
+
 
 class RecentTokens:
     """The unpacked tokens of each sequence in every layer, from place 0 on; `heads` says how."""

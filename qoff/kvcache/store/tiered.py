@@ -48,7 +48,7 @@ class BlockPlan:
     @property
     def stride(self) -> int:
         """Bytes from block to block on disk and in the ring."""
-        return round_up(max(self.record_bytes), PAGE)
+        return round_up(max(self.record_bytes, default=1), PAGE)
 
     @property
     def slot_bytes(self) -> int:

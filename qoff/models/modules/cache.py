@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -96,10 +97,10 @@ class ModuleCache(KVCache):
         tokens = None if self.tokens is None else self.tokens.begin(ragged)
         return ModuleCachePass(self, ragged, tokens)
 
-    def end(self, ragged: Ragged) -> None:
-        """Count the new tokens and columns of a pass."""
+    def end(self, ragged: Ragged, real: Tensor) -> None:
+        """Count the new tokens of a pass; the columns are `real` then."""
+        self.real = real
         self.lengthen(ragged)
-        self.real = torch.cat([self.real, new_columns(ragged)], 1)
         self._begun = False
 
     def select(self, sequences: Sequence[int]) -> None:
@@ -156,12 +157,30 @@ class ModuleCache(KVCache):
         return states
 
 
-class ModuleCachePass(CachePass):
-    """A forward pass of transformers' modules; tokens: the one on the cache of qoff's in it."""
+class StatesPass(CachePass):
+    """A forward pass of transformers' modules.
+
+    states: their cache. real: bool [B, columns], which are tokens, the new ones included.
+    """
+
+    states: Any
+    real: Tensor
+
+    @property
+    @abstractmethod
+    def tokens(self) -> CachePass | None:
+        """Where attention of qoff's finds K and V; None: transformers attends."""
+
+
+class ModuleCachePass(StatesPass):
+    """A pass on a `ModuleCache`; tokens: the one on the cache of qoff's in it."""
+
+    tokens: CachePass | None = None
 
     def __init__(self, cache: ModuleCache, ragged: Ragged, tokens: CachePass | None) -> None:
         self._cache, self.ragged = cache, ragged
-        self.tokens = tokens
+        self.tokens, self.states = tokens, cache.states
+        self.real = torch.cat([cache.real, new_columns(ragged)], 1)
 
     def open(self, layer: int) -> NoReturn:
         """Refuse: only transformers' modules read this cache. Raises OpError."""
@@ -170,14 +189,18 @@ class ModuleCachePass(CachePass):
     def end(self) -> None:
         if self.tokens is not None:
             self.tokens.end()
-        self._cache.end(self.ragged)
+        self._cache.end(self.ragged, self.real)
 
 
 def new_columns(ragged: Ragged) -> Tensor:
     """The columns of a pass, bool [sequences, longest count]: true where there is a token."""
-    counts = torch.tensor([span.count for span in ragged.spans])[:, None]
-    width = int(counts.max())
-    return torch.arange(width) >= width - counts
+    return right_aligned([span.count for span in ragged.spans])
+
+
+def right_aligned(counts: Sequence[int]) -> Tensor:
+    """Rows that end together, bool [rows, longest]: true where there is something."""
+    width = max(counts)
+    return torch.arange(width) >= width - torch.tensor(counts)[:, None]
 
 
 def _kv_width(config: Any) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
 from qoff.errors import ArgumentError, FormatError, OpError
 from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import KVQuant
 from qoff.kvcache.host.mixed import host_cache
+from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
@@ -24,11 +27,14 @@ from qoff.models.native.linear import Steps
 from . import probe
 from .attention import NAME, PackedAttention, register
 from .binding import WeightBinder, bind_embedding
-from .cache import ModuleCache, new_columns
+from .cache import ModuleCache, StatesPass, new_columns
 from .configs import DTYPE, LAYOUT, build, read_config
 from .current import current
 from .linear import Head, Multiply
 from .structure import CACHE_ARGUMENTS, Structure, buffers_from_config, matrices_of
+
+if TYPE_CHECKING:
+    from .slots import LayerMemory
 
 
 def is_modules(checkpoint: Checkpoint) -> bool:
@@ -83,20 +89,22 @@ class ModuleDecoder:
         self.model = build(deepcopy(self.config), trust_remote_code, attention)
         structure = Structure.of(self.model)
         _check_layers(checkpoint, structure)
-        self._ops = ops
+        self._ops, self._kv, self._trusted = ops, kv, trust_remote_code
         self._parameters = set(signature(self.model.forward).parameters)
-        self._text_config = self.model.config.get_text_config(decoder=True)
-        self._shapes: dict[int, HeadShape] = {}  # of attention that is qoff's
+        self.text_config = self.model.config.get_text_config(decoder=True)
+        # Of attention that is qoff's, by transformers' numbers of the layers.
+        self.packed_shapes: dict[int, HeadShape] = {}
         if kv is not None:
-            states = ModuleCache(self._text_config, 1).states
-            self._shapes = probe.head_shapes(self.model, self._call, states)
-            kv.forms([shape.head_dim for shape in self._shapes.values()])
+            states = ModuleCache(self.text_config, 1).states
+            call = partial(self._call, self.model)
+            self.packed_shapes = probe.head_shapes(self.model, call, states)
+            kv.forms([shape.head_dim for shape in self.packed_shapes.values()])
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
-        self._widths = max(_width(layer, self._text_config) for layer in structure.layers)
+        self._widths = max(_width(layer, self.text_config) for layer in structure.layers)
         buffers_from_config(self.model)
         self.outer_bytes = _read_outer(checkpoint, structure)
-        described = ModuleLayer(str(config["model_type"]), self._text_config.to_json_string())
+        described = ModuleLayer(str(config["model_type"]), self.text_config.to_json_string())
         self.head_shapes = (described,) * len(structure.layers)
         self._install(checkpoint, structure)
         bind_embedding(self.model.get_input_embeddings(), embed)
@@ -104,17 +112,55 @@ class ModuleDecoder:
     @property
     def max_positions(self) -> int:
         """Tokens of a sequence that the model was made for."""
-        return getattr(self._text_config, "max_position_embeddings", None) or 2048
+        return getattr(self.text_config, "max_position_embeddings", None) or 2048
 
     def working_bytes(self, sequences: int, count: int, longest: int) -> int:
         """An estimate of what a pass of `count` tokens of each sequence takes, without logits.
 
-        As if nothing that a layer computes were freed before its end; scores against the `longest`
-        tokens of a sequence are in memory, and masked.
+        As if nothing that a layer computes were freed before its end. transformers' attention has
+        scores against the `longest` tokens of a sequence in memory, and masked; qoff's the tokens
+        of a layer that are not packed, and those that it packs.
         """
-        heads = getattr(self._text_config, "num_attention_heads", None) or 1
-        scores = 3 * heads * longest
-        return 4 * sequences * count * (self._widths + 8 * self._text_config.hidden_size + scores)
+        each = 4 * count * (self._widths + 8 * self.text_config.hidden_size)
+        if self._kv is None:
+            return sequences * (each + 4 * count * 3 * self._heads * longest)
+        unpacked = count + self._kv.window + self._kv.sinks + 2 * BLOCK_TOKENS
+        shapes = self.packed_shapes.values()
+        widest = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes)
+        return sequences * each + 4 * (sequences + PACKING) * widest
+
+    def kept_bytes(self, sequences: int, count: int, longest: int) -> int:
+        """What such a pass keeps from layer to layer: hidden states, angles, masks, biases."""
+        each = count * (6 * self.text_config.hidden_size + 2 * longest)
+        return 4 * sequences * (each + 2 * self._heads * longest)
+
+    @property
+    def _heads(self) -> int:
+        return getattr(self.text_config, "num_attention_heads", None) or 1
+
+    @property
+    def position_limit(self) -> int | None:
+        """Tokens that a sequence may have; None: as many as there is memory for."""
+        return getattr(self.text_config, "max_position_embeddings", None)
+
+    def check_positions(self, tokens: int) -> None:
+        """Raise ArgumentError for a sequence of more tokens than `position_limit`."""
+        limit = self.position_limit
+        if limit is not None and tokens > limit:
+            raise ArgumentError(
+                f"this {self.config.model_type} model is run up to {limit} tokens a sequence, "
+                f"prompt and answer, not {tokens}; use a shorter one"
+            )
+
+    def slot_layers(self) -> list[LayerMemory]:
+        """What a sequence takes in each layer of a `ModuleSlots`.
+
+        Raises UnsupportedModelError for a model whose cache holds something else.
+        """
+        register()
+        model = build(deepcopy(self.config), self._trusted, NAME)
+        states = ModuleCache(self.text_config, 1).states
+        return probe.layer_memory(model, partial(self._call, model), states, self.packed_shapes)
 
     def new_cache(
         self, sequences: int, capacity: int = 0, kv: KVQuant | None = None
@@ -124,15 +170,15 @@ class ModuleDecoder:
         Raises ArgumentError for `kv` where the model was opened without, OpError for a head size
         that cannot be packed.
         """
-        if self._shapes:
-            tokens = host_cache([*self._shapes.values()], sequences, kv, capacity)
-            return ModuleCache(self._text_config, sequences, tokens, [*self._shapes])
+        if self.packed_shapes:
+            tokens = host_cache([*self.packed_shapes.values()], sequences, kv, capacity)
+            return ModuleCache(self.text_config, sequences, tokens, [*self.packed_shapes])
         if kv is not None:
             raise ArgumentError(
                 f"{self.head_shapes[0]} was loaded without a packed KV cache; load it with kv=8 "
                 "or kv=4"
             )
-        return ModuleCache(self._text_config, sequences)
+        return ModuleCache(self.text_config, sequences)
 
     def steps(self, run: ForwardPass) -> Steps:
         """One forward pass, as a generator over its units, like `Decoder.steps`.
@@ -142,38 +188,40 @@ class ModuleDecoder:
         """
         from .passes import ModulePass
 
-        cache = run.cache
-        if not isinstance(cache, ModuleCache) or (cache.tokens is None) == bool(self._shapes):
-            raise OpError(f"this model needs a cache of its own, not a {type(cache).__name__}")
-        run.cached = cached = cache.begin(run.ragged)
+        run.cached = cached = run.cache.begin(run.ragged)
+        packs = bool(self.packed_shapes)
+        if not isinstance(cached, StatesPass) or (cached.tokens is None) == packs:
+            cached.abandon()
+            raise OpError(f"this model needs a cache of its own, not a {type(run.cache).__name__}")
         new = new_columns(run.ragged)
         places = new.nonzero().T
         if run.logit_rows is not None:
             places = places[:, run.logit_rows]
-        work = ModulePass(lambda: self._forward(run.tokens, new, cache), places)
+        work = ModulePass(lambda: self._forward(run.tokens, new, cached), places)
         if cached.tokens is not None:
             work.attention = PackedAttention(
-                self._ops, self._shapes, cached.tokens, run.ragged, new
+                self._ops, self.packed_shapes, cached.tokens, run.ragged, new
             )
         logits = yield from work.steps()
         cached.end()
         return logits
 
-    def _forward(self, tokens: Tensor, new: Tensor, cache: ModuleCache) -> Tensor:
+    def _forward(self, tokens: Tensor, new: Tensor, cached: StatesPass) -> Tensor:
         """Logits float32 [R, vocab_size] of a batch padded as `new`, bool [B, T], says."""
         ids = torch.zeros(new.shape, dtype=torch.int64)
         ids[new] = tokens
-        real = torch.cat([cache.real, new], 1).long()
+        real = cached.real.long()
         positions = (real.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        output = self._call(ids, cache.states, attention_mask=real, position_ids=positions)
+        options = {"attention_mask": real, "position_ids": positions}
+        output = self._call(self.model, ids, cached.states, **options)
         logits: Tensor = output.logits[0]
         return logits.float()
 
-    def _call(self, ids: Tensor, states: Any, **more: Tensor) -> Any:
+    def _call(self, model: Any, ids: Tensor, states: Any, **more: Tensor) -> Any:
         """transformers' forward pass, with what it takes of `more`."""
         offered: dict[str, Any] = {**more, **dict.fromkeys(CACHE_ARGUMENTS, states)}
         known = {name: value for name, value in offered.items() if name in self._parameters}
-        return self.model(input_ids=ids, use_cache=True, return_dict=True, **known)
+        return model(input_ids=ids, use_cache=True, return_dict=True, **known)
 
     def _install(self, checkpoint: Checkpoint, structure: Structure) -> None:
         """Replace what computes with quantized weights, and let layers wait for theirs."""

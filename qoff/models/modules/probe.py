@@ -6,18 +6,22 @@ its layers ask of transformers' attention interface says what the attention is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache.quant import UnpackableError
 
 from .attention import MASK, masked
 from .structure import is_experts
+
+if TYPE_CHECKING:
+    from .slots import LayerMemory
 
 _TOKENS = 3
 # What the interface may be handed beside shapes: without a meaning for what is computed here, or
@@ -36,31 +40,82 @@ def head_shapes(model: Any, call: Callable[..., object], states: Any) -> dict[in
     cache, mask and positions; states: an empty cache. Raises UnpackableError with the reason
     why there can be no packed cache.
     """
-    from .passes import ModulePass
-
     trial = _Trial(states)
-    ids, positions = torch.zeros(2, 1, _TOKENS, dtype=torch.int64, device="meta")
-    real = torch.ones(1, _TOKENS, dtype=torch.int64)  # models look into it
     try:
-        with torch.device("meta"), _without_experts(model):
-            run = ModulePass(
-                lambda: call(ids, states, attention_mask=real, position_ids=positions),
-                torch.empty(2, 0),
-            )
-            run.attention = trial
-            run.switch()
+        _try(model, call, states, trial)
         return trial.shapes()
     except Exception as error:  # the code of any model
-        known = isinstance(error, _RefusedError)
-        reason = str(error) if known else f"a trial fails ({type(error).__name__}: {error})"
         raise UnpackableError(
-            f"the KV cache of {type(model).__name__} cannot be packed: {' '.join(reason.split())}; "
+            f"the KV cache of {type(model).__name__} cannot be packed: {_reason(error)}; "
             "use kv=None"
         ) from error
 
 
-class _Trial:
-    """Notes what attention layers ask for, in place of a `PackedAttention`."""
+def layer_memory(
+    model: Any, call: Callable[..., object], states: Any, packed: Container[int]
+) -> list[LayerMemory]:
+    """What each layer of a cache keeps of a sequence; packed: layers whose K and V are elsewhere.
+
+    The arguments are those of `head_shapes`, the model's attention too. Raises
+    UnsupportedModelError for what qoff does not know how to keep.
+    """
+    from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionCacheLayerMixin
+
+    from .slots import LayerMemory
+
+    known = (DynamicLayer, LinearAttentionCacheLayerMixin, DummyLayer)
+    try:
+        for layer in states.layers:
+            if not isinstance(layer, known) or type(layer).__module__ != DynamicLayer.__module__:
+                raise _RefusedError(f"its cache has a {type(layer).__name__}")
+            if hasattr(layer, "indexer_keys"):
+                raise _RefusedError("it attends by an index of keys")
+        _try(model, call, states, _Shapes())
+    except Exception as error:  # the code of any model
+        raise UnsupportedModelError(
+            f"qoff.LLM does not know what {type(model).__name__} remembers: {_reason(error)}; "
+            "use qoff.load, which leaves that to transformers"
+        ) from error
+    return [LayerMemory.of(layer, i in packed) for i, layer in enumerate(states.layers)]
+
+
+def _try(model: Any, call: Callable[..., object], states: Any, attention: _Shapes) -> None:
+    """Have a model on the meta device read a few tokens."""
+    from .passes import ModulePass
+
+    ids, positions = torch.zeros(2, 1, _TOKENS, dtype=torch.int64, device="meta")
+    real = torch.ones(1, _TOKENS, dtype=torch.int64)  # models look into it
+    with torch.device("meta"), _without_experts(model):
+        run = ModulePass(
+            lambda: call(ids, states, attention_mask=real, position_ids=positions),
+            torch.empty(2, 0),
+        )
+        run.attention = attention
+        run.switch()
+
+
+def _reason(error: Exception) -> str:
+    known = isinstance(error, _RefusedError)
+    found = str(error) if known else f"a trial fails ({type(error).__name__}: {error})"
+    return " ".join(found.split())
+
+
+class _Shapes:
+    """Attention without values, in place of a `PackedAttention`."""
+
+    def mask(
+        self, mask_function: Callable[..., Tensor], window: int | None, shape: tuple[int, ...]
+    ) -> Tensor:
+        return masked(window, shape)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
+    ) -> Tensor:
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+class _Trial(_Shapes):
+    """Notes what attention layers ask for."""
 
     def __init__(self, states: Any) -> None:
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -74,7 +129,7 @@ class _Trial:
     ) -> Tensor:
         if not is_standard(mask_function, window):
             raise _RefusedError("its mask is neither causal nor a sliding window")
-        return masked(window, shape)
+        return super().mask(mask_function, window, shape)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
@@ -103,7 +158,7 @@ class _Trial:
             getattr(mask, MASK),
             soft_cap=float(cap or 0.0),
         )
-        return q.transpose(1, 2)
+        return super().attend(module, q, k, v, mask)
 
     def shapes(self) -> dict[int, HeadShape]:
         missing = sorted({*self._wanted} - {*self._found})

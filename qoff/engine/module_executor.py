@@ -1,0 +1,98 @@
+"""What an `LLM` runs on where a model runs through transformers' modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from qoff.errors import ArgumentError
+from qoff.kvcache.quant import UnpackableError
+from qoff.kvcache.store.placement import DEVICE, HOST
+from qoff.memory import Transfers
+from qoff.models.modules.decoder import ModuleDecoder
+from qoff.models.modules.slots import ModuleSlots, SlotStates
+from qoff.models.runtime import AnyDecoder, Runtime
+from qoff.plan.modules import memory_of_modules
+from qoff.system_memory import check_machine
+
+from .executor import CpuExecutor
+
+
+class ModuleExecutor(CpuExecutor):
+    """A CPU, for transformers' modules.
+
+    K and V are packed as the plan says where transformers' attention can be replaced, and otherwise
+    float32 on the device, like recurrent states. Raises ArgumentError for a plan that parks hidden
+    states, which are the modules' own, and for one that shares prefixes of what is not packed.
+    """
+
+    def __init__(self, *arguments: Any, trust_remote_code: bool, **options: Any) -> None:
+        self._trusted = trust_remote_code
+        super().__init__(*arguments, **options)
+
+    def new_cache(self) -> ModuleSlots:
+        quant, plan, config = self.plan.kv, self.plan, self._decoder.text_config
+        attention = [*self._decoder.packed_shapes]
+        states = SlotStates(config, self._layers, attention, plan.batch_size, plan.context)
+        return ModuleSlots(
+            self.shapes,
+            self.forms,
+            plan.batch_size,
+            # Without packed layers there are no blocks.
+            window=quant.window if self.shapes else plan.context,
+            sinks=quant.sinks if self.shapes else 0,
+            attention_top=quant.attention_top,
+            values_rotated=quant.values_rotated,
+            store=self.blocks,
+            workspace=self._recent_workspace,
+            states=states,
+        )
+
+    def _open(self, path: Path, transfers: Transfers, packing: str) -> Runtime:
+        plan, options = self.plan, self._options(transfers)
+        if plan.activations != DEVICE:
+            raise ArgumentError(
+                "transformers' modules keep their hidden states on the device; use "
+                f"activations='device', not {plan.activations!r}"
+            )
+
+        def host_memory(decoder: AnyDecoder) -> int | None:
+            self._settle(decoder)
+            return self._memories[0].left(HOST, plan.host_memory)
+
+        def reserves(decoder: AnyDecoder) -> list[tuple[int, int]]:
+            inside = self._decoder.outer_bytes  # counted by the runtime, too
+            whole, tiled = (memory.total(DEVICE) - inside for memory in self._memories)
+            return [(whole, tiled)]
+
+        options |= {"trust_remote_code": self._trusted, "reserves": reserves}
+        options |= {"device_memory": plan.device_memory, "host_memory": host_memory}
+        try:
+            runtime = Runtime(path, kv=plan.kv, **options)
+        except UnpackableError:
+            runtime = Runtime(path, kv=None, **options)
+        self.memory = self._memories[runtime.residency.in_parts]
+        check_machine(
+            self.memory.total(HOST) + runtime.residency.device_bytes,
+            "the plan's sequences and the weights beside them",
+        )
+        return runtime
+
+    def _settle(self, decoder: AnyDecoder) -> None:
+        """Find what a model takes beside its weights, whole and in tiles."""
+        assert isinstance(decoder, ModuleDecoder)
+        self.limits = self._decoder = decoder
+        self.shapes = tuple(decoder.packed_shapes.values())
+        self.forms = self.plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
+        self._layers = decoder.slot_layers()
+        self.whole_prompts = any(layer.states for layer in self._layers)
+        held = any(layer.heads or layer.states for layer in self._layers)
+        if self.plan.share_prefixes and (held or not self.shapes):
+            raise ArgumentError(
+                f"share_prefixes needs a KV cache that is packed, and {decoder.head_shapes[0]} has "
+                "one that is not, or recurrent states; leave share_prefixes out"
+            )
+        self._memories = [
+            memory_of_modules(self.plan, decoder, self._layers, tiled) for tiled in (False, True)
+        ]
+        self._memories[0].left(DEVICE, self.plan.device_memory)  # refuses by purpose

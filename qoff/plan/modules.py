@@ -1,0 +1,57 @@
+"""The bytes that a plan takes for a model of transformers' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from qoff.kvcache import PackedCache
+from qoff.kvcache.host.recent import RecentTokens
+from qoff.kvcache.store.placement import DEVICE, TIERS
+from qoff.kvcache.store.tiered import BlockPlan
+from qoff.models.modules.decoder import ModuleDecoder
+
+from .manual import Memory, Plan, by_purpose
+
+if TYPE_CHECKING:
+    from qoff.models.modules.slots import LayerMemory
+
+_LOGITS = 3  # copies that a model's head makes: its own, scaled, capped
+
+
+def memory_of_modules(
+    plan: Plan, decoder: ModuleDecoder, layers: Sequence[LayerMemory], tiled: bool = False
+) -> Memory:
+    """What a plan takes beside the weights of layers, embedding and head.
+
+    layers: what a sequence takes in each beside packed blocks. tiled: layers stream in tiles.
+    """
+    shapes = [*decoder.packed_shapes.values()]
+    sequences = plan.batches * plan.batch_size
+    blocks = BlockPlan((), dict.fromkeys(TIERS, 0), sequences, 0, plan.attends_on_cpu)
+    if shapes:
+        forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
+        blocks = plan.block_plan(forms, [shape.kv_heads for shape in shapes])
+    window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
+    recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
+    states = sum(layer.state_bytes for layer in layers)
+    tokens = plan.context * sum(layer.token_bytes for layer in layers)
+    # A layer's K and V as transformers' attention has them: padded, then for every query head.
+    padded = 2 * plan.context * max((layer.token_bytes for layer in layers), default=0)
+    passes = [
+        (rows, columns, plan.batch_size * padded)
+        for rows, columns in ((1, plan.prefill_tokens), (plan.batch_size, 1))
+    ]
+    each = [decoder.working_bytes(b, t, plan.context) + kv for b, t, kv in passes]
+    kept = [decoder.kept_bytes(b, t, plan.context) for b, t, _ in passes]
+    work = plan.batches * sum(each) if tiled else max(each)
+    work += plan.logits_bytes(decoder.vocab_size)
+    head = 4 * _LOGITS * plan.batch_size * decoder.vocab_size
+    work += max(head, plan.sampling_bytes(decoder.vocab_size))
+    work += sequences * states  # copies, while passes are under way
+    kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
+    hidden = {tier: plan.batches * sum(kept) if tier == DEVICE else 0 for tier in TIERS}
+    found = by_purpose(kv, recent, hidden, {DEVICE: work})
+    found[DEVICE]["states"] = sequences * (tokens + states)
+    found[DEVICE]["weights outside of layers"] = decoder.outer_bytes
+    return Memory(blocks, found)

@@ -1,0 +1,182 @@
+"""`qoff.LLM` on models that run through transformers' modules: what `generate` says, in batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qoff
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
+from qoff.kvcache import KVPlacement, KVQuant
+from qoff.memory import plan_residency
+from qoff.memory.instrumentation import Instrumentation
+from qoff.models import runtime
+from qoff.plan import Plan
+from tests.engine.test_allocations import Peak
+from tests.instruments import POISON
+from tests.module_models import module_checkpoint
+from tests.tiny_models import VOCAB, budgets, refused
+
+KV = KVQuant(window=16)
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PLAN = Plan(batch_size=2, batches=2, context=120, prefill_tokens=100, kv=KV)
+PLAIN = ["bloom", "deepseek_v3", "jamba", "cohere2", "falcon_h1", "mamba2"]
+RECURRENT = ["jamba", "falcon_h1", "mamba2"]
+WORKSPACES = ("workspace", "tiled_workspace")
+PACKED = ["gpt2-head64", "cohere2-head64", "jamba-head64"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+def prompts() -> list[list[int]]:
+    """Five for four places, two of them as long."""
+    torch.manual_seed(0)
+    return [torch.randint(4, VOCAB, (n,)).tolist() for n in (20, 1, 9, 9, 97)]
+
+
+@cache
+def alone(path: Path, kv: KVQuant | None) -> list[tuple[int, ...]]:
+    """What `generate` answers to each prompt alone."""
+    model, _ = qoff.load(path, device="cpu", kv=kv)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = [model.generate(torch.tensor([p]), **options)[0, len(p) :] for p in prompts()]
+    model.close()
+    return [tuple(answer.tolist()) for answer in found]
+
+
+def answers(path: Path, plan: Plan, hooks: Instrumentation = POISON) -> list[tuple[int, ...]]:
+    with LLM(path, plan, device="cpu", _instrumentation=hooks) as llm:
+        found = llm.generate(prompts(), PARAMS)
+        assert all(llm.blocks.used(tier) == 0 for tier in ("device", "host", "disk"))
+    assert not any(one.error for one in found)
+    return [one.token_ids for one in found]
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *PACKED])
+def test_the_answers_are_those_of_generate(base: Path, name: str) -> None:
+    path = module_checkpoint(base, name)
+    assert answers(path, PLAN) == alone(path, KV if name in PACKED else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("bloom", {"prefill_tokens": 7, "schedule": "sequential"}),
+        ("cohere2", {"prefill_tokens": 40, "batches": 1, "batch_size": 5}),
+        ("jamba-head64", {"kv_placement": KVPlacement(0, 0.5)}),
+        ("gpt2-head64", {"kv_placement": KVPlacement(0, 0), "batches": 3}),
+    ],
+)
+def test_the_answers_do_not_depend_on_the_plan(
+    base: Path, name: str, changes: dict[str, Any]
+) -> None:
+    path = module_checkpoint(base, name)
+    assert answers(path, replace(PLAN, **changes)) == alone(path, KV if name in PACKED else None)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "falcon_h1", "cohere2-head64"])
+def test_weights_stream_within_the_budget(base: Path, name: str) -> None:
+    path = module_checkpoint(base, name)
+    with LLM(path, PLAN, device="cpu") as llm:
+        rest = llm.memory.total("device")
+    plan = replace(PLAN, device_memory=rest)
+    least, everything = refused(lambda: LLM(path, plan, device="cpu"))
+    assert rest < least < everything
+    plan = replace(PLAN, device_memory=least)
+    with LLM(path, plan, device="cpu", _instrumentation=POISON) as llm:
+        assert not llm.runtime.store.all_resident
+        assert sum(llm.memory_by_tier()["device"].values()) <= least
+        found = [one.token_ids for one in llm.generate(prompts(), PARAMS)]
+    assert found == alone(path, KV if name in PACKED else None)
+
+
+@pytest.mark.parametrize("name", ["gpt2-head64", "jamba-head64"])
+def test_layers_larger_than_a_slot_come_in_tiles(
+    base: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = module_checkpoint(base, name)
+    least, _ = budgets(path)
+    with LLM(path, PLAN, device="cpu") as llm:
+        decoder: Any = llm.runtime.decoder
+    monkeypatch.setattr(
+        runtime,
+        "plan_residency",
+        lambda checkpoint, _, *args, **kw: plan_residency(
+            checkpoint, least, *args, **kw | dict.fromkeys(WORKSPACES, decoder.outer_bytes)
+        ),
+    )
+    with LLM(path, PLAN, device="cpu", _instrumentation=POISON) as llm:
+        assert llm.runtime.residency.tiled
+        found = [one.token_ids for one in llm.generate(prompts(), PARAMS)]
+    assert found == alone(path, KV if name in PACKED else None)
+
+
+@pytest.mark.parametrize("name", ["bloom", "jamba", "gpt2-head64", "cohere2"])
+def test_no_more_is_allocated_than_is_counted(base: Path, name: str) -> None:
+    path = module_checkpoint(base, name)
+    with Peak() as peak, LLM(path, PLAN, device="cpu") as llm:
+        llm.generate(prompts(), PARAMS)
+        counted = sum(llm.memory.purposes["device"].values())
+    assert peak.most <= counted <= 4 * peak.most
+
+
+@pytest.mark.parametrize("name", ["bloom", "jamba-head64"])
+def test_answers_of_one_prompt_go_on_from_the_same_states(base: Path, name: str) -> None:
+    path = module_checkpoint(base, name)
+    prompt = prompts()[4]
+    with LLM(path, PLAN, device="cpu", _instrumentation=POISON) as llm:
+        found = llm.generate([prompt], replace(PARAMS, n=2))
+    assert [one.token_ids for one in found] == 2 * [alone(path, KV if name in PACKED else None)[4]]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_prompt_that_takes_two_passes_fails_alone(base: Path, name: str) -> None:
+    path = module_checkpoint(base, name)
+    with LLM(path, replace(PLAN, prefill_tokens=96), device="cpu") as llm:
+        found = llm.generate(prompts(), PARAMS)
+    assert [one.finish_reason for one in found] == ["length"] * 4 + ["error"]
+    assert "prefill_tokens=97 or more" in found[4].error
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "message"),
+    [
+        ("bloom", {"activations": "host"}, ArgumentError, "activations='device', not 'host'"),
+        ("bloom", {"share_prefixes": True}, ArgumentError, "leave share_prefixes out"),
+        ("jamba-head64", {"share_prefixes": True}, ArgumentError, "leave share_prefixes out"),
+        ("bloom", {"device_memory": 1 << 18}, BudgetError, "beside the weights .*states"),
+        ("gpt2-head64", {"device_memory": 1 << 18}, BudgetError, "beside the weights .*recent KV"),
+    ],
+)
+def test_what_a_plan_cannot_have_is_refused(
+    base: Path, name: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(module_checkpoint(base, name), replace(PLAN, **changes), device="cpu")
+
+
+def test_prefixes_are_shared_where_all_is_packed(base: Path) -> None:
+    path = module_checkpoint(base, "gpt2-head64")
+    prompt = prompts()[4]
+    plan = replace(PLAN, share_prefixes=True)
+    with LLM(path, plan, device="cpu", _instrumentation=POISON) as llm:
+        found = llm.generate([prompt, prompt], PARAMS)
+        assert sum(round.read for round in llm.rounds) < 2 * len(prompt)
+    assert found[0].token_ids == alone(path, KV)[4]
+
+
+def test_states_of_another_kind_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    monkeypatch.setattr(DynamicLayer, "indexer_keys", None, raising=False)
+    with pytest.raises(UnsupportedModelError, match=r"what Bloom.* remembers.*; use qoff\.load"):
+        LLM(module_checkpoint(base, "bloom"), PLAN, device="cpu")
