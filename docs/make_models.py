@@ -30,8 +30,8 @@ _REST = """
 ## Other architectures
 
 Safetensors models of any other architecture that transformers has a causal language model for run
-through transformers' own modules, with `qoff.load` and `qoff generate`. Their weights are
-resident or offloaded under the same budgets, and their logits are those of transformers on the
+through transformers' own modules, with `qoff.load`, `qoff.LLM` and their commands. Their weights
+are resident or offloaded under the same budgets, and their logits are those of transformers on the
 dequantized weights. What differs from the families above:
 
 - They run on the CPU only. The KV cache, or whatever states the model keeps, is transformers'
@@ -46,15 +46,20 @@ dequantized weights. What differs from the families above:
   float32, and streams with its layer: convolutions, state matrices, norms, routers that are not
   linear layers, experts of classes outside of transformers' interface for them. Weights outside
   of layers, embedding and head (learned positions, final norms) stay in memory.
-- Padding is on the left: after the first pass every sequence gets the same number of tokens.
-  Models with recurrent states then read one token of each sequence at a time, so a prompt cannot
-  be continued, and their cache cannot be cropped.
-- `qoff.LLM` and `qoff batch` do not take them, and they cannot come from GGUF files.
+- With `qoff.load`, padding is on the left: after the first pass every sequence gets the same
+  number of tokens. Models with recurrent states then read one token of each sequence at a time, so
+  a prompt cannot be continued, and their cache cannot be cropped.
+- `qoff.LLM` and `qoff batch` pad each pass anew, so sequences come and go. Packed K and V are on
+  any tier; K and V that cannot be packed, and recurrent states, are float32 on the device, with
+  room for the plan's context, and so are hidden states. A prompt of a model with recurrent states
+  is read in one pass, of at most `prefill_tokens` tokens. Answers are those of `generate` for each
+  prompt alone.
+- Of GGUF files six architectures run so ([formats.md](formats.md)).
 
 Tested with tiny random models (`tests/models/test_modules.py`, `tests/hf/test_modules.py`):
 logits at prefill with left padding and at four decode steps, resident, within the minimal budget,
 with all matrices in tiles, and with passes that take turns at every layer; with qoff's cache, the
-models of `tests/models/test_modules_packed.py`:
+models of `tests/models/test_modules_packed.py`; in batches, `tests/engine/test_llm_modules.py`:
 
 """
 _REFUSED = """

@@ -32,6 +32,7 @@ from qoff.hf.plugin.register import register_with_transformers
 if TYPE_CHECKING:
     from qoff.engine import LLM, Completion, SamplingParams
     from qoff.hf.cache import QoffCache
+    from qoff.hf.dispatch import dispatch
     from qoff.hf.load import load
     from qoff.hf.plugin.config import QoffConfig
     from qoff.kvcache import KVPlacement, KVQuant
@@ -64,6 +65,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "convert",
+    "dispatch",
     "load",
 ]
 
@@ -79,6 +81,7 @@ _MODULES = {
     "QuantConfig": "qoff.quant",
     "SamplingParams": "qoff.engine",
     "convert": "qoff.models.convert.convert",
+    "dispatch": "qoff.hf.dispatch",
     "load": "qoff.hf.load",
 }
 

@@ -38,6 +38,7 @@ RANK = {
             {"models"},
             {"plan"},
             {"hf"},
+            {"accelerate"},
             {"engine"},
             {"measure"},
             {"eval"},

@@ -50,7 +50,7 @@ class SlotCache(KVCache):
     """
 
     store: Blocks
-    equal_prompts = False  # whether a pass may read prompts of one length only, and whole
+    equal_prompts: bool = False  # whether a pass may read prompts of one length only, and whole
 
     def __init__(self, sequences: int, window: int, sinks: int = 0, expected: int = 0) -> None:
         self.window, self.sinks = window, sinks

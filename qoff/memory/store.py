@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from qoff.process import Opener
 from .experts import ExpertCache, ExpertStats, ExpertWave, StreamedExperts
 from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
-from .io.transfers import Transfers
+from .io.transfers import Transfers, UnitRead
 from .load import FileChecks, load
 from .plan import (
     EMBEDDING,
@@ -50,6 +52,7 @@ from .slots import SlotRing
 EXPERTS = "mlp.experts"  # among a layer's weights: those that come one by one
 Weights = Mapping[str, Weight | TiledMatrix | StreamedExperts | ExpertWave]
 
+_NOTHING: Mapping[Path, Callable[[], Mapping[str, Tensor]]] = MappingProxyType({})
 _ROWS = 256  # gathered together: what is read around them is not in proportion to the prompt
 
 
@@ -73,7 +76,8 @@ class WeightStore:
     resident streams through the residency's slots, read ahead in the order of a pass. `transfers`
     is closed with the store. With `verify` every file is compared with its checksum once: here, or
     when its unit first streams from disk. A file that is read later and was changed since is
-    compared again. Raises BudgetError, DiskReadError and ChecksumError.
+    compared again. in_memory: files that are not there, whose units are in host memory: what gives
+    their weights, once. Raises BudgetError, DiskReadError and ChecksumError.
     Close it, or use it as a context manager.
     """
 
@@ -85,8 +89,9 @@ class WeightStore:
         transfers: Transfers | None = None,
         verify: bool = True,
         instrumentation: Instrumentation = PLAIN,
+        in_memory: Mapping[Path, Callable[[], Mapping[str, Tensor]]] = _NOTHING,
     ) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self._in_memory = checkpoint, in_memory
         self.residency = residency
         self._transfers = transfers if transfers is not None else ThreadTransfers()
         self.experts: ExpertCache | None = None  # where they come one by one
@@ -250,7 +255,7 @@ class WeightStore:
         self._resident: dict[str, Weight] = {}
         for image, memory in zip(every, load(every, self.arena, read_unit), strict=True):
             self._resident |= image.views(memory)
-        load_host = partial(self._transfers.load_host, verify=verify)
+        load_host = partial(self._load_host, verify=verify)
         loaded = load(sources.values(), self.host_arena, load_host)
         self._sources = dict(zip(sources, loaded, strict=True))
         self._host_rows = self._embedding_in_host(sources)
@@ -266,6 +271,17 @@ class WeightStore:
         self._ring = SlotRing(
             self._streamed, self._sources, self._slots, self._transfers, self._checks
         )
+
+    def _load_host(self, image: Image, memory: Tensor, verify: bool) -> UnitRead:
+        """Start filling host memory with an image, of a file or of what was in memory before."""
+        take = self._in_memory.get(image.file.path)
+        if take is None:
+            return self._transfers.load_host(image, memory, verify)
+        weights = take()
+        for name, place in image.views(memory).items():
+            assert isinstance(place, Tensor)
+            place.copy_(weights[name])
+        return UnitRead(self._transfers, image, memory)
 
     def _named(self, unit: Unit, streamed: Mapping[str, Weight]) -> Weights:
         """All weights of a unit by local name: resident ones, those of a slot, tiled matrices."""

@@ -1,14 +1,14 @@
-"""A decoder layer of a transformers model that has its matrices only while it runs."""
+"""A layer of a transformers model that has its weights only while it runs."""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qoff.checkpoint.layout import QuantEntry, WeightFile
@@ -26,6 +26,21 @@ from .stored import Stored
 from .wanted import activation_of
 
 _Find = Callable[[Weights], Packed]
+
+
+class Place(Protocol):
+    """A module, or some, that have their weights only while a layer runs."""
+
+    @property
+    def empty(self) -> Any:
+        """What they have without."""
+
+    @property
+    def find(self) -> Callable[[Weights], Any]:
+        """What gives them theirs, among those of their layer."""
+
+    def put(self, value: Any, /) -> None:
+        """Have them compute with it."""
 
 
 class _Place(NamedTuple):
@@ -50,21 +65,16 @@ class OffloadedLayer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        path: str,
+        layer: nn.Module,
         store: WeightStore,
         turn: threading.Lock,
         unit: int,
-        streamed: Sequence[Stored],
-        file: WeightFile,
+        places: Sequence[Place],
     ) -> None:
-        """turn: one for all layers. unit: what the store calls the layer at `path`. streamed: its
-        matrices, all of `file`.
-        """
-        self._layer = model.get_submodule(path)
-        self._own = self._layer.forward
+        """turn: one for all layers. unit: what the store calls this one."""
+        self._layer, self._own = layer, layer.forward
         self._store, self._turn, self._unit = store, turn, unit
-        self._places = list(_packed_places(model, unit, streamed, file))
+        self._places = places
         functools.update_wrapper(self, self._own)
         self._layer.forward = self
 
@@ -99,7 +109,7 @@ class OffloadedLayer:
         )
 
 
-def _packed_places(
+def packed_places(
     model: PreTrainedModel, unit: int, streamed: Sequence[Stored], file: WeightFile
 ) -> Iterator[_Place]:
     """Replace modules by packed ones without codes, and say where theirs come from."""

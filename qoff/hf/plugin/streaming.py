@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from qoff.models.runtime import transfers_to
 from qoff.models.spec import DecoderSpec
 from qoff.process import only_here
 
-from .offloaded import OffloadedLayer
+from .offloaded import OffloadedLayer, packed_places
 from .operations import Into, Unfuse
 from .stored import Stored, stored_weights
 
@@ -137,7 +137,8 @@ class Streaming:
         turn = threading.Lock()
         for unit, i in enumerate(numbers):
             streamed = [s for s in self._units[i] if self._streams(i, s)]
-            OffloadedLayer(model, self._paths[i], store, turn, unit, streamed, files[i])
+            places = list(packed_places(model, unit, streamed, files[i]))
+            OffloadedLayer(model.get_submodule(self._paths[i]), store, turn, unit, places)
         paths = {self._paths[i]: place for i, place in self._places.items()}
         model.hf_device_map = {"": str(self.device), **paths}  # type: ignore[assignment]
         return store
@@ -175,14 +176,19 @@ class Streaming:
 
     def _residency(self, numbers: Sequence[int]) -> Residency:
         """Two slots, and host memory for the layers whose place that is."""
-        part = self._part(numbers)
-        on_gpu = self.device.type != "cpu"
-        plan = residency_of(part, (), packing=packing_for(self.device))
-        plan = place_in_host(part, plan, None, 2 if on_gpu else 0)
-        host = frozenset(u for u, i in enumerate(numbers) if self._places.get(i) == "cpu")
-        images = streamed_images(part, plan)
-        nbytes = sum(images[unit].nbytes for unit in host)
-        return replace(plan, host=host, host_weight_bytes=nbytes)
+        host = [u for u, i in enumerate(numbers) if self._places.get(i) == "cpu"]
+        return streamed_residency(self._part(numbers), host, self.device)
+
+
+def streamed_residency(
+    part: Checkpoint, host: Iterable[int], device: torch.device, slots: int = 2
+) -> Residency:
+    """All layers stream through slots, those of `host` from host memory, the others from disk."""
+    plan = residency_of(part, (), slots, packing=packing_for(device))
+    plan = place_in_host(part, plan, None, 2 if device.type != "cpu" else 0)
+    images, units = streamed_images(part, plan), frozenset(host)
+    nbytes = sum(images[unit].nbytes for unit in units)
+    return replace(plan, host=units, host_weight_bytes=nbytes)
 
 
 def _path_of(i: int, unit: Sequence[Stored]) -> str:

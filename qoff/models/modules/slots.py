@@ -37,8 +37,8 @@ class LayerMemory:
     @classmethod
     def of(cls, layer: Any, packed: bool) -> LayerMemory:
         """Of a layer of a `DynamicCache` after a pass of one sequence; packed: K and V are."""
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        kept = () if packed or keys is None or values is None else (keys, values)
+        pair: Any = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        kept = () if packed or pair[0] is None else pair
         states = {
             (kind, i): tuple(state.shape[1:])
             for kind in _KINDS
@@ -106,14 +106,8 @@ class ModuleSlots(PackedCache):
     def __init__(self, *arguments: Any, states: SlotStates, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.states = states
-
-    @property
-    def equal_prompts(self) -> bool:
-        """Whether a pass may read prompts of one length only, and whole.
-
-        transformers' recurrent layers continue by single tokens.
-        """
-        return bool(self.states.states)
+        # transformers' recurrent layers go on by single tokens.
+        self.equal_prompts = bool(states.states)
 
     @property
     def nbytes(self) -> int:
@@ -163,13 +157,13 @@ class ModuleSlotPass(PackedPass, StatesPass):
                 found.layers[i] = _in_slots(layer, columns, rows)
         if columns:
             for (i, kind, number), kept in held.states.items():
-                layer = found.layers[i]
-                getattr(layer, kind)[number] = kept[self._rows]
-                getattr(layer, f"is_{kind}_initialized")[number] = True
-                layer.has_previous_state[number] = True
+                into: Any = found.layers[i]
+                getattr(into, kind)[number] = kept[self._rows]
+                getattr(into, f"is_{kind}_initialized")[number] = True
+                into.has_previous_state[number] = True
                 if kind == "conv_states":
-                    layer.conv_kernel_size[number] = kept.shape[-1]
-                layer.dtype, layer.device = kept.dtype, kept.device
+                    into.conv_kernel_size[number] = kept.shape[-1]
+                into.dtype, into.device = kept.dtype, kept.device
         return found
 
 
@@ -207,11 +201,13 @@ class _SlotLayer(DynamicLayer):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         """Append the new columns."""
         self.columns += key_states.shape[-2]
-        new = (key_states, value_states)
-        return new if self.rows is None else self.rows.append(new)
+        if self.rows is None:
+            return key_states, value_states
+        keys, values = self.rows.append((key_states, value_states))
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self.columns

@@ -1,0 +1,188 @@
+"""`qoff.dispatch`: a transformers model in memory streams its layers from host memory and disk."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from qoff.budgets import memory_bounds, resolve_device
+from qoff.checkpoint import Checkpoint, CheckpointWriter, WeightFile
+from qoff.checkpoint.layout import ALIGNMENT
+from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.plugin.offloaded import OffloadedLayer
+from qoff.hf.plugin.streaming import streamed_residency
+from qoff.memory import WeightStore
+from qoff.memory.plan.placement import spread_evenly
+from qoff.models.runtime import transfers_to
+from qoff.process import only_here
+from qoff.system_memory import refusals
+
+from .units import ModelUnit, UnitPlace, others, units_of
+
+Model = TypeVar("Model", bound=nn.Module)
+HOST, DISK = "cpu", "disk"  # as device maps call them
+
+
+def dispatch(
+    model: Model,
+    *,
+    device: torch.device | str = "auto",
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | PathLike[str] | None = None,
+    slots: int = 2,
+    no_split_modules: Collection[str] | None = None,
+) -> Model:
+    """Stream the layers of a model that is in memory; it computes as before, bit for bit.
+
+    model: any of transformers', float32, float16 or bfloat16. It is changed, and returned. device:
+    computes; "auto": a GPU if there is one. device_memory bounds the weights there, resident and in
+    `slots` slots that the others pass through, in bytes or like "8GiB" (None: all stay); what the
+    model computes comes on top. Whole layers stream, from host memory up to `host_memory` (None:
+    all of them), and the rest from a file for each in a new folder in `offload_folder`, which goes
+    with the model. max_memory: the same bounds as Accelerate writes them, {0: "12GiB", "cpu":
+    "32GiB"}. no_split_modules: names of the classes that are layers; None: the model's
+    `_no_split_modules`, or what is in its lists of modules. Weights that layers share, buffers and
+    all outside of layers stay on the device.
+
+    The model has no gradients then. Raises ArgumentError for a model that cannot stream and for
+    layers that go to disk without a folder, BudgetError with the bytes wanted, ConversionError
+    where the folder cannot be written. If copying fails half-way, load the model again.
+    """
+    where = resolve_device(device)
+    room, host = memory_bounds(device_memory, host_memory, max_memory, where)
+    units = units_of(model, no_split_modules)
+    sizes = {unit: unit.nbytes for unit in units}
+    everything = _others_bytes(model, []) if room is not None else 0
+    streamed = dict[ModelUnit, int]()
+    if room is not None and everything > room:
+        least = least_bytes(model, units, where, slots)
+        if least > room:
+            raise BudgetError(
+                f"device memory: {room:,} bytes are too few for this {type(model).__name__}: with "
+                f"its layers streamed its weights take {least:,}, of {everything:,} in all; raise "
+                "device_memory to that"
+            )
+        kept = _evenly(sizes, room - least)
+        streamed = {unit: size for unit, size in sizes.items() if unit not in kept}
+    in_host = _evenly(streamed, sum(streamed.values()) if host is None else host)
+    places = {unit: HOST if unit in in_host else DISK for unit in streamed}
+    return placed(model, places, where, offload_folder, slots)
+
+
+@refusals()
+def placed(
+    model: Model,
+    places: Mapping[ModelUnit, str],
+    device: torch.device,
+    offload_folder: str | PathLike[str] | None,
+    slots: int = 2,
+) -> Model:
+    """Stream units from HOST or DISK, as `places` says; all else goes to the device."""
+    units = list(places)
+    on_disk = [unit for unit, place in places.items() if place == DISK]
+    if on_disk and offload_folder is None:
+        size = sum(unit.nbytes for unit in on_disk)
+        raise ArgumentError(
+            f"{len(on_disk)} layers of {size:,} bytes go to disk: say where with offload_folder, "
+            "or raise device_memory or host_memory"
+        )
+    model.requires_grad_(False)
+    for kind, name in others(model, units):
+        kind[name].data = kind[name].data.to(device)
+    if units:
+        with ExitStack() as resources:
+            files = {unit: unit.in_memory() for unit in units}
+            if on_disk:
+                assert offload_folder is not None
+                files |= _written(on_disk, Path(offload_folder), resources)
+            _stream(model, files, [u for u in units if u not in on_disk], device, slots, resources)
+            weakref.finalize(model, only_here(resources.pop_all().close))
+    paths = {unit.path: place for unit, place in places.items()}
+    model.hf_device_map = {"": str(device), **paths}  # type: ignore[assignment]
+    return model
+
+
+def least_bytes(
+    model: nn.Module, units: list[ModelUnit], device: torch.device, slots: int = 2
+) -> int:
+    """Bytes of the device that the weights take where all units stream."""
+    part = _checkpoint({unit: unit.in_memory() for unit in units})
+    plan = streamed_residency(part, (), device, slots)
+    return _others_bytes(model, units) + plan.device_bytes
+
+
+def _written(
+    units: list[ModelUnit], folder: Path, resources: ExitStack
+) -> dict[ModelUnit, WeightFile]:
+    """Write the weights of units to files, which go with `resources`, and take them from them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = Path(tempfile.mkdtemp(prefix="qoff-", dir=folder))
+    except OSError as error:
+        raise ArgumentError(
+            f"offload_folder: {folder} cannot be written ({error.strerror}); choose another place"
+        ) from error
+    resources.callback(shutil.rmtree, own, ignore_errors=True)
+    total = sum(unit.nbytes for unit in units)
+    with CheckpointWriter(own / "weights", expected_bytes=total) as writer:
+        for i, unit in enumerate(units):
+            writer.write_layer(i, unit.tensors)
+        writer.write_outer({})
+        writer.finish({})
+    for unit in units:
+        unit.take()
+    return dict(zip(units, Checkpoint.open(own / "weights").layers, strict=True))
+
+
+def _stream(
+    model: nn.Module,
+    files: Mapping[ModelUnit, WeightFile],
+    hosted: Collection[ModelUnit],
+    device: torch.device,
+    slots: int,
+    resources: ExitStack,
+) -> None:
+    """Let units take their weights from a store, which is closed with `resources`."""
+    part, units = _checkpoint(files), list(files)
+    plan = streamed_residency(part, [units.index(unit) for unit in hosted], device, slots)
+    in_memory = {files[unit].path: unit.take for unit in hosted}
+    store = WeightStore(
+        part, plan, transfers=transfers_to(device), verify=False, in_memory=in_memory
+    )
+    resources.callback(store.close)
+    turn = threading.Lock()
+    for number, unit in enumerate(units):
+        OffloadedLayer(unit.module, store, turn, number, [UnitPlace(unit)])
+
+
+def _checkpoint(files: Mapping[ModelUnit, WeightFile]) -> Checkpoint:
+    """Files of units as a checkpoint of layers alone."""
+    nothing = WeightFile(Path("weights outside of layers"), ALIGNMENT, ALIGNMENT, "", {})
+    return Checkpoint(Path("a model in memory"), {}, tuple(files.values()), nothing)
+
+
+def _others_bytes(model: nn.Module, units: Collection[ModelUnit]) -> int:
+    """Bytes of the memory of all that does not stream when these do."""
+    found = {
+        kind[name].untyped_storage().data_ptr(): kind[name].nbytes
+        for kind, name in others(model, units)
+    }
+    return sum(found.values())
+
+
+def _evenly(sizes: Mapping[ModelUnit, int], budget: int) -> set[ModelUnit]:
+    """Units that fit, spread evenly among all."""
+    chosen = spread_evenly({unit.number: size for unit, size in sizes.items()}, budget)
+    return {unit for unit in sizes if unit.number in chosen}

@@ -1,0 +1,156 @@
+"""A model in memory that streams computes as before, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import weakref
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+import qoff
+from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.dispatch.units import units_of
+from tests.tiny_models import TINY
+
+SIZES = {**TINY, "num_hidden_layers": 5}
+LLAMA = {**SIZES, "model_type": "llama"}
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (AutoModelForCausalLM, LLAMA),
+    "tied": (AutoModelForCausalLM, {**LLAMA, "tie_word_embeddings": True}),
+    "mixtral": (AutoModelForCausalLM, {**SIZES, "model_type": "mixtral", "num_local_experts": 4}),
+    "mamba2": (
+        AutoModelForCausalLM,
+        {**SIZES, "model_type": "mamba2", "num_heads": 4, "head_dim": 32, "n_groups": 1},
+    ),
+    "bert": (AutoModel, {**SIZES, "model_type": "bert", "hidden_act": "gelu"}),
+    "odd": (AutoModelForCausalLM, {**SIZES, "model_type": "gpt2", "n_layer": 5, "n_inner": 37}),
+    "t5": (
+        AutoModelForSeq2SeqLM,
+        {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 3,
+         "num_heads": 4, "vocab_size": 128, "decoder_start_token_id": 0},
+    ),
+}  # fmt: skip
+HALF = {"tied": torch.bfloat16, "mixtral": torch.float16}
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    auto, config = MODELS[name]
+    made: Any = auto
+    model = made.from_config(AutoConfig.for_model(**config), dtype=HALF.get(name, torch.float32))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.1)
+    return model.eval()
+
+
+@torch.no_grad()
+def results(model: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 128, (2, 7))
+    more = {"decoder_input_ids": ids[:, :3]} if model.config.is_encoder_decoder else {}
+    found = [model(ids, **more)[0]]
+    if hasattr(model, "lm_head"):
+        found.append(model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0))
+    return found
+
+
+def least_of(model: Any) -> tuple[int, int]:
+    """The least bytes of a device, and those of all."""
+    with pytest.raises(BudgetError) as refusal:
+        qoff.dispatch(model, device="cpu", device_memory=0)
+    found = re.search(r"weights take ([\d,]+), of ([\d,]+) in all", str(refusal.value))
+    assert found is not None
+    return int(found[1].replace(",", "")), int(found[2].replace(",", ""))
+
+
+@pytest.mark.parametrize("place", ["host", "disk", "both"])
+@pytest.mark.parametrize("name", MODELS)
+def test_results_are_the_same_bits(name: str, place: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    wanted = results(model)
+    least, everything = least_of(model)
+    assert least < everything
+    host = {"host": None, "disk": 0, "both": (everything - least) // 2}[place]
+    same = qoff.dispatch(
+        model, device="cpu", device_memory=least, host_memory=host, offload_folder=tmp_path
+    )
+    assert same is model
+    places = set(model.hf_device_map.values()) - {"cpu:0"}
+    assert {"host": {"cpu"}, "disk": {"cpu", "disk"}, "both": {"cpu", "disk"}}[place] == places
+    for one, other in zip(results(model), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_fits_stays(tmp_path: Path) -> None:
+    model = model_of("llama")
+    wanted, (least, everything) = results(model), least_of(model)
+    qoff.dispatch(model, device="cpu", device_memory=everything)
+    assert not any(p.is_meta for p in model.parameters())
+    room = (least + everything) // 2
+    qoff.dispatch(model, device="cpu", device_memory=room, host_memory=0, offload_folder=tmp_path)
+    there = sum(p.nbytes for p in model.parameters() if not p.is_meta)
+    assert least / 2 < there < room
+    assert all(torch.equal(a, b) for a, b in zip(results(model), wanted, strict=True))
+
+
+def test_files_go_with_the_model(tmp_path: Path) -> None:
+    model, threads = model_of("llama"), set(threading.enumerate())
+    least, _ = least_of(model)
+    qoff.dispatch(model, device="cpu", device_memory=least, host_memory=0, offload_folder=tmp_path)
+    assert len(list(tmp_path.glob("qoff-*/weights/model-layer-*"))) == 5
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not list(tmp_path.iterdir())
+    assert set(threading.enumerate()) <= threads
+
+
+def test_weights_leave_the_model_one_unit_after_another() -> None:
+    model = model_of("llama")
+    before = [weakref.ref(p.untyped_storage()) for p in model.model.layers.parameters()]
+    qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0])
+    gc.collect()
+    assert not any(x() for x in before)
+
+
+def test_it_has_no_gradients_and_cannot_be_copied() -> None:
+    model = model_of("llama")
+    qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0])
+    assert not model(torch.ones(1, 3, dtype=torch.int64)).logits.requires_grad
+    with pytest.raises(ArgumentError, match="no backward pass"):
+        model(inputs_embeds=torch.zeros(1, 3, 64, requires_grad=True))
+    with pytest.raises(ArgumentError, match="neither copied nor pickled"):
+        deepcopy(model)
+
+
+def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
+    model = model_of("llama")
+    least, _ = least_of(model)
+    with pytest.raises(ArgumentError, match=r"5 layers of [\d,]+ bytes go to disk: say where"):
+        qoff.dispatch(model, device="cpu", device_memory=least, host_memory=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match=r"offload_folder: .*choose another place"):
+        qoff.dispatch(
+            model,
+            device="cpu",
+            device_memory=least,
+            host_memory=0,
+            offload_folder=tmp_path / "file",
+        )
+    qoff.dispatch(model, device="cpu", device_memory=least)
+    with pytest.raises(ArgumentError, match="it streams already, or was never loaded"):
+        qoff.dispatch(model, device="cpu")
+    whole = nn.Linear(3, 3).to(torch.float64)
+    with pytest.raises(ArgumentError, match=r"of torch.float64; only models of float32"):
+        qoff.dispatch(whole, device="cpu")
+    assert units_of(nn.Linear(3, 3)) == []
