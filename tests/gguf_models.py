@@ -29,6 +29,7 @@ ARCHITECTURES = {  # by model_type
     "phi3": ARCH.PHI3,
     "granite": ARCH.GRANITE,
     "olmo2": ARCH.OLMO2,
+    "cohere": ARCH.COMMAND_R,
     "glm": ARCH.CHATGLM,
     "glm4": ARCH.GLM4,
     "gemma": ARCH.GEMMA,
@@ -64,6 +65,7 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
     "use_parallel_residual": "use_parallel_residual",
 }
 _ROPE = {

@@ -129,6 +129,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 3.0,
     },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2},
+    "cohere": {
+        "model_type": "cohere",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "logit_scale": 0.3,
+    },
     "glm": {"model_type": "glm", "head_dim": 32, "num_key_value_heads": 2},
     "glm4": {"model_type": "glm4", "head_dim": 32, "num_key_value_heads": 2},
     "gemma": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},

@@ -129,7 +129,7 @@ def outer_weights(spec: DecoderSpec, names: TensorNames | None = None) -> tuple[
     if spec.final_norm:
         norm = Part(f"{names.norm}.weight", width, plus=names.norm_offset)
         found.append(Weight(NORM, (norm,)))
-        if spec.norm == "layer":
+        if spec.norm == "layer" and spec.norm_bias:
             found.append(Weight("model.norm.bias", (Part(f"{names.norm}.bias", width),)))
     sources = {EMBEDDING: names.embedding, LM_HEAD: names.head}
     if spec.tie_word_embeddings:
@@ -185,7 +185,8 @@ class _Layer:
         before = spec.pre_norm or spec.norm_after_add
         modules = ["input_layernorm", "post_attention_layernorm"] if before else []
         modules += ["self_attn.post_norm", "mlp.post_norm"] if spec.post_norm else []
-        for tensor in ("weight", "bias") if spec.norm == "layer" else ("weight",):
+        biased = spec.norm == "layer" and spec.norm_bias
+        for tensor in ("weight", "bias") if biased else ("weight",):
             yield from (self._vector(module, spec.hidden_size, tensor) for module in modules)
         if spec.qk_norm != "none":
             for x, rows in (("q", spec.q_rows), ("k", spec.kv_rows)):

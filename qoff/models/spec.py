@@ -42,7 +42,8 @@ class DecoderSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    norm: Literal["rms", "layer"] = "rms"  # RMSNorm, or LayerNorm with a bias
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm, or LayerNorm
+    norm_bias: bool = True  # of LayerNorms
     pre_norm: bool = True
     post_norm: bool = False
     norm_after_add: bool = False

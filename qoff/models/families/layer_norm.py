@@ -1,4 +1,4 @@
-"""Families with LayerNorm and an MLP without a gate: OPT, GPT-NeoX, StarCoder2."""
+"""Families with LayerNorm: OPT, GPT-NeoX and StarCoder2, whose MLPs have no gate, Command-R."""
 
 from __future__ import annotations
 
@@ -58,6 +58,20 @@ def _starcoder2(config: Any) -> Fields:
     }
 
 
+def _cohere(config: Any) -> Fields:
+    """Attention and MLP side by side, after one norm without a bias; pairs of channels turn."""
+    if config.use_qk_norm:
+        raise unsupported("use_qk_norm", True, "false")
+    return {
+        "norm": "layer",
+        "norm_bias": False,
+        "norm_eps": config.layer_norm_eps,
+        "parallel": True,
+        "logit_scale": float(config.logit_scale),
+        **biases(config.attention_bias),
+    }
+
+
 def _without_projections(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
     """350M's embedding is narrower than its layers: its projections are multiplied into it."""
     width, hidden = config.get("word_embed_proj_dim"), config.get("hidden_size")
@@ -105,6 +119,11 @@ FAMILIES = {
             head="embed_out.weight",
             fused_qkv="heads",
         ),
+    ),
+    "cohere": Family(
+        "Command-R 35B",
+        _cohere,
+        TensorNames(rope_pairs=True, modules={"post_attention_layernorm": "input_layernorm"}),
     ),
     "starcoder2": Family(
         "StarCoder 2",

@@ -255,6 +255,15 @@ def _starcoder2(metadata: Metadata, config: Config) -> Config:
     }
 
 
+def _cohere(metadata: Metadata, config: Config) -> Config:
+    return {
+        "layer_norm_eps": metadata.need("attention.layer_norm_epsilon"),
+        "logit_scale": metadata.need("logit_scale"),
+        "attention_bias": _has_bias(metadata, "attn_q"),
+        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
+    }
+
+
 def _stacked(metadata: Metadata) -> Any:
     """How experts lie in the first layer that has them."""
     names = metadata.tensors
@@ -332,6 +341,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3),
     "gptneox": Architecture("gpt_neox", "GPTNeoXForCausalLM", _gpt_neox),
+    "command-r": Architecture(
+        "cohere",
+        "CohereForCausalLM",
+        _cohere,
+        rope_pairs=True,
+        modules={"post_attention_layernorm": "attn_norm"},
+    ),
     "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM", _starcoder2),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_moe),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe),
