@@ -123,7 +123,7 @@ def test_weights_leave_the_model_one_unit_after_another() -> None:
     assert not any(x() for x in before)
 
 
-def test_it_has_no_gradients_and_cannot_be_copied() -> None:
+def test_it_has_no_gradients_and_can_be_neither_copied_nor_saved() -> None:
     model = model_of("llama")
     qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0])
     assert not model(torch.ones(1, 3, dtype=torch.int64)).logits.requires_grad
@@ -131,6 +131,8 @@ def test_it_has_no_gradients_and_cannot_be_copied() -> None:
         model(inputs_embeds=torch.zeros(1, 3, 64, requires_grad=True))
     with pytest.raises(ArgumentError, match="neither copied nor pickled"):
         deepcopy(model)
+    with pytest.raises(ArgumentError, match="cannot be saved"):
+        model.save_pretrained("/nonexistent")
 
 
 def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -109,9 +109,14 @@ def placed(
                 files |= _written(on_disk, Path(offload_folder), resources)
             _stream(model, files, [u for u in units if u not in on_disk], device, slots, resources)
             weakref.finalize(model, only_here(resources.pop_all().close))
+        model.save_pretrained = _refuse_saving  # type: ignore[assignment]
     paths = {unit.path: place for unit, place in places.items()}
     model.hf_device_map = {"": str(device), **paths}  # type: ignore[assignment]
     return model
+
+
+def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
+    raise ArgumentError("a model whose layers stream cannot be saved; save it before qoff.dispatch")
 
 
 def least_bytes(
