@@ -50,7 +50,9 @@ def test_links_and_paths_exist(page: Path) -> None:
 def test_options_exist() -> None:
     command: Any = get_command(app)
     commands = [command, *command.commands.values()]
-    known = {option for each in commands for p in each.params for option in (*p.opts, *p.secondary_opts)}
+    known = {
+        option for each in commands for p in each.params for option in (*p.opts, *p.secondary_opts)
+    }
     named = {
         option: page.name
         for page in PAGES
