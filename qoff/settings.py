@@ -5,6 +5,8 @@ or ~/.cache/qoff.
 
 QOFF_CUDA_GRAPHS: 0 turns CUDA graphs off; by default a GPU replays the steps of decoding as graphs.
 
+QOFF_API_KEY: key that clients of `qoff serve` must send; read by qoff/cli/serve.py.
+
 QOFF_TRITON_36: read by tests/kernels/test_compile.py alone: a folder with Triton 3.6.0, to compile
 the kernels with that version too; by default .triton-3.6 (`make triton-3.6`).
 

@@ -39,16 +39,23 @@ _MAY_BE_MISSING = frozenset(
     {
         "accelerate",
         "datasets",
+        "fastapi",
         "gguf",
         "greenlet",
         "hypothesis",
+        "llguidance",
         "lm_eval",
         "matplotlib",
+        "openai",
         "peft",
+        "prometheus_client",
         "psutil",
+        "pydantic",
         "rich",
         "scipy",
+        "starlette",
         "typer",
+        "uvicorn",
     }
 )
 

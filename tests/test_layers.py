@@ -42,7 +42,8 @@ RANK = {
             {"engine"},
             {"measure"},
             {"eval"},
-            {"cli", "serve"},
+            {"serve"},
+            {"cli"},
             {"__main__"},
             {"bench"},
         ]

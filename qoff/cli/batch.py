@@ -20,6 +20,7 @@ from .output import print_line, print_table
 
 if TYPE_CHECKING:
     from qoff.engine import LLM, Completion
+    from qoff.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,31 @@ class PlanOptions:
     spill_folder: Path | None = Option(
         None, help="Folder for what is on the disk tier; else that for temporary files."
     )
+    kv_device: float = Option(1.0, min=0, max=1, help="Fraction of the KV cache on the device.")
+    kv_host: float = Option(
+        0.0, min=0, max=1, help="Fraction of it in host memory; the rest is on disk."
+    )
+
+    def plan(self, how: RunOptions, cache: CacheOptions) -> tuple[Plan, dict[str, Any]]:
+        """The plan, and the options of `qoff.LLM` beside it.
+
+        Raises ArgumentError for a KV cache that is not packed.
+        """
+        from qoff.kvcache import KVPlacement, KVQuant
+        from qoff.plan import Plan
+
+        kv = cache.quant()
+        if kv is None:
+            raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")
+        given, opening = dict(vars(self)), how.opening()
+        plan = Plan(
+            kv=kv if isinstance(kv, KVQuant) else KVQuant(),
+            kv_placement=KVPlacement(given.pop("kv_device"), given.pop("kv_host")),
+            slots=opening.pop("slots"),
+            activation_bits=opening.pop("activation_bits"),
+            **given,
+        )
+        return plan, {**opening, "cache_dir": how.cache_dir, "revision": how.revision}
 
 
 @dataclass(frozen=True)
@@ -79,10 +105,6 @@ def batch(
     cache: CacheOptions,
     planned: PlanOptions,
     sampling: SamplingOptions,
-    kv_device: float = Option(1.0, min=0, max=1, help="Fraction of the KV cache on the device."),
-    kv_host: float = Option(
-        0.0, min=0, max=1, help="Fraction of it in host memory; the rest is on disk."
-    ),
     raw: Raw = False,
     trace: Trace = None,
     stats: bool = Option(False, "--stats", help="Print what each round waited for."),
@@ -94,26 +116,12 @@ def batch(
     """
     from qoff.engine import LLM, SamplingParams
     from qoff.engine.prompts import Chat
-    from qoff.kvcache import KVPlacement, KVQuant
-    from qoff.plan import Plan
 
-    kv = cache.quant()
-    if kv is None:
-        raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")
-    opening = how.opening()
-    plan = Plan(
-        kv=kv if isinstance(kv, KVQuant) else KVQuant(),
-        kv_placement=KVPlacement(kv_device, kv_host),
-        slots=opening.pop("slots"),
-        activation_bits=opening.pop("activation_bits"),
-        **vars(planned),
-    )
+    plan, opening = planned.plan(how, cache)
     params = SamplingParams(**vars(sampling))
     texts = read_prompts(prompts)
     ended: Counter[str] = Counter()
-    with LLM(
-        model, plan, trace=trace, cache_dir=how.cache_dir, revision=how.revision, **opening
-    ) as llm:
+    with LLM(model, plan, trace=trace, **opening) as llm:
         chats = not raw and llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
         wanted = [Chat([{"role": "user", "content": text}]) if chats else text for text in texts]
         for answer in llm.stream(wanted, params):

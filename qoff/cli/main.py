@@ -1,4 +1,4 @@
-"""`qoff convert | generate | batch | bench | eval | verify | env | run`."""
+"""`qoff convert | generate | batch | serve | bench | eval | verify | env | run`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from .options import (
 )
 from .output import print_json, print_table, progress_bar
 from .run import Passing, run
+from .serve import serve
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -153,6 +154,7 @@ def generate(
 
 
 app.command()(batch)
+app.command()(serve)
 app.command()(bench)
 app.command("eval")(evaluate)
 

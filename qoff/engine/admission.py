@@ -74,6 +74,13 @@ class Admission:
             except QoffError as error:
                 yield Completion(index, 0, text, tokens, "", (), "error", error=str(error))
 
+    def groups(self, prompts: list[Any], params: SamplingParams) -> list[list[Sequence]]:
+        """The sequences of each prompt. Raises ArgumentError where one cannot be answered."""
+        return [
+            self._sequences(index, *self._reader.read(prompt), params, None)
+            for index, prompt in enumerate(prompts)
+        ]
+
     def _sequences(
         self,
         index: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from qoff.system_memory import refusals
 
 from .admission import Admission
 from .answers import completion, default_params, end_tokens
+from .calls import Call
 from .executor import CpuExecutor, Executor
 from .prompts import Prompt, PromptReader, conversations, prompt_list
 from .request import Completion, SamplingParams, Sequence
@@ -188,6 +189,39 @@ class LLM:
             else:
                 groups.append(found)
         yield from self._rounds.answers(groups)
+
+    def submit(
+        self, prompts: Prompt | Iterable[Prompt], sampling_params: SamplingParams, call: Call
+    ) -> list[int]:
+        """Have prompts answered by the rounds of threads in `work`, and return at once.
+
+        `call` hears of each sequence after each round. Returns how many tokens each prompt has.
+        Raises ArgumentError where one cannot be answered; then none is.
+        """
+        groups = self._admission.groups(prompt_list(prompts), sampling_params)
+        self._rounds.submit(groups, call)
+        return [len(group[0].prompt) for group in groups]
+
+    def cancel(self, call: Call) -> None:
+        """Give the places of a call's sequences to others from the next round on; never waits."""
+        self._rounds.leave(call)
+
+    def work(self, stopped: Callable[[], bool]) -> None:
+        """Compute rounds for what is submitted until `stopped`, which `wake` has looked at."""
+        self._rounds.work(stopped)
+
+    def wake(self) -> None:
+        """Have threads in `work` look whether they are stopped."""
+        self._rounds.wake()
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a place in a batch."""
+        return self._rounds.waiting
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The token ids of a prompt. Raises ArgumentError for what is none."""
+        return self._reader.read(prompt)[1]
 
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""

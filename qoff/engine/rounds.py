@@ -24,6 +24,7 @@ from qoff.process import Opener
 from qoff.system_memory import refusals
 
 from .batch import BatchSlots
+from .calls import Call
 from .executor import Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Completion, Sequence
@@ -47,15 +48,6 @@ class RoundStats:
     disk_bytes: float  # read
     host_bytes: float  # between host and device, both ways
     spilled_bytes: float  # written to disk
-
-
-class _Call:
-    """What a caller waits for: its answers, or what went wrong in a round with its sequences."""
-
-    def __init__(self) -> None:
-        self.left = 0  # answers that were not taken
-        self.done: deque[Completion] = deque()
-        self.error: BaseException | None = None
 
 
 class Rounds:
@@ -82,8 +74,8 @@ class Rounds:
         self._changed = threading.Condition(threading.RLock())
         self._worker: int | None = None  # the thread that computes a round, if one does
         self._waiting: deque[list[Sequence]] = deque()  # answers of one prompt together
-        self._calls: dict[Sequence, _Call] = {}
-        self._gone: deque[_Call] = deque()
+        self._calls: dict[Sequence, Call] = {}
+        self._gone: deque[Call] = deque()
         self._sweeping = False
         prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
         places = plan.batches * plan.batch_size
@@ -98,21 +90,51 @@ class Rounds:
 
         Raises ArgumentError once closed or in another process, and what fails in a round.
         """
-        call = _Call()
+        call = Call()
+        self.submit(groups, call)
+        try:
+            while call.left:
+                while not call.done:
+                    self._turn(lambda: call.done or call.error)
+                    if call.error is not None and not call.done:
+                        raise call.error
+                while call.done:
+                    call.left -= 1
+                    yield call.done.popleft()
+        finally:
+            self.leave(call)
+
+    def submit(self, groups: Iterable[list[Sequence]], call: Call) -> None:
+        """Queue sequences, those of a prompt together, for rounds of any thread.
+
+        Raises ArgumentError once closed or in another process.
+        """
         self._check()  # before the lock, which another thread of a forked process may have held
         with self._changed:
             for group in groups:
                 self._waiting.append(group)
                 self._calls |= dict.fromkeys(group, call)
                 call.left += len(group)
-        try:
-            while call.left:
-                self._compute_for(call)
-                while call.done:
-                    call.left -= 1
-                    yield call.done.popleft()
-        finally:
-            self._leave(call)
+            self._changed.notify_all()
+
+    def work(self, stopped: Callable[[], bool]) -> None:
+        """Compute rounds for whoever has submitted sequences, until `stopped`; see `wake`.
+
+        Raises ArgumentError once closed, and what fails in a round in which nothing was computed.
+        """
+        while not stopped():
+            self._turn(stopped)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a place."""
+        with self._changed:
+            return sum(map(len, self._waiting))
+
+    def wake(self) -> None:
+        """Have threads in `work` look whether they are stopped."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Wait for the round that is computed; every caller then gets an ArgumentError."""
@@ -131,33 +153,30 @@ class Rounds:
         if self._closed:
             raise ArgumentError("this LLM is closed")
 
-    def _compute_for(self, call: _Call) -> None:
-        """Return when there is an answer, from a round of this thread or another one."""
+    def _turn(self, ready: Callable[[], object]) -> None:
+        """Compute a round as soon as no other thread does and there is something; or be `ready`."""
         me = threading.get_ident()
-        while not call.done:
-            self._check()
-            try:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: call.done or call.error or self._closed or self._worker is None
-                    )
-                    if call.done:
-                        return
-                    if call.error is not None:
-                        raise call.error
-                    self._check()
-                    self._worker = me
-                self._round()
-            finally:
-                with self._changed:
-                    if self._worker == me:
-                        try:
-                            self._sweep()
-                        finally:
-                            self._worker = None
-                            self._changed.notify_all()
+        self._check()
+        try:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: ready() or self._closed or (self._worker is None and self._calls)
+                )
+                if ready():
+                    return
+                self._check()
+                self._worker = me
+            self._round()
+        finally:
+            with self._changed:
+                if self._worker == me:
+                    try:
+                        self._sweep()
+                    finally:
+                        self._worker = None
+                        self._changed.notify_all()
 
-    def _leave(self, call: _Call) -> None:
+    def leave(self, call: Call) -> None:
         """Drop what is left of a call: now, or when the round that is computed is over."""
         self._gone.append(call)
         # Never waits: this may be called by the garbage collector, in any thread.
@@ -179,7 +198,7 @@ class Rounds:
         finally:
             self._sweeping = False
 
-    def _drop(self, call: _Call) -> None:
+    def _drop(self, call: Call) -> None:
         mine = {one for one, its in self._calls.items() if its is call}
         self._waiting = deque(group for group in self._waiting if group[0] not in mine)
         for batch in self._batches:
@@ -201,13 +220,15 @@ class Rounds:
                 with self._changed:
                     self._sweep()
                     self._admit()
+                    if not self._calls:
+                        return
                 with torch.inference_mode(), one_torch_thread(), refusals():
                     self._passes()
         except Exception as error:
             with self._changed:
                 calls = {self._calls[one] for one in self._admitted()}
                 for call in calls:
-                    call.error = error
+                    call.failed(error)
                     self._drop(call)
             if not calls:
                 raise
@@ -275,9 +296,11 @@ class Rounds:
             batch.index()
             for sequence in batch.sequences():
                 answer = self._finish(sequence)
+                call = self._calls[sequence]
                 if answer is not None:
                     batch.remove(sequence)
-                    self._calls[sequence].done.append(answer)
+                call.grew(sequence, answer)
+                if answer is not None:
                     del self._calls[sequence]
         spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
         seconds = time.perf_counter() - start

@@ -1,0 +1,93 @@
+"""`qoff serve`: OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from typer import Option
+
+from qoff.errors import ArgumentError, QoffError
+from qoff.units import parse_size
+
+from .batch import PlanOptions
+from .options import CacheOptions, Model, RunOptions, command
+
+
+@dataclass(frozen=True)
+class ServePlanOptions(PlanOptions):
+    """The same, with prompts read in smaller pieces: others' answers go on meanwhile."""
+
+    prefill_tokens: int = Option(256, min=1, help="Prompt tokens of one pass.")
+
+
+@command
+def serve(
+    model: Model,
+    how: RunOptions,
+    cache: CacheOptions,
+    planned: ServePlanOptions,
+    host: str = Option("127.0.0.1", help="Address to listen at; 0.0.0.0: all."),
+    port: int = Option(8000, min=0, max=65535, help="0: any that is free."),
+    served_model_name: str | None = Option(None, help="Its name for clients; default: MODEL's."),
+    api_key: list[str] | None = Option(
+        None, envvar="QOFF_API_KEY", help="Key that clients must send; repeatable."
+    ),
+    ssl_certfile: Path | None = Option(None, exists=True, dir_okay=False, help="PEM, for TLS."),
+    ssl_keyfile: Path | None = Option(None, exists=True, dir_okay=False, help="PEM, for TLS."),
+    cors_origin: list[str] | None = Option(
+        None, help="Origin whose pages may ask, like https://example.com; repeatable."
+    ),
+    max_queue: int = Option(64, min=0, help="Answers that may wait; more are refused with 429."),
+    max_connections: int = Option(1024, min=1, help="Open connections, at most."),
+    max_request_size: str = Option("4MiB", help="Size of a request's body, at most."),
+    request_timeout: float = Option(600, min=0.1, help="Seconds for a whole answer."),
+    read_timeout: float = Option(20, min=0.1, help="Seconds for a client to send or to read."),
+    shutdown_timeout: float = Option(10, min=0.1, help="Seconds for open answers at the end."),
+    log_level: Literal["info", "warning", "error"] = Option(
+        "info", help="Least of what is logged."
+    ),
+) -> None:
+    """Answer OpenAI's API over HTTP: chat, completions, models, metrics.
+
+    The log goes to standard error, a line of JSON for each request. SIGTERM or Ctrl-C ends it.
+    """
+    try:
+        from qoff.serve.engine import Engine
+        from qoff.serve.guard import log_to_stderr
+        from qoff.serve.options import ServeOptions
+        from qoff.serve.server import serve as run
+    except ModuleNotFoundError as error:
+        raise QoffError(
+            f"the server needs {error.name}, which is not installed; pip install 'qoff[serve]'"
+        ) from error
+    from qoff.engine import LLM
+
+    if (ssl_certfile is None) != (ssl_keyfile is None):
+        raise ArgumentError("TLS needs both --ssl-certfile and --ssl-keyfile")
+    plan, opening = planned.plan(how, cache)
+    options = ServeOptions(
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        tls_certificate=None if ssl_certfile is None else str(ssl_certfile),
+        tls_key=None if ssl_keyfile is None else str(ssl_keyfile),
+        max_queue=max_queue,
+        max_connections=max_connections,
+        max_request_bytes=parse_size(max_request_size),
+        request_timeout_s=request_timeout,
+        read_timeout_s=read_timeout,
+        shutdown_timeout_s=shutdown_timeout,
+    )
+    log_to_stderr(log_level)
+    path = how.checkpoint(model)
+    engine = Engine(served_model_name or _name(model), options.max_queue, options.request_timeout_s)
+    run(partial(LLM, path, plan, **opening), engine, options)
+
+
+def _name(model: str) -> str:
+    """A folder's or file's name, or the hub id."""
+    return Path(model).resolve().name if Path(model).exists() else model

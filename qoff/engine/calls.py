@@ -1,0 +1,29 @@
+"""Who sequences are computed for, and how it hears of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .request import Completion, Sequence
+
+
+class Call:
+    """What a caller wants: its answers, or what went wrong in a round with its sequences.
+
+    `grew` and `failed` are called by the thread that computes a round, at the end of it. Whoever
+    wants tokens as they come overrides them, calls these, too, and returns soon.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0  # answers that were not taken
+        self.done: deque[Completion] = deque()
+        self.error: BaseException | None = None
+
+    def grew(self, sequence: Sequence, answer: Completion | None) -> None:
+        """A sequence was in a round, and may have another token; answer: if it is done."""
+        if answer is not None:
+            self.done.append(answer)
+
+    def failed(self, error: BaseException) -> None:
+        """A round failed; none of the caller's sequences goes on."""
+        self.error = error

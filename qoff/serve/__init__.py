@@ -1,0 +1,1 @@
+"""`qoff serve`: OpenAI's API over HTTP, answered by one `qoff.LLM`."""

@@ -1,0 +1,187 @@
+"""The routes: what is asked for at which path."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from qoff.engine.prompts import Chat
+from qoff.errors import ArgumentError, QoffError, raised_as
+
+from .answers import Form
+from .engine import Engine
+from .errors import ApiError, as_api_error, wrong_body
+from .generation import Asked, Generated
+from .guard import Guard
+from .options import ServeOptions
+from .protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+)
+
+_B = TypeVar("_B", bound=Body)
+
+
+class Routes:
+    """What the server does for each path."""
+
+    def __init__(self, engine: Engine, options: ServeOptions) -> None:
+        self._engine, self._options = engine, options
+        self._created = int(time.time())
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._read(request, ChatRequest)
+        params = body.sampling(self._engine.ready().get_default_sampling_params())
+        return self._generated(body, "chat", body.chat(), params.logprobs, params)
+
+    async def completion(self, request: Request) -> Response:
+        body = await self._read(request, CompletionRequest)
+        params = body.sampling(self._engine.ready().get_default_sampling_params())
+        return self._generated(body, "text", body.prompt, params.logprobs, params)
+
+    def _generated(
+        self, body: Generation, kind: str, prompts: Any, logprobs: int | None, params: Any
+    ) -> Response:
+        llm = self._engine.ready()
+        if llm.tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer")
+        if kind == "chat" and not llm.tokenizer.chat_template:
+            raise ApiError(400, "the model has no chat template; use /v1/completions")
+        form = Form(kind, self._engine.name, llm.tokenizer, logprobs)
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        asked = Asked(form, prompts, params, bool(body.stream), with_usage)
+        return Generated(self._engine, asked)
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        body, llm = await self._read(request, TokenizeRequest), self._engine.ready()
+        prompt: Any = body.prompt
+        if body.messages is not None:
+            options = {"add_generation_prompt": body.add_generation_prompt}
+            prompt = Chat([message.plain() for message in body.messages], options)
+        tokens = await self._engine.beside(lambda: llm.encode(prompt))
+        return {"count": len(tokens), "max_model_len": llm.plan.context, "tokens": tokens}
+
+    async def detokenize(self, request: Request) -> dict[str, str]:
+        body, llm = await self._read(request, DetokenizeRequest), self._engine.ready()
+        tokenizer = llm.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer")
+        with raised_as(ArgumentError, "the tokenizer does not take these tokens"):
+            text = await self._engine.beside(lambda: str(tokenizer.decode(body.tokens)))
+        return {"prompt": text}
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._model()
+
+    async def health(self) -> Response:
+        self._engine.ready()
+        return Response()
+
+    async def metrics(self) -> Response:
+        return Response(self._engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    def _model(self) -> dict[str, Any]:
+        llm = self._engine.llm
+        return {
+            "id": self._engine.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "qoff",
+            "max_model_len": None if llm is None else llm.plan.context,
+        }
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._engine.name:
+            raise ApiError(
+                404,
+                f"there is no model {name[:100]!r}; this server has {self._engine.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _read(self, request: Request, kind: type[_B]) -> _B:
+        """The body of a request. Raises ApiError for one that is too large, slow or wrong."""
+        self._engine.ready()
+        limit, data = self._options.max_request_bytes, bytearray()
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise _too_large(limit)
+        try:
+            async with asyncio.timeout(self._options.read_timeout_s):
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > limit:
+                        raise _too_large(limit)
+        except TimeoutError as error:
+            raise ApiError(
+                408, "the request's body did not come in time", headers={"Connection": "close"}
+            ) from error
+        found = kind.model_validate_json(bytes(data))
+        self._check_model(getattr(found, "model", None))
+        return found
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the request's body has more than {limit} bytes",
+        code="request_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
+    """The ASGI application over an engine that may still be loading."""
+    app = FastAPI(title="qoff", docs_url=None, redoc_url=None, openapi_url=None)
+    routes = Routes(engine, options)
+    for path, post in (
+        ("/v1/chat/completions", routes.chat),
+        ("/v1/completions", routes.completion),
+        ("/tokenize", routes.tokenize),
+        ("/detokenize", routes.detokenize),
+    ):
+        app.add_api_route(path, post, methods=["POST"], response_model=None)
+    for path, get in (
+        ("/v1/models", routes.models),
+        ("/v1/models/{name:path}", routes.model),
+        ("/health", routes.health),
+        ("/metrics", routes.metrics),
+    ):
+        app.add_api_route(path, get, methods=["GET"], response_model=None)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, ValidationError):
+            known = wrong_body(error)
+        elif isinstance(error, HTTPException):
+            known = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        else:
+            known = as_api_error(error)
+        return JSONResponse(known.body(), known.status, known.headers)
+
+    for kind in (ApiError, QoffError, ValidationError, HTTPException, TimeoutError):
+        app.add_exception_handler(kind, failed)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    return Guard(app, options.api_keys)

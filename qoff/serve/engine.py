@@ -1,0 +1,226 @@
+"""The server's `qoff.LLM`: a bounded queue before it, one thread that computes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from qoff.engine import LLM, Completion, Logprob, SamplingParams
+from qoff.engine.calls import Call
+from qoff.engine.prompts import Chat, prompt_list
+from qoff.engine.request import Sequence
+
+from .errors import ApiError, ClientGone
+from .metrics import Metrics
+
+_T = TypeVar("_T")
+_READERS = 2  # threads that turn prompts into tokens
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a round added to an answer. number: of the answer, those of a prompt together."""
+
+    number: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Mapping[int, Logprob], ...]  # of these tokens, where asked for
+    answer: Completion | None  # when it is done
+
+
+class Answers(Call):
+    """The answers to a request's prompts, n for each, as they come into an event loop."""
+
+    def __init__(self, prompts: int, n: int, deadline: float) -> None:
+        super().__init__()
+        self.count, self._n = prompts * n, n
+        self.prompt_tokens = 0  # of all prompts
+        self._deadline = deadline  # of the loop's clock
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._pieces: deque[Piece] = deque()
+        self._seen: dict[int, int] = {}  # tokens of each answer
+        self.started = time.perf_counter()
+
+    def grew(self, sequence: Sequence, answer: Completion | None) -> None:
+        super().grew(sequence, answer)
+        number = sequence.index * self._n + sequence.sample
+        seen = self._seen.get(number, 0)
+        tokens = sequence.answer if answer is None else answer.token_ids
+        new = tuple(tokens[seen:])
+        if not new and answer is None:
+            return
+        self._seen[number] = seen + len(new)
+        logprobs = tuple(sequence.logprobs[seen : seen + len(new)])
+        self._pieces.append(Piece(number, new, logprobs, answer))
+        self._tell()
+
+    def failed(self, error: BaseException) -> None:
+        super().failed(error)
+        self._tell()
+
+    def _tell(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """What is new, until all answers are done.
+
+        Raises TimeoutError at the deadline, ClientGone, and what failed in a round.
+        """
+        while True:
+            while self._pieces:
+                piece = self._pieces.popleft()
+                self.left -= piece.answer is not None
+                yield piece
+            if self.error is not None:
+                raise self.error
+            if not self.left:
+                return
+            async with asyncio.timeout_at(self._deadline):
+                await self._news.wait()
+            self._news.clear()
+
+
+class Engine:
+    """What requests are given to. max_queue: answers that may wait for a place in a batch.
+
+    It takes requests between `start` and `stop`. All but these two are for one event loop.
+    """
+
+    def __init__(self, name: str, max_queue: int, timeout_s: float) -> None:
+        self.name, self._timeout_s = name, timeout_s
+        self._max_queue = max_queue
+        self.llm: LLM | None = None
+        self.metrics = Metrics(name)
+        self._running: dict[Answers, int] = {}  # with how many answers each
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._readers = ThreadPoolExecutor(_READERS, "qoff-serve-reader")
+        self._lasts_s = 1.0  # an answer, lately
+        self.failure: BaseException | None = None
+        self.ended = threading.Event()  # it has failed, and computes no more
+
+    def start(self, llm: LLM) -> None:
+        """Compute what is asked for from now on."""
+        self.llm = llm
+        self.metrics.follow(
+            lambda: self.in_flight - llm.waiting, lambda: llm.waiting, self._cache_used
+        )
+        self._thread = threading.Thread(target=self._work, name="qoff-serve-engine")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Compute no more, after the present round; its threads end. Closes the LLM."""
+        self._stopped = True
+        self._readers.shutdown(cancel_futures=True)
+        if self.llm is not None:
+            self.llm.wake()
+            assert self._thread is not None
+            self._thread.join()
+            self.llm.close()
+
+    def _work(self) -> None:
+        assert self.llm is not None
+        try:
+            self.llm.work(lambda: self._stopped)
+        except BaseException as error:
+            self.failure = error
+            self.ended.set()
+
+    def ready(self) -> LLM:
+        """The model. Raises ApiError while it is loading, and when the server is stopping."""
+        if self._stopped or self.failure is not None:
+            raise ApiError(503, "the server is stopping", code="stopping")
+        if self.llm is None:
+            headers = {"Retry-After": "5"}
+            raise ApiError(503, "the model is loading", code="loading", headers=headers)
+        return self.llm
+
+    def _cache_used(self) -> float:
+        """Part of the KV blocks that is in use."""
+        assert self.llm is not None
+        all_of_them = self.llm.plan.blocks_per_sequence * self.places
+        used = sum(self.llm.blocks.used(tier) for tier in ("device", "host", "disk"))
+        return used / all_of_them if all_of_them else 0.0
+
+    @property
+    def places(self) -> int:
+        """Answers that are computed at the same time, at most."""
+        assert self.llm is not None
+        return self.llm.plan.batches * self.llm.plan.batch_size
+
+    @property
+    def in_flight(self) -> int:
+        """Answers that were asked for and are not done."""
+        return sum(self._running.values())
+
+    def _check_room(self, answers: int) -> None:
+        """Raise ApiError 429 where so many more would not fit the queue."""
+        self.ready()
+        wait = self.in_flight + answers - self.places
+        if wait > self._max_queue:
+            self.metrics.refused.inc()
+            after = max(1, ceil(self._lasts_s * (1 + wait / self.places)))
+            raise ApiError(
+                429,
+                f"{self.in_flight} answers are being computed or wait, and no more than "
+                f"{self._max_queue} may wait; try again later",
+                code="queue_full",
+                headers={"Retry-After": str(min(after, 600))},
+            )
+
+    @asynccontextmanager
+    async def answering(
+        self, prompts: str | list[Any] | Chat, params: SamplingParams, receive: Receive
+    ) -> AsyncIterator[Answers]:
+        """Have prompts answered. Leaving gives up what is not done; so does a client that hangs up.
+
+        Raises ApiError 429 where the queue is full, and ArgumentError for a prompt that cannot be
+        answered.
+        """
+        llm, count = self.ready(), len(prompt_list(prompts))
+        self._check_room(count * params.n)
+        loop = asyncio.get_running_loop()
+        answers = Answers(count, params.n, loop.time() + self._timeout_s)
+        self._running[answers] = answers.count
+        read = loop.run_in_executor(self._readers, llm.submit, prompts, params, answers)
+        watcher = asyncio.create_task(_watch(receive, answers))
+        try:
+            answers.prompt_tokens = sum(await asyncio.shield(read))
+            yield answers
+        finally:
+            watcher.cancel()
+            if read.done():
+                self._leave(answers)
+            else:
+                read.add_done_callback(lambda _: self._leave(answers))
+
+    def _leave(self, answers: Answers) -> None:
+        """A request is over; what is not computed of it gives up its place within a round."""
+        del self._running[answers]
+        if answers.left and self.llm is not None:
+            self.llm.cancel(answers)
+        else:
+            spent = time.perf_counter() - answers.started
+            self._lasts_s += 0.1 * (spent - self._lasts_s)
+
+    async def beside(self, work: Callable[[], _T]) -> _T:
+        """What a function returns, computed in a thread beside the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+
+async def _watch(receive: Receive, answers: Answers) -> None:
+    """Have answers fail when the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answers.failed(ClientGone())

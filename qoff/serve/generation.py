@@ -1,0 +1,135 @@
+"""Chat and text completions: one document, or a stream of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from qoff.engine import Completion, SamplingParams
+from qoff.engine.prompts import Chat
+
+from .answers import Form, encoded, event, usage
+from .engine import Answers, Engine, Piece
+from .errors import ApiError, ClientGone, as_api_error
+from .text import TextStream
+
+LOG = "qoff.log"  # key of a scope: what the request's line in the log has beside the usual
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was understood."""
+
+    form: Form
+    prompts: str | list[Any] | Chat
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+
+
+class Generated(Response):
+    """Computes answers while it sends them."""
+
+    def __init__(self, engine: Engine, asked: Asked) -> None:
+        super().__init__()
+        self._engine, self._asked = engine, asked
+        self._tokens: dict[int, int] = {}  # by answer
+        self._last: dict[int, float] = {}  # when the last of them came
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        said: dict[str, Any] = scope.setdefault(LOG, {})
+        said["id"] = self._asked.form.id
+        try:
+            if self._asked.stream:
+                await self._send_events(receive, send, said)
+            else:
+                whole = await self._whole(receive, said)
+                await Response(whole, media_type="application/json")(scope, receive, send)
+        finally:
+            said["tokens"] = sum(self._tokens.values())
+
+    async def _whole(self, receive: Receive, said: dict[str, Any]) -> bytes:
+        form, asked = self._asked.form, self._asked
+        async with self._engine.answering(asked.prompts, asked.params, receive) as answers:
+            said["prompt_tokens"] = answers.prompt_tokens
+            choices: dict[int, dict[str, Any]] = {}
+            async for piece in self._pieces(answers):
+                if (one := piece.answer) is not None:
+                    logprobs = form.logprobs(one.token_ids, one.logprobs or ())
+                    choices[piece.number] = form.choice(
+                        piece.number, one.text, one.finish_reason, logprobs
+                    )
+            cost = usage(answers.prompt_tokens, sum(self._tokens.values()))
+        return encoded(form.whole([choices[i] for i in sorted(choices)], cost))
+
+    async def _send_events(self, receive: Receive, send: Send, said: dict[str, Any]) -> None:
+        async with aclosing(self._events(receive, said)) as events:
+            first = await anext(events)  # what fails before has a status of its own
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                async for one in events:
+                    await send({"type": "http.response.body", "body": one, "more_body": True})
+                last = b"data: [DONE]\n\n"
+            except ClientGone:
+                raise
+            except Exception as error:
+                said["error"] = str(error) or type(error).__name__
+                last = event(as_api_error(error).body())
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _events(self, receive: Receive, said: dict[str, Any]) -> AsyncGenerator[bytes]:
+        form, asked = self._asked.form, self._asked
+        async with self._engine.answering(asked.prompts, asked.params, receive) as answers:
+            said["prompt_tokens"] = answers.prompt_tokens
+            tokenizer = self._engine.ready().tokenizer
+            texts: dict[int, TextStream] = {}
+            async for piece in self._pieces(answers):
+                number, one = piece.number, piece.answer
+                first = number not in texts
+                text = texts.setdefault(number, TextStream(tokenizer, asked.params.stops))
+                logprobs = form.logprobs(piece.token_ids, piece.logprobs, text.sent)
+                new = text.add(piece.token_ids) if one is None else text.finish(one.text)
+                if new or first or one is not None or (logprobs and piece.token_ids):
+                    reason = None if one is None else one.finish_reason
+                    yield event(form.chunk([form.delta(number, new, first, reason, logprobs)]))
+            if asked.include_usage:
+                cost = usage(answers.prompt_tokens, sum(self._tokens.values()))
+                yield event(form.chunk([], cost))
+
+    async def _pieces(self, answers: Answers) -> AsyncIterator[Piece]:
+        """The pieces of answers, counted. Raises ApiError for an answer that cannot go on."""
+        metrics = self._engine.metrics
+        metrics.prompt_tokens.inc(answers.prompt_tokens)
+        metrics.prompt_length.observe(answers.prompt_tokens)
+        async for piece in answers.pieces():
+            now, new, number = time.perf_counter(), len(piece.token_ids), piece.number
+            if new and number in self._last:
+                metrics.between_tokens.observe((now - self._last[number]) / new)
+            elif new and not self._last:
+                metrics.first_token.observe(now - answers.started)
+            self._last[number] = now
+            self._tokens[number] = self._tokens.get(number, 0) + new
+            metrics.generated.inc(new)
+            if piece.answer is not None:
+                _check(piece.answer)
+                metrics.ended(piece.answer.finish_reason)
+                metrics.answer_length.observe(self._tokens[number])
+            yield piece
+        metrics.whole.observe(time.perf_counter() - answers.started)
+
+
+def _check(answer: Completion) -> None:
+    if answer.finish_reason == "error":
+        raise ApiError(500, answer.error)

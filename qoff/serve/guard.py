@@ -1,0 +1,95 @@
+"""Around the application: who may ask, one line of log for a request, no traceback to anyone."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError, ClientGone, as_api_error
+from .generation import LOG
+
+logger = logging.getLogger("qoff.serve")
+_OPEN = frozenset({"/health", "/metrics"})  # without a key
+_GONE = 499  # nginx's status for clients that hang up
+
+
+class Guard:
+    """Checks the key of a request, and has its end logged, whatever it is."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        start, status = time.perf_counter(), 0
+        said: dict[str, Any] = scope.setdefault(LOG, {})
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            self._check_key(scope)
+            await self._app(scope, receive, noted)
+        except (ClientGone, ClientDisconnect):
+            status = _GONE
+        except Exception as error:
+            known = as_api_error(error)
+            if known.status == 500:
+                said["error"] = "".join(traceback.format_exception(error))
+            if not status:
+                await JSONResponse(known.body(), known.status, known.headers)(scope, receive, noted)
+        finally:
+            level = logging.ERROR if status >= 500 and status != 503 else logging.INFO
+            fields = {
+                "method": scope["method"],
+                "path": scope["path"][:200],
+                "status": status,
+                "seconds": round(time.perf_counter() - start, 4),
+                "client": (scope.get("client") or ("",))[0],
+            }
+            logger.log(level, "request", extra={"fields": {**fields, **said}})
+
+    def _check_key(self, scope: Scope) -> None:
+        if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
+            return
+        headers = dict(scope["headers"])
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        right = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        if kind.lower() != b"bearer" or not any(right):
+            raise ApiError(401, "wrong or missing API key", code="invalid_api_key",
+                           headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+
+
+class JsonLines(logging.Formatter):
+    """A log record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        said = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
+        if record.exc_info:
+            said["error"] = self.formatException(record.exc_info)
+        return json.dumps({**said, **getattr(record, "fields", {})}, default=str)
+
+
+def log_to_stderr(level: str) -> None:
+    """Have what the server and uvicorn say go to standard error, as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for name, least in (("qoff.serve", level.upper()), ("uvicorn.error", "WARNING")):
+        log = logging.getLogger(name)
+        log.handlers[:], log.propagate = [handler], False
+        log.setLevel(least)

@@ -1,0 +1,166 @@
+"""The bodies of requests, as OpenAI has them, with vLLM's names for what OpenAI does not have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from qoff.engine import SamplingParams
+from qoff.engine.prompts import Chat
+from qoff.errors import ArgumentError
+
+_MOST_LOGPROBS = 20
+Count = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Body(BaseModel):
+    """What is not named here is refused, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class Generation(Body):
+    """Fields of chat and text completions. A null stands for the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    user: str | None = None  # OpenAI's name of who asks; it changes nothing there, either
+    # vLLM's
+    top_k: int | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream")
+        return self
+
+    def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """How the answer is drawn. Raises ArgumentError for values out of range."""
+        given = {name: getattr(self, name) for name in _PARAMS} | more
+        return replace(defaults, **{k: v for k, v in given.items() if v is not None})
+
+
+_PARAMS = (
+    "n", "seed", "stop", "max_tokens", "temperature", "top_p", "presence_penalty",
+    "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids",
+    "ignore_eos",
+)  # fmt: skip
+
+
+_SERVER_SETS = frozenset(
+    {"chat_template", "messages", "tools", "documents", "add_generation_prompt",
+     "continue_final_message", "tokenizer", "self"}
+)  # fmt: skip
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One of a conversation. The last three are what OpenAI's client sends back of an answer."""
+
+    role: Annotated[str, Field(max_length=64)]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+
+    def plain(self) -> dict[str, Any]:
+        """As a chat template reads it; parts of a text are its lines."""
+        found = self.model_dump(exclude_none=True, exclude={"annotations"})
+        if isinstance(self.content, list):
+            found["content"] = "\n".join(part.text for part in self.content)
+        return found
+
+
+class ChatRequest(Generation):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's, as the next two
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    def chat(self) -> Chat:
+        """The conversation. Raises ArgumentError for options that are not the client's to set."""
+        more = self.chat_template_kwargs or {}
+        if wrong := sorted(_SERVER_SETS & more.keys()):
+            raise ArgumentError(f"chat_template_kwargs may not have {', '.join(wrong)}")
+        options = {
+            **more,
+            "continue_final_message": self.continue_final_message,
+            "add_generation_prompt": self.add_generation_prompt,
+        }
+        return Chat([message.plain() for message in self.messages], options)
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """How the answer is drawn; without a bound it may fill the context."""
+        if self.top_logprobs and not self.logprobs:
+            raise ArgumentError("top_logprobs needs logprobs")
+        shown = (self.top_logprobs or 0) if self.logprobs else None
+        most = self.max_completion_tokens
+        return self.params(
+            replace(defaults, max_tokens=None),
+            logprobs=shown,
+            max_tokens=self.max_tokens if most is None else most,
+        )
+
+
+class CompletionRequest(Generation):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Count | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: None = None
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """How the answers are drawn; OpenAI's 16 tokens without a bound."""
+        return self.params(
+            replace(defaults, max_tokens=16), logprobs=self.logprobs, max_tokens=self.max_tokens
+        )
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation as the chat template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give a prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]

@@ -1,0 +1,91 @@
+"""One server in this process for all tests of a worker, with a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from qoff.engine import LLM
+from qoff.plan import Plan
+from qoff.serve.engine import Engine
+from qoff.serve.options import ServeOptions
+from qoff.serve.server import Server
+from tests.tiny_models import tiny_checkpoint
+
+PLAN = Plan(batch_size=4, context=96, prefill_tokens=32)
+OPTIONS = ServeOptions(port=0, max_queue=4, max_request_bytes=1 << 20, read_timeout_s=0.5)
+MODEL = "tiny"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers, and ways to ask it."""
+
+    server: Server
+    engine: Engine
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}/v1"
+
+    def client(self, **options: Any) -> OpenAI:
+        return OpenAI(base_url=self.url, api_key="any", max_retries=0, **options)
+
+    def ask(
+        self, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, document and headers; body: JSON, or bytes as they are."""
+        connection = HTTPConnection("127.0.0.1", self.server.port, timeout=20)
+        try:
+            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            connection.request("GET" if data is None else "POST", path, data, headers or {})
+            answer = connection.getresponse()
+            text = answer.read()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            is_json = found.get("content-type", "").startswith("application/json")
+            return answer.status, json.loads(text) if is_json else text.decode(), found
+        finally:
+            connection.close()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.server.port), timeout=20)
+
+
+@contextmanager
+def running(
+    checkpoint: Path, options: ServeOptions = OPTIONS, plan: Plan = PLAN
+) -> Iterator[Running]:
+    engine = Engine(MODEL, options.max_queue, options.request_timeout_s)
+    with Server(engine, options) as server:
+        engine.start(LLM(checkpoint, plan))
+        try:
+            yield Running(server, engine)
+        finally:
+            server.close()
+            engine.stop()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+
+
+@pytest.fixture(scope="session")
+def served(checkpoint: Path) -> Iterator[Running]:
+    with running(checkpoint) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def client(served: Running) -> Iterator[OpenAI]:
+    with served.client() as found:
+        yield found

@@ -1,0 +1,150 @@
+"""The unmodified `openai` client gets from the server what `qoff.LLM` answers."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from qoff.engine import SamplingParams
+
+from .conftest import MODEL, Running
+
+CHAT: Any = [{"role": "user", "content": "Hi"}]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def test_a_chat_is_answered_as_the_engine_answers(client: OpenAI, served: Running) -> None:
+    assert served.engine.llm is not None
+    (wanted,) = served.engine.llm.chat(CHAT, PARAMS)
+    found = client.chat.completions.create(model=MODEL, messages=CHAT, **GREEDY)
+    assert found.choices[0].message.content == wanted.text
+    assert found.choices[0].finish_reason == "length"
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == len(wanted.prompt_token_ids)
+    assert found.usage.completion_tokens == 12
+
+
+def test_a_stream_is_the_same_text_in_pieces(client: OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=CHAT, **GREEDY)
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=CHAT,
+            stream=True,
+            stream_options={"include_usage": True},
+            **GREEDY,
+        )
+    )
+    assert chunks[-1].usage == whole.usage
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
+    assert "".join(texts) == whole.choices[0].message.content
+    assert sum(map(bool, texts)) > 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_answer_before_it(client: OpenAI, stream: bool) -> None:
+    whole = client.completions.create(model=MODEL, prompt="abc", **GREEDY).choices[0].text
+    stop = whole[5:7]
+    wanted = whole[: whole.index(stop)]
+    if stream:
+        chunks = list(
+            client.completions.create(model=MODEL, prompt="abc", stop=stop, stream=True, **GREEDY)
+        )
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        (choice,) = client.completions.create(
+            model=MODEL, prompt="abc", stop=[stop], **GREEDY
+        ).choices
+        text, reason = choice.text, choice.finish_reason
+    assert (text, reason) == (wanted, "stop")
+
+
+def test_several_prompts_have_n_answers_each_drawn_by_seed(client: OpenAI, served: Running) -> None:
+    options: Any = {"temperature": 1, "seed": 7, "n": 2, "max_tokens": 6}
+    prompts = ["Hello", "abc"]
+    found = client.completions.create(model=MODEL, prompt=prompts, **options)
+    assert served.engine.llm is not None
+    wanted = served.engine.llm.generate(prompts, SamplingParams(**options))
+    assert [one.index for one in found.choices] == [0, 1, 2, 3]
+    assert [one.text for one in found.choices] == [one.text for one in wanted]
+    pieces = ["", "", "", ""]
+    for chunk in client.completions.create(model=MODEL, prompt=prompts, stream=True, **options):
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+    assert pieces == [one.text for one in wanted]
+
+
+def test_log_probabilities_are_those_of_the_engine(client: OpenAI, served: Running) -> None:
+    assert served.engine.llm is not None
+    (wanted,) = served.engine.llm.chat(
+        CHAT, SamplingParams(temperature=0, max_tokens=5, logprobs=3)
+    )
+    for stream in (False, True):
+        found: Any = client.chat.completions.create(
+            model=MODEL, messages=CHAT, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3,
+            stream=stream,
+        )  # fmt: skip
+        entries = []
+        for part in found if stream else [found]:
+            entries += part.choices[0].logprobs.content
+        assert [one.logprob for one in entries] == pytest.approx(
+            [step[token].logprob for token, step in
+             zip(wanted.token_ids, wanted.logprobs or (), strict=True)], abs=1e-4
+        )  # fmt: skip
+        assert all(len(one.top_logprobs) == 3 for one in entries)
+
+
+def test_models_tokens_and_health(client: OpenAI, served: Running) -> None:
+    assert [one.id for one in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    status, found, _ = served.ask("/tokenize", {"prompt": "Hello"})
+    assert (status, found["count"]) == (200, len(found["tokens"]))
+    assert served.ask("/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "Hello"}
+    _, chat, _ = served.ask("/tokenize", {"messages": CHAT})
+    assert chat["count"] > found["count"]
+    assert served.ask("/health")[0] == 200
+
+
+def test_metrics_count_what_was_answered(client: OpenAI, served: Running) -> None:
+    def value(name: str) -> float:
+        _, text, _ = served.ask("/metrics")
+        return sum(
+            float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)
+        )
+
+    names = ("vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count",
+             "vllm:inter_token_latency_seconds_count", "vllm:request_success_total")  # fmt: skip
+    before = [value(name) for name in names]
+    client.completions.create(model=MODEL, prompt="abc", **GREEDY)
+    assert [value(name) - old for name, old in zip(names, before, strict=True)] == [12, 1, 11, 1]
+    assert value("vllm:num_requests_running") == value("vllm:num_requests_waiting") == 0
+
+
+def test_clients_share_rounds(served: Running, client: OpenAI) -> None:
+    """Four streams at once take little more rounds than one."""
+    assert served.engine.llm is not None
+    rounds = served.engine.llm.rounds
+    before = rounds[-1].number if rounds else -1
+    found: list[str] = []
+
+    def ask() -> None:
+        options = {**GREEDY, "max_tokens": 60}
+        chunks = client.completions.create(model=MODEL, prompt="abc", stream=True, **options)
+        found.append("".join(chunk.choices[0].text for chunk in chunks))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert rounds[-1].number - before < 180
