@@ -56,7 +56,7 @@ def serve(
     """
     try:
         from qoff.serve.engine import Engine
-        from qoff.serve.guard import log_to_stderr
+        from qoff.serve.guard import logging_to_stderr
         from qoff.serve.options import ServeOptions
         from qoff.serve.server import serve as run
     except ModuleNotFoundError as error:
@@ -82,10 +82,10 @@ def serve(
         read_timeout_s=read_timeout,
         shutdown_timeout_s=shutdown_timeout,
     )
-    log_to_stderr(log_level)
     path = how.checkpoint(model)
     engine = Engine(served_model_name or _name(model), options.max_queue, options.request_timeout_s)
-    run(partial(LLM, path, plan, **opening), engine, options)
+    with logging_to_stderr(log_level):
+        run(partial(LLM, path, plan, **opening), engine, options)
 
 
 def _name(model: str) -> str:

@@ -16,7 +16,9 @@ from qoff.budgets import memory_bounds, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
+from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.store.placement import DEVICE, HOST
+from qoff.kvcache.store.pool import BlockPool
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
 from qoff.models.modules.decoder import is_modules
@@ -218,6 +220,17 @@ class LLM:
     def waiting(self) -> int:
         """Sequences that wait for a place in a batch."""
         return self._rounds.waiting
+
+    @property
+    def kv_used(self) -> float:
+        """Part of the packed KV blocks that is in use, 0 to 1."""
+        blocks, pools = self.blocks, list[BlockPool]()
+        if isinstance(blocks, DeviceBlocks):
+            pools.append(blocks.pool)
+        tiered = blocks.offloaded if isinstance(blocks, DeviceBlocks) else blocks
+        if tiered is not None:
+            pools += tiered.pools.values()
+        return sum(pool.used for pool in pools) / max(1, sum(pool.capacity for pool in pools))
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt. Raises ArgumentError for what is none."""

@@ -22,10 +22,10 @@ class Form:
         self,
         kind: str,
         model: str,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: PreTrainedTokenizerBase,
         logprobs: int | None,
     ) -> None:
-        self._chat, self._tokenizer, self._shown = kind == "chat", tokenizer, logprobs
+        self._chat, self.tokenizer, self._shown = kind == "chat", tokenizer, logprobs
         self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
@@ -92,11 +92,12 @@ class Form:
         }
 
     def _top(self, step: Mapping[int, Logprob]) -> list[dict[str, Any]]:
-        best = sorted((one.rank, token) for token, one in step.items() if one.rank <= self._shown)
+        most = self._shown or 0
+        best = sorted((one.rank, token) for token, one in step.items() if one.rank <= most)
         return [_entry(self._token(token), step[token]) for _, token in best]
 
     def _token(self, token: int) -> str:
-        return "" if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        return str(self.tokenizer.decode([token]))
 
 
 def _entry(text: str, one: Logprob) -> dict[str, Any]:

@@ -32,6 +32,9 @@ from .protocol import (
     TokenizeRequest,
 )
 
+# A body that is this many times too large is not read to its end. Others are: a client that still
+# writes would not see the answer.
+_DISCARDED = 4
 _B = TypeVar("_B", bound=Body)
 
 
@@ -118,21 +121,22 @@ class Routes:
 
     async def _read(self, request: Request, kind: type[_B]) -> _B:
         """The body of a request. Raises ApiError for one that is too large, slow or wrong."""
-        self._engine.ready()
         limit, data = self._options.max_request_bytes, bytearray()
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit:
-            raise _too_large(limit)
+        total, size = 0, request.headers.get("content-length", "")
         try:
             async with asyncio.timeout(self._options.read_timeout_s):
                 async for piece in request.stream():
-                    data += piece
-                    if len(data) > limit:
-                        raise _too_large(limit)
+                    total += len(piece)
+                    data += piece if total <= limit else b""
+                    if max(total, int(size) if size.isdecimal() else 0) > _DISCARDED * limit:
+                        break
         except TimeoutError as error:
             raise ApiError(
                 408, "the request's body did not come in time", headers={"Connection": "close"}
             ) from error
+        if total > limit:
+            raise _too_large(limit)
+        self._engine.ready()
         found = kind.model_validate_json(bytes(data))
         self._check_model(getattr(found, "model", None))
         return found

@@ -114,7 +114,7 @@ class Engine:
         """Compute what is asked for from now on."""
         self.llm = llm
         self.metrics.follow(
-            lambda: self.in_flight - llm.waiting, lambda: llm.waiting, self._cache_used
+            lambda: self.in_flight - llm.waiting, lambda: llm.waiting, lambda: llm.kv_used
         )
         self._thread = threading.Thread(target=self._work, name="qoff-serve-engine")
         self._thread.start()
@@ -146,13 +146,6 @@ class Engine:
             raise ApiError(503, "the model is loading", code="loading", headers=headers)
         return self.llm
 
-    def _cache_used(self) -> float:
-        """Part of the KV blocks that is in use."""
-        assert self.llm is not None
-        all_of_them = self.llm.plan.blocks_per_sequence * self.places
-        used = sum(self.llm.blocks.used(tier) for tier in ("device", "host", "disk"))
-        return used / all_of_them if all_of_them else 0.0
-
     @property
     def places(self) -> int:
         """Answers that are computed at the same time, at most."""
@@ -165,8 +158,10 @@ class Engine:
         return sum(self._running.values())
 
     def _check_room(self, answers: int) -> None:
-        """Raise ApiError 429 where so many more would not fit the queue."""
-        self.ready()
+        """Raise ApiError 429 where so many more do not fit the queue, 400 where they never do."""
+        most = self.places + self._max_queue
+        if not 0 < answers <= most:
+            raise ApiError(400, f"the request is for {answers} answers; ask for 1 to {most}")
         wait = self.in_flight + answers - self.places
         if wait > self._max_queue:
             self.metrics.refused.inc()

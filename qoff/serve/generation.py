@@ -93,12 +93,11 @@ class Generated(Response):
         form, asked = self._asked.form, self._asked
         async with self._engine.answering(asked.prompts, asked.params, receive) as answers:
             said["prompt_tokens"] = answers.prompt_tokens
-            tokenizer = self._engine.ready().tokenizer
             texts: dict[int, TextStream] = {}
             async for piece in self._pieces(answers):
                 number, one = piece.number, piece.answer
                 first = number not in texts
-                text = texts.setdefault(number, TextStream(tokenizer, asked.params.stops))
+                text = texts.setdefault(number, TextStream(form.tokenizer, asked.params.stops))
                 logprobs = form.logprobs(piece.token_ids, piece.logprobs, text.sent)
                 new = text.add(piece.token_ids) if one is None else text.finish(one.text)
                 if new or first or one is not None or (logprobs and piece.token_ids):

@@ -8,7 +8,8 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -85,11 +86,20 @@ class JsonLines(logging.Formatter):
         return json.dumps({**said, **getattr(record, "fields", {})}, default=str)
 
 
-def log_to_stderr(level: str) -> None:
-    """Have what the server and uvicorn say go to standard error, as JSON lines."""
+@contextmanager
+def logging_to_stderr(level: str) -> Iterator[None]:
+    """Have what the server, uvicorn and asyncio say go to standard error, as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name, least in (("qoff.serve", level.upper()), ("uvicorn.error", "WARNING")):
-        log = logging.getLogger(name)
-        log.handlers[:], log.propagate = [handler], False
+    logs = [logger, logging.getLogger("uvicorn.error"), logging.getLogger("asyncio")]
+    for log, least in zip(logs, (level.upper(), "WARNING", "WARNING"), strict=True):
+        log.addHandler(handler)
+        log.propagate = False
         log.setLevel(least)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeHandler(handler)
+            log.propagate = True
+            log.setLevel(logging.NOTSET)

@@ -44,6 +44,11 @@ class Server:
         self._server = _Uvicorn(config)
         self._thread = threading.Thread(target=self._run, name="qoff-serve-http")
 
+    @property
+    def connections(self) -> int:
+        """Open ones."""
+        return len(self._server.server_state.connections)
+
     def _run(self) -> None:
         self._server.run(sockets=[self._socket])
 

@@ -1,0 +1,186 @@
+"""How a server starts, loads its model, ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from qoff.cli.main import app
+from qoff.engine import LLM
+from qoff.errors import FormatError, QoffError
+from qoff.serve.engine import Engine
+from qoff.serve.server import Server, serve
+
+from .conftest import MODEL, OPTIONS, PLAN, Running, running
+
+CHATS = "/v1/chat/completions"
+LONG: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 80,
+    "stream": True,
+    "ignore_eos": True,
+}
+
+
+def names() -> set[str]:
+    """Threads of a server."""
+    found = {thread.name for thread in threading.enumerate()}
+    return {name for name in found if name.startswith("qoff-serve")}
+
+
+def test_a_model_that_is_loading_answers_503() -> None:
+    engine = Engine(MODEL, 4, 10)
+    with Server(engine, OPTIONS) as server:
+        served = Running(server, engine)
+        for path, body in (("/health", None), (CHATS, LONG), ("/tokenize", {"prompt": "a"})):
+            status, found, headers = served.ask(path, body)
+            assert (status, found["error"]["code"]) == (503, "loading")
+            assert headers["retry-after"]
+        assert served.ask("/v1/models")[0] == 200
+        assert served.ask("/metrics")[0] == 200
+    engine.stop()
+
+
+def test_what_fails_in_loading_ends_the_server() -> None:
+    before = names()
+
+    def load() -> LLM:
+        raise FormatError("no model")
+
+    with pytest.raises(FormatError, match="no model"):
+        serve(load, Engine(MODEL, 4, 10), OPTIONS)
+    assert names() == before
+
+
+def test_what_ends_the_engine_ends_the_server(checkpoint: Path) -> None:
+    before = names()
+
+    def load() -> LLM:
+        llm = LLM(checkpoint, PLAN)
+        llm.close()  # so that no round can be computed
+        return llm
+
+    with pytest.raises(QoffError, match="closed"):
+        serve(load, Engine(MODEL, 4, 10), OPTIONS)
+    assert names() == before
+
+
+def test_an_address_in_use_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = replace(OPTIONS, port=taken.getsockname()[1])
+        with pytest.raises(OSError, match="in use"):
+            Server(Engine(MODEL, 4, 10), options)
+
+
+@pytest.mark.parametrize("bound", [0.2, 20])
+def test_open_answers_end_within_the_bound(checkpoint: Path, bound: float) -> None:
+    """A short bound cuts streams off; a long one lets them end."""
+    before = names()
+    options = replace(OPTIONS, shutdown_timeout_s=bound)
+    with running(checkpoint, options) as served:
+        slow = served.engine.llm
+        assert slow is not None
+        compute: Any = slow._rounds._schedule
+        round_ = compute.round
+        compute.round = lambda passes: (time.sleep(0.02), round_(passes))[1]
+        data = json.dumps(LONG).encode()
+        with served.connect() as sock:
+            sock.sendall(
+                f"POST {CHATS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+                + data
+            )
+            found = sock.recv(100)
+            start = time.monotonic()
+            served.server.close()
+            assert time.monotonic() - start < min(bound, 5) + 2
+            while piece := sock.recv(65536):
+                found += piece
+    assert found.startswith(b"HTTP/1.1 200")
+    assert (b"[DONE]" in found) == (bound > 1)
+    assert names() == before
+
+
+def test_requests_that_take_too_long_are_ended(checkpoint: Path) -> None:
+    with running(checkpoint, replace(OPTIONS, request_timeout_s=0.05)) as served:
+        body = {**LONG, "stream": False}
+        llm = served.engine.llm
+        assert llm is not None
+        compute: Any = llm._rounds._schedule
+        round_ = compute.round
+        compute.round = lambda passes: (time.sleep(0.02), round_(passes))[1]
+        status, found, _ = served.ask(CHATS, body)
+        assert (status, found["error"]["code"]) == (504, "timeout")
+        status, found, _ = served.ask(CHATS, LONG)
+        assert status == 200
+        assert '"code":"timeout"' in found
+        end = time.monotonic() + 5
+        while llm.kv_used or served.engine.in_flight:
+            assert time.monotonic() < end
+
+
+def test_a_failed_round_is_an_error_for_those_in_it_alone(checkpoint: Path) -> None:
+    with running(checkpoint) as served:
+        llm = served.engine.llm
+        assert llm is not None
+        compute: Any = llm._rounds._schedule
+        round_ = compute.round
+
+        def fails(passes: Any) -> Any:
+            compute.round = round_
+            raise FormatError("a broken layer")
+
+        compute.round = fails
+        status, found, _ = served.ask(CHATS, {**LONG, "stream": False})
+        assert (status, found["error"]["message"]) == (500, "a broken layer")
+        assert served.ask(CHATS, LONG)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ssl-certfile", __file__], "TLS needs both"),
+        (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], "TLS files cannot be used"),
+        (["--kv", "none"], "KV cache of a batch is packed"),
+        (["--host", "999.0.0.1"], ""),
+    ],
+)
+def test_wrong_options_are_one_line(checkpoint: Path, options: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, ["serve", str(checkpoint), "--port", "0", *options])
+    assert found.exit_code == 1
+    (line,) = [line for line in found.stderr.splitlines() if line.startswith("qoff: ")]
+    assert message in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_with_its_status(checkpoint: Path, number: int) -> None:
+    command = [sys.executable, "-m", "qoff", "serve", str(checkpoint), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--context", "96"], stderr=subprocess.PIPE, env={**os.environ, "NO_COLOR": "1"}
+    )
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        assert line.startswith(b"{"), line
+        lines.append(json.loads(line))
+        if lines[-1]["event"] == "ready":
+            break
+    process.send_signal(number)
+    rest = process.stderr.read().splitlines()
+    assert process.wait(20) == (143 if number == signal.SIGTERM else 130)
+    if number == signal.SIGINT:
+        assert rest.pop() == b"qoff: interrupted"
+    lines += map(json.loads, rest)
+    assert [line["event"] for line in lines[:3]] == ["loading", "ready", "stopping"]
