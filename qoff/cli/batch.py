@@ -69,7 +69,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions(DrawOptions):
-    """All fields of `qoff.SamplingParams`."""
+    """Fields of `qoff.SamplingParams`: all but structured outputs."""
 
     max_tokens: int = Option(128, min=1, help="Tokens of the answer, at most.")
     min_tokens: int = Option(0, min=0, help="Tokens of the answer, at least.")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from qoff.errors import ArgumentError, QoffError, raised_as
 from qoff.plan import Plan
 
+from .grammar import Grammars
 from .prompts import PromptReader, token_ids
 from .request import Completion, SamplingParams, Sequence
 
@@ -43,6 +44,7 @@ class Admission:
     ) -> None:
         self._plan, self._limits, self._reader, self._eos = plan, limits, reader, eos
         self._whole_prompts = whole_prompts
+        self._grammars = Grammars(reader, limits.vocab_size, eos)
 
     def requests(
         self,
@@ -110,13 +112,17 @@ class Admission:
         ends = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else self._eos
         )
-        first = Sequence(index, 0, text, tokens, params, most, ends)
+        wanted = params.structured_outputs
+        grammar = None if wanted is None else self._grammars.matcher(wanted)
+        first = Sequence(index, 0, text, tokens, params, most, ends, grammar=grammar)
         others = [
-            replace(first, sample=i, waits_for=first, answer=[], logprobs=[])
+            replace(first, sample=i, waits_for=first, answer=[], logprobs=[],
+                    grammar=None if grammar is None else grammar.copy())
             for i in range(1, params.n)
-        ]
+        ]  # fmt: skip
         if after is not None:
             others[-1].given, others[-1].max_tokens = tuple(after), len(after)
+            others[-1].grammar = None
         return [first, *others]
 
     def _room(self, tokens: tuple[int, ...]) -> int:

@@ -10,6 +10,8 @@ from typing import Literal
 from qoff.errors import ArgumentError
 from qoff.schema import is_number, shown
 
+from .grammar import Matcher, StructuredOutputs
+
 _ABOVE_0 = math.nextafter(0, 1)
 COLDEST = 0.01  # logits divided by less may overflow
 _FACTOR = 1e30  # and by more, or multiplied
@@ -32,8 +34,8 @@ class SamplingParams:
     An answer ends with the model's end token unless `ignore_eos`, with a token of `stop_token_ids`,
     before a text of `stop`, but for `min_tokens` tokens with none of them; or after `max_tokens`
     tokens (None: as many as the plan's context holds). logprobs: also return the log-probabilities
-    of each chosen token and of so many most likely ones. Raises ArgumentError for values out of
-    range.
+    of each chosen token and of so many most likely ones. structured_outputs: what the answer must
+    match, unless `max_tokens` cuts it off. Raises ArgumentError for values out of range.
     """
 
     n: int = 1
@@ -51,6 +53,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         limit, fewest = self.max_tokens, self.min_tokens
@@ -82,6 +85,11 @@ class SamplingParams:
         ):
             if not good:
                 raise ArgumentError(f"{name} is {shown(getattr(self, name))}; use {wanted}")
+        if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
+            raise ArgumentError(
+                "an answer of structured_outputs ends where it is complete; leave out ignore_eos "
+                "and min_tokens"
+            )
         for option in fields(self):
             if isinstance(option.default, float):  # whole numbers would make tensors of integers
                 object.__setattr__(self, option.name, float(getattr(self, option.name)))
@@ -169,6 +177,7 @@ class Sequence:
     begins_like: Sequence | None = None  # reads blocks that this one begins with, too
     ended: bool = False
     given: tuple[int, ...] = ()  # the answer, where it is known
+    grammar: Matcher | None = None  # of what the answer must match
     error: str = ""  # why it cannot go on
 
     @property
@@ -180,4 +189,6 @@ class Sequence:
         """Forget the answer so far, and that the prompt was read."""
         self.read, self.begins_like, self.ended = 0, None, False
         self.answer.clear()
+        if self.grammar is not None:
+            self.grammar.reset()
         self.logprobs.clear()

@@ -99,7 +99,8 @@ class Sampler:
         """The token of each row, -1 where its logits are not finite."""
         params, on_cpu = [row.sequence.params for row in rows], self._device.type == "cpu"
         early = [(i, end) for i, row in enumerate(rows) for end in self._forbidden(row.sequence)]
-        if on_cpu and not early and not _penalizes(params[0]):
+        matched = [(i, row.sequence.grammar) for i, row in enumerate(rows) if row.sequence.grammar]
+        if on_cpu and not early and not matched and not _penalizes(params[0]):
             return self._compiled([row.logits for row in rows], rows)
         size = self._vocab_size
         logits = torch.empty(len(rows), columns(size), device=self._device)
@@ -111,6 +112,8 @@ class Sampler:
         if early:
             at = self._there(torch.tensor(early)).T
             logits[at[0], at[1]] = -torch.inf
+        for i, grammar in matched:
+            logits[i, :size].masked_fill_(self._there(~grammar.allowed()), -torch.inf)
         if on_cpu:
             tokens = self._compiled(logits[:, :size].unbind(), rows)
         elif params[0].temperature == 0:
@@ -191,6 +194,8 @@ class Sampler:
                 row.sequence.error = NOT_FINITE
             else:
                 row.sequence.answer.append(token)
+                if row.sequence.grammar is not None:
+                    row.sequence.error = row.sequence.grammar.take(token)
         parts = [torch.cat(found[i::4]).tolist() for i in range(4)] if asked else [[]] * 4
         for i, value, rank, best, ids in zip(asked, *parts, strict=True):
             sequence, token = rows[i].sequence, tokens[i]

@@ -43,16 +43,30 @@ class Form:
         return found if usage is None else {**found, "usage": usage}
 
     def choice(
-        self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None
+        self,
+        index: int,
+        text: str,
+        reason: str | None,
+        logprobs: dict[str, Any] | None,
+        tools: list[dict[str, Any]],
     ) -> dict[str, Any]:
         """One complete answer."""
         what: dict[str, Any] = {"text": text}
         if self._chat:
-            what = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            content = None if tools and not text else text
+            what = {"message": {"role": "assistant", "content": content, "refusal": None}}
+            if tools:
+                what["message"]["tool_calls"] = tools
         return {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
 
     def delta(
-        self, index: int, text: str, first: bool, reason: str | None, logprobs: dict | None
+        self,
+        index: int,
+        text: str,
+        first: bool,
+        reason: str | None,
+        logprobs: dict[str, Any] | None,
+        tools: list[dict[str, Any]],
     ) -> dict[str, Any]:
         """What is new of one answer."""
         what: dict[str, Any] = {"text": text}
@@ -60,6 +74,9 @@ class Form:
             what = {"delta": {"role": "assistant"} if first else {}}
             if text or first:
                 what["delta"]["content"] = text
+            if tools:
+                calls = [{"index": i, **tool} for i, tool in enumerate(tools)]
+                what["delta"]["tool_calls"] = calls
         return {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from qoff.engine import SamplingParams
 from qoff.engine.prompts import Chat
 from qoff.errors import ArgumentError, QoffError, raised_as
 
@@ -31,6 +32,7 @@ from .protocol import (
     Generation,
     TokenizeRequest,
 )
+from .tools import Calls, check_template
 
 # A body that is this many times too large is not read to its end. Others are: a client that still
 # writes would not see the answer.
@@ -48,24 +50,31 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         body = await self._read(request, ChatRequest)
         params = body.sampling(self._engine.ready().get_default_sampling_params())
-        return self._generated(body, "chat", body.chat(), params.logprobs, params)
+        return self._generated(body, "chat", body.chat(), params, body.calls())
 
     async def completion(self, request: Request) -> Response:
         body = await self._read(request, CompletionRequest)
         params = body.sampling(self._engine.ready().get_default_sampling_params())
-        return self._generated(body, "text", body.prompt, params.logprobs, params)
+        return self._generated(body, "text", body.prompt, params)
 
     def _generated(
-        self, body: Generation, kind: str, prompts: Any, logprobs: int | None, params: Any
+        self,
+        body: Generation,
+        kind: str,
+        prompts: Any,
+        params: SamplingParams,
+        calls: Calls | None = None,
     ) -> Response:
         llm = self._engine.ready()
         if llm.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer")
         if kind == "chat" and not llm.tokenizer.chat_template:
             raise ApiError(400, "the model has no chat template; use /v1/completions")
-        form = Form(kind, self._engine.name, llm.tokenizer, logprobs)
+        if calls is not None:
+            check_template(llm.tokenizer.get_chat_template(tools=[{}]))
+        form = Form(kind, self._engine.name, llm.tokenizer, params.logprobs)
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        asked = Asked(form, prompts, params, bool(body.stream), with_usage)
+        asked = Asked(form, prompts, params, calls, bool(body.stream), with_usage)
         return Generated(self._engine, asked)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:

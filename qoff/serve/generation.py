@@ -13,11 +13,13 @@ from starlette.types import Receive, Scope, Send
 
 from qoff.engine import Completion, SamplingParams
 from qoff.engine.prompts import Chat
+from qoff.models.forward_pass import NOT_FINITE
 
 from .answers import Form, encoded, event, usage
 from .engine import Answers, Engine, Piece
 from .errors import ApiError, ClientGone, as_api_error
 from .text import TextStream
+from .tools import OPEN, Calls, ended, split
 
 LOG = "qoff.log"  # key of a scope: what the request's line in the log has beside the usual
 
@@ -29,6 +31,7 @@ class Asked:
     form: Form
     prompts: str | list[Any] | Chat
     params: SamplingParams
+    calls: Calls | None
     stream: bool
     include_usage: bool
 
@@ -62,9 +65,9 @@ class Generated(Response):
             async for piece in self._pieces(answers):
                 if (one := piece.answer) is not None:
                     logprobs = form.logprobs(one.token_ids, one.logprobs or ())
-                    choices[piece.number] = form.choice(
-                        piece.number, one.text, one.finish_reason, logprobs
-                    )
+                    text, tools = split(asked.calls, one.text)
+                    reason = ended(asked.calls, tools, one.finish_reason)
+                    choices[piece.number] = form.choice(piece.number, text, reason, logprobs, tools)
             cost = usage(answers.prompt_tokens, sum(self._tokens.values()))
         return encoded(form.whole([choices[i] for i in sorted(choices)], cost))
 
@@ -94,15 +97,21 @@ class Generated(Response):
         async with self._engine.answering(asked.prompts, asked.params, receive) as answers:
             said["prompt_tokens"] = answers.prompt_tokens
             texts: dict[int, TextStream] = {}
+            stops = [*asked.params.stops, *([] if asked.calls is None else [OPEN])]
             async for piece in self._pieces(answers):
                 number, one = piece.number, piece.answer
                 first = number not in texts
-                text = texts.setdefault(number, TextStream(form.tokenizer, asked.params.stops))
+                text = texts.setdefault(number, TextStream(form.tokenizer, stops))
                 logprobs = form.logprobs(piece.token_ids, piece.logprobs, text.sent)
-                new = text.add(piece.token_ids) if one is None else text.finish(one.text)
-                if new or first or one is not None or (logprobs and piece.token_ids):
-                    reason = None if one is None else one.finish_reason
-                    yield event(form.chunk([form.delta(number, new, first, reason, logprobs)]))
+                new, reason, tools = "", None, list[dict[str, Any]]()
+                if one is not None:
+                    content, tools = split(asked.calls, one.text)
+                    new, reason = text.finish(content), ended(asked.calls, tools, one.finish_reason)
+                elif asked.calls is None or not asked.calls.must:
+                    new = text.add(piece.token_ids)
+                if new or first or reason or (logprobs and piece.token_ids):
+                    choice = form.delta(number, new, first, reason, logprobs, tools)
+                    yield event(form.chunk([choice]))
             if asked.include_usage:
                 cost = usage(answers.prompt_tokens, sum(self._tokens.values()))
                 yield event(form.chunk([], cost))
@@ -131,4 +140,4 @@ class Generated(Response):
 
 def _check(answer: Completion) -> None:
     if answer.finish_reason == "error":
-        raise ApiError(500, answer.error)
+        raise ApiError(500 if answer.error == NOT_FINITE else 400, answer.error)

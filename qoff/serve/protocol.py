@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qoff.engine import SamplingParams
+from qoff.engine import SamplingParams, StructuredOutputs
 from qoff.engine.prompts import Chat
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, raised_as
+
+from .tools import Calls
 
 _MOST_LOGPROBS = 20
 Count = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
@@ -25,6 +28,34 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
+
+
+class JsonSchema(Body):
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    strict: bool | None = None  # always
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, and is needed there")
+        return self
+
+
+class Structured(Body):
+    """vLLM's; see `qoff.engine.StructuredOutputs`."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
 
 
 class Generation(Body):
@@ -49,6 +80,8 @@ class Generation(Body):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> Generation:
@@ -59,7 +92,19 @@ class Generation(Body):
     def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """How the answer is drawn. Raises ArgumentError for values out of range."""
         given = {name: getattr(self, name) for name in _PARAMS} | more
+        given.setdefault("structured_outputs", self.structured())
         return replace(defaults, **{k: v for k, v in given.items() if v is not None})
+
+    def structured(self) -> StructuredOutputs | None:
+        """What the answer must match. Raises ArgumentError for two such demands."""
+        form, wanted = self.response_format, self.structured_outputs
+        if form is None or form.type == "text":
+            return None if wanted is None else StructuredOutputs(**wanted.model_dump(by_alias=True))
+        if wanted is not None:
+            raise ArgumentError("give response_format or structured_outputs, not both")
+        if form.json_schema is None:
+            return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json=json.dumps(form.json_schema.schema_))
 
 
 _PARAMS = (
@@ -80,12 +125,25 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     """One of a conversation. The last three are what OpenAI's client sends back of an answer."""
 
     role: Annotated[str, Field(max_length=64)]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
     annotations: list[Any] | None = Field(default=None, max_length=0)
@@ -95,11 +153,38 @@ class Message(Body):
         found = self.model_dump(exclude_none=True, exclude={"annotations"})
         if isinstance(self.content, list):
             found["content"] = "\n".join(part.text for part in self.content)
+        for call in found.get("tool_calls", ()):  # templates write them as JSON themselves
+            with raised_as(ArgumentError, "the arguments of a tool call are no JSON"):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         return found
+
+
+class Function(Body):
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(Generation):
     messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -112,12 +197,35 @@ class ChatRequest(Generation):
         more = self.chat_template_kwargs or {}
         if wrong := sorted(_SERVER_SETS & more.keys()):
             raise ArgumentError(f"chat_template_kwargs may not have {', '.join(wrong)}")
-        options = {
+        options: dict[str, Any] = {
             **more,
             "continue_final_message": self.continue_final_message,
             "add_generation_prompt": self.add_generation_prompt,
         }
+        if self.tools and self.tool_choice != "none":
+            options["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return Chat([message.plain() for message in self.messages], options)
+
+    def calls(self) -> Calls | None:
+        """Which tools the answer may or must call. Raises ArgumentError for a contradiction."""
+        choice = self.tool_choice
+        if not self.tools:
+            if choice not in (None, "none", "auto"):
+                raise ArgumentError("tool_choice needs tools")
+            return None
+        if choice == "none":
+            return None
+        tools = {one.function.name: one.function.parameters or {} for one in self.tools}
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        if name is not None and name not in tools:
+            raise ArgumentError(f"tool_choice names {name[:64]!r}, which is not among the tools")
+        if name is not None:
+            tools = {name: tools[name]}
+        named = name is not None
+        if self.structured() is not None:
+            raise ArgumentError("tools and structured outputs do not go together")
+        must = named or choice == "required"
+        return Calls(tools, must, named, one_only=self.parallel_tool_calls is False)
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """How the answer is drawn; without a bound it may fill the context."""
@@ -125,11 +233,14 @@ class ChatRequest(Generation):
             raise ArgumentError("top_logprobs needs logprobs")
         shown = (self.top_logprobs or 0) if self.logprobs else None
         most = self.max_completion_tokens
-        return self.params(
-            replace(defaults, max_tokens=None),
-            logprobs=shown,
-            max_tokens=self.max_tokens if most is None else most,
-        )
+        more: dict[str, Any] = {
+            "logprobs": shown,
+            "max_tokens": self.max_tokens if most is None else most,
+        }
+        calls = self.calls()
+        if calls is not None and calls.must:
+            more["structured_outputs"] = StructuredOutputs(json=calls.schema())
+        return self.params(replace(defaults, max_tokens=None), **more)
 
 
 class CompletionRequest(Generation):

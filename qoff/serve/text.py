@@ -32,11 +32,12 @@ class TextStream:
             return ""
         self._start, self._end = self._end, len(self._tokens)
         self._held += after[len(before) :]
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        text, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
+        certain = len(self._held)
+        for stop in self._stops:
+            at = self._held.find(stop)
+            start = len(self._held) - _overlap(self._held, stop) if at < 0 else at
+            certain = min(certain, start)
+        text, self._held = self._held[:certain], self._held[certain:]
         self.sent += len(text)
         return text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qoff.engine import LLM
 from qoff.plan import Plan
@@ -21,7 +25,7 @@ from qoff.serve.options import ServeOptions
 from qoff.serve.server import Server
 from tests.tiny_models import tiny_checkpoint
 
-PLAN = Plan(batch_size=4, context=96, prefill_tokens=32)
+PLAN = Plan(batch_size=4, context=200, prefill_tokens=64)
 OPTIONS = ServeOptions(port=0, max_queue=4, max_request_bytes=1 << 20, read_timeout_s=0.5)
 MODEL = "tiny"
 
@@ -76,7 +80,28 @@ def running(
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    """With a token for each byte, as llguidance wants them, and a template for tools."""
+    path = tmp_path_factory.mktemp("served") / "tiny"
+    shutil.copytree(tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64"), path)
+    spelled = bytes_to_unicode()
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    letters = [spelled[byte] for byte in (9, 10, *range(32, 127), *range(0xC0, 0xDB))]
+    vocab = {token: i for i, token in enumerate(special + letters)}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        unk_token="<unk>",
+    )  # fmt: skip
+    tokenizer.chat_template = (
+        "{% if tools %}<tool_call>{{ tools | length }}{% endif %}"
+        "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    )
+    tokenizer.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="session")

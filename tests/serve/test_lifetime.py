@@ -113,7 +113,7 @@ def test_open_answers_end_within_the_bound(checkpoint: Path, bound: float) -> No
 
 
 def test_requests_that_take_too_long_are_ended(checkpoint: Path) -> None:
-    with running(checkpoint, replace(OPTIONS, request_timeout_s=0.05)) as served:
+    with running(checkpoint, replace(OPTIONS, request_timeout_s=0.6)) as served:
         body = {**LONG, "stream": False}
         llm = served.engine.llm
         assert llm is not None
@@ -173,7 +173,8 @@ def test_a_signal_ends_the_command_with_its_status(checkpoint: Path, number: int
     assert process.stderr is not None
     lines = []
     for line in process.stderr:
-        assert line.startswith(b"{"), line
+        if line.startswith(b"compiling"):
+            continue
         lines.append(json.loads(line))
         if lines[-1]["event"] == "ready":
             break

@@ -1,0 +1,144 @@
+"""Answers that must match a JSON schema, a regular expression, one of some texts, or a grammar."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qoff.errors import ArgumentError, QoffError, raised_as
+
+from .prompts import PromptReader
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Where JSON may have any number of blanks and lines, models write them without end.
+_JSON: Any = {"whitespace_pattern": r"[ \n]?"}
+_WRONG = "the structured output cannot be had"
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What an answer must match, with vLLM's names; exactly one of them.
+
+    json: a JSON schema, as text or parsed; json_object: any JSON object; choice: one of the texts;
+    grammar: in llguidance's Lark dialect. Needs the package llguidance. Raises ArgumentError for
+    none or several.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        given = [one.name for one in fields(self) if getattr(self, one.name)]
+        if len(given) != 1:
+            raise ArgumentError(
+                f"structured outputs have {', '.join(given) or 'nothing'}; give one of "
+                + ", ".join(one.name for one in fields(self))
+            )
+
+
+class Matcher:
+    """Where an answer stands in what it must match."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def allowed(self) -> Tensor:
+        """Whether each token may come next, bool [vocab_size]."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size] > 0)
+
+    def take(self, token: int) -> str:
+        """Go on by a token; why it cannot be gone on with then, or nothing."""
+        self._matcher.consume_token(token)
+        return f"{_WRONG}: {_line(self._matcher.get_error())}" if self._matcher.is_error() else ""
+
+    def copy(self) -> Matcher:
+        """The same for another answer."""
+        return Matcher(self._matcher.deep_copy(), self._vocab_size)
+
+    def reset(self) -> None:
+        """Begin again."""
+        self._matcher.reset()
+
+
+class Grammars:
+    """Compiles what answers must match. eos: tokens that end an answer. Threads may share it."""
+
+    def __init__(self, reader: PromptReader, vocab_size: int, eos: frozenset[int]) -> None:
+        self._reader, self._vocab_size, self._eos = reader, vocab_size, eos
+        self._lock = threading.Lock()
+        self._tokens: LLTokenizer | None = None
+
+    def matcher(self, wanted: StructuredOutputs) -> Matcher:
+        """Raises ArgumentError for what is none, or too complex; QoffError without llguidance."""
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ModuleNotFoundError as error:
+            raise QoffError(
+                "structured output needs llguidance, which is not installed; "
+                "pip install 'qoff[serve]'"
+            ) from error
+        # All of it together takes a tenth of a second at most, and a step some milliseconds.
+        limits = LLParserLimits(
+            max_items_in_row=1000,
+            initial_lexer_fuel=200_000,
+            step_lexer_fuel=50_000,
+            step_max_items=20_000,
+            max_lexer_states=50_000,
+            max_grammar_size=100_000,
+            verbose_errors=False,
+        )
+        with raised_as(ArgumentError, _WRONG):
+            found = LLMatcher(self._known(), _grammar(wanted), log_level=0, limits=limits)
+            if not found.is_error():
+                found.compute_bitmask()  # the first takes longest: not in a round
+            if found.is_error():
+                raise ArgumentError(f"{_WRONG}: {_line(found.get_error())}")
+        return Matcher(found, self._vocab_size)
+
+    def _known(self) -> LLTokenizer:
+        """The tokenizer as llguidance has it; made once, in about a second."""
+        tokenizer: Any = self._reader.tokenizer
+        if not self._eos:
+            raise ArgumentError(f"{_WRONG}: the model has no token that ends an answer")
+        with self._lock:
+            if self._tokens is None:
+                from llguidance.hf import from_tokenizer
+
+                self._tokens = from_tokenizer(
+                    tokenizer,
+                    n_vocab=max(self._vocab_size, len(tokenizer)),
+                    eos_token=sorted(self._eos),
+                )
+            return self._tokens
+
+
+def _grammar(wanted: StructuredOutputs) -> str:
+    from llguidance import LLMatcher
+
+    if wanted.json_object:
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)
+    if wanted.json is not None:
+        schema = wanted.json if isinstance(wanted.json, str) else json.dumps(wanted.json)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.choice)))
+    return LLMatcher.grammar_from_lark(wanted.grammar or "")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]

@@ -1,0 +1,206 @@
+"""Answers that must match something, and answers that call functions."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from transformers import PreTrainedTokenizerBase
+
+from qoff.engine import LLM, SamplingParams, StructuredOutputs
+from qoff.errors import ArgumentError
+from qoff.serve.text import TextStream
+from qoff.serve.tools import OPEN, Calls, ended, split
+
+from .conftest import MODEL, Running
+
+CHAT: Any = [{"role": "user", "content": "Hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+OTHER: Any = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+
+
+@pytest.fixture
+def llm(served: Running) -> LLM:
+    assert served.engine.llm is not None
+    return served.engine.llm
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_answers_match_what_they_must(client: OpenAI, temperature: float) -> None:
+    options: Any = {"model": MODEL, "messages": CHAT, "temperature": temperature, "seed": 3, "n": 2}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+    found = client.chat.completions.create(response_format=form, max_tokens=60, **options)
+    for choice in found.choices:
+        said = json.loads(choice.message.content or "")
+        assert set(said) == {"a", "b"}
+        assert choice.finish_reason == "stop"
+    for wanted, pattern in (
+        ({"regex": r"[ab]{3}-\d{2}"}, r"[ab]{3}-\d{2}"),
+        ({"choice": ["yes", 'no "no"']}, r'yes|no "no"'),
+        ({"grammar": 'start: "k" /[xyz]{2}/'}, r"k[xyz]{2}"),
+    ):
+        more = {"structured_outputs": wanted}
+        for choice in client.chat.completions.create(extra_body=more, **options).choices:
+            assert re.fullmatch(pattern, choice.message.content or "")
+
+
+def test_any_json_object_is_one_as_far_as_it_goes(client: OpenAI) -> None:
+    found = client.chat.completions.create(
+        model=MODEL, messages=CHAT, response_format={"type": "json_object"}, max_tokens=20, seed=1
+    )
+    assert (found.choices[0].message.content or "").lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"regex": "(a"},
+        {"regex": "((a{1000}){1000}){1000}"},
+        {"json": {"type": "nothing"}},
+        {"json": {"$ref": "http://localhost:1/x"}},
+        {"json": "{"},
+        {"grammar": "start: other"},
+        {"choice": []},
+        {"regex": "a", "choice": ["b"]},
+    ],
+)
+def test_what_cannot_be_matched_is_refused(served: Running, wanted: Any) -> None:
+    status, found, _ = served.ask("/v1/completions", {"prompt": "a", "structured_outputs": wanted})
+    assert status == 400, found
+    assert "structured output" in found["error"]["message"]
+
+
+def test_what_goes_against_it_is_refused(served: Running) -> None:
+    for more in (
+        {"ignore_eos": True},
+        {"min_tokens": 2},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "xml"}},
+    ):
+        body = {"prompt": "a", "structured_outputs": {"regex": "a"}, **more}
+        assert served.ask("/v1/completions", body)[0] == 400, more
+    with pytest.raises(ArgumentError, match="give one of json, regex"):
+        StructuredOutputs()
+
+
+def test_the_engine_matches_beside_others(llm: LLM) -> None:
+    """Rows with a grammar, with penalties and without anything, in one round."""
+    plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    params = [
+        plain,
+        SamplingParams(temperature=0, structured_outputs=StructuredOutputs(regex="x{4}y")),
+        SamplingParams(temperature=1, seed=1, top_k=3, presence_penalty=1,
+                       structured_outputs=StructuredOutputs(choice=["one", "two"])),
+    ]  # fmt: skip
+    found = llm.generate(["abc"] * 3, params)
+    (alone,) = llm.generate(["abc"], plain)
+    assert found[0].text == alone.text
+    assert found[1].text == "xxxxy"
+    assert found[2].text in ("one", "two")
+    assert [one.finish_reason for one in found] == ["length", "stop", "stop"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_function_that_must_be_called_is(client: OpenAI, stream: bool, choice: Any) -> None:
+    found: Any = client.chat.completions.create(
+        model=MODEL, messages=CHAT, tools=[TOOL, OTHER], tool_choice=choice, stream=stream,
+        temperature=0, max_tokens=100,
+    )  # fmt: skip
+    if stream:
+        chunks = [chunk.choices[0] for chunk in found]
+        (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        reason, text = chunks[-1].finish_reason, "".join(c.delta.content or "" for c in chunks)
+    else:
+        (call,) = found.choices[0].message.tool_calls
+        reason, text = found.choices[0].finish_reason, found.choices[0].message.content or ""
+    assert set(json.loads(call.function.arguments)) == {"a", "b"}
+    assert text == ""
+    if choice == "required":
+        assert (call.function.name in ("look", "add"), reason) == (True, "tool_calls")
+    else:
+        assert (call.function.name, reason) == ("add", "stop")
+
+
+def test_calls_and_their_results_are_told_to_the_template(served: Running) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "1", "content": "found"}]  # fmt: skip
+    status, found, _ = served.ask("/tokenize", {"messages": messages})
+    text = served.ask("/detokenize", {"tokens": found["tokens"]})[1]["prompt"]
+    assert (status, '"arguments": {"a": 1}' in text, "tool: found" in text) == (200, True, True)
+    call["function"]["arguments"] = "{"  # type: ignore[index]
+    assert served.ask("/tokenize", {"messages": messages})[0] == 400
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}},
+        {"tool_choice": "required"},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+    ],
+)
+def test_wrong_tools_are_refused(served: Running, more: Any) -> None:
+    assert served.ask("/v1/chat/completions", {"messages": CHAT, **more})[0] == 400
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"a": "ü"}}\n</tool_call>'
+AUTO = Calls({"look": {}}, must=False, named=False, one_only=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "count"),
+    [
+        ("hello", "hello", 0),
+        (CALL, "", 1),
+        (f"Let me see. {CALL}\n{CALL}", "Let me see. ", 2),
+        (CALL.removesuffix("</tool_call>"), "", 1),  # its end is a stop token, or was cut off
+        (CALL[:30], CALL[:30], 0),
+        ("<tool_call>[1]</tool_call> a", "<tool_call>[1]</tool_call> a", 0),
+        ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', ..., 0),
+        ("<tool_call>" + "[" * 100_000, ..., 0),
+    ],
+)
+def test_calls_are_found_in_an_answer(text: str, rest: Any, count: int) -> None:
+    said, calls = split(AUTO, text)
+    assert (said, len(calls)) == (text if rest is ... else rest, count)
+    for call in calls:
+        assert json.loads(call["function"]["arguments"]) == {"a": "ü"}
+    assert ended(AUTO, calls, "stop") == ("tool_calls" if count else "stop")
+
+
+@pytest.mark.parametrize("text", ["plain <tool", f"Let me see. {CALL}", "äö< <tool_ca <stop> x"])
+def test_a_stream_of_text_never_shows_what_may_be_a_call(llm: LLM, text: str) -> None:
+    """Nor the beginning of a stop text; all of the rest is given out, in time."""
+    tokenizer: PreTrainedTokenizerBase | None = llm.tokenizer
+    assert tokenizer is not None
+    stream = TextStream(_Characters(tokenizer), [OPEN, "<stop>"])  # type: ignore[arg-type]
+    given = ""
+    for character in text:
+        given += stream.add([ord(character)])
+        assert OPEN not in given
+        assert "<stop>" not in given
+    first = min(at for at in (text.find(OPEN), text.find("<stop>"), len(text)) if at >= 0)
+    assert text[:first].startswith(given)
+    assert given + stream.finish(text[:first]) == text[:first]
+
+
+class _Characters:
+    """A tokenizer with a token for each character."""
+
+    def __init__(self, _: object) -> None: ...
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(map(chr, tokens))
