@@ -81,6 +81,11 @@ class SamplingParams:
                 _whole(fewest, 0, limit if _whole(limit, 1) else None),
                 "a whole number from 0 to max_tokens",
             ),
+            (
+                "structured_outputs",
+                isinstance(self.structured_outputs, StructuredOutputs | None),
+                "StructuredOutputs, or None",
+            ),
             ("logprobs", self.logprobs is None or _whole(self.logprobs, 0), "0 or more, or None"),
         ):
             if not good:
