@@ -83,7 +83,7 @@ def answer(
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     with torch.inference_mode(), one_torch_thread():
         sequences = Sequences(runtime, 1, room, opened.budget)
-        for token in _tokens(sequence, sequences, checkpoint.path):
+        for token in tokens_of(sequence, sequences, checkpoint.path):
             stamps.append(time.perf_counter())
             waits.append(runtime.stats().wait_s)
             if not quiet:
@@ -121,9 +121,10 @@ def _experts(before: ExpertStats, after: ExpertStats) -> dict[str, int]:
     return done if done["bytes"] or done["hits"] else {}
 
 
-def _tokens(sequence: Sequence, read: Sequences, checkpoint: Path) -> Iterator[int]:
-    """The tokens of an answer, the one that ends it included."""
-    context, following = len(sequence.prompt) + sequence.max_tokens, list(sequence.prompt)
+def tokens_of(sequence: Sequence, read: Sequences, checkpoint: Path) -> Iterator[int]:
+    """The tokens of an answer, the one that ends it included. read: has some of the prompt."""
+    context = len(sequence.prompt) + sequence.max_tokens
+    following = list(sequence.prompt[read.length :])
     sampler: Sampler | None = None
     while len(sequence.answer) < sequence.max_tokens and not sequence.ended:
         logits = read.logits(torch.tensor([following]))[0]

@@ -1,8 +1,8 @@
-"""`qoff convert | generate | batch | serve | bench | eval | verify | env | run`."""
+"""`qoff convert | generate | chat | batch | serve | bench | eval | verify | env | run`."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -151,6 +151,34 @@ def generate(
         print_json(result)
     else:
         print_table("", rows(result))
+
+
+@app.command()
+@command
+def chat(
+    model: Model,
+    how: RunOptions,
+    cache: CacheOptions,
+    draw: DrawOptions,
+    max_new_tokens: int = Option(1024, min=1, help="Tokens of an answer, at most."),
+    context: int = Option(4096, min=1, help="Tokens of the conversation."),
+    system: str = Option("", help="What the model is told first."),
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer; /help lists commands."""
+    from qoff.hf.chat import ChatRenderer
+    from qoff.hf.load import load_tokenizer, open_runtime
+
+    from .chat import Conversation, params_of, talk, terminal
+
+    path = how.checkpoint(model)
+    tokenizer = load_tokenizer(path, how.trust_remote_code)
+    opened = open_runtime(path, context=context, kv=cache.quant(), **how.opening())
+    with closing(opened.runtime), ChatRenderer() as renderer:
+        params = params_of(opened, vars(draw), max_new_tokens)
+        conversation = Conversation(opened, tokenizer, params, context, renderer)
+        if system:
+            conversation.reset([{"role": "system", "content": system}])
+        talk(conversation, *terminal())
 
 
 app.command()(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from .errors import ApiError
 from .options import ServeOptions
 
 logger = logging.getLogger("qoff.serve")
+_OTHER_FILES = 256  # that the model and its tiers may have open
 
 
 class Server:
@@ -71,6 +73,7 @@ def serve(open_llm: Callable[[], LLM], engine: Engine, options: ServeOptions) ->
 
     Raises what loading does, and what ends the engine.
     """
+    _allow_files(options.max_connections + _OTHER_FILES)
     server = Server(engine, options)
     server.__enter__()
     try:
@@ -87,6 +90,19 @@ def serve(open_llm: Callable[[], LLM], engine: Engine, options: ServeOptions) ->
             logger.info("stopping", extra={"fields": {"in_flight": engine.in_flight}})
             server.close()
             engine.stop()
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise this process's own limit of open files. Raises QoffError where it may not be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise QoffError(
+            f"so many connections need {wanted} open files, and the limit is {hard}; "
+            "lower --max-connections, or raise the limit (ulimit -Hn)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _config(engine: Engine, options: ServeOptions) -> uvicorn.Config:

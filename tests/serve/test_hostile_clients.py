@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -279,6 +281,29 @@ def test_one_connection_too_many_is_refused(checkpoint: Path) -> None:
             one.close()
         wait_for(lambda: not served.server.connections)
         assert served.ask("/health")[0] == 200
+
+
+def test_idle_connections_by_the_hundred_hold_up_nobody(served: Running) -> None:
+    socks = [served.connect() for _ in range(300)]
+    assert served.ask(TEXTS, {"prompt": "a", "max_tokens": 2})[0] == 200
+    for sock in socks[::2]:
+        sock.close()
+    wait_for(lambda: served.server.connections == 0)  # the others by the bound on time
+    for sock in socks[1::2]:
+        assert everything(sock).startswith(b"HTTP/1.1 408")
+        sock.close()
+
+
+def test_tls(checkpoint: Path) -> None:
+    files = str(Path(__file__).with_name("localhost.pem"))
+    with running(checkpoint, replace(OPTIONS, tls_certificate=files, tls_key=files)) as served:
+        url = served.url.replace("http:", "https:").removesuffix("/v1")
+        context = ssl.create_default_context(cafile=files)
+        with urllib.request.urlopen(f"{url}/health", context=context) as answer:
+            assert answer.status == 200
+        with served.connect() as sock:  # no handshake
+            sock.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+            assert not everything(sock).startswith(b"HTTP")
 
 
 def test_keys_are_asked_for_but_for_health(checkpoint: Path) -> None:

@@ -1,0 +1,248 @@
+"""`qoff chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qoff.engine.answers import default_params, end_tokens
+from qoff.engine.request import SamplingParams, Sequence
+from qoff.errors import QoffError
+from qoff.hf.chat import ChatRenderer
+from qoff.hf.load import Opened
+from qoff.hf.torch_threads import one_torch_thread
+from qoff.measure.model_rates import Sequences
+from qoff.schema import shown
+from qoff.serve.text import TextStream
+from qoff.units import format_size
+
+from .generate import tokens_of
+
+HELP = """\
+/help         this
+/reset        forget the conversation
+/system TEXT  what the model is told first; without TEXT: nothing
+/save FILE    write the conversation as JSON
+/load FILE    go on with one
+/stats        tokens, rates, memory
+/exit         or Ctrl-D
+Ctrl-C stops an answer."""
+
+
+class Conversation:
+    """Messages, and the KV cache of what was read of them.
+
+    A turn reads only what is new, as long as the chat template adds to the end of the text.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        context: int,
+        renderer: ChatRenderer,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise QoffError("the model has no chat template; use qoff generate --raw")
+        self._opened, self._tokenizer, self._renderer = opened, tokenizer, renderer
+        self._params, self._context = params, context
+        self.messages: list[dict[str, str]] = []
+        self._cache: Sequences | None = None
+        self._read: list[int] = []  # tokens in the cache
+        self.stats: dict[str, str] = {}
+
+    def say(self, text: str) -> Iterator[str]:
+        """The answer to a message, in pieces; what was given out of it becomes a message, too.
+
+        Raises QoffError for a conversation that is longer than the context; it stays as it was.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._renderer.render(self._tokenizer, messages)
+        ids = list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        most = min(self._params.max_tokens or self._context, self._context - len(ids))
+        if most < 1:
+            raise QoffError(
+                f"the conversation has {len(ids)} tokens, and the context {self._context}; "
+                "use /reset, or a larger --context"
+            )
+        self.messages, said = messages, ""
+        try:
+            for piece in self._answer(ids, most):
+                said += piece
+                yield piece
+        finally:
+            self.messages = [*messages, {"role": "assistant", "content": said}]
+
+    def reset(self, messages: list[dict[str, str]]) -> None:
+        """Go on from other messages."""
+        self.messages = messages
+
+    def _answer(self, ids: list[int], most: int) -> Iterator[str]:
+        runtime, budget = self._opened.runtime, self._opened.budget
+        if self._cache is None or ids[: len(self._read)] != self._read or ids == self._read:
+            self._cache, self._read = None, []  # before there is another one
+            room = len(ids) + (0 if budget is None else most)
+            self._cache = Sequences(runtime, 1, room, budget)
+        cache, known = self._cache, len(self._read)
+        path, ends = runtime.checkpoint.path, end_tokens(runtime.checkpoint)
+        sequence = Sequence(0, 0, None, tuple(ids), self._params, most, ends)
+        text, start, first = TextStream(self._tokenizer, ()), time.perf_counter(), 0.0
+        try:
+            with torch.inference_mode(), one_torch_thread():
+                for token in tokens_of(sequence, cache, path):
+                    first = first or time.perf_counter() - start
+                    if token not in ends:
+                        yield text.add([token])
+        except Exception:
+            self._cache = None  # a pass may have ended in the middle
+            raise
+        finally:
+            self._read = [*ids, *sequence.answer][: cache.length]
+            self._note(sequence, known, first, time.perf_counter() - start, cache)
+        kept = [token for token in sequence.answer if token not in ends]
+        yield text.finish(str(self._tokenizer.decode(kept, skip_special_tokens=True)))
+
+    def _note(
+        self, sequence: Sequence, known: int, first: float, seconds: float, cache: Sequences
+    ) -> None:
+        new = len(sequence.answer)
+        rate = (new - 1) / (seconds - first) if new > 1 and seconds > first else 0.0
+        self.stats = {
+            "context": f"{cache.length} of {self._context} tokens",
+            "prompt": f"{len(sequence.prompt)} tokens, {known} of them known",
+            "time to first token": f"{first * 1e3:.0f} ms",
+            "answer": f"{new} tokens, {rate:.1f} tok/s",
+            "KV cache": format_size(cache.nbytes),
+        }
+
+
+class Interrupts:
+    """Ctrl-C: raises KeyboardInterrupt while a line is read; stops an answer otherwise."""
+
+    def __init__(self) -> None:
+        self.asked = self.answering = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if not self.answering:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """From here to the end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def talk(chat: Conversation, read: Callable[[], str], write: Callable[[str], None]) -> None:
+    """Answer lines until there are no more. write: text as it comes, with its line ends."""
+    interrupts = Interrupts()
+    with interrupts.handled():
+        while True:
+            try:
+                line = read().strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                write("\n(/exit or Ctrl-D ends the program)\n")
+                continue
+            if line in ("/exit", "/quit"):
+                return
+            try:
+                if line.startswith("/"):
+                    write(_command(chat, line) + "\n")
+                elif line:
+                    _answer(chat, line, interrupts, write)
+            except (QoffError, OSError) as error:
+                write(f"qoff: {error}\n")
+
+
+def _answer(
+    chat: Conversation, line: str, interrupts: Interrupts, write: Callable[[str], None]
+) -> None:
+    pieces = chat.say(line)
+    interrupts.asked, interrupts.answering = False, True
+    try:
+        for piece in pieces:
+            write(piece)
+            if interrupts.asked:
+                write(" (stopped)")
+                break
+    finally:
+        pieces.close()  # type: ignore[attr-defined]
+        interrupts.answering = False
+    write("\n")
+
+
+def _command(chat: Conversation, line: str) -> str:
+    """What a command answers. Raises QoffError for one that cannot be done."""
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if name == "/help":
+        return HELP
+    if name == "/reset":
+        chat.reset([one for one in chat.messages[:1] if one["role"] == "system"])
+        return "(forgotten)"
+    if name == "/system":
+        others = [one for one in chat.messages if one["role"] != "system"]
+        chat.reset([{"role": "system", "content": rest}, *others] if rest else others)
+        return "(set)" if rest else "(removed)"
+    if name == "/stats":
+        return "\n".join(f"{label}: {value}" for label, value in chat.stats.items()) or "(none yet)"
+    if name in ("/save", "/load") and not rest:
+        raise QoffError(f"{name} needs a file")
+    if name == "/save":
+        text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
+        Path(rest).expanduser().write_text(text + "\n")
+        return f"({len(chat.messages)} messages)"
+    if name == "/load":
+        chat.reset(_messages(Path(rest).expanduser()))
+        return f"({len(chat.messages)} messages)"
+    raise QoffError(f"there is no command {shown(name)}; see /help")
+
+
+def _messages(path: Path) -> list[dict[str, str]]:
+    try:
+        found: Any = json.loads(path.read_text())["messages"]
+        return [{"role": str(one["role"]), "content": str(one["content"])} for one in found]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise QoffError(f"{path}: is no conversation that /save has written") from error
+
+
+def terminal() -> tuple[Callable[[], str], Callable[[str], None]]:
+    """How a line is read and text written here; with a history of lines, if it is a terminal."""
+    prompt = ""
+    if sys.stdin.isatty():
+        prompt = "> "
+        with suppress(ImportError):
+            import readline  # noqa: F401 - `input` uses it from now on
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    return lambda: input(prompt), write
+
+
+def params_of(opened: Opened, draw: dict[str, Any], most: int) -> SamplingParams:
+    """How answers are drawn; the penalty is that of the model's generation_config.json."""
+    penalty = default_params(opened.runtime.checkpoint).repetition_penalty
+    return SamplingParams(**draw, max_tokens=most, repetition_penalty=penalty)

@@ -1,0 +1,128 @@
+"""`qoff chat`: turns, commands, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qoff.cli.chat import Conversation, talk
+from qoff.cli.main import app
+from qoff.engine.request import SamplingParams
+from qoff.errors import QoffError
+from qoff.hf.chat import ChatRenderer
+from qoff.hf.load import load_tokenizer, open_runtime
+from tests.tiny_models import tiny_checkpoint
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+
+
+@pytest.fixture
+def chat(checkpoint: Path) -> Iterator[Conversation]:
+    opened = open_runtime(checkpoint, context=200)
+    with closing(opened.runtime), ChatRenderer() as renderer:
+        yield Conversation(opened, load_tokenizer(checkpoint), PARAMS, 200, renderer)
+
+
+def said(chat: Conversation, *lines: str) -> str:
+    """What the program writes for some lines."""
+    left, found = list(lines), list[str]()
+
+    def read() -> str:
+        if not left:
+            raise EOFError
+        return left.pop(0)
+
+    talk(chat, read, found.append)
+    return "".join(found)
+
+
+def test_a_later_turn_reads_only_what_is_new_and_answers_the_same(
+    chat: Conversation, checkpoint: Path
+) -> None:
+    first = "".join(chat.say("Hi"))
+    known = chat._cache.length if chat._cache is not None else 0
+    second = "".join(chat.say("and now"))
+    assert f"{known} of them known" in chat.stats["prompt"]
+    assert [one["role"] for one in chat.messages] == ["user", "assistant"] * 2
+    before = chat.messages[:2]
+    chat._cache, chat._read = None, []  # so that all is read again
+    chat.reset(before)
+    assert "".join(chat.say("and now")) == second
+    assert before[1]["content"] == first
+
+
+def test_commands(chat: Conversation, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    found = said(
+        chat, "/system Be brief", "Hi", "/stats", f"/save {file}", "/reset", "/help", "",
+        "/nothing", "/load", f"/load {tmp_path}", "/exit", "never read",
+    )  # fmt: skip
+    assert "tok/s" in found
+    assert "Ctrl-C stops an answer" in found
+    assert "qoff: there is no command '/nothing'" in found
+    assert "qoff: /load needs a file" in found
+    assert "Is a directory" in found
+    assert chat.messages == [{"role": "system", "content": "Be brief"}]
+    messages = json.loads(file.read_text())["messages"]
+    assert [one["role"] for one in messages] == ["system", "user", "assistant"]
+    said(chat, f"/load {file}", "/system")
+    assert chat.messages == messages[1:]
+    file.write_text("[]")
+    assert "is no conversation" in said(chat, f"/load {file}")
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(chat: Conversation) -> None:
+    pieces: list[str] = []
+
+    def write(text: str) -> None:
+        pieces.append(text)
+        if len(pieces) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    lines = iter(["Hi", "again", KeyboardInterrupt, "/stats"])
+
+    def read() -> str:
+        line = next(lines, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    before = signal.getsignal(signal.SIGINT)
+    talk(chat, read, write)
+    text = "".join(pieces)
+    assert text.count("(stopped)") == 1
+    assert "Ctrl-D ends the program" in text
+    assert text.endswith("\n")
+    assert [one["role"] for one in chat.messages] == ["user", "assistant"] * 2
+    assert chat.messages[1]["content"] == "".join(pieces[:3])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_conversation_longer_than_the_context_is_refused(chat: Conversation) -> None:
+    with pytest.raises(QoffError, match="use /reset"):
+        list(chat.say("x" * 300))
+    assert chat.messages == []
+    assert "qoff: the conversation has" in said(chat, "x" * 300, "Hi")
+    assert len(chat.messages) == 2
+
+
+def test_the_command_reads_standard_input(checkpoint: Path) -> None:
+    found = CliRunner().invoke(
+        app,
+        ["chat", str(checkpoint), "--max-new-tokens", "4", "--system", "Be"],
+        input="Hi\n/stats\n",
+    )
+    assert found.exit_code == 0, found.output
+    assert "4 tokens" in found.stdout
