@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import quantiles
 from urllib.parse import urlsplit
 
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     report = Report(
         "serve",
-        {"model": args.model or "demo", "url": args.url, "options": args.options, "in": _IN,
+        {"model": Path(args.model or "demo").name, "url": args.url, "options": args.options, "in": _IN,
          "out": _OUT, "requests": args.requests},
         f"{_IN} words in, {_OUT} tokens out, {args.requests} requests of each client",
         ("clients", "tok/s", "TTFT p50 ms", "p99", "between tokens p50 ms", "p99"),
