@@ -153,14 +153,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         clients=(str, "1,4,16", "how many at the same time"),
         requests=(int, 3, "of each client"),
     )
-    report = Report(
-        "serve",
-        {"model": Path(args.model or "demo").name, "url": args.url, "options": args.options, "in": _IN,
-         "out": _OUT, "requests": args.requests},
-        f"{_IN} words in, {_OUT} tokens out, {args.requests} requests of each client",
-        ("clients", "tok/s", "TTFT p50 ms", "p99", "between tokens p50 ms", "p99"),
-        unit="tokens/s, ms",
-    )  # fmt: skip
+    settings = {
+        "model": Path(args.model or "demo").name,
+        "url": args.url,
+        "options": args.options,
+        "in": _IN,
+        "out": _OUT,
+        "requests": args.requests,
+    }
+    title = f"{_IN} words in, {_OUT} tokens out, {args.requests} requests of each client"
+    header = ("clients", "tok/s", "TTFT p50 ms", "p99", "between tokens p50 ms", "p99")
+    report = Report("serve", settings, title, header, unit="tokens/s, ms")
     with running(args) as (url, model):
         asyncio.run(load(url, model, 1, 1))  # warm
         for clients in map(int, args.clients.split(",")):

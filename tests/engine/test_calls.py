@@ -1,11 +1,10 @@
-"""Prompts that are submitted: answered by threads in `work`, told of after each round, cancelled."""
+"""Submitted prompts: answered by threads in `work`, told of after each round, cancelled."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
