@@ -92,7 +92,7 @@ def logging_to_stderr(level: str) -> Iterator[None]:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logs = [logger, logging.getLogger("uvicorn.error"), logging.getLogger("asyncio")]
-    for log, least in zip(logs, (level.upper(), "WARNING", "WARNING"), strict=True):
+    for log, least in zip(logs, (level.upper(), "WARNING", "ERROR"), strict=True):
         log.addHandler(handler)
         log.propagate = False
         log.setLevel(least)
