@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from torch import Tensor
 
 
 class Shape(NamedTuple):
@@ -15,3 +19,16 @@ class Shape(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a token of each of R rows of logits is chosen, step after step.
+
+    shapes: what each is drawn from; None: the likeliest. noise: float64 [steps, R, noise_size],
+    what they are drawn by; None: torch's generator. ends: tokens after which there is no step.
+    """
+
+    shapes: Sequence[Shape] | None = None
+    noise: Tensor | None = None
+    ends: Sequence[int] = ()

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from qoff.errors import QoffError
-from qoff.kernels.layout.distribution import Shape
+from qoff.kernels.layout.distribution import Choice, Shape
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.sampling import follows_torch, likeliest, multinomial
 from qoff.models.forward_pass import NOT_FINITE, ForwardPass
@@ -36,6 +36,7 @@ from qoff.models.runtime import Runtime
 from .cache import QoffCache
 
 _ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep", "past_key_values", "use_cache"}
+_TOGETHER = 64  # steps without Python in between, at most
 _GROWTH = 256  # columns, where nothing says how many there will be
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
@@ -56,6 +57,12 @@ class TokenChoice:
                 first, order = first - 1, rank
             self.shape = _shape(processors[first:])
         self.before = LogitsProcessorList(processors[:first])
+
+    def compiled(self, rows: int, ends: Sequence[int]) -> Choice | None:
+        """The same for several steps, in jobs of the CPU; None where only Python can do it."""
+        if self.before or (self.do_sample and self.shape is None):
+            return None
+        return Choice(None if self.shape is None else [self.shape] * rows, ends=ends)
 
     def tokens(self, rows: Rows, logits: Tensor) -> list[int]:
         """The next token of each row. logits: float32 [B, V], may change.
@@ -190,32 +197,53 @@ class Decoding:
     def run(self, ids: Tensor, logits: Tensor) -> Tensor:
         """From a prompt int64 [B, T] and its logits float32 [B, V] to all ids, int64 [B, L]."""
         rows, open_ = Rows.of(ids, self.ends.length), [True] * len(ids)
+        steps = [self.choice.tokens(rows, logits)]
         while True:
-            tokens = self.choice.tokens(rows, logits)
-            if min(tokens) < 0:
-                raise QoffError(f"{self.runtime.checkpoint.path}: {NOT_FINITE}")
-            if self.ends.pads and not all(open_):
-                assert self.pad is not None
-                tokens = [a if b else self.pad for a, b in zip(tokens, open_, strict=True)]
-            newest = torch.tensor(tokens)
-            rows.append(newest)
-            ended = self.ends.ended(tokens, rows)
-            open_ = [a and not b for a, b in zip(open_, ended, strict=True)]
-            if self.streamer is not None:
-                self.streamer.put(newest)
+            for tokens in steps:
+                newest = self._append(tokens, rows, open_)
+                ended = self.ends.ended(newest.tolist(), rows)
+                open_ = [a and not b for a, b in zip(open_, ended, strict=True)]
+                if self.streamer is not None:
+                    self.streamer.put(newest)
             if not any(open_):
                 break
-            logits = self._read(newest)
+            steps = self._together(newest, rows) if all(open_) else []
+            steps = steps or [self.choice.tokens(rows, self._read(newest))]
         if self.streamer is not None:
             self.streamer.end()
         return rows.ids
 
+    def _append(self, tokens: list[int], rows: Rows, open_: Sequence[bool]) -> Tensor:
+        """Add the next token of each row, padding where it has ended: int64 [B]."""
+        if min(tokens) < 0:
+            raise QoffError(f"{self.runtime.checkpoint.path}: {NOT_FINITE}")
+        if self.ends.pads and not all(open_):
+            assert self.pad is not None
+            tokens = [a if b else self.pad for a, b in zip(tokens, open_, strict=True)]
+        newest = torch.tensor(tokens)
+        rows.append(newest)
+        return newest
+
+    def _together(self, tokens: Tensor, rows: Rows) -> list[list[int]]:
+        """The tokens of several steps, up to one that ends a row; none where Python is needed."""
+        choice = self.choice.compiled(len(tokens), tuple(self.ends.tokens))
+        if choice is None or self.ends.others:
+            return []
+        run, most = self._pass(tokens), min(self.ends.length - rows.length, _TOGETHER)
+        steps = self.runtime.tokens(run, choice, int(most))
+        self.cache.columns += len(steps)
+        return steps
+
     def _read(self, tokens: Tensor) -> Tensor:
         """Read a token of each row, int64 [B]: logits float32 [B, V]."""
+        logits = self.runtime.forward(self._pass(tokens))
+        self.cache.columns += 1
+        return logits
+
+    def _pass(self, tokens: Tensor) -> ForwardPass:
+        """Of a token of each row, int64 [B]."""
         cache, count = self.cache, len(tokens)
         ragged = Ragged.of([1] * count, cache.tokens.lengths)
         if ragged.longest + 1 > cache.room:  # less than this was made room for before
             cache.make_room(ragged.longest + 1, [1] * count, count)
-        logits = self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, ragged.last_rows))
-        cache.columns += 1
-        return logits
+        return ForwardPass(tokens, ragged, cache.tokens, ragged.last_rows)

@@ -17,6 +17,7 @@ from qoff.budgets import device_guard, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, UnsupportedModelError
 from qoff.interrupts import check as check_interrupts
+from qoff.kernels.layout.distribution import Choice
 from qoff.kernels.ops import with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
@@ -158,6 +159,14 @@ class Runtime:
             logits = followed(self.decoder, self.store, run) if self._timeline is None else None
             return self._computed(run) if logits is None else logits
 
+    def tokens(self, run: ForwardPass, choice: Choice, most: int) -> list[list[int]]:
+        """Run several decode steps; see `Following.tokens`. None where `forward` has to."""
+        check_interrupts()
+        if self._timeline is not None:
+            return []
+        with self._turn, refusals():
+            return followed_tokens(self.decoder, self.store, run, choice, most)
+
     def _computed(self, run: ForwardPass) -> Tensor:
         """Compute a pass unit by unit."""
         with Turn(self.store) as turn:
@@ -224,6 +233,16 @@ def followed(decoder: AnyDecoder, store: WeightStore, run: ForwardPass) -> Tenso
         return None
     with store.use(HEAD):
         return decoder.follow(run)
+
+
+def followed_tokens(
+    decoder: AnyDecoder, store: WeightStore, run: ForwardPass, choice: Choice, most: int
+) -> list[list[int]]:
+    """As `Following.tokens`. Raises ArgumentError where the store is closed."""
+    if not isinstance(decoder, Decoder) or run.cache.ended is None:
+        return []
+    with store.use(HEAD):
+        return decoder.follow_with_tokens(run, choice, most)
 
 
 def _planned(

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from itertools import accumulate
 from typing import TypeAlias
@@ -135,6 +136,12 @@ def _leave(pool):
 
 
 @inner
+def end_list(pool):
+    """End the list with the job at work, which calls this."""
+    simd.atomic_store(pool + _END, (simd.atomic_load(pool + _AT) >> _NUMBER) + 1)
+
+
+@inner
 def _work(pool, thread, threads):
     """Take part in the jobs of the list until all are done."""
     number = _enter(pool, -1)
@@ -189,6 +196,7 @@ _Native = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 Arguments: TypeAlias = ctypes.Structure | ctypes.Array  # of a job; it is told their address
 # Address of the function, its arguments, and what has to live as long as they are used.
 Job: TypeAlias = tuple[int, bytes, object]
+Call: TypeAlias = tuple[int, Arguments]  # of a job, whose arguments it may change
 
 
 class Pool:
@@ -241,7 +249,10 @@ class Pool:
                 self._recorded = None
 
     def run_all(self, jobs: JobList) -> None:
-        """Run jobs one after another, without Python in between, and wait for them."""
+        """Run jobs one after another, without Python in between, and wait for them.
+
+        One that calls `end_list` is the last.
+        """
         with self.lock:
             self._native_launch(self._state, self.threads, jobs.address, len(jobs))
 
@@ -273,7 +284,22 @@ class JobList:
         for i, ((function, args, _), start) in enumerate(zip(jobs, starts, strict=False)):
             ctypes.memmove(here + start, args, len(args))
             self._steps[2 * i : 2 * i + 2] = [function, here + start]
-        self.address = ctypes.addressof(self._steps)
+
+    def repeated(self, times: int, before: Sequence[Call], after: Sequence[Call]) -> JobList:
+        """So many times these jobs between others, which read their arguments where they are."""
+        same, own = copy(self), bytes(self._steps)
+        first, last = (
+            b"".join(bytes((ctypes.c_int64 * 2)(job, ctypes.addressof(args))) for job, args in some)
+            for some in (before, after)
+        )
+        each = first + own + last
+        same._steps = (ctypes.c_int64 * (times * len(each) // 8)).from_buffer_copy(each * times)
+        same._kept = [*self._kept, *before, *after]
+        return same
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._steps)
 
     def __len__(self) -> int:
         return len(self._steps) // 2
@@ -290,4 +316,4 @@ def default_pool() -> Pool:
 # A forked child has the pool's memory but not its threads; it makes a pool of its own.
 os.register_at_fork(after_in_child=default_pool.cache_clear)
 
-__all__ = ["JobList", "Pool", "default_pool", "finish", "take", "wait"]
+__all__ = ["JobList", "Pool", "default_pool", "end_list", "finish", "take", "wait"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .pool import Job, JobList, Pool, default_pool
+from .pool import Call, Job, JobList, Pool, default_pool
 
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
@@ -89,12 +89,18 @@ class JobReplay:
         """Whether it knows addresses of memory that is gone."""
         return self._recorder.places != self._places
 
-    def __call__(self) -> bool:
-        """Do the work again, and say True; or nothing, and False, when it is stale."""
+    def __call__(
+        self, times: int = 1, before: Sequence[Call] = (), after: Sequence[Call] = ()
+    ) -> bool:
+        """Do the work again, and say True; or nothing, and False, when it is stale.
+
+        So many times, each between other jobs, one of which may end it.
+        """
         with self._pool.lock:
             if self.stale:
                 return False
-            self._pool.run_all(self._jobs)
+            plain = times == 1 and not before and not after
+            self._pool.run_all(self._jobs if plain else self._jobs.repeated(times, before, after))
         return True
 
 

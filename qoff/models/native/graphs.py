@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qoff.kernels.ops import RecordWhileDone
+from qoff.kernels.ops import RecordWhileDone, WorkReplay
 from qoff.kernels.upload import on_device, pinned
 
 _MOST = 128  # recordings of a whole pass, or as many of each layer; then the oldest are forgotten
@@ -50,8 +50,6 @@ class Replays:
         self._record = CudaRecorder(device) if record is None else record
         self._entries: dict[Hashable, _Entry] = {}  # the one that was used last is last
         self._fixed: dict[Hashable, Tensor] = {}
-        # What was replayed last: key, shape of the input, where that lies, recording.
-        self._latest: tuple[object, torch.Size, Tensor, _Entry] | None = None
         self.recorded = self.replayed = self.failed = 0  # how often
 
     def run(
@@ -67,13 +65,6 @@ class Replays:
         x: on the device, or in host memory to be brought there. The work may change it and return
         it. keep: lives as long as the key. parts: recordings that together are a pass.
         """
-        if self._latest is not None and self._latest[0] is key and self._latest[1] == x.shape:
-            _, _, fixed, latest = self._latest
-            fixed.copy_(x)
-            if latest.replay is not None and latest.replay():
-                self.replayed += 1
-                return latest.result
-            self._latest = None
         if self.failed:
             return work(on_device(x, self._device))
         fixed = self._memory("input", x)
@@ -101,6 +92,16 @@ class Replays:
         self.replayed += 1
         return entry.result
 
+    def find(self, key: Hashable, like: Tensor) -> tuple[Tensor, Tensor, WorkReplay] | None:
+        """A recording made while its work was done: where its input and result are, and itself.
+
+        like: an input. None where there is no such recording.
+        """
+        entry = self._entries.get((tuple(like.shape), key))
+        if entry is None or self._while_done is None or entry.replay is None:
+            return None
+        return self._memory("input", like), entry.result, entry.replay
+
     def _replay_or_do(
         self,
         whole: tuple[Hashable, Hashable],
@@ -118,10 +119,8 @@ class Replays:
                 return work(x)
             if entry.replay():
                 self.replayed += 1
-                self._latest = whole[1], x.shape, x, entry
                 return entry.result
         found: list[Tensor] = []
-        self._latest = None
         replay = self._while_done(lambda: found.append(work(x)))
         for key, one in list(self._entries.items()):
             if getattr(one.replay, "stale", False):  # its result keeps memory alive
@@ -146,7 +145,6 @@ class Replays:
         self.failed += 1
         self._entries.clear()
         self._fixed.clear()
-        self._latest = None
         reason = " ".join(str(error).split())
         warnings.warn(
             f"a CUDA graph could not be recorded ({type(error).__name__}: {reason}); this model "
