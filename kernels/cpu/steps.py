@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from qoff.kernels.layout.distribution import Choice
 
 from .jit import simd
 from .jit.compiled import inner, job
-from .jit.pool import default_pool, end_list, take
+from .jit.pool import JobList, default_pool, end_list, take
 from .jit.recorder import JobReplay
-from .operands import int64s, offsets
+from .operands import address, int64s, offsets
 from .sampling.job import ROW_BYTES, TOKEN, SamplingArguments
 from .sampling.sampling import arguments, torch_state
 
@@ -39,8 +40,8 @@ class CountArguments(ctypes.Structure):
 class PassOnArguments(ctypes.Structure):
     """Addresses and sizes: rows as `sampling.job.Row`, where their tokens go, which ones end.
 
-    found: where the next step's go. noise: address of what the job that chooses is told of it, 0
-    for none; each step's is `noise_bytes` further.
+    found: where the next step's go. noise: address of what the job that chooses is told of it;
+    each step's is `noise_bytes` further.
     """
 
     _fields_ = int64s("rows", "count", "ids", "found", "ends", "end_count", "noise", "noise_bytes")
@@ -89,54 +90,72 @@ def pass_on_job(pool, thread, threads, args):
         last = last or _ends(args, token)
     simd.poke_i64(args + FOUND, found + 8 * count)
     noise = simd.peek_i64(args + NOISE)
-    if noise != 0:
-        simd.poke_i64(noise, simd.peek_i64(noise) + simd.peek_i64(args + NOISE_BYTES))
+    simd.poke_i64(noise, simd.peek_i64(noise) + simd.peek_i64(args + NOISE_BYTES))
     if last:
         end_list(pool)
 
 
-class Counting:
-    """What counts up int64 numbers [n] in memory that stays where it is, before each step."""
+class Steps:
+    """Does the steps that follow a recorded one, as long as that is not stale.
 
-    def __init__(self, numbers: Sequence[Tensor]) -> None:
-        self._numbers = numbers
-        each = (Counter(one.data_ptr(), len(one), 8 * one.stride(0)) for one in numbers)
-        self._counters = (Counter * len(numbers))(*each)
-        self._arguments = CountArguments(ctypes.addressof(self._counters), len(numbers))
-        self.call = count_job.address, self._arguments
-
-
-def next_step(replay: JobReplay, counting: Counting) -> bool:
-    """Do the next step, of the tokens that lie where it finds them; False where it is stale."""
-    return replay(before=[counting.call])
-
-
-def next_tokens(
-    replay: JobReplay, counting: Counting, ids: Tensor, logits: Tensor, choice: Choice, most: int
-) -> list[list[int]]:
-    """Do up to `most` steps: the tokens of each, one a row; nothing where the replay is stale.
-
-    ids: int64 [R], where a step finds its tokens; the first one's are there. logits: float32
-    [R, V], where it leaves those of the next. A token that ends an answer is in the last step, as
-    is -1, where logits are not finite.
+    counters: int64 [n] each, one larger in each step. ids: int64 [R], where a step finds its
+    tokens. logits: float32 [R, V], where it leaves those of the next. All stay where they are.
     """
-    pool, rows, noise = default_pool(), len(ids), choice.noise
-    found, ends = (
-        torch.empty(most, rows, dtype=torch.int64),
-        torch.tensor(choice.ends, dtype=torch.int64),
-    )
-    of_torch = choice.shapes is not None and noise is None
-    with torch_state() if of_torch else nullcontext() as state, pool.lock:
+
+    def __init__(
+        self, replay: JobReplay, counters: Sequence[Tensor], ids: Tensor, logits: Tensor
+    ) -> None:
+        self._replay, self.ids, self.logits = replay, ids, logits
+        each = (Counter(one.data_ptr(), len(one), 8 * one.stride(0)) for one in counters)
+        self._counters = (Counter * len(counters))(*each)
+        count = CountArguments(ctypes.addressof(self._counters), len(counters))
+        self._count = count_job.address, count
+        self._jobs = replay.jobs.between([self._count], [])
+        self._choosing: _Choosing | None = None
+
+    def step(self) -> bool:
+        """Do the next one, of the tokens that lie where it finds them; False where it is stale."""
+        return self._replay.run(self._jobs)
+
+    def tokens(self, choice: Choice, most: int, noise: Tensor | None = None) -> list[list[int]]:
+        """Do up to `most`, the first of the tokens that are there: those chosen after each.
+
+        One a row; nothing is done where it is stale. noise: float64 [most, R, noise_size], what
+        they are drawn by; None: torch's generator. A token that ends an answer is in the last step,
+        as is -1, where logits are not finite.
+        """
+        rows = len(self.ids)
+        found = torch.empty(most, rows, dtype=torch.int64)
+        of_torch = choice.shapes is not None and noise is None
+        with torch_state() if of_torch else nullcontext() as state, default_pool().lock:
+            if self._choosing is None or self._choosing.choice is not choice:
+                self._choosing = self._prepared(choice, noise, state)
+            _, jobs, args, passing, _ = self._choosing
+            args.noise, args.state = address(noise), address(state)
+            passing.found = found.data_ptr()
+            passing.noise_bytes = 0 if noise is None else 8 * noise.stride(0)
+            if not self._replay.run(jobs, most):
+                return []
+        return found[: (passing.found - found.data_ptr()) // (8 * rows)].tolist()
+
+    def _prepared(self, choice: Choice, noise: Tensor | None, state: Tensor | None) -> _Choosing:
         first = None if noise is None else noise[0]
-        chooser, args, described = arguments(logits.unbind(), choice.shapes, pool, first, state)
+        rows, ends = self.logits.unbind(), torch.tensor(choice.ends, dtype=torch.int64)
+        chooser, args, found = arguments(rows, choice.shapes, default_pool(), first, state)
         passing = PassOnArguments(
-            ctypes.addressof(described), rows, ids.data_ptr(), found.data_ptr(),
-            ends.data_ptr(), len(ends),
+            ctypes.addressof(found), len(rows), self.ids.data_ptr(), 0, ends.data_ptr(), len(ends),
+            ctypes.addressof(args) + SamplingArguments.noise.offset,
         )  # fmt: skip
-        if noise is not None:
-            passing.noise = ctypes.addressof(args) + SamplingArguments.noise.offset
-            passing.noise_bytes = 8 * noise.stride(0)
         after = [(chooser, args), (pass_on_job.address, passing)]
-        if not replay(most, [counting.call], after):
-            return []
-    return found[: (passing.found - found.data_ptr()) // (8 * rows)].tolist()
+        jobs = self._replay.jobs.between([self._count], after)
+        return _Choosing(choice, jobs, args, passing, (found, ends))
+
+
+class _Choosing(NamedTuple):
+    """The jobs of steps that choose tokens in one way."""
+
+    choice: Choice
+    jobs: JobList
+    args: SamplingArguments
+    passing: PassOnArguments
+    kept: object  # what these have the address of

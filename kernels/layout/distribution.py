@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
 
 class Shape(NamedTuple):
     """How the logits of a row become a distribution: the temperature, then what the others leave.
@@ -23,12 +21,10 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """How a token of each of R rows of logits is chosen, step after step.
+    """How a token of each row of logits is chosen, step after step.
 
-    shapes: what each is drawn from; None: the likeliest. noise: float64 [steps, R, noise_size],
-    what they are drawn by; None: torch's generator. ends: tokens after which there is no step.
+    shapes: what each is drawn from; None: the likeliest. ends: tokens after which there is no step.
     """
 
     shapes: Sequence[Shape] | None = None
-    noise: Tensor | None = None
     ends: Sequence[int] = ()

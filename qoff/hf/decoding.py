@@ -7,7 +7,7 @@ runtime as it is, and processors and criteria are called only where their work i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,11 @@ class TokenChoice:
             self.shape = _shape(processors[first:])
         self.before = LogitsProcessorList(processors[:first])
 
-    def compiled(self, rows: int, ends: Sequence[int]) -> Choice | None:
+    def compiled(self, rows: int, ends: Set[int]) -> Choice | None:
         """The same for several steps, in jobs of the CPU; None where only Python can do it."""
         if self.before or (self.do_sample and self.shape is None):
             return None
-        return Choice(None if self.shape is None else [self.shape] * rows, ends=ends)
+        return Choice(None if self.shape is None else [self.shape] * rows, tuple(ends))
 
     def tokens(self, rows: Rows, logits: Tensor) -> list[int]:
         """The next token of each row. logits: float32 [B, V], may change.
@@ -157,11 +157,12 @@ class Rows:
         return found if len(found) == 1 else found.contiguous()
 
     def append(self, tokens: Tensor) -> None:
-        """One more for each row: int64 [B]."""
-        if self.length == self._memory.shape[1]:
-            self._grow(2 * self.length)
-        self._memory.select(1, self.length).copy_(tokens)
-        self.length += 1
+        """Some more for each row: int64 [steps, B]."""
+        length = self.length + len(tokens)
+        if length > self._memory.shape[1]:
+            self._grow(2 * length)
+        self._memory[:, self.length : length].copy_(tokens.T)
+        self.length = length
 
     def _grow(self, columns: int) -> None:
         memory = torch.empty(len(self._memory), max(columns, self.length), dtype=torch.int64)
@@ -197,40 +198,39 @@ class Decoding:
     def run(self, ids: Tensor, logits: Tensor) -> Tensor:
         """From a prompt int64 [B, T] and its logits float32 [B, V] to all ids, int64 [B, L]."""
         rows, open_ = Rows.of(ids, self.ends.length), [True] * len(ids)
+        choice = None if self.ends.others else self.choice.compiled(len(ids), self.ends.tokens)
         steps = [self.choice.tokens(rows, logits)]
         while True:
-            for tokens in steps:
-                newest = self._append(tokens, rows, open_)
-                ended = self.ends.ended(newest.tolist(), rows)
-                open_ = [a and not b for a, b in zip(open_, ended, strict=True)]
-                if self.streamer is not None:
-                    self.streamer.put(newest)
+            newest = self._added(steps, rows, open_)
+            ended = self.ends.ended(newest[-1].tolist(), rows)  # none with tokens before the last
+            open_ = [a and not b for a, b in zip(open_, ended, strict=True)]
+            for tokens in () if self.streamer is None else newest:
+                self.streamer.put(tokens)
             if not any(open_):
                 break
-            steps = self._together(newest, rows) if all(open_) else []
-            steps = steps or [self.choice.tokens(rows, self._read(newest))]
+            steps = self._together(newest[-1], rows, choice) if choice and all(open_) else []
+            steps = steps or [self.choice.tokens(rows, self._read(newest[-1]))]
         if self.streamer is not None:
             self.streamer.end()
         return rows.ids
 
-    def _append(self, tokens: list[int], rows: Rows, open_: Sequence[bool]) -> Tensor:
-        """Add the next token of each row, padding where it has ended: int64 [B]."""
-        if min(tokens) < 0:
+    def _added(self, steps: list[list[int]], rows: Rows, open_: Sequence[bool]) -> Tensor:
+        """Add the tokens of steps, padding where a row has ended: int64 [steps, B]."""
+        if min(steps[-1]) < 0:
             raise QoffError(f"{self.runtime.checkpoint.path}: {NOT_FINITE}")
+        found = torch.tensor(steps)
         if self.ends.pads and not all(open_):
             assert self.pad is not None
-            tokens = [a if b else self.pad for a, b in zip(tokens, open_, strict=True)]
-        newest = torch.tensor(tokens)
-        rows.append(newest)
-        return newest
+            found.masked_fill_(~torch.tensor(open_), self.pad)
+        rows.append(found)
+        return found
 
-    def _together(self, tokens: Tensor, rows: Rows) -> list[list[int]]:
+    def _together(self, tokens: Tensor, rows: Rows, choice: Choice) -> list[list[int]]:
         """The tokens of several steps, up to one that ends a row; none where Python is needed."""
-        choice = self.choice.compiled(len(tokens), tuple(self.ends.tokens))
-        if choice is None or self.ends.others:
+        if self.cache.tokens.ended is None:
             return []
-        run, most = self._pass(tokens), min(self.ends.length - rows.length, _TOGETHER)
-        steps = self.runtime.tokens(run, choice, int(most))
+        most = min(self.ends.length - rows.length, _TOGETHER)
+        steps = self.runtime.tokens(self._pass(tokens), choice, int(most))
         self.cache.columns += len(steps)
         return steps
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -159,13 +159,15 @@ class Runtime:
             logits = followed(self.decoder, self.store, run) if self._timeline is None else None
             return self._computed(run) if logits is None else logits
 
-    def tokens(self, run: ForwardPass, choice: Choice, most: int) -> list[list[int]]:
+    def tokens(
+        self, run: ForwardPass, choice: Choice, most: int, noise: Tensor | None = None
+    ) -> list[list[int]]:
         """Run several decode steps; see `Following.tokens`. None where `forward` has to."""
         check_interrupts()
         if self._timeline is not None:
             return []
         with self._turn, refusals():
-            return followed_tokens(self.decoder, self.store, run, choice, most)
+            return followed_tokens(self.decoder, self.store, run, choice, most, noise)
 
     def _computed(self, run: ForwardPass) -> Tensor:
         """Compute a pass unit by unit."""
@@ -236,13 +238,13 @@ def followed(decoder: AnyDecoder, store: WeightStore, run: ForwardPass) -> Tenso
 
 
 def followed_tokens(
-    decoder: AnyDecoder, store: WeightStore, run: ForwardPass, choice: Choice, most: int
+    decoder: AnyDecoder, store: WeightStore, run: ForwardPass, *choosing: Any
 ) -> list[list[int]]:
     """As `Following.tokens`. Raises ArgumentError where the store is closed."""
     if not isinstance(decoder, Decoder) or run.cache.ended is None:
         return []
     with store.use(HEAD):
-        return decoder.follow_with_tokens(run, choice, most)
+        return decoder.follow_with_tokens(run, *choosing)
 
 
 def _planned(

@@ -181,5 +181,5 @@ def test_warpers_in_another_order_are_called() -> None:
 def test_ids_have_room_for_more_than_was_known() -> None:
     rows = Rows.of(torch.tensor([[1], [2]]), float("inf"))
     for token in range(600):
-        rows.append(torch.tensor([token, -token]))
+        rows.append(torch.tensor([[token, -token]]))
     assert rows.ids[:, 1:].tolist() == [[*range(600)], [-i for i in range(600)]]

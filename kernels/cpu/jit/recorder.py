@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .pool import Call, Job, JobList, Pool, default_pool
+from .pool import Job, JobList, Pool, default_pool
 
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
@@ -82,25 +82,23 @@ class JobReplay:
         self, recorder: JobRecorder, places: tuple[int, int], pool: Pool, jobs: Sequence[Job]
     ) -> None:
         self._recorder, self._places, self._pool = recorder, places, pool
-        self._jobs = JobList(jobs)
+        self.jobs = JobList(jobs)
 
     @property
     def stale(self) -> bool:
         """Whether it knows addresses of memory that is gone."""
         return self._recorder.places != self._places
 
-    def __call__(
-        self, times: int = 1, before: Sequence[Call] = (), after: Sequence[Call] = ()
-    ) -> bool:
-        """Do the work again, and say True; or nothing, and False, when it is stale.
+    def __call__(self) -> bool:
+        """Do the work again, and say True; or nothing, and False, when it is stale."""
+        return self.run(self.jobs)
 
-        So many times, each between other jobs, one of which may end it.
-        """
+    def run(self, jobs: JobList, times: int = 1) -> bool:
+        """The same with jobs that are its own and others, so many times."""
         with self._pool.lock:
             if self.stale:
                 return False
-            plain = times == 1 and not before and not after
-            self._pool.run_all(self._jobs if plain else self._jobs.repeated(times, before, after))
+            self._pool.run_all(jobs, times)
         return True
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.distribution import Choice
 from qoff.kernels.layout.ending import PLAIN, Ending
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
@@ -24,7 +24,7 @@ from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace, ResidentActivations, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
-from .following import Following, Recorded, check_ids
+from .following import Following, check_ids
 from .graphs import Replays
 from .layer import Layer
 from .linear import Linear, Steps, norm_of, tiled
@@ -198,9 +198,9 @@ class Decoder:
         logits = None if self._following is None else self._following.logits(run)
         return None if logits is None else _taken(logits, run.logit_rows)
 
-    def follow_with_tokens(self, run: ForwardPass, choice: Choice, most: int) -> list[list[int]]:
+    def follow_with_tokens(self, run: ForwardPass, *choosing: Any) -> list[list[int]]:
         """Several steps as in `follow`: the tokens chosen in each; see `Following.tokens`."""
-        return [] if self._following is None else self._following.tokens(run, choice, most)
+        return [] if self._following is None else self._following.tokens(run, *choosing)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """What the first layer is given, [M, hidden_size] on the device."""
@@ -267,10 +267,6 @@ class Decoder:
         for unit in (*range(self.spec.num_layers), HEAD):
             weights.append((yield unit))
         key = (*map(id, weights), key)
-        assert run.cached is not None
-        assert self._following is not None
-        recorded = Recorded(key, weights, run.workspace, run.rotary, run.positions)
-        self._following.note(run.cached, recorded)
 
         def work(ids: Tensor) -> Tensor:
             steps = self._units(run, self._embedded(ids), None)
@@ -284,7 +280,9 @@ class Decoder:
             raise AssertionError("the head streams")
 
         assert self.replays is not None
+        assert self._following is not None
         logits = self.replays.run(key, weights, run.tokens, work)
+        self._following.note(run, key, weights)
         run.hidden = None
         return _taken(logits[: run.ragged.tokens], run.logit_rows)
 

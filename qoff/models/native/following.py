@@ -8,51 +8,36 @@ the pool's threads do several steps before they return to Python.
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.layout.distribution import Choice
-from qoff.kernels.ops import WorkReplay
 from qoff.kvcache import CachePass
-from qoff.memory import Weights
-from qoff.models.forward_pass import ForwardPass, LayerWorkspace, ResidentActivations
+from qoff.models.forward_pass import ForwardPass, ResidentActivations
 from qoff.models.spec import DecoderSpec
 
-from .graphs import Replays
+from .graphs import Recording, Replays
 
 if TYPE_CHECKING:
-    from qoff.kernels.cpu.steps import Counting
+    from qoff.kernels.cpu.steps import Steps
 
 TOGETHER_S = 0.025  # that steps take before tokens are seen and signals are heard
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What a recorded pass over all weights is told; `key` stands for it."""
+class _Pass:
+    """A recorded pass over all weights, and what its recording has the addresses of."""
 
-    key: Hashable
-    weights: Sequence[Weights]
-    workspace: LayerWorkspace | None
-    rotary: Sequence[tuple[Tensor, Tensor] | None]
-    positions: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Next:
-    """How the steps after a recorded pass are done."""
-
-    cached: CachePass
-    counting: Counting
-    x: Tensor  # where their tokens are put, int64 [R]
-    logits: Tensor  # float32 [R, vocab_size]
-    replay: WorkReplay
-    most: int  # steps
+    recording: ReferenceType[Recording]
+    keep: object
+    positions: int  # as far as its rotary tables go
 
 
 class Following:
@@ -60,80 +45,79 @@ class Following:
 
     def __init__(self, spec: DecoderSpec, replays: Replays) -> None:
         self._spec, self._replays = spec, replays
-        # Caches may outlive weights.
-        self._recorded: WeakKeyDictionary[CachePass, tuple[Recorded, Counting]] = (
-            WeakKeyDictionary()
-        )
+        self._passes = WeakKeyDictionary[CachePass, _Pass]()  # caches may outlive weights
         self._step_s = 0, math.inf  # what a step of so many rows took last
 
-    def note(self, cached: CachePass, recorded: Recorded) -> None:
-        """A pass is computed that may be recorded, and followed."""
-        if numbers := cached.counters():
-            from qoff.kernels.cpu.steps import Counting  # compiled when it is imported
+    def note(self, run: ForwardPass, key: Hashable, keep: object) -> None:
+        """A pass is done whose recording, if it is one, has this key."""
+        cached, recording = run.cached, self._replays.find(key, run.tokens)
+        counters = [] if cached is None else cached.counters()
+        if cached is None or recording is None or not counters:
+            return
+        from qoff.kernels.cpu.steps import Steps  # compiled when it is imported
 
-            self._recorded[cached] = recorded, Counting(numbers)
+        if recording.steps is None:
+            replay, x, logits = recording.replay, recording.x, recording.result
+            recording.steps = Steps(replay, counters, x, logits)
+        tables = [len(table[0]) for table in run.rotary if table is not None]
+        keep = keep, run.workspace, run.rotary, run.positions
+        self._passes[cached] = _Pass(ref(recording), keep, min(tables, default=sys.maxsize))
 
     def logits(self, run: ForwardPass) -> Tensor | None:
         """Do a step: its logits, float32 [R, vocab_size]; None, and nothing is done, if it cannot.
 
         Raises OpError for tokens that are not there.
         """
-        step = self._next(run)
-        if step is None:
+        following = self._next(run)
+        if following is None or not following[0].step():
             return None
-        from qoff.kernels.cpu.steps import next_step
+        self._done(run, following[1], 1)
+        return following[0].logits
 
-        if not next_step(step.replay, step.counting):
-            return None
-        self._done(run, step, 1)
-        return step.logits
-
-    def tokens(self, run: ForwardPass, choice: Choice, most: int) -> list[list[int]]:
+    def tokens(
+        self, run: ForwardPass, choice: Choice, most: int, noise: Tensor | None = None
+    ) -> list[list[int]]:
         """Do up to `most` steps, each with the tokens that were chosen before it.
 
         Those chosen after each, one of each row; none, and nothing is done, if it cannot. It is as
-        many steps as take `TOGETHER_S`. A token that ends an answer is in the last one, as is -1,
-        where logits are not finite. Raises OpError for tokens that are not there.
+        many steps as take `TOGETHER_S`; the rest is as for `Steps.tokens`. Raises OpError for
+        tokens that are not there.
         """
-        step, rows = self._next(run), len(run.tokens)
-        if step is None:
+        following, rows = self._next(run), len(run.tokens)
+        if following is None:
             return []
-        from qoff.kernels.cpu.steps import next_tokens
-
+        steps, cached, ahead = following
         of, seconds = self._step_s
         in_time = max(1, int(TOGETHER_S / seconds)) if of == rows else 1
-        most = min(most, step.most, in_time)
         start = time.perf_counter()
-        found = next_tokens(step.replay, step.counting, step.x, step.logits, choice, most)
+        found = steps.tokens(choice, min(most, ahead, in_time), noise)
         if found:
             self._step_s = rows, (time.perf_counter() - start) / len(found)
-            self._done(run, step, len(found))
+            self._done(run, cached, len(found))
         return found
 
-    def _next(self, run: ForwardPass) -> _Next | None:
-        """What follows the last pass; the cache forgets that pass until the steps are done."""
+    def _next(self, run: ForwardPass) -> tuple[Steps, CachePass, int] | None:
+        """What follows the last pass, and how often; the cache forgets that until it is done."""
         cached = run.cache.ended
-        noted = None if cached is None else self._recorded.get(cached)
-        if cached is None or noted is None or not isinstance(run.activations, ResidentActivations):
+        last = None if cached is None else self._passes.get(cached)
+        recording = None if last is None else last.recording()
+        steps = None if recording is None else recording.steps
+        if cached is None or last is None or steps is None:
             return None
-        recorded, counting = noted
-        place = self._replays.find(recorded.key, run.tokens)
         longest, limit = run.ragged.longest, self._spec.position_limit
-        rows = [len(table[0]) for table in recorded.rotary if table is not None]
-        most = min([cached.steps_ahead(run.ragged), *(n - longest for n in rows)])
-        if place is None or most < 1:
+        ahead = min(cached.steps_ahead(run.ragged), last.positions - longest)
+        if ahead < 1 or not isinstance(run.activations, ResidentActivations):
             return None
         self._spec.check_positions(longest + 1)
         check_ids(run.tokens, self._spec.vocab_size)
         run.cache.ended = None
-        place[0].copy_(run.tokens)
-        most = most if limit is None else min(most, limit - longest)
-        return _Next(cached, counting, *place, most)
+        steps.ids.copy_(run.tokens)
+        return steps, cached, ahead if limit is None else min(ahead, limit - longest)
 
-    def _done(self, run: ForwardPass, step: _Next, count: int) -> None:
+    def _done(self, run: ForwardPass, cached: CachePass, count: int) -> None:
         self._replays.replayed += count
-        step.cached.advance(count)
-        run.cache.ended = step.cached
+        cached.advance(count)
+        run.cache.ended = cached
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:

@@ -6,13 +6,16 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from qoff.kernels.ops import RecordWhileDone, WorkReplay
+from qoff.kernels.ops import RecordWhileDone
 from qoff.kernels.upload import on_device, pinned
+
+if TYPE_CHECKING:
+    from qoff.kernels.cpu.steps import Steps
 
 _MOST = 128  # recordings of a whole pass, or as many of each layer; then the oldest are forgotten
 
@@ -20,11 +23,15 @@ Replay = Callable[[], object]
 Record = Callable[[Callable[[], None]], Replay]
 
 
-@dataclass
-class _Entry:
+@dataclass(eq=False)
+class Recording:
+    """Work that is recorded, or will be."""
+
     keep: object  # what the key names by its id
-    result: Tensor  # where the replay leaves it
-    replay: Replay | None = None
+    x: Tensor  # where the replay finds its input
+    result: Tensor  # where it leaves it
+    replay: Any = None  # a Replay, or a WorkReplay
+    steps: Steps | None = None  # what does those that follow it
 
 
 class Replays:
@@ -48,7 +55,7 @@ class Replays:
         self._device = device
         self._while_done = while_done
         self._record = CudaRecorder(device) if record is None else record
-        self._entries: dict[Hashable, _Entry] = {}  # the one that was used last is last
+        self._entries: dict[Hashable, Recording] = {}  # the one that was used last is last
         self._fixed: dict[Hashable, Tensor] = {}
         self.recorded = self.replayed = self.failed = 0  # how often
 
@@ -78,7 +85,7 @@ class Replays:
                 del self._entries[next(iter(self._entries))]
             result = work(fixed)
             there = fixed if result is fixed else self._memory("result", result)
-            self._entries[whole] = _Entry(keep, there)
+            self._entries[whole] = Recording(keep, fixed, there)
             return result
         if entry.replay is None:
             try:
@@ -92,20 +99,16 @@ class Replays:
         self.replayed += 1
         return entry.result
 
-    def find(self, key: Hashable, like: Tensor) -> tuple[Tensor, Tensor, WorkReplay] | None:
-        """A recording made while its work was done: where its input and result are, and itself.
-
-        like: an input. None where there is no such recording.
-        """
-        entry = self._entries.get((tuple(like.shape), key))
-        if entry is None or self._while_done is None or entry.replay is None:
-            return None
-        return self._memory("input", like), entry.result, entry.replay
+    def find(self, key: Hashable, x: Tensor) -> Recording | None:
+        """What was recorded while it was done, for an input like x."""
+        entry = self._entries.get((tuple(x.shape), key))
+        recorded = entry is not None and self._while_done is not None and entry.replay is not None
+        return entry if recorded else None
 
     def _replay_or_do(
         self,
         whole: tuple[Hashable, Hashable],
-        entry: _Entry | None,
+        entry: Recording | None,
         keep: object,
         x: Tensor,
         work: Callable[[Tensor], Tensor],
@@ -127,7 +130,7 @@ class Replays:
                 del self._entries[key]
         while len(self._entries) >= most:
             del self._entries[next(iter(self._entries))]
-        self._entries[whole] = _Entry(keep, found[0] if replay else x, replay)
+        self._entries[whole] = Recording(keep, x, found[0] if replay else x, replay)
         self.recorded += replay is not None
         return found[0]
 
