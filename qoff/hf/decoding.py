@@ -204,8 +204,9 @@ class Decoding:
             newest = self._added(steps, rows, open_)
             ended = self.ends.ended(newest[-1].tolist(), rows)  # none with tokens before the last
             open_ = [a and not b for a, b in zip(open_, ended, strict=True)]
-            for tokens in () if self.streamer is None else newest:
-                self.streamer.put(tokens)
+            if self.streamer is not None:
+                for tokens in newest:
+                    self.streamer.put(tokens)
             if not any(open_):
                 break
             steps = self._together(newest[-1], rows, choice) if choice and all(open_) else []

@@ -31,6 +31,7 @@ from qoff.system_memory import check_machine, refusals
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
 from .native.decoder import Decoder, check_kv, head_shapes
+from .native.following import Noise
 from .native.graphs import Replays
 from .spec import DecoderSpec
 from .stored import check_checkpoint
@@ -160,7 +161,7 @@ class Runtime:
             return self._computed(run) if logits is None else logits
 
     def tokens(
-        self, run: ForwardPass, choice: Choice, most: int, noise: Tensor | None = None
+        self, run: ForwardPass, choice: Choice, most: int, noise: Noise | None = None
     ) -> list[list[int]]:
         """Run several decode steps; see `Following.tokens`. None where `forward` has to."""
         check_interrupts()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.distribution import Choice
 from qoff.kvcache import CachePass
+from qoff.kvcache.slots import SlotSubset
 from qoff.models.forward_pass import ForwardPass, ResidentActivations
 from qoff.models.spec import DecoderSpec
 
@@ -28,6 +29,8 @@ from .graphs import Recording, Replays
 if TYPE_CHECKING:
     from qoff.kernels.cpu.steps import Steps
 
+# Of a number of steps, float64 [steps, R, noise_size]: what their tokens are drawn by.
+Noise: TypeAlias = Callable[[int], Tensor]
 TOGETHER_S = 0.025  # that steps take before tokens are seen and signals are heard
 
 
@@ -75,13 +78,13 @@ class Following:
         return following[0].logits
 
     def tokens(
-        self, run: ForwardPass, choice: Choice, most: int, noise: Tensor | None = None
+        self, run: ForwardPass, choice: Choice, most: int, noise: Noise | None = None
     ) -> list[list[int]]:
         """Do up to `most` steps, each with the tokens that were chosen before it.
 
         Those chosen after each, one of each row; none, and nothing is done, if it cannot. It is as
-        many steps as take `TOGETHER_S`; the rest is as for `Steps.tokens`. Raises OpError for
-        tokens that are not there.
+        many steps as take `TOGETHER_S`; noise: of so many. The rest is as for `Steps.tokens`.
+        Raises OpError for tokens that are not there.
         """
         following, rows = self._next(run), len(run.tokens)
         if following is None:
@@ -89,8 +92,9 @@ class Following:
         steps, cached, ahead = following
         of, seconds = self._step_s
         in_time = max(1, int(TOGETHER_S / seconds)) if of == rows else 1
+        count = min(most, ahead, in_time)
         start = time.perf_counter()
-        found = steps.tokens(choice, min(most, ahead, in_time), noise)
+        found = steps.tokens(choice, count, None if noise is None else noise(count))
         if found:
             self._step_s = rows, (time.perf_counter() - start) / len(found)
             self._done(run, cached, len(found))
@@ -98,11 +102,11 @@ class Following:
 
     def _next(self, run: ForwardPass) -> tuple[Steps, CachePass, int] | None:
         """What follows the last pass, and how often; the cache forgets that until it is done."""
-        cached = run.cache.ended
+        cache, cached = run.cache, run.cache.ended
         last = None if cached is None else self._passes.get(cached)
         recording = None if last is None else last.recording()
         steps = None if recording is None else recording.steps
-        if cached is None or last is None or steps is None:
+        if cached is None or last is None or steps is None or isinstance(cache, SlotSubset):
             return None
         longest, limit = run.ragged.longest, self._spec.position_limit
         ahead = min(cached.steps_ahead(run.ragged), last.positions - longest)
@@ -110,13 +114,14 @@ class Following:
             return None
         self._spec.check_positions(longest + 1)
         check_ids(run.tokens, self._spec.vocab_size)
-        run.cache.ended = None
+        cache.ended = None
         steps.ids.copy_(run.tokens)
         return steps, cached, ahead if limit is None else min(ahead, limit - longest)
 
     def _done(self, run: ForwardPass, cached: CachePass, count: int) -> None:
         self._replays.replayed += count
         cached.advance(count)
+        assert not isinstance(run.cache, SlotSubset)
         run.cache.ended = cached
 
 
