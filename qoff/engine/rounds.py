@@ -194,6 +194,8 @@ class Rounds:
     def _round(self) -> None:
         """One pass of every batch: a token more of each sequence, or more of its prompt.
 
+        Where a CPU can do several steps together, up to `DRAWS_AHEAD` tokens more.
+
         An error is for all callers that have a sequence in a batch. Where this thread is
         interrupted, the sequences of the others begin again.
         """
