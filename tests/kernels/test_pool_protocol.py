@@ -65,7 +65,7 @@ class Launch(NamedTuple):
         return _items([self.jobs[i % len(self.jobs)] for i in range(self.ends)], first)
 
 
-LAUNCHES = (Launch(((1, 1),), 1, 1), Launch(((1,),), 3, 2))
+LAUNCHES = (Launch(((1, 1),), 1, 1), Launch(((1,),), 2, 1))
 
 
 def step(pool: Pool, threads: tuple[Thread, ...], i: int) -> tuple[Pool, Thread] | None:
@@ -136,10 +136,11 @@ def join(pool, me, _):
     return pool._replace(inside=pool.inside + 1), _go(me, "read", number=me.at[0])
 
 
-def read(pool, me, _):
-    return pool, me._replace(
-        step="take", job=pool.steps[(me.number - pool.first) % len(pool.steps)]
-    )
+def read(pool, me, threads):
+    place, launch = me.number - pool.first, LAUNCHES[threads[0].launch]
+    if place >= launch.ends:
+        raise BrokenError(f"behind the end of the list: {pool}")
+    return pool, me._replace(step="take", job=pool.steps[place % len(pool.steps)])
 
 
 def take(pool, me, _):
