@@ -129,7 +129,7 @@ def test_places_are_refilled_and_short_answers_come_first(checkpoint: Path) -> N
         found = list(llm.stream(PROMPTS[:5], params))
         assert [len(r.token_ids) for r in sorted(found, key=lambda r: r.index)] == lengths
         assert [r.index for r in found] == [1, 2, 3, 4, 0]
-        assert len(llm.rounds) == 40
+        assert len(llm.rounds) <= 40  # where steps are done together, a round is several
         assert sum(r.generated for r in llm.rounds) == sum(lengths)
         assert sum(r.read for r in llm.rounds) == sum(map(len, PROMPTS[:5]))
 

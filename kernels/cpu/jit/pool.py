@@ -27,6 +27,7 @@ from typing import TypeAlias
 
 import torch
 from numba import types
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qoff.kernels.processor import usable_threads
 from qoff.process import only_here
@@ -265,7 +266,8 @@ class Pool:
     def workspace(self, nbytes: int) -> int:
         """Address of at least `nbytes` bytes of scratch, valid while `lock` is held."""
         if self._workspace.numel() < nbytes + _LINE:
-            self._workspace = torch.empty(nbytes + _LINE, dtype=torch.uint8)
+            with _disable_current_modes():  # it belongs to no recording that is under way
+                self._workspace = torch.empty(nbytes + _LINE, dtype=torch.uint8)
             self.moves += 1
         return -(-self._workspace.data_ptr() // _LINE) * _LINE
 
