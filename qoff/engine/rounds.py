@@ -32,6 +32,7 @@ from .request import Completion, Sequence
 from .sampling import LogitsRow, Sampler
 from .schedule import Schedule
 
+_TOGETHER = 64  # steps of a round, at most
 _KEPT = 4096  # rounds whose numbers are kept, at least
 
 
@@ -194,7 +195,7 @@ class Rounds:
     def _round(self) -> None:
         """One pass of every batch: a token more of each sequence, or more of its prompt.
 
-        Where a CPU can do several steps together, up to `DRAWS_AHEAD` tokens more.
+        Where a CPU can do several steps together, several tokens more.
 
         An error is for all callers that have a sequence in a batch. Where this thread is
         interrupted, the sequences of the others begin again.
@@ -302,9 +303,10 @@ class Rounds:
         choice = self._sampler.choice(rows)
         if choice is None:
             return None
-        noise = None if choice.shapes is None else partial(self._sampler.noise, rows)
-        left = min(one.max_tokens - len(one.answer) for _, one in rows)
-        steps = self._schedule.steps(run, choice, min(left, DRAWS_AHEAD), noise)
+        most, noise = min(one.max_tokens - len(one.answer) for _, one in rows), None
+        if choice.shapes is not None:
+            most, noise = min(most, DRAWS_AHEAD), partial(self._sampler.noise, rows)
+        steps = self._schedule.steps(run, choice, min(most, _TOGETHER), noise)
         if not steps:
             return None
         generated = 0

@@ -102,8 +102,10 @@ class Sampler:
 
     def noise(self, rows: Many[tuple[int, Sequence]], draws: int) -> Tensor:
         """What the next tokens of sequences at places are drawn by, float64 [draws, R, size]."""
-        streams = [self._noise[place].next(draws) for place, _ in rows]
-        return torch.from_numpy(np.stack(streams, 1))
+        found = np.empty((draws, len(rows), noise_size(self._vocab_size)))
+        for i, (place, _) in enumerate(rows):
+            found[:, i] = self._noise[place].next(draws)
+        return torch.from_numpy(found)
 
     def chose(self, place: int, sequence: Sequence, token: int) -> None:
         """This is the next token of a sequence; -1 where its logits are not finite."""

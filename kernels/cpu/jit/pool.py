@@ -19,7 +19,7 @@ import platform
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import cache
 from itertools import accumulate
@@ -266,7 +266,8 @@ class Pool:
     def workspace(self, nbytes: int) -> int:
         """Address of at least `nbytes` bytes of scratch, valid while `lock` is held."""
         if self._workspace.numel() < nbytes + _LINE:
-            with _disable_current_modes():  # it belongs to no recording that is under way
+            recording = self._recorded is not None  # to which it does not belong
+            with _disable_current_modes() if recording else nullcontext():
                 self._workspace = torch.empty(nbytes + _LINE, dtype=torch.uint8)
             self.moves += 1
         return -(-self._workspace.data_ptr() // _LINE) * _LINE
