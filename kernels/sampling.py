@@ -17,6 +17,7 @@ _GROUP = 256  # tokens, of which one is drawn if their group is
 _BINS = 1 << 10  # by a third of a weight's bits
 _TOGETHER = 1 << 20  # logits that are worked on at once
 _BYTES = 32  # of working space for each of them: weights in float64, places, sums, masks
+DRAWS_AHEAD = 6  # of a sequence, whose random numbers are there at once
 _RANKED_BYTES = 36  # for each of those that are sorted
 
 
@@ -105,7 +106,7 @@ def sampling_bytes(vocab_size: int, rows: int, context: int) -> int:
     sorted_alone = (_BYTES + _RANKED_BYTES) * row
     most = max(min(_BYTES * rows * row, _BYTES * _TOGETHER), sorted_alone)
     penalties = together * context * 40  # ids in int64, logits, their new values
-    return most + penalties + 4 * together * noise
+    return most + penalties + (4 * together + 2 * DRAWS_AHEAD * (rows + 2)) * noise
 
 
 def penalize_(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -15,3 +17,14 @@ class Shape(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a token of each row of logits is chosen, step after step.
+
+    shapes: what each is drawn from; None: the likeliest. ends: tokens after which there is no step.
+    """
+
+    shapes: Sequence[Shape] | None = None
+    ends: Sequence[int] = ()

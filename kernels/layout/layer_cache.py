@@ -91,9 +91,10 @@ class BlockTable:
             object.__setattr__(same, part, memory.put(f"{name}, {part}", getattr(self, part)))
         return same
 
-    def advance(self) -> None:
-        """Of one new token a sequence: become the table of the next of each, in the same memory."""
-        self.items.select(1, _POSITION).add_(1)
+    @property
+    def positions(self) -> Tensor:
+        """Position of the first row of each item, int64 [items], a view."""
+        return self.items.select(1, _POSITION)
 
     def told(self) -> tuple[int, ...]:
         """What kernels are told of it at decode, beside the values in its memory."""

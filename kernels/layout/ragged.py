@@ -80,18 +80,12 @@ class Ragged:
             vars(same)[name] = memory.put(name, getattr(self, name))
         return same
 
-    def follows(self, before: Ragged) -> bool:
-        """Whether these are the next tokens of each sequence of a decode step."""
+    def goes_on(self, before: Ragged, lengths: Sequence[int]) -> bool:
+        """Whether it is one more token of each sequence of a decode step; lengths: of the slots."""
         return len(self.spans) == len(before.spans) and all(
-            new.count == 1 and new.slot == old.slot and new.past == old.past + 1
+            new.count == 1 and new.slot == old.slot and new.past == lengths[new.slot]
             for new, old in zip(self.spans, before.spans, strict=True)
         )
-
-    def taking_over(self, before: Ragged) -> Ragged:
-        """The same, with the tensors of the step that it follows, which has none then."""
-        same = copy(self)
-        vars(same).update(positions=before.positions.add_(1), slots=before.slots)
-        return same
 
     @property
     def tokens(self) -> int:

@@ -112,6 +112,11 @@ class BatchSlots:
         ragged = Ragged(spans)
         return ForwardPass(tokens, ragged, self.cache, ragged.last_rows)
 
+    def places(self, run: ForwardPass) -> list[tuple[int, Sequence]]:
+        """The places and sequences of the rows of `decode`."""
+        slots = [span.slot for span in run.ragged.spans]
+        return [(self._first_place + slot, self._slots[slot]) for slot in slots]
+
     def read(self, most: int) -> ForwardPass | None:
         """A pass with pieces of prompts: together at most `most` tokens, as if all were as long."""
         waiting = [(i, one) for i, one in sorted(self._slots.items()) if self._reads(i, one)]

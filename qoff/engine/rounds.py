@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from qoff.budgets import device_guard
 from qoff.errors import ArgumentError
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.interrupts import check as check_interrupts
+from qoff.kernels.sampling import DRAWS_AHEAD
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
 from qoff.process import Opener
@@ -31,6 +33,7 @@ from .request import Completion, Sequence
 from .sampling import LogitsRow, Sampler
 from .schedule import Schedule
 
+_TOGETHER = 64  # steps of a round, at most
 _KEPT = 4096  # rounds whose numbers are kept, at least
 
 
@@ -211,6 +214,8 @@ class Rounds:
     def _round(self) -> None:
         """One pass of every batch: a token more of each sequence, or more of its prompt.
 
+        Where a CPU can do several steps together, several tokens more.
+
         An error is for all callers that have a sequence in a batch. Where this thread is
         interrupted, the sequences of the others begin again.
         """
@@ -284,14 +289,58 @@ class Rounds:
                 if self._executor.activations is not None:
                     run.activations = self._executor.activations.batch(len(passes))
                 passes.append((batch, run))
-        if len(passes) == 1 and passes[0][1].ragged.is_decode:
-            passes[0][1].logit_rows = None  # no other pass will use their memory
+        read, alone = 0, len(passes) == 1 and passes[0][1].ragged.is_decode
+        generated = self._steps(*passes[0]) if alone else None
+        if generated is None:
+            if alone:
+                passes[0][1].logit_rows = None  # no other pass will use their memory
+            read, generated = self._step(passes)
+        spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
+        seconds = time.perf_counter() - start
+        self.history.append(RoundStats(self._count, read, generated, seconds, *spent))
+        self._count += 1
+        if len(self.history) >= 2 * _KEPT:
+            del self.history[:_KEPT]
+
+    def _step(self, passes: list[tuple[BatchSlots, ForwardPass]]) -> tuple[int, int]:
+        """Do each pass once; how many tokens were read of prompts, and how many generated."""
         read, rows = 0, list[LogitsRow]()
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):
             tokens, more = batch.take(run, logits)
             read, rows = read + tokens, rows + more
         generated = self._sampler.draw(rows)
+        self._finish_done()
+        return read, generated
+
+    def _steps(self, batch: BatchSlots, run: ForwardPass) -> int | None:
+        """Do several steps of the only pass: how many tokens were generated; None where it cannot.
+
+        Sequences are independent: those that go on take no notice of one whose text ends it.
+        """
+        if run.cache.ended is None:
+            return None
+        rows = batch.places(run)
+        choice = self._sampler.choice(rows)
+        if choice is None:
+            return None
+        most, noise = min(one.max_tokens - len(one.answer) for _, one in rows), None
+        if choice.shapes is not None:
+            most, noise = min(most, DRAWS_AHEAD), partial(self._sampler.noise, rows)
+        steps = self._schedule.steps(run, choice, min(most, _TOGETHER), noise)
+        if not steps:
+            return None
+        generated = 0
+        for tokens in steps:
+            for (place, sequence), token in zip(rows, tokens, strict=True):
+                if not sequence.ended:
+                    self._sampler.chose(place, sequence, token)
+                    generated += token >= 0
+            self._finish_done()
+        return generated
+
+    def _finish_done(self) -> None:
+        """Take the answers that are done out of their batches."""
         for batch in self._batches:
             batch.index()
             for sequence in batch.sequences():
@@ -302,9 +351,3 @@ class Rounds:
                 call.grew(sequence, answer)
                 if answer is not None:
                     del self._calls[sequence]
-        spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
-        seconds = time.perf_counter() - start
-        self.history.append(RoundStats(self._count, read, generated, seconds, *spent))
-        self._count += 1
-        if len(self.history) >= 2 * _KEPT:
-            del self.history[:_KEPT]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qoff.kernels.layout.distribution import Shape
+from qoff.kernels.layout.distribution import Choice, Shape
 from qoff.kernels.sampling import (
     Warp,
     columns,
@@ -50,13 +50,14 @@ class Sampler:
         self._vocab_size, self._device = vocab_size, device
         self._history_shape = places, context
         self._history: Tensor | None = None  # int32, tokens of those with penalties
-        self._random: dict[int, np.random.Philox] = {}  # by place
+        self._noise: dict[int, _Noise] = {}  # by place
+        self._ahead: tuple[list[Sequence], Choice | None] = [], None  # of which rows, and how
 
     @torch.inference_mode()
     def begin(self, place: int, sequence: Sequence) -> None:
         """Take note of a sequence at a place, in place of the one before."""
         if sequence.params.temperature > 0:
-            self._random[place] = _generator(sequence)
+            self._noise[place] = _Noise(sequence, noise_size(self._vocab_size))
         if _penalizes(sequence.params):
             if self._history is None:
                 shape = self._history_shape
@@ -86,6 +87,31 @@ class Sampler:
         numbers = tokens.tolist()
         self._note(rows, numbers, asked, found)
         return len(numbers) - numbers.count(-1)
+
+    def choice(self, rows: Many[tuple[int, Sequence]]) -> Choice | None:
+        """How several tokens of sequences at places are chosen one after another by a CPU's jobs.
+
+        None where each token needs more than its logits. What came of it is told to `chose`.
+        """
+        sequences = [sequence for _, sequence in rows]
+        if self._device.type != "cpu" or any(_early(one) or one.grammar for one in sequences):
+            return None
+        if sequences != self._ahead[0]:
+            self._ahead = sequences, _choice(sequences)
+        return self._ahead[1]
+
+    def noise(self, rows: Many[tuple[int, Sequence]], draws: int) -> Tensor:
+        """What the next tokens of sequences at places are drawn by, float64 [draws, R, size]."""
+        found = np.empty((draws, len(rows), noise_size(self._vocab_size)))
+        for i, (place, _) in enumerate(rows):
+            found[:, i] = self._noise[place].next(draws)
+        return torch.from_numpy(found)
+
+    def chose(self, place: int, sequence: Sequence, token: int) -> None:
+        """This is the next token of a sequence; -1 where its logits are not finite."""
+        if sequence.params.temperature > 0:
+            self._noise[place].used(1)
+        _append(sequence, token)
 
     def _chunks(self, rows: Many[LogitsRow]) -> Iterator[list[LogitsRow]]:
         """Rows that are treated alike, as many as there is working space for."""
@@ -119,22 +145,19 @@ class Sampler:
         elif params[0].temperature == 0:
             tokens = logits.argmax(1)
         else:
-            tokens = draw_(logits, self._there(self._noise(rows)), self._warp(rows))
+            tokens = draw_(logits, self._there(self._drawn_by(rows)), self._warp(rows))
         return torch.where(finite, tokens, -1)
 
     def _compiled(self, logits: Many[Tensor], rows: Many[LogitsRow]) -> Tensor:
         """The token of each row of logits [vocab_size], in one job of the CPU."""
         if rows[0].sequence.params.temperature == 0:
             return torch.tensor(likeliest_of(logits))
-        shapes = [
-            Shape(one.temperature, max(one.top_k, 0), one.top_p, one.min_p)
-            for one in (row.sequence.params for row in rows)
-        ]
-        return torch.tensor(draw(logits, shapes, self._noise(rows)))
+        shapes = [_shape(row.sequence.params) for row in rows]
+        return torch.tensor(draw(logits, shapes, self._drawn_by(rows)))
 
     def _forbidden(self, sequence: Sequence) -> list[int]:
         """The ends of an answer that is too short."""
-        if len(sequence.answer) >= sequence.params.min_tokens:
+        if not _early(sequence):
             return []
         return [token for token in sequence.ends if token < self._vocab_size]
 
@@ -157,11 +180,13 @@ class Sampler:
         numbers = self._there(torch.tensor(by)).T[..., None]
         penalize_(logits, history, prompts[:, None], numbers, self._vocab_size)
 
-    def _noise(self, rows: Many[LogitsRow]) -> Tensor:
-        """Uniform between 0 and 1, float64 [R, noise_size]: NumPy's Philox streams never change."""
-        size = noise_size(self._vocab_size)
-        raw = np.array([self._random[row.place].random_raw(size) for row in rows])
-        return torch.from_numpy(((raw >> np.uint64(12)) + 0.5) * 2.0**-52)
+    def _drawn_by(self, rows: Many[LogitsRow]) -> Tensor:
+        """What one token of each is drawn by, float64 [R, noise_size]."""
+        streams = [self._noise[row.place] for row in rows]
+        found = np.concatenate([one.next(1) for one in streams])
+        for one in streams:
+            one.used(1)
+        return torch.from_numpy(found)
 
     def _warp(self, rows: Many[LogitsRow]) -> Warp:
         each = [row.sequence.params for row in rows]
@@ -190,12 +215,7 @@ class Sampler:
     ) -> None:
         """Write down what was chosen. found: of the rows `asked`, of `_log_probabilities`."""
         for row, token in zip(rows, tokens, strict=True):
-            if token < 0:
-                row.sequence.error = NOT_FINITE
-            else:
-                row.sequence.answer.append(token)
-                if row.sequence.grammar is not None:
-                    row.sequence.error = row.sequence.grammar.take(token)
+            _append(row.sequence, token)
         parts = [torch.cat(found[i::4]).tolist() for i in range(4)] if asked else [[]] * 4
         for i, value, rank, best, ids in zip(asked, *parts, strict=True):
             sequence, token = rows[i].sequence, tokens[i]
@@ -220,10 +240,60 @@ class Sampler:
         return pinned
 
 
+class _Noise:
+    """What the tokens of a sequence are drawn by; NumPy's Philox streams never change."""
+
+    def __init__(self, sequence: Sequence, size: int) -> None:
+        self._generator = _generator(sequence)
+        self._ahead = np.empty((0, size), np.uint64)  # not used so far
+
+    def next(self, draws: int) -> np.ndarray:
+        """Of the next draws: uniform between 0 and 1, float64 [draws, size]."""
+        missing, size = draws - len(self._ahead), self._ahead.shape[1]
+        if missing > 0:
+            more = self._generator.random_raw(missing * size).reshape(missing, size)
+            self._ahead = np.concatenate([self._ahead, more])
+        return ((self._ahead[:draws] >> np.uint64(12)) + 0.5) * 2.0**-52
+
+    def used(self, draws: int) -> None:
+        """So many have been."""
+        self._ahead = self._ahead[draws:]
+
+
 def _kind(row: LogitsRow) -> tuple[bool, bool, bool]:
     """Rows of one kind are treated together."""
     params = row.sequence.params
     return (_penalizes(params), params.temperature > 0, params.top_k > 0)
+
+
+def _choice(sequences: Many[Sequence]) -> Choice | None:
+    """How several tokens of each are chosen one after another, if their logits are enough."""
+    params = [one.params for one in sequences]
+    drawn = {one.temperature > 0 for one in params}
+    more = any(_penalizes(one.params) or _logprobs(one) is not None for one in sequences)
+    if more or len(drawn) > 1:
+        return None
+    ends = frozenset().union(*(one.ends for one in sequences))
+    return Choice([_shape(one) for one in params] if True in drawn else None, tuple(ends))
+
+
+def _shape(params: SamplingParams) -> Shape:
+    return Shape(params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
+
+
+def _early(sequence: Sequence) -> bool:
+    """Whether the answer is too short to end."""
+    return len(sequence.answer) < sequence.params.min_tokens
+
+
+def _append(sequence: Sequence, token: int) -> None:
+    """Note a token that was chosen, -1 for none."""
+    if token < 0:
+        sequence.error = NOT_FINITE
+    else:
+        sequence.answer.append(token)
+        if sequence.grammar is not None:
+            sequence.error = sequence.grammar.take(token)
 
 
 def _penalizes(params: SamplingParams) -> bool:

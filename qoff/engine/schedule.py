@@ -7,13 +7,15 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
+from qoff.kernels.layout.distribution import Choice
 from qoff.memory import ChosenExperts, Unit, WeightStore
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import unit_label
 from qoff.memory.turn import Turn
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.following import Noise
 from qoff.models.native.linear import Steps
-from qoff.models.runtime import AnyDecoder, followed
+from qoff.models.runtime import AnyDecoder, followed, followed_tokens
 
 _AHEAD = 2  # turns whose KV cache is brought meanwhile
 
@@ -50,6 +52,14 @@ class Schedule:
         if self._schedule == "sequential":
             return [self._together([one])[0] for one in passes]
         return self._together(passes)
+
+    def steps(
+        self, run: ForwardPass, choice: Choice, most: int, noise: Noise | None
+    ) -> list[list[int]]:
+        """Several decode steps of the only pass; see `Following.tokens`. None where it cannot."""
+        if not self._follows:
+            return []
+        return followed_tokens(self._decoder, self._store, run, choice, most, noise)
 
     def _together(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
         steps = [self._decoder.steps(one) for one in passes]

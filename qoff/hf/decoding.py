@@ -7,7 +7,7 @@ runtime as it is, and processors and criteria are called only where their work i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from qoff.errors import QoffError
-from qoff.kernels.layout.distribution import Shape
+from qoff.kernels.layout.distribution import Choice, Shape
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.sampling import follows_torch, likeliest, multinomial
 from qoff.models.forward_pass import NOT_FINITE, ForwardPass
@@ -36,6 +36,7 @@ from qoff.models.runtime import Runtime
 from .cache import QoffCache
 
 _ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep", "past_key_values", "use_cache"}
+_TOGETHER = 64  # steps without Python in between, at most
 _GROWTH = 256  # columns, where nothing says how many there will be
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
@@ -56,6 +57,12 @@ class TokenChoice:
                 first, order = first - 1, rank
             self.shape = _shape(processors[first:])
         self.before = LogitsProcessorList(processors[:first])
+
+    def compiled(self, rows: int, ends: Set[int]) -> Choice | None:
+        """The same for several steps, in jobs of the CPU; None where only Python can do it."""
+        if self.before or (self.do_sample and self.shape is None):
+            return None
+        return Choice(None if self.shape is None else [self.shape] * rows, tuple(ends))
 
     def tokens(self, rows: Rows, logits: Tensor) -> list[int]:
         """The next token of each row. logits: float32 [B, V], may change.
@@ -150,11 +157,12 @@ class Rows:
         return found if len(found) == 1 else found.contiguous()
 
     def append(self, tokens: Tensor) -> None:
-        """One more for each row: int64 [B]."""
-        if self.length == self._memory.shape[1]:
-            self._grow(2 * self.length)
-        self._memory.select(1, self.length).copy_(tokens)
-        self.length += 1
+        """Some more for each row: int64 [steps, B]."""
+        length = self.length + len(tokens)
+        if length > self._memory.shape[1]:
+            self._grow(2 * length)
+        self._memory[:, self.length : length].copy_(tokens.T)
+        self.length = length
 
     def _grow(self, columns: int) -> None:
         memory = torch.empty(len(self._memory), max(columns, self.length), dtype=torch.int64)
@@ -190,32 +198,53 @@ class Decoding:
     def run(self, ids: Tensor, logits: Tensor) -> Tensor:
         """From a prompt int64 [B, T] and its logits float32 [B, V] to all ids, int64 [B, L]."""
         rows, open_ = Rows.of(ids, self.ends.length), [True] * len(ids)
+        choice = None if self.ends.others else self.choice.compiled(len(ids), self.ends.tokens)
+        steps = [self.choice.tokens(rows, logits)]
         while True:
-            tokens = self.choice.tokens(rows, logits)
-            if min(tokens) < 0:
-                raise QoffError(f"{self.runtime.checkpoint.path}: {NOT_FINITE}")
-            if self.ends.pads and not all(open_):
-                assert self.pad is not None
-                tokens = [a if b else self.pad for a, b in zip(tokens, open_, strict=True)]
-            newest = torch.tensor(tokens)
-            rows.append(newest)
-            ended = self.ends.ended(tokens, rows)
+            newest = self._added(steps, rows, open_)
+            ended = self.ends.ended(newest[-1].tolist(), rows)  # none with tokens before the last
             open_ = [a and not b for a, b in zip(open_, ended, strict=True)]
             if self.streamer is not None:
-                self.streamer.put(newest)
+                for tokens in newest:
+                    self.streamer.put(tokens)
             if not any(open_):
                 break
-            logits = self._read(newest)
+            steps = self._together(newest[-1], rows, choice) if choice and all(open_) else []
+            steps = steps or [self.choice.tokens(rows, self._read(newest[-1]))]
         if self.streamer is not None:
             self.streamer.end()
         return rows.ids
 
+    def _added(self, steps: list[list[int]], rows: Rows, open_: Sequence[bool]) -> Tensor:
+        """Add the tokens of steps, padding where a row has ended: int64 [steps, B]."""
+        if min(steps[-1]) < 0:
+            raise QoffError(f"{self.runtime.checkpoint.path}: {NOT_FINITE}")
+        found = torch.tensor(steps)
+        if self.ends.pads and not all(open_):
+            assert self.pad is not None
+            found.masked_fill_(~torch.tensor(open_), self.pad)
+        rows.append(found)
+        return found
+
+    def _together(self, tokens: Tensor, rows: Rows, choice: Choice) -> list[list[int]]:
+        """The tokens of several steps, up to one that ends a row; none where Python is needed."""
+        if self.cache.tokens.ended is None:
+            return []
+        most = min(self.ends.length - rows.length, _TOGETHER)
+        steps = self.runtime.tokens(self._pass(tokens), choice, int(most))
+        self.cache.columns += len(steps)
+        return steps
+
     def _read(self, tokens: Tensor) -> Tensor:
         """Read a token of each row, int64 [B]: logits float32 [B, V]."""
+        logits = self.runtime.forward(self._pass(tokens))
+        self.cache.columns += 1
+        return logits
+
+    def _pass(self, tokens: Tensor) -> ForwardPass:
+        """Of a token of each row, int64 [B]."""
         cache, count = self.cache, len(tokens)
         ragged = Ragged.of([1] * count, cache.tokens.lengths)
         if ragged.longest + 1 > cache.room:  # less than this was made room for before
             cache.make_room(ragged.longest + 1, [1] * count, count)
-        logits = self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, ragged.last_rows))
-        cache.columns += 1
-        return logits
+        return ForwardPass(tokens, ragged, cache.tokens, ragged.last_rows)

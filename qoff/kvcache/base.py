@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
@@ -62,12 +64,19 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache]):
     def end(self) -> None:
         """All layers are done: the new tokens are remembered."""
 
-    def can_advance(self, ragged: Ragged) -> bool:
-        """Whether `advance` makes it the pass of `ragged`, with kernels being told the same."""
-        return False
+    def steps_ahead(self, ragged: Ragged) -> int:
+        """How many steps follow from `ragged` on, itself one, of which kernels are told the same.
 
-    def advance(self, ragged: Ragged) -> None:
-        """Become the pass of `ragged`, in the same memory, where `can_advance`."""
+        But for `counters`, which are one larger in each.
+        """
+        return 0
+
+    def counters(self) -> list[Tensor]:
+        """Numbers in memory, int64 [n], that are one larger in a step that follows."""
+        return []
+
+    def advance(self, steps: int) -> None:
+        """So many steps ahead have been computed: their tokens are remembered."""
         raise NotImplementedError
 
 
@@ -106,10 +115,10 @@ class KVCache(ABC):
     def begin(self, ragged: Ragged) -> CachePass:
         """Make room for the new tokens of a forward pass."""
 
-    def lengthen(self, ragged: Ragged) -> None:
-        """Count the new tokens of a pass that ends."""
+    def lengthen(self, ragged: Ragged, passes: int = 1) -> None:
+        """Count the new tokens of a pass that ends, or of several."""
         for span in ragged.spans:
-            self.lengths[span.slot] += span.count
+            self.lengths[span.slot] += span.count * passes
 
     @abstractmethod
     def select(self, sequences: Sequence[int]) -> None:

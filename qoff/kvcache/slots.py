@@ -181,4 +181,5 @@ class SlotSubset:
 
     def begin(self, ragged: Ragged) -> CachePass:
         """Make room for the new tokens of a forward pass."""
+        self.cache.ended = None
         return self.cache.start(ragged, self.slots)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from qoff.budgets import device_guard, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, UnsupportedModelError
 from qoff.interrupts import check as check_interrupts
+from qoff.kernels.layout.distribution import Choice
 from qoff.kernels.ops import with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
@@ -30,6 +31,7 @@ from qoff.system_memory import check_machine, refusals
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
 from .native.decoder import Decoder, check_kv, head_shapes
+from .native.following import Noise
 from .native.graphs import Replays
 from .spec import DecoderSpec
 from .stored import check_checkpoint
@@ -161,6 +163,16 @@ class Runtime:
             logits = followed(self.decoder, self.store, run) if self._timeline is None else None
             return self._computed(run) if logits is None else logits
 
+    def tokens(
+        self, run: ForwardPass, choice: Choice, most: int, noise: Noise | None = None
+    ) -> list[list[int]]:
+        """Run several decode steps; see `Following.tokens`. None where `forward` has to."""
+        check_interrupts()
+        if self._timeline is not None:
+            return []
+        with self._turn, refusals():
+            return followed_tokens(self.decoder, self.store, run, choice, most, noise)
+
     def _computed(self, run: ForwardPass) -> Tensor:
         """Compute a pass unit by unit."""
         with Turn(self.store) as turn:
@@ -227,6 +239,16 @@ def followed(decoder: AnyDecoder, store: WeightStore, run: ForwardPass) -> Tenso
         return None
     with store.use(HEAD):
         return decoder.follow(run)
+
+
+def followed_tokens(
+    decoder: AnyDecoder, store: WeightStore, run: ForwardPass, *choosing: Any
+) -> list[list[int]]:
+    """As `Following.tokens`. Raises ArgumentError where the store is closed."""
+    if not isinstance(decoder, Decoder) or run.cache.ended is None:
+        return []
+    with store.use(HEAD):
+        return decoder.follow_with_tokens(run, *choosing)
 
 
 def _planned(

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import qoff
 from qoff.hf.decoding import Rows, TokenChoice
+from qoff.models.native import following
 from tests.tiny_models import load_budgets
 
 NEW = 10
@@ -98,6 +99,27 @@ def test_tokens_are_those_of_transformers_loop(
     assert streams[0].found == streams[1].found
 
 
+@pytest.mark.parametrize("name", ["greedy", "warped"])
+def test_steps_are_done_together_where_nobody_looks_at_each(
+    name: str, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "TOGETHER_S", 1e9)
+    at_once: list[int] = []
+    together = model.runtime.tokens
+
+    def counted(*given: Any) -> Any:
+        found = together(*given)
+        at_once.append(len(found))
+        return found
+
+    monkeypatch.setattr(model.runtime, "tokens", counted)
+    run(model, tokenizer, PROMPTS, **OPTIONS[name], eos_token_id=None)
+    assert max(at_once) > 5
+    at_once.clear()
+    run(model, tokenizer, PROMPTS, **OPTIONS[name], max_time=1e9)
+    assert not at_once
+
+
 def test_random_numbers_go_on_as_after_transformers_loop(
     model: Any, tokenizer: Any, own_loop: Any
 ) -> None:
@@ -181,5 +203,5 @@ def test_warpers_in_another_order_are_called() -> None:
 def test_ids_have_room_for_more_than_was_known() -> None:
     rows = Rows.of(torch.tensor([[1], [2]]), float("inf"))
     for token in range(600):
-        rows.append(torch.tensor([token, -token]))
+        rows.append(torch.tensor([[token, -token]]))
     assert rows.ids[:, 1:].tolist() == [[*range(600)], [-i for i in range(600)]]

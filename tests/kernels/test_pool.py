@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from typing import Any
 
 import pytest
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import job
-from qoff.kernels.cpu.jit.pool import JobList, Pool, default_pool, finish, take, wait
+from qoff.kernels.cpu.jit.pool import JobList, Pool, default_pool, end_list, finish, take, wait
 
 _ITEMS = 64
 _Counts = ctypes.c_int64 * (4 * _ITEMS)
@@ -74,6 +75,29 @@ def test_a_list_of_jobs_runs_in_order(threads: int) -> None:
         rows[0][:] = [start] * _ITEMS
         pool.run_all(again)
         assert set(rows[steps]) == {start + steps}
+    pool.close()
+
+
+@job
+def _third(pool, thread, threads, args):
+    """args: int64, how often it ran; the third time ends the list."""
+    if take(pool, 0) == 0 and simd.atomic_add(args, 1) == 2:
+        end_list(pool)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_list_runs_several_times_until_a_job_ends_it(threads: int) -> None:
+    pool = Pool(threads)
+    counts, rounds = _Counts(), ctypes.c_int64()
+    calls: list[Any] = [(_third.address, rounds), (_count_items.address, counts)]
+    again = JobList([]).between(calls[:1], calls[1:])
+    for _ in range(50):
+        rounds.value = 0
+        counts[:] = [0] * len(counts)
+        pool.run_all(again, 2)
+        assert (rounds.value, set(counts)) == (2, {2})
+        pool.run_all(again, 9)
+        assert (rounds.value, set(counts)) == (3, {2})  # what was before it in the list
     pool.close()
 
 

@@ -30,6 +30,7 @@ class Pool(NamedTuple):
     stop: bool = False
     steps: tuple[Items, ...] = ()
     first: int = 0
+    ends: int = -1  # the job that ends the list, of those before its end
     taken: Items = (0, 0)
     done: Items = (0, 0)
     finished: frozenset = frozenset()  # job, phase and number of items done
@@ -53,7 +54,18 @@ class Thread(NamedTuple):
     item: int = 0
 
 
-LAUNCHES: tuple[tuple[Items, ...], ...] = (((1, 1),), ((1,),))
+class Launch(NamedTuple):
+    """A list, how many times it is to run, and how many jobs have begun when one ends it."""
+
+    jobs: tuple[Items, ...]
+    times: int
+    ends: int
+
+    def done(self, first: int) -> frozenset:
+        return _items([self.jobs[i % len(self.jobs)] for i in range(self.ends)], first)
+
+
+LAUNCHES = (Launch(((1, 1),), 1, 1), Launch(((1,),), 2, 1))
 
 
 def step(pool: Pool, threads: tuple[Thread, ...], i: int) -> tuple[Pool, Thread] | None:
@@ -62,25 +74,31 @@ def step(pool: Pool, threads: tuple[Thread, ...], i: int) -> tuple[Pool, Thread]
     return None if me.step == "ended" else STEPS[me.step](pool, me, threads)
 
 
+_INSIDE = ("read", "take", "do", "end_list", "finish", "wait")
+
+
 def _alone(threads: tuple[Thread, ...]) -> None:
     """That no thread is where it reads what is written now."""
-    if any(thread.step in ("read", "take", "do", "finish", "wait") for thread in threads):
+    if any(thread.step in _INSIDE for thread in threads):
         raise BrokenError(f"written while it is read: {threads}")
 
 
 def launch(pool, me, threads):
-    if me.launch >= 0 and pool.finished != _items(LAUNCHES[me.launch], pool.first):
+    if me.launch >= 0 and pool.finished != LAUNCHES[me.launch].done(pool.first):
         raise BrokenError(f"returned before its end: {pool}")
     at = me.launch + 1
     if at == len(LAUNCHES):
         return pool._replace(stop=True), me._replace(step="publish", launch=at)
     _alone(threads)
-    pool = pool._replace(steps=LAUNCHES[at], first=pool.number, finished=frozenset())
+    last = pool.number + LAUNCHES[at].ends - 1 if LAUNCHES[at].times > 1 else -1
+    steps, none = LAUNCHES[at].jobs, frozenset()
+    pool = pool._replace(steps=steps, first=pool.number, ends=last, finished=none)
     return pool, me._replace(step="lengthen", launch=at)
 
 
 def lengthen(pool, me, _):
-    return pool._replace(end=pool.end + len(LAUNCHES[me.launch])), me._replace(step="publish")
+    jobs = len(LAUNCHES[me.launch].jobs) * LAUNCHES[me.launch].times
+    return pool._replace(end=pool.end + jobs), me._replace(step="publish")
 
 
 def publish(pool, me, _):
@@ -118,8 +136,11 @@ def join(pool, me, _):
     return pool._replace(inside=pool.inside + 1), _go(me, "read", number=me.at[0])
 
 
-def read(pool, me, _):
-    return pool, me._replace(step="take", job=pool.steps[me.number - pool.first])
+def read(pool, me, threads):
+    place, launch = me.number - pool.first, LAUNCHES[threads[0].launch]
+    if place >= launch.ends:
+        raise BrokenError(f"behind the end of the list: {pool}")
+    return pool, me._replace(step="take", job=pool.steps[place % len(pool.steps)])
 
 
 def take(pool, me, _):
@@ -138,7 +159,12 @@ def do(pool, me, _):
         raise BrokenError(f"done twice, or not of the job at work: {one}")
     if _items((me.job[: me.phase],), me.number) - pool.finished:
         raise BrokenError(f"before the phase before it is done: {one}")
-    return pool._replace(finished=pool.finished | {one}), me._replace(step="finish", item=0)
+    following = "end_list" if me.number == pool.ends else "finish"
+    return pool._replace(finished=pool.finished | {one}), me._replace(step=following, item=0)
+
+
+def end_list(pool, me, _):
+    return pool._replace(end=pool.number + 1), me._replace(step="finish")
 
 
 def finish(pool, me, _):
@@ -197,10 +223,10 @@ def _add(counts: Items, i: int, most: int) -> Items:
 
 
 STEPS = {
-    function.__name__.rstrip("_"): function
+    function.__name__.removesuffix("_"): function
     for function in (
         launch, lengthen, publish, sleep, wake, stopped, enter, at_end, join, read, take, do,
-        finish, wait, leave, left, last, reset, open_,
+        end_list, finish, wait, leave, left, last, reset, open_,
     )
 }  # fmt: skip
 
@@ -270,9 +296,15 @@ def _opens_none(pool, me, threads):
     return pool._replace(leaving=True), me
 
 
+def _ends_too_early(pool, me, _):
+    """Before the job at work."""
+    return pool._replace(end=pool.number), me._replace(step="finish")
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
+        ("end_list", _ends_too_early),
         ("at_end", _joins_what_is_left),
         ("last", _leaves_at_once),
         ("wait", _waits_for_nothing),

@@ -87,3 +87,16 @@ def test_a_replay_whose_scratch_has_moved_says_so(weight: QTensor) -> None:
     pool = default_pool()
     pool.workspace(2 * pool._workspace.numel())
     assert replay() is False
+
+
+def test_scratch_that_grows_while_it_is_recorded_is_not_the_recordings() -> None:
+    """Else a later one would have its results where other jobs have their scratch."""
+    pool, recorder = default_pool(), JobRecorder()
+
+    def work() -> None:
+        pool.workspace(2 * pool._workspace.numel())
+
+    replay = recorder(work)
+    assert replay is not None
+    assert replay.stale
+    assert recorder.nbytes == 0

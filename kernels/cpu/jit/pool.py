@@ -19,13 +19,15 @@ import platform
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import cache
 from itertools import accumulate
 from typing import TypeAlias
 
 import torch
 from numba import types
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qoff.kernels.processor import usable_threads
 from qoff.process import only_here
@@ -35,7 +37,7 @@ from .compiled import inner, job
 
 _LINE = 128  # bytes between fields, so that no two share a cache line
 _PHASES = 4
-_EPOCH, _AT, _STEPS, _FIRST, _END, _SLEEPERS, _STOP, _NEXT = (_LINE * i for i in range(8))
+_EPOCH, _AT, _STEPS, _COUNT, _FIRST, _END, _SLEEPERS, _STOP, _NEXT = (_LINE * i for i in range(9))
 _DONE = _NEXT + _PHASES * _LINE
 _STATE_BYTES = _DONE + _PHASES * _LINE
 _SPINS = 2000
@@ -135,12 +137,19 @@ def _leave(pool):
 
 
 @inner
+def end_list(pool):
+    """End the list with the job at work, which calls this."""
+    simd.atomic_store(pool + _END, (simd.atomic_load(pool + _AT) >> _NUMBER) + 1)
+
+
+@inner
 def _work(pool, thread, threads):
     """Take part in the jobs of the list until all are done."""
     number = _enter(pool, -1)
     while number >= 0:
         # While this thread is in the job, the list stays what it is.
-        step = simd.peek_i64(pool + _STEPS) + _STEP_BYTES * (number - simd.peek_i64(pool + _FIRST))
+        at = (number - simd.peek_i64(pool + _FIRST)) % simd.peek_i64(pool + _COUNT)
+        step = simd.peek_i64(pool + _STEPS) + _STEP_BYTES * at
         simd.call_job(simd.peek_i64(step), pool, thread, threads, simd.peek_i64(step + 8))
         _leave(pool)
         number = _enter(pool, number)
@@ -165,12 +174,13 @@ def _publish(pool):
 
 
 @job
-def _launch(pool, threads, steps, count):
-    """Run a list of jobs. The caller is one of the threads."""
-    first = simd.atomic_load(pool + _AT) >> _NUMBER
-    simd.poke_i64(pool + _STEPS, steps)
+def _launch(pool, threads, jobs, _):
+    """Run a list: where it is, how many jobs, how many times. The caller is one of the threads."""
+    first, count = simd.atomic_load(pool + _AT) >> _NUMBER, simd.peek_i64(jobs + 8)
+    simd.poke_i64(pool + _STEPS, simd.peek_i64(jobs))
+    simd.poke_i64(pool + _COUNT, count)
     simd.poke_i64(pool + _FIRST, first)
-    simd.atomic_add(pool + _END, count)
+    simd.atomic_add(pool + _END, count * simd.peek_i64(jobs + 16))
     if threads > 1:
         _publish(pool)
     _work(pool, 0, threads)
@@ -189,6 +199,7 @@ _Native = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 Arguments: TypeAlias = ctypes.Structure | ctypes.Array  # of a job; it is told their address
 # Address of the function, its arguments, and what has to live as long as they are used.
 Job: TypeAlias = tuple[int, bytes, object]
+Call: TypeAlias = tuple[int, Arguments]  # of a job, whose arguments it may change
 
 
 class Pool:
@@ -203,7 +214,7 @@ class Pool:
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self.moves = 0  # how often the workspace came to lie elsewhere
         self._recorded: list[Job] | None = None  # what is run is noted here
-        self._step = (ctypes.c_int64 * 2)()
+        self._step, self._list = (ctypes.c_int64 * 2)(), (ctypes.c_int64 * 3)()
         self._memory = (ctypes.c_byte * (_STATE_BYTES + _LINE))()
         self._state = -(-ctypes.addressof(self._memory) // _LINE) * _LINE
         self._native_launch = _Native(_launch.address)
@@ -226,7 +237,11 @@ class Pool:
             if self._recorded is not None:
                 self._recorded.append((function, bytes(args), keep))
             self._step[:] = [function, ctypes.addressof(args)]
-            self._native_launch(self._state, self.threads, ctypes.addressof(self._step), 1)
+            self._launch(ctypes.addressof(self._step), 1, 1)
+
+    def _launch(self, steps: int, count: int, times: int) -> None:
+        self._list[:] = [steps, count, times]
+        self._native_launch(self._state, self.threads, ctypes.addressof(self._list), 0)
 
     @contextmanager
     def recording(self) -> Iterator[list[Job]]:
@@ -240,15 +255,20 @@ class Pool:
             finally:
                 self._recorded = None
 
-    def run_all(self, jobs: JobList) -> None:
-        """Run jobs one after another, without Python in between, and wait for them."""
+    def run_all(self, jobs: JobList, times: int = 1) -> None:
+        """Run jobs one after another, without Python in between, and wait for them.
+
+        All of them so many times, unless one ends the list (`end_list`).
+        """
         with self.lock:
-            self._native_launch(self._state, self.threads, jobs.address, len(jobs))
+            self._launch(jobs.address, len(jobs), times)
 
     def workspace(self, nbytes: int) -> int:
         """Address of at least `nbytes` bytes of scratch, valid while `lock` is held."""
         if self._workspace.numel() < nbytes + _LINE:
-            self._workspace = torch.empty(nbytes + _LINE, dtype=torch.uint8)
+            recording = self._recorded is not None  # to which it does not belong
+            with _disable_current_modes() if recording else nullcontext():
+                self._workspace = torch.empty(nbytes + _LINE, dtype=torch.uint8)
             self.moves += 1
         return -(-self._workspace.data_ptr() // _LINE) * _LINE
 
@@ -270,10 +290,23 @@ class JobList:
         self._arguments = (ctypes.c_byte * (starts[-1] + 1))()
         here = ctypes.addressof(self._arguments)
         self._steps = (ctypes.c_int64 * (2 * len(jobs)))()
+        self.address = ctypes.addressof(self._steps)
         for i, ((function, args, _), start) in enumerate(zip(jobs, starts, strict=False)):
             ctypes.memmove(here + start, args, len(args))
             self._steps[2 * i : 2 * i + 2] = [function, here + start]
-        self.address = ctypes.addressof(self._steps)
+
+    def between(self, before: Sequence[Call], after: Sequence[Call]) -> JobList:
+        """These jobs between others, which read their arguments where they are."""
+        same = copy(self)
+        first, last = (
+            [number for job, args in some for number in (job, ctypes.addressof(args))]
+            for some in (before, after)
+        )
+        numbers = [*first, *self._steps, *last]
+        same._kept = [*self._kept, *before, *after]
+        same._steps = (ctypes.c_int64 * len(numbers))(*numbers)
+        same.address = ctypes.addressof(same._steps)
+        return same
 
     def __len__(self) -> int:
         return len(self._steps) // 2
@@ -290,4 +323,4 @@ def default_pool() -> Pool:
 # A forked child has the pool's memory but not its threads; it makes a pool of its own.
 os.register_at_fork(after_in_child=default_pool.cache_clear)
 
-__all__ = ["JobList", "Pool", "default_pool", "finish", "take", "wait"]
+__all__ = ["JobList", "Pool", "default_pool", "end_list", "finish", "take", "wait"]

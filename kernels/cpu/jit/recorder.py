@@ -82,7 +82,7 @@ class JobReplay:
         self, recorder: JobRecorder, places: tuple[int, int], pool: Pool, jobs: Sequence[Job]
     ) -> None:
         self._recorder, self._places, self._pool = recorder, places, pool
-        self._jobs = JobList(jobs)
+        self.jobs = JobList(jobs)
 
     @property
     def stale(self) -> bool:
@@ -91,10 +91,14 @@ class JobReplay:
 
     def __call__(self) -> bool:
         """Do the work again, and say True; or nothing, and False, when it is stale."""
+        return self.run(self.jobs)
+
+    def run(self, jobs: JobList, times: int = 1) -> bool:
+        """The same with jobs that are its own and others, so many times."""
         with self._pool.lock:
             if self.stale:
                 return False
-            self._pool.run_all(self._jobs)
+            self._pool.run_all(jobs, times)
         return True
 
 

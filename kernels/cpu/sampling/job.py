@@ -44,7 +44,7 @@ class SamplingArguments(ctypes.Structure):
 LOGITS, TOP_K, TOKEN, TEMPERATURE, MIN_P, TOP_P, LEAST, TOTAL = offsets(Row)
 (ROWS, COUNT, VOCAB, COLUMNS, NOISE, NOISE_SIZE, STATE, MIN_P_LAST, WEIGHTS, COMPACT, WORDS
  ) = offsets(SamplingArguments)  # fmt: skip
-_ROW_BYTES = ctypes.sizeof(Row)
+ROW_BYTES = ctypes.sizeof(Row)
 _TINY = np.float32(np.finfo(np.float32).smallest_subnormal)
 _ROUNDED = np.float32(1 - 1e-6)  # what rounding may make of a product of three numbers
 
@@ -174,7 +174,7 @@ def likeliest_job(pool, thread, threads, args):
     count, vocab = simd.peek_i64(args + COUNT), simd.peek_i64(args + VOCAB)
     item = _next(pool, -1)
     while item < count:
-        row = simd.peek_i64(args + ROWS) + item * _ROW_BYTES
+        row = simd.peek_i64(args + ROWS) + item * ROW_BYTES
         simd.poke_i64(row + TOKEN, _likeliest(row, vocab)[0])
         item = _next(pool, item)
 
@@ -206,7 +206,7 @@ def draw_job(pool, thread, threads, args):
     count, vocab = simd.peek_i64(args + COUNT), simd.peek_i64(args + VOCAB)
     item = _next(pool, -1)
     while item < count:
-        _prepare(args, item, simd.peek_i64(args + ROWS) + item * _ROW_BYTES)
+        _prepare(args, item, simd.peek_i64(args + ROWS) + item * ROW_BYTES)
         if pool != 0:
             finish(pool, 0)
         item = _next(pool, item)
@@ -219,7 +219,7 @@ def draw_job(pool, thread, threads, args):
     words, state = simd.peek_i64(args + WORDS), simd.peek_i64(args + STATE)
     used = mersenne.read_state(state, words)
     for item in range(count):
-        row = simd.peek_i64(args + ROWS) + item * _ROW_BYTES
+        row = simd.peek_i64(args + ROWS) + item * ROW_BYTES
         weights = simd.peek_i64(args + WEIGHTS) + 4 * simd.peek_i64(args + COLUMNS) * item
         mersenne.make_words(words, used, vocab)
         token, total = simd.peek_i64(row + TOKEN), simd.peek_f32(row + TOTAL)

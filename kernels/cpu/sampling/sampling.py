@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,11 +31,7 @@ def likeliest(rows: Sequence[Tensor], pool: Pool | None = None) -> list[int]:
 
     rows: float32 [V] each. -inf is a token that cannot be. Raises OpError for other rows.
     """
-    pool = pool or default_pool()
-    described = _described(rows, [Shape()] * len(rows))
-    args = SamplingArguments(ctypes.addressof(described), len(rows), len(rows[0]))
-    _run(_likeliest, likeliest_job.address, args, pool)
-    return [row.token for row in described]
+    return _chosen(rows, None, pool or default_pool())
 
 
 def draw(
@@ -46,7 +43,7 @@ def draw(
     """
     if noise.dtype != torch.float64 or not noise.is_contiguous() or len(noise) != len(rows):
         fail(_OP, f"noise must be contiguous float64 of {len(rows)} rows, not {noise.dtype}")
-    return _drawn(rows, shapes, pool or default_pool(), noise)
+    return _chosen(rows, shapes, pool or default_pool(), noise)
 
 
 def multinomial(rows: Sequence[Tensor], shape: Shape, pool: Pool | None = None) -> list[int]:
@@ -58,11 +55,17 @@ def multinomial(rows: Sequence[Tensor], shape: Shape, pool: Pool | None = None) 
     """
     if not follows_torch():
         fail(_OP, "torch's generator is not one that is known")
+    with torch_state() as state:
+        return _chosen(rows, [shape] * len(rows), pool or default_pool(), state=state)
+
+
+@contextmanager
+def torch_state() -> Iterator[Tensor]:
+    """The state of torch's generator, which becomes what is made of it."""
     with _generator:
         state = torch.get_rng_state()
-        tokens = _drawn(rows, [shape] * len(rows), pool or default_pool(), state=state)
+        yield state
         torch.set_rng_state(state)
-    return tokens
 
 
 @functools.cache
@@ -75,31 +78,28 @@ def follows_torch() -> bool:
         return False
     logits = torch.linspace(0, 1, 3000).view(3, 1000)
     wanted = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-    found = _drawn(list(logits), [Shape()] * 3, default_pool(), state=state)
+    found = _chosen(logits.unbind(), [Shape()] * 3, default_pool(), state=state)
     return found == wanted.tolist() and torch.equal(state, generator.get_state())
 
 
-def _run(here: Callable[..., None], address: int, args: SamplingArguments, pool: Pool) -> None:
-    """Run a job on the pool; one row in this thread, without waking the others for it."""
-    if args.count == 1:
-        here(0, 0, 1, ctypes.addressof(args))
-    else:
-        pool.run(address, args)
-
-
-def _drawn(
+def arguments(
     rows: Sequence[Tensor],
-    shapes: Sequence[Shape],
+    shapes: Sequence[Shape] | None,
     pool: Pool,
     noise: Tensor | None = None,
     state: Tensor | None = None,
-) -> list[int]:
+) -> tuple[int, SamplingArguments, ctypes.Array[Row]]:
+    """The job that chooses a token of each row, what it is told, and where it leaves them.
+
+    shapes None: the likeliest. noise: of this draw, as for `draw`; None: by torch's `state`. To be
+    used while the pool's lock is held.
+    """
     count, vocab = len(rows), len(rows[0])
-    columns = (vocab // GROUP + 1) * GROUP
-    described = _described(rows, shapes)
-    args = SamplingArguments(
-        rows=ctypes.addressof(described), count=count, vocab=vocab, columns=columns
-    )
+    described = _described(rows, shapes or [Shape()] * count)
+    args = SamplingArguments(ctypes.addressof(described), count, vocab)
+    if shapes is None:
+        return likeliest_job.address, args, described
+    args.columns = columns = (vocab // GROUP + 1) * GROUP
     scratch = 4 * columns * count
     if noise is not None:
         args.noise, args.noise_size = noise.data_ptr(), noise.shape[1]
@@ -107,10 +107,27 @@ def _drawn(
         assert state is not None
         args.state, args.min_p_last = state.data_ptr(), True
         scratch = max(scratch, words_bytes(vocab))
+    args.weights = pool.workspace(4 * columns * count + scratch)
+    args.compact = args.words = args.weights + 4 * columns * count
+    return draw_job.address, args, described
+
+
+def _chosen(
+    rows: Sequence[Tensor],
+    shapes: Sequence[Shape] | None,
+    pool: Pool,
+    noise: Tensor | None = None,
+    state: Tensor | None = None,
+) -> list[int]:
+    """A token of each row; of one row in this thread, without waking the others for it."""
     with pool.lock:
-        args.weights = pool.workspace(4 * columns * count + scratch)
-        args.compact = args.words = args.weights + 4 * columns * count
-        _run(_draw, draw_job.address, args, pool)
+        job, args, described = arguments(rows, shapes, pool, noise, state)
+        if len(rows) > 1:
+            pool.run(job, args)
+        elif shapes is None:
+            _likeliest(0, 0, 1, ctypes.addressof(args))
+        else:
+            _draw(0, 0, 1, ctypes.addressof(args))
     return [row.token for row in described]
 
 

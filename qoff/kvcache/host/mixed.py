@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import compress
 
+from torch import Tensor
+
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
@@ -71,6 +73,7 @@ class MixedCache(KVCache):
             part.reserve(tokens)
 
     def begin(self, ragged: Ragged) -> CachePass:
+        self.ended = None
         if ragged.is_decode:
             ragged = ragged.kept_in(self._steady)
         passes = [part.begin(ragged) for part in self._parts]
@@ -78,11 +81,13 @@ class MixedCache(KVCache):
         return _MixedPass(self, ragged, passes, layers)
 
     def select(self, sequences: Sequence[int]) -> None:
+        self.ended = None
         for part in self._parts:
             part.select(sequences)
         self.lengths = list(self.plain.lengths)
 
     def forget_each(self, tokens: Sequence[int]) -> None:
+        self.ended = None
         for part in self._parts:
             part.forget_each(tokens)
         self.lengths = list(self.plain.lengths)
@@ -132,14 +137,16 @@ class _MixedPass(CachePass):
 
         self._cache.ended = self if self.ragged.is_decode else None
 
-    def can_advance(self, ragged: Ragged) -> bool:
-        return all(part.can_advance(ragged) for part in self._passes)
+    def steps_ahead(self, ragged: Ragged) -> int:
+        return min(part.steps_ahead(ragged) for part in self._passes)
 
-    def advance(self, ragged: Ragged) -> None:
+    def counters(self) -> list[Tensor]:
+        return [self.ragged.positions, *(n for part in self._passes for n in part.counters())]
+
+    def advance(self, steps: int) -> None:
         for part in self._passes:
-            part.advance(ragged)
-        self.ragged = ragged.taking_over(self.ragged)
-        self._cache.ended = None
+            part.advance(steps)
+        self._cache.lengthen(self.ragged, steps)
 
     def abandon(self) -> None:
         for part in self._passes:

@@ -183,21 +183,19 @@ class PackedPass(SlotPass):
         if self._told is not None and not self._completes and not self._view.moves:
             self._cache.ended = self
 
-    def can_advance(self, ragged: Ragged) -> bool:
+    def steps_ahead(self, ragged: Ragged) -> int:
         cache, longest = self._cache, self._longest + 1
-        if cache.ended is not self or longest >= cache.recent.capacity or longest % RUN_TOKENS == 0:
-            return False
-        most = max(self._unpacked.values()) + 1
-        completes = cache.blocks_of(most, cache.window, cache.sinks)
-        return not completes and ragged.follows(self.ragged)
+        if not ragged.goes_on(self.ragged, cache.lengths):
+            return 0
+        completes = cache.recent_tokens(cache.window, cache.sinks) - 1  # a block, with this place
+        return min(completes - longest, -longest % RUN_TOKENS)
 
-    def advance(self, ragged: Ragged) -> None:
-        self.ragged = ragged.taking_over(self.ragged)
-        self._places.add_(1)
-        self._longest += 1
-        self._unpacked = {slot: tokens + 1 for slot, tokens in self._unpacked.items()}
-        self._view.advance()
-        self._cache.begun(self)
+    def counters(self) -> list[Tensor]:
+        return [self.ragged.positions, self._places, *self._view.counters()]
+
+    def advance(self, steps: int) -> None:
+        self._cache.lengthen(self.ragged, steps)
+        self._longest += steps
 
     @property
     def spoils(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
+from torch import Tensor
 
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, cache_shapes
 from qoff.kernels.layout.layer_cache import RUN_TOKENS, LayerCache
@@ -98,12 +99,14 @@ class _PlainPass(CachePass):
         self._cache.lengthen(self.ragged)
         self._cache.ended = self if self.ragged.is_decode else None
 
-    def can_advance(self, ragged: Ragged) -> bool:
+    def steps_ahead(self, ragged: Ragged) -> int:
         cache, longest = self._cache, ragged.longest
-        if cache.ended is not self or longest >= cache.capacity or longest % RUN_TOKENS == 0:
-            return False
-        return ragged.follows(self.ragged)
+        if not ragged.goes_on(self.ragged, cache.lengths):
+            return 0
+        return min(cache.capacity - longest, -longest % RUN_TOKENS)
 
-    def advance(self, ragged: Ragged) -> None:
-        self.ragged = ragged.taking_over(self.ragged)
-        self._cache.ended = None
+    def counters(self) -> list[Tensor]:
+        return [self.ragged.positions]
+
+    def advance(self, steps: int) -> None:
+        self._cache.lengthen(self.ragged, steps)

@@ -34,9 +34,9 @@ class BlockView(LayerView[tuple[PackedTokens, ...]]):
         """Wait for the blocks of a layer that move; their address, until `close`."""
         return None
 
-    def advance(self) -> None:
-        """Become the view of the next token of each sequence; of blocks that do not move."""
-        raise NotImplementedError
+    def counters(self) -> list[Tensor]:
+        """Numbers that are one larger at the next token; where no blocks move."""
+        return []
 
 
 class Blocks(ABC):
@@ -176,9 +176,8 @@ class _GrowingView(BlockView):
     def told(self) -> tuple[int, ...]:
         return told([] if self._table is None else [(self._store.pool, self._table)])
 
-    def advance(self) -> None:
-        if self._table is not None:
-            self._table.advance()
+    def counters(self) -> list[Tensor]:
+        return [] if self._table is None else [self._table.positions]
 
     def open(self, layer: int) -> tuple[PackedTokens, ...]:
         if self._table is None:

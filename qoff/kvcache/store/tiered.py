@@ -307,9 +307,8 @@ class _TieredView(BlockView):
         far = () if self._far_table is None else self._far_table.told()
         return (*far, *told(self._near))
 
-    def advance(self) -> None:
-        for _, table in self._near:
-            table.advance()
+    def counters(self) -> list[Tensor]:
+        return [table.positions for _, table in self._near]
 
     def prefetch(self, layer: int) -> None:
         if self.moves:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qoff.errors import ArgumentError, OpError
+from qoff.errors import ArgumentError
 from qoff.kernels.layout.ending import PLAIN, Ending
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.upload import on_device
-from qoff.kvcache import CachePass, DeviceCache, KVCache, KVQuant
+from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
 from qoff.memory import HEAD, Weights
@@ -25,6 +24,7 @@ from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace, ResidentActivations, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
+from .following import Following, check_ids
 from .graphs import Replays
 from .layer import Layer
 from .linear import Linear, Steps, norm_of, tiled
@@ -67,17 +67,6 @@ def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -
         raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """What a recorded pass over all weights is told; `key` stands for it."""
-
-    key: Hashable
-    weights: Sequence[Weights]
-    workspace: LayerWorkspace | None
-    rotary: Sequence[tuple[Tensor, Tensor] | None]
-    positions: Tensor | None
-
-
 class Decoder:
     """A decoder of the Llama family, computed by `ops` on weights that it is handed step by step.
 
@@ -104,7 +93,7 @@ class Decoder:
         self.replays = replays
         self._embed = embed
         self._steady = (0, LayerWorkspace())  # working space for so many tokens
-        self._recorded = WeakKeyDictionary[CachePass, _Recorded]()  # caches may outlive weights
+        self._following = None if replays is None else Following(spec, replays)
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
@@ -170,7 +159,7 @@ class Decoder:
         ragged = run.ragged
         self.spec.check_positions(ragged.longest + 1)
         ids = run.tokens
-        self._check_ids(ids)
+        check_ids(ids, self.spec.vocab_size)
         run.cached = cached = run.cache.begin(ragged)
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
         key: Hashable | None = None
@@ -206,32 +195,12 @@ class Decoder:
         None, and nothing is done, unless that is a recorded pass over all weights whose recording
         computes this one, too.
         """
-        cached, positions = run.cache.ended, run.ragged.longest + 1
-        recorded = None if cached is None else self._recorded.get(cached)
-        if cached is None or recorded is None or not cached.can_advance(run.ragged):
-            return None
-        if any(len(table.whole[0]) < positions for table in self._rotary):
-            return None
-        if not isinstance(run.activations, ResidentActivations):
-            return None
-        self.spec.check_positions(positions)
-        self._check_ids(run.tokens)
-        cached.advance(run.ragged)
-        run.cached, run.ragged = cached, cached.ragged
-        run.positions, run.rotary = recorded.positions, recorded.rotary
-        run.workspace = recorded.workspace
-        logits = self._computed(run, recorded)
-        cached.end()
-        return logits
+        logits = None if self._following is None else self._following.logits(run)
+        return None if logits is None else _taken(logits, run.logit_rows)
 
-    def _check_ids(self, ids: Tensor) -> None:
-        """Raise OpError for tokens there are not; those on a GPU are not waited for."""
-        if ids.is_cuda or not len(ids):
-            return
-        numbers, vocab = ids.tolist(), self.spec.vocab_size
-        low, high = min(numbers), max(numbers)
-        if not 0 <= low <= high < vocab:
-            raise OpError(f"tokens are 0 to {vocab - 1}, not {low} to {high}")
+    def follow_with_tokens(self, run: ForwardPass, *choosing: Any) -> list[list[int]]:
+        """Several steps as in `follow`: the tokens chosen in each; see `Following.tokens`."""
+        return [] if self._following is None else self._following.tokens(run, *choosing)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """What the first layer is given, [M, hidden_size] on the device."""
@@ -298,14 +267,6 @@ class Decoder:
         for unit in (*range(self.spec.num_layers), HEAD):
             weights.append((yield unit))
         key = (*map(id, weights), key)
-        recorded = _Recorded(key, weights, run.workspace, run.rotary, run.positions)
-        assert run.cached is not None
-        self._recorded[run.cached] = recorded
-        return self._computed(run, recorded)
-
-    def _computed(self, run: ForwardPass, recorded: _Recorded) -> Tensor:
-        """The logits of a pass over all weights."""
-        weights = recorded.weights
 
         def work(ids: Tensor) -> Tensor:
             steps = self._units(run, self._embedded(ids), None)
@@ -319,7 +280,9 @@ class Decoder:
             raise AssertionError("the head streams")
 
         assert self.replays is not None
-        logits = self.replays.run(recorded.key, weights, run.tokens, work)
+        assert self._following is not None
+        logits = self.replays.run(key, weights, run.tokens, work)
+        self._following.note(run, key, weights)
         run.hidden = None
         return _taken(logits[: run.ragged.tokens], run.logit_rows)
 

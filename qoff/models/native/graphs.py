@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,17 +14,24 @@ from torch import Tensor
 from qoff.kernels.ops import RecordWhileDone
 from qoff.kernels.upload import on_device, pinned
 
+if TYPE_CHECKING:
+    from qoff.kernels.cpu.steps import Steps
+
 _MOST = 128  # recordings of a whole pass, or as many of each layer; then the oldest are forgotten
 
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], None]], Replay]
 
 
-@dataclass
-class _Entry:
+@dataclass(eq=False)
+class Recording:
+    """Work that is recorded, or will be."""
+
     keep: object  # what the key names by its id
-    result: Tensor  # where the replay leaves it
-    replay: Replay | None = None
+    x: Tensor  # where the replay finds its input
+    result: Tensor  # where it leaves it
+    replay: Any = None  # a Replay, or a WorkReplay
+    steps: Steps | None = None  # what does those that follow it
 
 
 class Replays:
@@ -48,10 +55,8 @@ class Replays:
         self._device = device
         self._while_done = while_done
         self._record = CudaRecorder(device) if record is None else record
-        self._entries: dict[Hashable, _Entry] = {}  # the one that was used last is last
+        self._entries: dict[Hashable, Recording] = {}  # the one that was used last is last
         self._fixed: dict[Hashable, Tensor] = {}
-        # What was replayed last: key, shape of the input, where that lies, recording.
-        self._latest: tuple[object, torch.Size, Tensor, _Entry] | None = None
         self.recorded = self.replayed = self.failed = 0  # how often
 
     def run(
@@ -67,13 +72,6 @@ class Replays:
         x: on the device, or in host memory to be brought there. The work may change it and return
         it. keep: lives as long as the key. parts: recordings that together are a pass.
         """
-        if self._latest is not None and self._latest[0] is key and self._latest[1] == x.shape:
-            _, _, fixed, latest = self._latest
-            fixed.copy_(x)
-            if latest.replay is not None and latest.replay():
-                self.replayed += 1
-                return latest.result
-            self._latest = None
         if self.failed:
             return work(on_device(x, self._device))
         fixed = self._memory("input", x)
@@ -87,7 +85,7 @@ class Replays:
                 del self._entries[next(iter(self._entries))]
             result = work(fixed)
             there = fixed if result is fixed else self._memory("result", result)
-            self._entries[whole] = _Entry(keep, there)
+            self._entries[whole] = Recording(keep, fixed, there)
             return result
         if entry.replay is None:
             try:
@@ -101,10 +99,16 @@ class Replays:
         self.replayed += 1
         return entry.result
 
+    def find(self, key: Hashable, x: Tensor) -> Recording | None:
+        """What was recorded while it was done, for an input like x."""
+        entry = self._entries.get((tuple(x.shape), key))
+        recorded = entry is not None and self._while_done is not None and entry.replay is not None
+        return entry if recorded else None
+
     def _replay_or_do(
         self,
         whole: tuple[Hashable, Hashable],
-        entry: _Entry | None,
+        entry: Recording | None,
         keep: object,
         x: Tensor,
         work: Callable[[Tensor], Tensor],
@@ -118,17 +122,15 @@ class Replays:
                 return work(x)
             if entry.replay():
                 self.replayed += 1
-                self._latest = whole[1], x.shape, x, entry
                 return entry.result
         found: list[Tensor] = []
-        self._latest = None
         replay = self._while_done(lambda: found.append(work(x)))
         for key, one in list(self._entries.items()):
             if getattr(one.replay, "stale", False):  # its result keeps memory alive
                 del self._entries[key]
         while len(self._entries) >= most:
             del self._entries[next(iter(self._entries))]
-        self._entries[whole] = _Entry(keep, found[0] if replay else x, replay)
+        self._entries[whole] = Recording(keep, x, found[0] if replay else x, replay)
         self.recorded += replay is not None
         return found[0]
 
@@ -146,7 +148,6 @@ class Replays:
         self.failed += 1
         self._entries.clear()
         self._fixed.clear()
-        self._latest = None
         reason = " ".join(str(error).split())
         warnings.warn(
             f"a CUDA graph could not be recorded ({type(error).__name__}: {reason}); this model "
