@@ -202,8 +202,8 @@ def unwritten(path: Path, weights: Mapping[str, QTensor | Tensor]) -> WeightFile
         if isinstance(entry, TensorEntry):
             entries[name] = moved(entry)
         else:
-            parts = {"codes": moved(entry.codes), "scale_min": moved(entry.scale_min)}
-            entries[name] = replace(entry, **parts)
+            codes, scale_min = moved(entry.codes), moved(entry.scale_min)
+            entries[name] = replace(entry, codes=codes, scale_min=scale_min)
     return WeightFile(path, start, start + sum(t.nbytes for t in tensors), "", entries)
 
 

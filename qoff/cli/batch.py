@@ -101,13 +101,20 @@ def batch(
     if kv is None:
         raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")
     opening = how.opening()
-    plan = Plan(
-        kv=kv if isinstance(kv, KVQuant) else KVQuant(),
-        kv_placement=KVPlacement(kv_device, kv_host),
-        slots=opening.pop("slots"),
-        activation_bits=opening.pop("activation_bits"),
-        **vars(planned),
-    )
+    slots, bits = opening.pop("slots"), opening.pop("activation_bits")
+    plan: Plan | None
+    if how.plan is not None:
+        plan = how.saved_plan()
+        del opening["device_memory"], opening["host_memory"]
+    else:
+        plan = Plan(
+            kv=kv if isinstance(kv, KVQuant) else KVQuant(),
+            kv_placement=KVPlacement(kv_device, kv_host),
+            slots=slots,
+            activation_bits=bits,
+            **vars(planned),
+        )
+        plan = None if plan == Plan() else plan  # then what fits
     params = SamplingParams(**vars(sampling))
     texts = read_prompts(prompts)
     ended: Counter[str] = Counter()
