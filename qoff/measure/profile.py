@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from qoff.plan.profile import Curve, Link, MachineProfile, Processor
 
 from .machine import machine
 
-_LARGE, _SMALL = 8 << 20, 64 << 10  # bytes of a request
+_LARGE, _SMALL = 8 << 20, 1 << 20  # bytes of a request
 _FILE = 256 << 20  # bytes that are written and read, around the page cache
 _POOL = 64 << 20  # bytes that are read in turn, more than caches hold
 _SIZE, _GROUP = 4096, 64  # rows and columns of a matrix, columns of a group
@@ -42,7 +42,7 @@ _ROWS = (1, 4, 16, 64, 256, 512)
 _FEW = (1, 16, 256)  # of other bits than 4
 _GROUPS = (1, 4, 8)  # queries of a KV head
 _LEAST_S = 0.02  # of a sample
-_IN_FLIGHT, _MANY = 3, 256  # requests at a time; small ones
+_IN_FLIGHT, _MANY = 2, 128  # requests at a time, as slots are; small ones
 _BESIDE_S = 0.4  # that is computed beside a link
 Submit = Callable[[int, int, int], Future[None]]  # offset, bytes, buffer
 
@@ -240,13 +240,15 @@ def _copies(device: torch.device) -> tuple[Link, Link]:
             if on_gpu:
                 torch.cuda.synchronize(device)
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as the threads that copy have
-        try:
-            rate = source.nbytes / seconds_of(copy)
-        finally:
-            torch.set_num_threads(threads)
-        return Link(rate, 1e-5, 0.0 if on_gpu else 1 / rate)
+        if on_gpu:
+            return Link(source.nbytes / seconds_of(copy), 1e-5)
+
+        def part(at: int, nbytes: int, number: int) -> None:
+            at %= _POOL
+            into[at : at + nbytes].copy_(source[at : at + nbytes])
+
+        with ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(1)) as pool:
+            return _link(partial(pool.submit, part))
 
     return link(host, there), link(there, host)
 
@@ -265,18 +267,19 @@ def _disk(folder: Path) -> tuple[Link, Link]:
 
 
 def _link(submit: Submit) -> Link:
+    """A link's rates beside matmuls, as it is used; what a request adds is measured alone."""
     _run(submit, _LARGE, _FILE // 4)
-    alone = median(_run(submit, _LARGE, _FILE) for _ in range(3))
+    alone = _FILE / median(_run(submit, _LARGE, _FILE) for _ in range(3))
     small = _run(submit, _SMALL, _MANY * _SMALL)
-    rate = _FILE / alone
-    taken = _taken(submit)
-    return Link(rate, max(0.0, small / _MANY - _SMALL / rate), taken)
+    rate, taken = _beside(submit)
+    return Link(min(rate, alone), max(0.0, small / _MANY - _SMALL / alone), taken)
 
 
-def _taken(submit: Submit) -> float:
-    """Seconds of one core that a byte takes from matmuls which run at the same time.
+def _beside(submit: Submit) -> tuple[float, float]:
+    """Bytes a second beside matmuls, and seconds of one core that each takes from these.
 
-    More than what the threads that move it use: they interrupt others, and share the memory.
+    That is more than what the threads that move it use: they interrupt others, which the rest then
+    wait for, and share the memory.
     """
     from qoff.kernels.cpu import ops
 
@@ -290,7 +293,7 @@ def _taken(submit: Submit) -> float:
             count += 1
         return count, time.perf_counter() - start
 
-    found = []
+    rates, taken = [], []
     for _ in range(3):
         count, seconds = compute(_BESIDE_S)
         each = seconds / count
@@ -309,8 +312,9 @@ def _taken(submit: Submit) -> float:
             stop.set()
         begun = moved[0] + _FILE // 16  # half of what is under way
         mover.join()
-        found.append(max(0.0, seconds - count * each) * usable_threads() / begun)
-    return median(found)
+        rates.append(begun / seconds)
+        taken.append(max(0.0, seconds - count * each) * usable_threads() / begun)
+    return median(rates), median(taken)
 
 
 def _run(submit: Submit, size: int, total: int) -> float:
