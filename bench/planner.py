@@ -24,6 +24,7 @@ from bench.offload import Case, Work, plans
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM
+from qoff.errors import BudgetError
 from qoff.measure.profile import measured_profile
 from qoff.plan.certify import TIERS, Certified, Certifier
 from qoff.plan.cost import Choices, CostModel
@@ -57,10 +58,12 @@ def measure(result: Report, name: str, path: Path, work: Work, rounds: int) -> N
     folder = Path(tempfile.gettempdir())
     machine = measured_profile(torch.device("cpu"), Checkpoint.open(path).path, folder)
     with ExitStack() as stack:
-        cases = {
-            label: stack.enter_context(Case(path, work, plan, "cpu"))
-            for label, plan in plans(path, work, "cpu").items()
-        }
+        cases: dict[str, Case] = {}
+        for label, plan in plans(path, work, "cpu").items():
+            try:
+                cases[label] = stack.enter_context(Case(path, work, plan, "cpu"))
+            except BudgetError as refusal:
+                result.notes.append(f"{name}: {label}: refused: {refusal}")
         for case in cases.values():
             case()  # compiles, and compares each file with its checksum
         seconds: dict[str, list[float]] = {label: [] for label in cases}

@@ -81,7 +81,8 @@ def plan(
         _print_memory(model, weights, training, on.link or "25GB/s", as_json)
         return
     folder = spill_folder or Path(tempfile.gettempdir())
-    machine = machine_of(on, folder)
+    there = Path(model).absolute()
+    machine = machine_of(on, there if there.exists() else Path(), folder)
     sizes = sizes_of(model, weights, machine.on_gpu)
     cache = kv_quant(kv)
     if cache is None:
@@ -136,8 +137,11 @@ def sizes_of(model: str, weights: QuantOptions, on_gpu: bool) -> ModelSizes:
     return ModelSizes.of(read_object(config), quant)
 
 
-def machine_of(on: MachineOptions, folder: Path) -> MachineProfile:
-    """The machine that options describe; what they leave out is that of the one at hand."""
+def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
+    """The machine that options describe; what they leave out is that of the one at hand.
+
+    model, folder: where the model and the spill file are, whose disks count.
+    """
     from qoff.budgets import memory_size, resolve_device
     from qoff.plan.machine import assumed_profile, kept_profile
     from qoff.plan.profile import MachineProfile
@@ -146,7 +150,7 @@ def machine_of(on: MachineOptions, folder: Path) -> MachineProfile:
         machine = MachineProfile.read(on.machine)
     else:
         device = resolve_device(on.device)
-        machine = kept_profile(device, folder, folder) or assumed_profile(device, folder)
+        machine = kept_profile(device, model, folder) or assumed_profile(device, folder)
     if on.gpu is not None:
         machine = _with_gpu(machine, on.gpu, on.gpu_rates)
     elif on.host is not None and not machine.on_gpu:
