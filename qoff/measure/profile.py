@@ -38,6 +38,7 @@ _LARGE, _SMALL = 8 << 20, 1 << 20  # bytes of a request
 _FILE = 256 << 20  # bytes that are written and read, around the page cache
 _POOL = 64 << 20  # bytes that are read in turn, more than caches hold
 _SIZE, _GROUP = 4096, 64  # rows and columns of a matrix, columns of a group
+_SHORT = 1024  # rows and columns of a matrix that takes tens of microseconds
 _ROWS = (1, 4, 16, 64, 256, 512)
 _FEW = (1, 16, 256)  # of other bits than 4
 _GROUPS = (1, 4, 8)  # queries of a KV head
@@ -279,12 +280,12 @@ def _beside(submit: Submit) -> tuple[float, float]:
     """Bytes a second beside matmuls, and seconds of one core that each takes from these.
 
     That is more than what the threads that move it use: they interrupt others, which the rest then
-    wait for, and share the memory.
+    wait for, after each of the short jobs of a model that is not large, and share the memory.
     """
     from qoff.kernels.cpu import ops
 
-    matrices = [random_matrix((_SIZE, _SIZE), 4, ops.PACKING) for _ in range(4)]
-    x = torch.randn(16, _SIZE)
+    matrices = [random_matrix((_SHORT, _SHORT), 4, ops.PACKING) for _ in range(4)]
+    x = torch.randn(4, _SHORT)
 
     def compute(seconds: float) -> tuple[int, float]:
         start, count = time.perf_counter(), 0
