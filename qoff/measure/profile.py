@@ -249,7 +249,7 @@ def _copies(device: torch.device) -> tuple[Link, Link]:
             into[at : at + nbytes].copy_(source[at : at + nbytes])
 
         with ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(1)) as pool:
-            return _link(partial(pool.submit, part))
+            return _link(lambda at, nbytes, number: pool.submit(part, at, nbytes, number))
 
     return link(host, there), link(there, host)
 
