@@ -43,6 +43,8 @@ _ROWS = (1, 4, 16, 64, 256, 512)
 _FEW = (1, 16, 256)  # of other bits than 4
 _GROUPS = (1, 4, 8)  # queries of a KV head
 _LEAST_S = 0.02  # of a sample
+_LEAST = 64 << 10  # bytes that files are measured with
+_PART = 4  # requests at a time beside matmuls
 _IN_FLIGHT, _MANY = 2, 128  # requests at a time, as slots are; small ones
 _BESIDE_S = 0.4  # that is computed beside a link
 Submit = Callable[[int, int, int], Future[None]]  # offset, bytes, buffer
@@ -58,7 +60,10 @@ def measured_profile(device: torch.device, checkpoint: Path, spill: Path) -> Mac
     cpu = _cpu()
     where = machine()
     read, write = _disk(spill)
-    if checkpoint.stat().st_dev != spill.stat().st_dev:
+    files = [f for f in sorted(checkpoint.glob("*.safetensors")) if f.stat().st_size > 4 * _LEAST]
+    if files:
+        read = _file_reads(files)
+    elif checkpoint.stat().st_dev != spill.stat().st_dev:
         read, _ = _disk(checkpoint)
     to_device, from_device = _copies(device)
     name = torch.cuda.get_device_name(device) if on_gpu else str(where["cpu"])
@@ -267,16 +272,33 @@ def _disk(folder: Path) -> tuple[Link, Link]:
     return reading, writing
 
 
-def _link(submit: Submit) -> Link:
+def _file_reads(files: Sequence[Path]) -> Link:
+    """Reads of files that are there, in turn, as a checkpoint's layers are."""
+    size = min(file.stat().st_size for file in files) // _LEAST * _LEAST
+    large = min(_LARGE, size)
+    with closing(DiskReader()) as reader:
+        buffers = [map_pages(large) for _ in range(_IN_FLIGHT)]
+
+        def submit(at: int, nbytes: int, number: int) -> Future[None]:
+            turn, which = divmod(at // nbytes, len(files))
+            first = turn * nbytes % (size - nbytes + 1) // _LEAST * _LEAST
+            return reader.submit(files[which], first, buffers[number][:nbytes])
+
+        return _link(submit, large)
+
+
+def _link(submit: Submit, large: int = _LARGE) -> Link:
     """A link's rates beside matmuls, as it is used; what a request adds is measured alone."""
-    _run(submit, _LARGE, _FILE // 4)
-    alone = _FILE / median(_run(submit, _LARGE, _FILE) for _ in range(3))
-    small = _run(submit, _SMALL, _MANY * _SMALL)
-    rate, taken = _beside(submit)
-    return Link(min(rate, alone), max(0.0, small / _MANY - _SMALL / alone), taken)
+    small = min(_SMALL, large // 4)
+    _run(submit, large, _FILE // 4)
+    alone = median(_run(submit, large, _MANY * large // 4) for _ in range(3)) * 4 / _MANY
+    short = median(_run(submit, small, _MANY * small) for _ in range(3)) / _MANY
+    rate, taken = _beside(submit, large)
+    each = max((alone - short) / (large - small), alone / large / 2)  # seconds of a byte
+    return Link(1 / max(each, 1 / rate), max(0.0, alone - large * each), taken)
 
 
-def _beside(submit: Submit) -> tuple[float, float]:
+def _beside(submit: Submit, large: int) -> tuple[float, float]:
     """Bytes a second beside matmuls, and seconds of one core that each takes from these.
 
     That is more than what the threads that move it use: they interrupt others, which the rest then
@@ -302,8 +324,8 @@ def _beside(submit: Submit) -> tuple[float, float]:
 
         def pump(stop: threading.Event = stop, moved: list[int] = moved) -> None:
             while not stop.is_set():
-                _run(submit, _LARGE, _FILE // 8)
-                moved[0] += _FILE // 8
+                _run(submit, large, _PART * large)
+                moved[0] += _PART * large
 
         mover = threading.Thread(target=pump)
         mover.start()
@@ -311,7 +333,7 @@ def _beside(submit: Submit) -> tuple[float, float]:
             count, seconds = compute(_BESIDE_S)
         finally:
             stop.set()
-        begun = moved[0] + _FILE // 16  # half of what is under way
+        begun = moved[0] + _PART * large // 2  # half of what is under way
         mover.join()
         rates.append(begun / seconds)
         taken.append(max(0.0, seconds - count * each) * usable_threads() / begun)
