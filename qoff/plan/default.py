@@ -32,7 +32,7 @@ def default_plan(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     """
     plain = Plan()
     if not is_native(checkpoint.config):
-        return plain  # which is refused later
+        return plain  # of transformers' modules nothing is known without them
     sizes, spill = ModelSizes.of_checkpoint(checkpoint), Path(tempfile.gettempdir())
     usable = usable_memory(device, spill)
     try:
