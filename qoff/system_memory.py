@@ -27,11 +27,31 @@ def machine_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     cgroup v2 (`memory.max` of the process's group and those around it) and v1
     (`memory.limit_in_bytes`). None where the system does not say.
     """
-    found = [*_limits(proc, cgroups)]
+    found = [limit for limit, _ in _groups(proc, cgroups)]
     meminfo = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
     if "MemTotal" in meminfo:
         kib = (int(meminfo.get(name, "0").split()[0]) for name in ("MemTotal", "SwapTotal"))
         found.append(1024 * sum(kib))
+    return min(found, default=None)
+
+
+def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
+    """Bytes of main memory that this process can still take without swapping.
+
+    What the system calls available, or what a cgroup's limit leaves, whose cached files count as
+    free. None where the system does not say.
+    """
+    found = []
+    for limit, group in _groups(proc, cgroups):
+        v2 = (group / "memory.current").exists()
+        used = _text(group / ("memory.current" if v2 else "memory.usage_in_bytes")).strip()
+        stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
+        cached = stat.get("inactive_file" if v2 else "total_inactive_file", "0")
+        if used.isdecimal():
+            found.append(max(0, limit - int(used) + int(cached)))
+    meminfo = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
+    if "MemAvailable" in meminfo:
+        found.append(1024 * int(meminfo["MemAvailable"].split()[0]))
     return min(found, default=None)
 
 
@@ -103,8 +123,8 @@ def _held(tier: str) -> int:
     return int(fields[1]) * 4096 if fields else 0
 
 
-def _limits(proc: Path, cgroups: Path) -> Iterator[int]:
-    """The limits of this process's control groups, and of those that they are in."""
+def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
+    """Limits of this process's control groups, and of those that they are in; their folders."""
     for line in _text(proc / "self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers == "":
@@ -117,7 +137,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[int]:
         for group in (inner, *inner.parents):  # in a container the name may be that outside
             text = _text(root / group / file).strip()
             if text.isdecimal():
-                yield int(text)
+                yield int(text), root / group
 
 
 def _text(path: Path) -> str:

@@ -10,7 +10,7 @@ from .layout import (
 )
 from .reader import Checkpoint, read_config, read_weight
 from .verify import FileCheck, VerifyReport, verify
-from .writer import CheckpointWriter
+from .writer import CheckpointWriter, unwritten
 
 __all__ = [
     "Checkpoint",
@@ -24,6 +24,7 @@ __all__ = [
     "read_config",
     "read_weight",
     "tensors_of",
+    "unwritten",
     "verify",
     "view_weight",
 ]

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Self
 
@@ -35,6 +36,7 @@ from .layout import (
     QuantEntry,
     TensorEntry,
     WeightEntry,
+    WeightFile,
     layer_file,
     tensors_of,
 )
@@ -183,6 +185,26 @@ class CheckpointWriter:
                 f"{self.path}: is not a qoff checkpoint, so it is not overwritten ({error}); "
                 "remove it, or choose another place"
             ) from error
+
+
+def unwritten(path: Path, weights: Mapping[str, QTensor | Tensor]) -> WeightFile:
+    """The file that weights would make, their data unseen: they may be on the meta device.
+
+    Raises ConversionError for a weight that cannot be stored.
+    """
+    entries, tensors = _layout(weights)
+    start = len(header.encode(entries))
+
+    def moved(t: TensorEntry) -> TensorEntry:
+        return replace(t, offset=start + t.offset)
+
+    for name, entry in entries.items():
+        if isinstance(entry, TensorEntry):
+            entries[name] = moved(entry)
+        else:
+            codes, scale_min = moved(entry.codes), moved(entry.scale_min)
+            entries[name] = replace(entry, codes=codes, scale_min=scale_min)
+    return WeightFile(path, start, start + sum(t.nbytes for t in tensors), "", entries)
 
 
 def _free(place: Path) -> int:

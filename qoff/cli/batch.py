@@ -45,10 +45,11 @@ class PlanOptions:
         0.0, min=0, max=1, help="Fraction of it in host memory; the rest is on disk."
     )
 
-    def plan(self, how: RunOptions, cache: CacheOptions) -> tuple[Plan, dict[str, Any]]:
-        """The plan, and the options of `qoff.LLM` beside it.
+    def plan(self, how: RunOptions, cache: CacheOptions) -> tuple[Plan | None, dict[str, Any]]:
+        """The plan, None for one that fits what is free, and the options of `qoff.LLM` beside it.
 
-        Raises ArgumentError for a KV cache that is not packed.
+        Raises ArgumentError for a KV cache that is not packed, FormatError for a saved plan that
+        is none.
         """
         from qoff.kvcache import KVPlacement, KVQuant
         from qoff.plan import Plan
@@ -57,14 +58,19 @@ class PlanOptions:
         if kv is None:
             raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")
         given, opening = dict(vars(self)), how.opening()
+        opening |= {"cache_dir": how.cache_dir, "revision": how.revision}
+        slots, bits = opening.pop("slots"), opening.pop("activation_bits")
+        if how.plan is not None:
+            del opening["device_memory"], opening["host_memory"]
+            return how.saved_plan(), opening
         plan = Plan(
             kv=kv if isinstance(kv, KVQuant) else KVQuant(),
             kv_placement=KVPlacement(given.pop("kv_device"), given.pop("kv_host")),
-            slots=opening.pop("slots"),
-            activation_bits=opening.pop("activation_bits"),
+            slots=slots,
+            activation_bits=bits,
             **given,
         )
-        return plan, {**opening, "cache_dir": how.cache_dir, "revision": how.revision}
+        return None if plan == Plan() else plan, opening
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from qoff.budgets import resolve_device
 from qoff.kernels.processor import usable_threads
 from qoff.measure.machine import package_version, processor_features
 from qoff.settings import cache_directory
@@ -35,6 +36,31 @@ def describe(path: Path) -> dict[str, Any]:
         "cache": str(cache_directory()),
     }
     return found
+
+
+def measured(path: Path, spill: Path, save: Path | None) -> dict[str, str]:
+    """Measure the machine, keep what was found, and return it for a table."""
+    from qoff.measure.profile import keep, measured_profile
+
+    profile = measured_profile(resolve_device("auto"), path, spill)
+    kept = keep(profile)
+    if save is not None:
+        save.write_text(profile.text())
+    links = {
+        "disk reads": profile.disk_read,
+        "disk writes": profile.disk_write,
+        "to the device": profile.to_device,
+        "from the device": profile.from_device,
+    }
+    found = {
+        name: f"{link.bytes_per_s / 1e9:.2f} GB/s, {link.request_s * 1e6:.0f} us a request, "
+        f"{link.cpu_s_per_byte * 1e9:.2f} s of a core a GB"
+        for name, link in links.items()
+    }
+    matmul = (f"{2 * m / s / 1e9:.0f} at {m:g}" for m, s in profile.device.matmul["4"])
+    found["4-bit matmul"] = f"{', '.join(matmul)} rows (Gflop/s)"
+    usable = (f"{tier} {format_size(nbytes)}" for tier, nbytes in profile.usable.items())
+    return {**found, "usable": ", ".join(usable), "profile": str(kept)}
 
 
 def _gpus() -> str:

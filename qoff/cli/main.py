@@ -1,7 +1,8 @@
-"""`qoff convert | generate | chat | batch | serve | bench | eval | verify | env | run`."""
+"""`qoff convert | generate | chat | batch | serve | plan | bench | eval | verify | env | run`."""
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +29,7 @@ from .options import (
     command,
 )
 from .output import print_json, print_table, progress_bar
+from .plan import plan
 from .run import Passing, run
 from .serve import serve
 
@@ -183,6 +185,7 @@ def chat(
 
 app.command()(batch)
 app.command()(serve)
+app.command()(plan)
 app.command()(bench)
 app.command("eval")(evaluate)
 
@@ -210,12 +213,19 @@ def verify(
 @command
 def env(
     path: Path = Option(Path(), exists=True, help="Folder whose disk to look at."),
+    measure: bool = Option(False, "--measure", help="Measure its rates, for qoff plan."),
+    spill_folder: Path | None = Option(
+        None, exists=True, help="Another disk to measure; default: of temporary files."
+    ),
+    save: Path | None = Option(None, help="With --measure: write the machine to this file, too."),
     as_json: Json = False,
 ) -> None:
     """Show versions, processor, memory, disk and GPU."""
-    from .env import describe
+    from .env import describe, measured
 
     found = describe(path)
+    if measure:
+        found |= measured(path, spill_folder or Path(tempfile.gettempdir()), save)
     if as_json:
         print_json(found)
     else:

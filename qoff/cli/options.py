@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from qoff.eval.perplexity.scoring import Sample
     from qoff.kvcache import KVQuant
+    from qoff.plan import Plan
     from qoff.quant import QuantConfig
 
 Model = Annotated[str, Argument(help="A qoff checkpoint, another model, or a hub id.")]
@@ -119,6 +120,34 @@ class RunOptions(ModelOptions):
 
     device_memory: str | None = Option(None, help="Bound of all on the device, like 8GB.")
     activation_bits: int = Option(16, help="16; or 8 on a CPU: faster prefill, less accurate.")
+    plan: Path | None = Option(None, help="A file of qoff plan --save: bounds, sizes, placement.")
+
+    def opening(self) -> dict[str, Any]:
+        """The options that `hf.load.open_runtime` takes, those of a saved plan among them.
+
+        Raises ArgumentError for a bound beside the plan's.
+        """
+        found = super().opening()
+        if found.pop("plan") is None:
+            return found
+        saved = self.saved_plan()
+        for name in ("device_memory", "host_memory", "max_memory"):
+            if found[name] is not None:
+                raise ArgumentError(f"give --plan or --{name.replace('_', '-')}, not both")
+        return {
+            **found,
+            "device_memory": saved.device_memory,
+            "host_memory": saved.host_memory,
+            "slots": saved.slots,
+            "activation_bits": saved.activation_bits,
+        }
+
+    def saved_plan(self) -> Plan:
+        """The plan of `--plan`. Raises FormatError for a file that is none."""
+        from qoff.plan.saved import read_plan
+
+        assert self.plan is not None
+        return read_plan(self.plan)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
 from qoff.models.modules.decoder import is_modules
 from qoff.plan import Plan
+from qoff.plan.default import default_plan
+from qoff.plan.saved import read_plan
 from qoff.process import only_here
 from qoff.quant import QuantConfig
 from qoff.system_memory import refusals
@@ -40,7 +42,9 @@ from .schedule import Schedule
 class LLM:
     """A model that answers many prompts at once, as a plan says.
 
-    path, quant, cache_dir, revision, trust_remote_code: as for `qoff.load`. device: "cpu", a GPU
+    path, quant, cache_dir, revision, trust_remote_code: as for `qoff.load`. plan: a `Plan`, or a
+    file that `qoff plan --save` wrote; None, without bounds: `Plan()` if it fits the memory that
+    is free, else what the planner chooses. device: "cpu", a GPU
     like "cuda", or "auto": a GPU if there is one. dtype: of hidden states and recent K and V on a
     GPU; "auto": the type in the model's config. A CPU computes in float32. device_memory,
     host_memory: the plan's bounds, where it has none; max_memory: the same as Accelerate writes
@@ -55,7 +59,7 @@ class LLM:
     def __init__(
         self,
         path: str | PathLike[str],
-        plan: Plan | None = None,
+        plan: Plan | str | PathLike[str] | None = None,
         *,
         device: torch.device | str = "auto",
         dtype: torch.dtype | str = "auto",
@@ -71,6 +75,9 @@ class LLM:
     ) -> None:
         where = resolve_device(device)
         device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
+        if isinstance(plan, str | PathLike):
+            plan = read_plan(plan)
+        chosen = plan is None and device_bytes is None and host_bytes is None
         self.plan = plan = _bounded(
             plan or Plan(), device_memory=device_bytes, host_memory=host_bytes
         )
@@ -91,6 +98,8 @@ class LLM:
         hidden = torch.float16  # for a GPU's ops in tests
         if not on_gpu or where.type != "cpu":
             hidden = resolve_dtype(dtype, Checkpoint.open(checkpoint).config, where)
+        if chosen:
+            self.plan = plan = default_plan(Checkpoint.open(checkpoint), where, hidden)
         self.tokenizer = None
         if has_tokenizer(checkpoint):
             self.tokenizer = load_tokenizer(checkpoint, trust_remote_code)

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qoff.budgets import memory_bounds, resolve_device
+from qoff.checkpoint import Checkpoint
 from qoff.dynamo import import_configurations
 from qoff.errors import ArgumentError, ConversionError, FormatError, raised_as
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
@@ -26,6 +27,7 @@ from qoff.models.families.family import full_config
 from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
+from qoff.plan.default import default_bounds
 from qoff.quant import QuantConfig
 from qoff.quant.gguf_split import parts
 from qoff.schema import read_object
@@ -72,7 +74,8 @@ def load(
     GPU; "auto": what the model was trained in. A CPU computes in float32.
 
     device_memory bounds everything on the device, in bytes or like "24MiB": weights, KV caches,
-    activations, logits and working space; None: as much as it takes. Room for `batch_size`
+    activations, logits and working space; None: as much as it takes, or what is free where the
+    weights do not fit that. Room for `batch_size`
     sequences of `context` tokens (None: see `Budget`) is kept free, and weights that do not fit
     beside it stream through `slots` slots: from host memory as far as host_memory goes, else from
     disk. A longer text may use what else is free; one that does not fit is refused before anything
@@ -162,6 +165,8 @@ def open_runtime(
     _check_room(context, batch_size)
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
+    if device_bytes is None and host_bytes is None:
+        device_bytes, host_bytes = default_bounds(Checkpoint.open(checkpoint), where)
 
     packed = KVQuant() if kv == AUTO else kv_quant(kv)
 

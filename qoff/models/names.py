@@ -29,6 +29,8 @@ from torch import Tensor
 
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.quant import Format, QuantConfig
+from qoff.quant.matrix import ROUTER_BITS
 
 from .families import tensor_names
 from .families.family import TensorNames
@@ -90,6 +92,12 @@ class Weight:
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.parts)
+
+    def form(self, prefix: str, quant: QuantConfig) -> Format:
+        """The format that floats are quantized to; prefix: of its name in the checkpoint."""
+        bits = quant.head_bits if self.sensitive else quant.bits
+        bits = ROUTER_BITS if self.routes else bits
+        return quant.chosen(prefix + self.name) or Format(bits, quant.group_size)
 
     def stored_shape(self, part: int) -> tuple[int, ...]:
         """Shape that the Hugging Face tensor of a part has; of an expert's, all but the first.

@@ -132,7 +132,7 @@ def _pass_bytes(
             offloaded=_attends_on_host(plan),
             values_rotated=plan.kv.values_rotated,
         )
-        for shape, form in zip(shapes, forms, strict=True)
+        for shape, form in set(zip(shapes, forms, strict=True))
     )
     tokens, scratch = plan.pass_tokens, scratch_bytes(device, plan.device_memory)
 

@@ -167,7 +167,7 @@ class Memory:
         window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
         recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
         unpacked = plan.prefill_tokens + plan.batch_size * (window + 16)
-        prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes)
+        prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in set(shapes))
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
         vocab, head = spec.vocab_size, logits_bytes(spec, plan.batch_size, torch.float32)
         work += plan.logits_bytes(vocab) + max(head, plan.sampling_bytes(vocab))

@@ -19,7 +19,7 @@ from qoff.memory.plan import is_expert
 from qoff.models.names import ROW_BLOCK, Part, Weight
 from qoff.models.sources import Source
 from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize, widened
-from qoff.quant.matrix import CALIBRATED, ROUTER_BITS
+from qoff.quant.matrix import CALIBRATED
 from qoff.quant.rows import reordered
 
 PIECE = 1 << 21  # weights read at a time
@@ -162,9 +162,7 @@ class Builder:
                     "pass requantize=True (--requantize) to quantize its values again"
                 )
             return chosen or own, imported
-        bits = self.quant.head_bits if weight.sensitive else self.quant.bits
-        bits = ROUTER_BITS if weight.routes else bits
-        return chosen or Format(bits, self.quant.group_size), False
+        return weight.form(prefix, self.quant), False
 
     def _pieces(self, weight: Weight) -> Iterator[tuple[Tensor, Tensor | QTensor, str]]:
         """Yield pieces of a matrix, the rows that each goes to, and the tensor it comes from."""

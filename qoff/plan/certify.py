@@ -1,0 +1,241 @@
+"""The exact bytes and the forecast of one plan: what the search proposes is counted as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from qoff.errors import BudgetError
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
+from qoff.memory.plan import Residency, plan_residency
+from qoff.memory.plan.residency import streamed_images
+
+from .cost import RESOURCES, Choices, CostModel, Phase, round_seconds
+from .manual import Memory, Plan, Tier
+
+TIERS: tuple[Tier, ...] = (
+    "device",
+    "host",
+    "disk",
+)  # of hidden states, in the order of `Choices.activations`
+STAGING = 2  # buffers in host memory beside a GPU
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A round of a phase: seconds, those that each resource is busy, and tokens of the phase."""
+
+    rounds: float
+    seconds: float
+    busy: Mapping[str, float]
+    tokens: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second, of all sequences together."""
+        return self.tokens / (self.rounds * self.seconds) if self.tokens else 0.0
+
+    @property
+    def limit(self) -> str:
+        """The busiest resource."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+
+@dataclass(frozen=True)
+class Certified:
+    """A plan that fits, with its exact bytes and what is forecast of it.
+
+    bound: seconds that no plan of this machine and workload is faster than, by the same model.
+    """
+
+    plan: Plan
+    memory: Memory
+    residency: Residency
+    weights: Mapping[str, int]  # bytes by tier that they are read from
+    prefill: Forecast
+    decode: Forecast
+    bound: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole workload."""
+        return sum(p.rounds * p.seconds for p in (self.prefill, self.decode))
+
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether anything is moved during a round."""
+        moved = self.weights[HOST] + self.weights[DISK] > 0
+        return moved or self.plan.kv_placement.device_fraction < 1
+
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and purpose, weights and their slots included."""
+        own = {DEVICE: self.residency.device_bytes, HOST: self.residency.host_bytes, DISK: 0}
+        return {tier: {"weights": own[tier], **self.memory.purposes[tier]} for tier in own}
+
+
+@dataclass(frozen=True)
+class Certifier:
+    """Counts plans for a model on a machine. template: fields of a plan that are not searched."""
+
+    cost: CostModel
+    template: Plan
+    device: torch.device  # what working space is counted for
+    dtype: torch.dtype
+
+    @property
+    def packing(self) -> str:
+        """Of weights on the device."""
+        return "split32" if self.cost.machine.on_gpu else "rows16"
+
+    def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
+        """What a plan takes beside the weights."""
+        sizes = self.cost.sizes
+        if not self.cost.machine.on_gpu:
+            return Memory.of(plan, sizes.spec, sizes.shapes, tiled)
+        from .gpu import memory_on_gpu  # needs Triton
+
+        return memory_on_gpu(
+            plan, sizes.spec, sizes.shapes, self.device, self.dtype, tiled, plan.batch_size
+        )
+
+    def plan_of(self, c: Choices, host: float = 0.0, disk: float = 0.0) -> Plan:
+        """The plan of one element of `c`, with these parts of the KV cache off the device."""
+        usable, on_gpu = self.cost.machine.usable, self.cost.machine.on_gpu
+        plan = replace(
+            self.template,
+            device_memory=usable[DEVICE],
+            host_memory=usable[HOST] if on_gpu else None,
+            batch_size=int(c.batch_size[0]),
+            batches=int(c.batches[0]),
+            prefill_tokens=int(c.prefill_tokens[0]),
+            schedule="block" if c.block[0] else "sequential",
+            cpu_attention="auto" if c.attends_on_cpu[0] else "never",
+            activations=TIERS[int(c.activations[0])],
+        )
+        return _placed(plan, host, disk)
+
+    def certify(self, c: Choices, host: float, disk: float) -> Certified | None:
+        """The plan of one element of `c`, its KV cache moved off the device as far as it must be.
+
+        None where no such plan fits.
+        """
+        plan, machine = self.plan_of(c, host, disk), self.cost.machine
+        blocks = max(1, plan.blocks_per_sequence)
+        for _ in range(_TRIES):
+            found = self._fit(plan)
+            if isinstance(found, tuple):
+                return self.forecast(c, *found)
+            split = plan.kv_placement.split(blocks)
+            on_host, off = split[HOST], blocks - split[DEVICE]
+            step = max(1, (split[DEVICE] if found == DEVICE else on_host) // 8)
+            if found == DEVICE and split[DEVICE]:
+                off = min(blocks, off + step)  # they go where the others are
+                on_host = off if machine.on_gpu and not split[DISK] else on_host
+            elif found == HOST and on_host:
+                on_host = max(0, on_host - step)
+            else:
+                return None
+            plan = _placed(plan, on_host / blocks, (off - on_host) / blocks)
+        return None
+
+    def _fit(self, plan: Plan) -> tuple[Plan, Memory, Residency] | str:
+        """The plan with its bounds, and its bytes; or the tier that it is too large for."""
+        machine, sizes = self.cost.machine, self.cost.sizes
+        memory = self.memory_of(plan)
+        for tiled in (False, True):
+            if memory.total(DISK) > machine.usable[DISK]:
+                return DISK
+            bound = machine.usable[DEVICE] - (0 if machine.on_gpu else memory.total(HOST))
+            plan = replace(plan, device_memory=max(0, bound))
+            try:
+                left = memory.left(DEVICE, plan.device_memory)
+            except BudgetError:
+                return DEVICE
+            try:
+                on_host = memory.left(HOST, plan.host_memory)
+            except BudgetError:
+                return HOST
+            try:
+                residency = plan_residency(
+                    sizes.checkpoint,
+                    left,
+                    plan.slots,
+                    packing=self.packing,
+                    host_memory=on_host,
+                    host_staging=STAGING if machine.on_gpu else 0,
+                )
+            except BudgetError as error:
+                return HOST if str(error).startswith(HOST) else DEVICE
+            if tiled or not residency.in_parts:
+                return plan, memory, residency
+            memory = self.memory_of(plan, tiled=True)
+        raise AssertionError("layers in tiles were counted")
+
+    def forecast(self, c: Choices, plan: Plan, memory: Memory, residency: Residency) -> Certified:
+        """What is forecast of a plan with these bytes."""
+        cost = self.cost
+        weights = self._weights(residency)
+        blocks = max(1, plan.blocks_per_sequence)
+        split = plan.kv_placement.split(blocks)
+        placed = np.array(
+            [
+                [
+                    weights[HOST] / cost.weight_bytes,
+                    weights[DISK] / cost.weight_bytes,
+                    split[HOST] / blocks,
+                    split[DISK] / blocks,
+                ]
+            ]
+        )
+        prefill, decode = cost.prefill(c), cost.decode(c)
+        work = cost.workload
+        count = work.at_once
+        return Certified(
+            plan,
+            memory,
+            residency,
+            weights,
+            _forecast(prefill, placed, count * work.prompt.mean),
+            _forecast(decode, placed, count * work.answer.mean),
+        )
+
+    def _weights(self, residency: Residency) -> dict[str, int]:
+        """Bytes of weights by the tier that a pass reads them from, all experts included."""
+        checkpoint = self.cost.sizes.checkpoint
+        images = streamed_images(checkpoint, residency)
+        streamed = {HOST: 0, DISK: 0}
+        for unit, image in images.items():
+            streamed[HOST if unit in residency.host else DISK] += image.nbytes
+        experts = self.cost.sizes.spec.experts
+        if residency.expert_slots and experts is not None:
+            count = experts.count * sum(experts.layers)
+            missed = 1 - residency.expert_slots / count
+            of_all = self.cost.sizes.expert_bytes * count
+            held = max(0, residency.host_weight_bytes - streamed[HOST])
+            streamed[HOST] += int(missed * held)
+            streamed[DISK] += int(missed * (of_all - held))
+        resident = max(0, self.cost.weight_bytes - streamed[HOST] - streamed[DISK])
+        return {DEVICE: resident, **streamed}
+
+
+_TRIES = 24
+
+
+def _placed(plan: Plan, host: float, disk: float) -> Plan:
+    """The plan with its KV cache in whole blocks of a sequence on each tier."""
+    blocks = max(1, plan.blocks_per_sequence)
+    on_host = min(blocks, round(host * blocks))
+    on_disk = min(blocks - on_host, round(disk * blocks))
+    device = 1.0 if on_host + on_disk == 0 else (blocks - on_host - on_disk) / blocks
+    return replace(plan, kv_placement=KVPlacement(device, on_host / blocks))
+
+
+def _forecast(phase: Phase, placed: np.ndarray, tokens: float) -> Forecast:
+    busy = phase.busy(placed)
+    seconds = round_seconds(busy, phase.units)
+    named = dict(zip(RESOURCES, map(float, busy[0]), strict=True))
+    return Forecast(float(phase.rounds[0]), float(seconds[0]), named, tokens)

@@ -1,0 +1,285 @@
+"""How long rounds take: docs/cost-model.md has every symbol with its unit.
+
+A round takes as long as its busiest resource, and what the others do for one unit besides, because
+the first unit has to come before it is computed. Work is linear in where the bytes are: so many of
+weights and of KV cache on each tier. All of it is computed for many plans at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kvcache import KVQuant
+from qoff.memory.arena import PAGE, round_up
+
+from .profile import Link, MachineProfile, Processor
+from .sizes import ModelSizes
+from .workload import Workload
+
+Array = npt.NDArray[np.float64]
+RESOURCES = ("disk read", "disk write", "to device", "from device", "cpu", "gpu", "memory")
+PLACED = ("weights on host", "weights on disk", "KV on host", "KV on disk")
+_READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY = range(len(RESOURCES))
+_OPS = 5  # of a layer
+_FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The discrete parts of many plans, an element of each array a plan."""
+
+    batch_size: Array
+    batches: Array
+    prefill_tokens: Array
+    block: npt.NDArray[np.bool_]  # schedule: block, else sequential
+    attends_on_cpu: npt.NDArray[np.bool_]
+    activations: npt.NDArray[np.int64]  # 0: device, 1: host, 2: disk
+
+    def __len__(self) -> int:
+        return len(self.batch_size)
+
+    def one(self, index: int) -> Choices:
+        """A plan alone."""
+        return Choices(*(x[index : index + 1] for x in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Rounds of prompts, or of decoding.
+
+    rounds: how many the workload has. base: seconds that each resource is busy in a round where
+    nothing is offloaded, [plans, RESOURCES]. each: seconds more where all of the weights, or all of
+    the KV cache, are on a tier, [plans, RESOURCES, PLACED].
+    """
+
+    rounds: Array
+    base: Array
+    each: Array
+    units: int
+
+    def busy(self, placed: Array) -> Array:
+        """Seconds that each resource is busy; placed: parts, [plans, PLACED]."""
+        return self.base + np.einsum("prq,pq->pr", self.each, placed)
+
+    def seconds(self, placed: Array) -> Array:
+        """Seconds of a round."""
+        return round_seconds(self.busy(placed), self.units)
+
+
+def round_seconds(busy: Array, units: int) -> Array:
+    """From what each resource is busy, [..., RESOURCES], to seconds of a round of so many units."""
+    longest = busy.max(-1)
+    rest: Array = longest + (busy.sum(-1) - longest) / units
+    return rest
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What rounds of a model cost on a machine.
+
+    streamed: bytes of all weights that can stream, as they lie in slots; the others stay.
+    """
+
+    sizes: ModelSizes
+    machine: MachineProfile
+    workload: Workload
+    kv: KVQuant
+    activation_bytes: int  # of a number of the hidden states
+
+    @cached_property
+    def units(self) -> int:
+        """What weights stream as: the layers and the head."""
+        return self.sizes.spec.num_layers + 1
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a pass computes with."""
+        return sum(self.sizes.layer_bytes) + self.sizes.head_bytes
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers."""
+        return sum(self._records)
+
+    @cached_property
+    def disk_block_bytes(self) -> int:
+        """The same on disk, where each layer's begins at a page."""
+        return len(self._records) * round_up(max(self._records), PAGE)
+
+    @cached_property
+    def _records(self) -> list[int]:
+        shapes = self.sizes.shapes
+        forms = self.kv.packed_forms([shape.head_dim for shape in shapes])
+        return [s.kv_heads * f.nbytes for s, f in zip(shapes, forms, strict=True)]
+
+    @cached_property
+    def mean_blocks(self) -> float:
+        """Packed blocks of a sequence, halfway through its answer."""
+        tokens = self.workload.prompt.mean + self.workload.answer.mean / 2
+        return max(0.0, tokens - self.kv.window) / BLOCK_TOKENS
+
+    def decode(self, c: Choices) -> Phase:
+        """Rounds in which each sequence gets a token."""
+        work, spec = self.workload, self.sizes.spec
+        slots = np.minimum(c.batch_size * c.batches, work.at_once)
+        count = work.at_once if work.objective == "throughput" else 1
+        # Slots are filled again as sequences end; the last ones end one by one.
+        rounds = count * work.answer.mean / slots + (work.answer.most - work.answer.mean)
+        active = count * work.answer.mean / rounds
+        passes = np.maximum(1.0, np.minimum(c.batches, active))
+        rows = np.maximum(1.0, active / passes)
+        sizes, device = self.sizes, self.machine.device
+        seconds = self._matmuls(rows, rows) * passes
+        blocks = active * self.mean_blocks * self.kv.attention_top
+        attention = self._attention(device) * blocks
+        recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
+        unpacked = sum(2 * s.kv_heads * s.head_dim for s in sizes.shapes) * recent
+        seconds = seconds + active * unpacked * self.activation_bytes / device.bytes_per_s
+        new = active / BLOCK_TOKENS  # blocks of a round
+        hidden = active * spec.hidden_size * self.activation_bytes
+        return self._phase(c, rounds, seconds, attention, blocks, new, hidden, passes, rows)
+
+    def prefill(self, c: Choices) -> Phase:
+        """Rounds in which batches read pieces of prompts."""
+        work, spec = self.workload, self.sizes.spec
+        count = work.at_once if work.objective == "throughput" else 1
+        tokens = count * work.prompt.mean * (1 - work.shared)
+        passes = np.maximum(1.0, np.minimum(c.batches, tokens / c.prefill_tokens))
+        piece = np.minimum(c.prefill_tokens, tokens / passes)
+        rounds = tokens / (piece * passes)
+        read = piece * passes
+        device = self.machine.device
+        prompts = np.maximum(1.0, piece / work.prompt.mean)
+        seconds = self._matmuls(piece, np.minimum(prompts, c.batch_size)) * passes
+        own = np.minimum(piece, work.prompt.mean)
+        heads = sum(s.heads * s.head_dim for s in self.sizes.shapes)
+        seconds = seconds + device.prompt_s * heads * read * own / 2
+        # Later pieces of a prompt attend to its packed tokens; each query group reads them.
+        past = np.maximum(0.0, work.prompt.mean * (1 + work.shared) - own) / 2 / BLOCK_TOKENS
+        blocks = passes * np.maximum(1.0, piece / np.maximum(own, 1)) * past
+        queries = own * self.sizes.shapes[0].heads / self.sizes.shapes[0].kv_heads
+        attention = self._attention(device, queries) * blocks
+        new = read / BLOCK_TOKENS
+        hidden = read * spec.hidden_size * self.activation_bytes
+        return self._phase(c, rounds, seconds, attention, blocks, new, hidden, passes, piece)
+
+    def _phase(
+        self,
+        c: Choices,
+        rounds: Array,
+        seconds: Array,
+        attention: Array,
+        blocks: Array,
+        new: Array,
+        hidden: Array,
+        passes: Array,
+        rows: Array,
+    ) -> Phase:
+        """The work of a round.
+
+        seconds: of the device without attention to packed blocks, attention: for all of these.
+        blocks: that are attended to, new: that are made. hidden: bytes of all hidden states.
+        """
+        machine, on_gpu = self.machine, self.machine.on_gpu
+        times = np.where(c.block, 1.0, passes)
+        wanted = self._wanted(rows * np.where(c.block, passes, 1.0))
+        weights = self.weight_bytes * wanted * times
+        requests = self.units * times
+        packed, packed_on_disk = self.block_bytes, self.disk_block_bytes
+        layers = self.sizes.spec.num_layers
+        bytes_ = np.zeros((len(c), 4, 1 + len(PLACED)))  # of each link: base, then each part
+        asked = np.zeros((len(c), 4, 1 + len(PLACED)))
+        bytes_[:, _READ, 2], asked[:, _READ, 2] = weights, requests
+        bytes_[:, _READ, 4], asked[:, _READ, 4] = blocks * packed_on_disk, passes * layers
+        bytes_[:, _WRITE, 4] = new * packed_on_disk
+        asked[:, _WRITE, 4] = new * layers / 8
+        bytes_[:, _IN, 1], asked[:, _IN, 1] = weights, requests
+        if on_gpu:
+            bytes_[:, _IN, 2], asked[:, _IN, 2] = weights, requests
+        moved = np.where(c.attends_on_cpu, 0.0, blocks * packed)
+        bytes_[:, _IN, 3], bytes_[:, _IN, 4] = moved, moved
+        asked[:, _IN, 3] = asked[:, _IN, 4] = np.where(c.attends_on_cpu, 0.0, passes * layers)
+        bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * packed
+        asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
+        parked = np.where(c.activations > 0, hidden * self.units, 0.0)
+        bytes_[:, _IN, 0] += parked
+        bytes_[:, _OUT, 0] += parked
+        spilled = np.where(c.activations == 2, parked, 0.0)
+        bytes_[:, _READ, 0] += spilled
+        bytes_[:, _WRITE, 0] += spilled
+        calls = np.where(c.activations > 0, passes * self.units, 0.0)
+        for way in (_IN, _OUT):
+            asked[:, way, 0] += calls
+        links = (machine.disk_read, machine.disk_write, machine.to_device, machine.from_device)
+        busy = np.zeros((len(c), len(RESOURCES), 1 + len(PLACED)))
+        for number, link in enumerate(links):
+            busy[:, number] = _link_s(link, bytes_[:, number], asked[:, number])
+            busy[:, _CPU] += bytes_[:, number] * link.cpu_s_per_byte / machine.cores
+        compute = _GPU if on_gpu else _CPU
+        busy[:, compute, 0] += seconds + attention
+        if on_gpu:
+            # What is not on the device is attended on the CPU, or moved and attended there.
+            there = self._attention(machine.host) * blocks
+            busy[:, _MEMORY] = bytes_.sum(1)
+            for part in (3, 4):
+                busy[:, _GPU, part] -= np.where(c.attends_on_cpu, attention, 0.0)
+                busy[:, _CPU, part] += np.where(c.attends_on_cpu, there, 0.0)
+                busy[:, _MEMORY, part] += np.where(c.attends_on_cpu, blocks * packed, 0.0)
+            busy[:, _MEMORY] /= machine.host.bytes_per_s
+        return Phase(rounds, busy[:, :, 0], busy[:, :, 1:], self.units)
+
+    def _wanted(self, tokens: Array) -> Array:
+        """The part of the weights that so many tokens compute with: not all experts are chosen."""
+        experts = self.sizes.spec.experts
+        if experts is None:
+            return np.ones_like(tokens)
+        chosen = 1 - (1 - experts.top_k / experts.count) ** tokens
+        held = self.sizes.expert_bytes * experts.count * sum(experts.layers) / self.weight_bytes
+        found: Array = 1 - held * (1 - chosen)
+        return found
+
+    def _matmuls(self, rows: Array, head_rows: Array) -> Array:
+        """Seconds of a pass in matrices, and in calling the ops."""
+        device, sizes = self.machine.device, self.sizes
+        layers = device.matmul_s(self.layer_bits, rows) * sizes.layer_columns
+        head = device.matmul_s(self.head_bits, head_rows) * sizes.head_columns
+        calls: Array = layers + head + _OPS * device.call_s * self.units
+        return calls
+
+    def _attention(self, processor: Processor, queries: Array | None = None) -> Array:
+        """Seconds to attend to a block of all layers; queries: of a KV head."""
+        shape = self.sizes.shapes[0]
+        group = np.asarray(shape.heads / shape.kv_heads) if queries is None else queries
+        return processor.attention_s(self.kv.k_bits, group) * self.block_bytes
+
+    @cached_property
+    def layer_bits(self) -> int:
+        """Bits of the layers' matrices, on average."""
+        bits = 8 * sum(self.sizes.layer_bytes) / max(1, self._stored_columns)
+        return min((4, 6, 8), key=lambda b: abs(b + 0.5 - bits))
+
+    @cached_property
+    def _stored_columns(self) -> float:
+        files = self.sizes.checkpoint.layers
+        return float(
+            sum(
+                e.shape[0] * e.shape[1] if len(e.shape) > 1 else 0
+                for file in files
+                for e in file.weights.values()
+            )
+        )
+
+    @cached_property
+    def head_bits(self) -> int:
+        """Bits of the matrix of the logits."""
+        bits = 8 * self.sizes.head_bytes / self.sizes.head_columns
+        return min((4, 6, 8), key=lambda b: abs(b + 0.5 - bits))
+
+
+def _link_s(link: Link, nbytes: Array, requests: Array) -> Array:
+    return nbytes / link.bytes_per_s + requests * link.request_s

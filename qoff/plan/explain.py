@@ -1,0 +1,157 @@
+"""A plan in words and numbers: what lives where, what limits, what else would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qoff.errors import QoffError
+from qoff.kvcache import KVQuant
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.units import format_size
+
+from .certify import Certified, Forecast
+from .manual import Plan
+from .profile import Link, MachineProfile
+from .search import find_plan
+from .sizes import ModelSizes
+from .workload import Workload
+
+_MORE = 32 << 30  # bytes of memory
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A plan, the machine it is for, and what it was asked for."""
+
+    sizes: ModelSizes
+    machine: MachineProfile
+    workload: Workload
+    found: Certified
+
+    def line(self) -> str:
+        """Why this plan, in one line."""
+        plan, found = self.found.plan, self.found
+        where = [f"{format_size(n)} on {tier}" for tier, n in found.weights.items() if n]
+        batches = f"{plan.batches} x {plan.batch_size} sequences of {plan.context} tokens"
+        busy = share(found.decode)
+        return (
+            f"{batches}, weights {', '.join(where)}; limit: {found.decode.limit} {busy:.0%}; "
+            f"{found.prefill.tokens_per_s:.1f} prompt tokens/s, "
+            f"{found.decode.tokens_per_s:.1f} new tokens/s expected"
+        )
+
+    def tiers(self) -> list[tuple[str, ...]]:
+        """Rows of bytes: tier, purpose, bytes; with the sum and what there is."""
+        rows: list[tuple[str, ...]] = []
+        for tier, purposes in self.found.bytes_by_tier().items():
+            rows += [(tier, name, format_size(n)) for name, n in purposes.items() if n]
+            if tier == DISK and self.found.weights[DISK]:
+                read = format_size(self.found.weights[DISK])
+                rows.append((tier, "weights, read each pass", read))
+            used, usable = sum(purposes.values()), self.machine.usable[tier]
+            if used or usable:
+                there = f"{format_size(used)} of {format_size(usable)}"
+                rows.append((tier, "in all", there))
+        return rows
+
+    def resources(self) -> list[tuple[str, ...]]:
+        """Rows of seconds: resource, busy in a round of prompts, and of decoding."""
+        phases = (self.found.prefill, self.found.decode)
+        rows: list[tuple[str, ...]] = [
+            (name, *(f"{p.busy[name]:.3f} s, {p.busy[name] / p.seconds:.0%}" for p in phases))
+            for name in phases[0].busy
+            if any(p.busy[name] > 0 for p in phases)
+        ]
+        return [*rows, ("a round", *(f"{p.seconds:.3f} s" for p in phases))]
+
+    def warnings(self) -> Iterator[str]:
+        """What the user may not expect."""
+        yield from self.machine.notes
+        if not self.found.offloads:
+            yield "everything fits the device: no offloading is needed, and it would only cost time"
+        gap = self.found.seconds / self.found.bound - 1 if self.found.bound else 0.0
+        if gap > 0.05:
+            yield f"no plan is faster than {1 + gap:.2f} times this one, by the same model"
+
+    def changes(self) -> list[tuple[str, ...]]:
+        """Rows: what would be changed, new tokens/s, and how much faster it would be."""
+        rows: list[tuple[str, ...]] = []
+        for name, machine, template in self._others():
+            try:
+                other = find_plan(self.sizes, machine, self.workload, template)
+            except QoffError:
+                continue
+            rows.append(
+                (
+                    name,
+                    f"{other.decode.tokens_per_s:.1f}",
+                    f"{self.found.seconds / other.seconds:.2f}x",
+                )
+            )
+        return rows
+
+    def _others(self) -> Iterator[tuple[str, MachineProfile, Plan]]:
+        machine, plan, usable = self.machine, self.found.plan, self.machine.usable
+        tier = HOST if machine.on_gpu else DEVICE
+        more = machine.with_memory(**{tier: usable[tier] + _MORE})
+        yield f"{format_size(_MORE)} more of {tier} memory", more, plan
+        if machine.on_gpu:
+            faster = replace(machine, to_device=_twice(machine.to_device))
+            yield "a link twice as fast", faster, plan
+        yield "a disk twice as fast", replace(machine, disk_read=_twice(machine.disk_read)), plan
+        bits = 4 if plan.kv.k_bits == 8 else 8
+        other = KVQuant(bits, bits, plan.kv.window)
+        yield f"{bits}-bit KV cache", machine, replace(plan, kv=other)
+
+    def values(self) -> dict[str, Any]:
+        """All of it for JSON: bytes, seconds."""
+        found = self.found
+        return {
+            "plan": {
+                "batch_size": found.plan.batch_size,
+                "batches": found.plan.batches,
+                "context": found.plan.context,
+                "prefill_tokens": found.plan.prefill_tokens,
+                "schedule": found.plan.schedule,
+                "cpu_attention": found.plan.cpu_attention,
+                "activations": found.plan.activations,
+                "kv_device": found.plan.kv_placement.device_fraction,
+                "kv_host": found.plan.kv_placement.host_fraction,
+                "device_memory": found.plan.device_memory,
+                "host_memory": found.plan.host_memory,
+            },
+            "bytes": found.bytes_by_tier(),
+            "weights_read_from": dict(found.weights),
+            "usable": dict(self.machine.usable),
+            "seconds": found.seconds,
+            "bound_s": found.bound,
+            "phases": {
+                name: {
+                    "rounds": phase.rounds,
+                    "seconds": phase.seconds,
+                    "busy_s": dict(phase.busy),
+                    "limit": phase.limit,
+                    "tokens_per_s": phase.tokens_per_s,
+                }
+                for name, phase in (("prefill", found.prefill), ("decode", found.decode))
+            },
+            "warnings": list(self.warnings()),
+        }
+
+
+def share(phase: Forecast) -> float:
+    """The part of a round that its busiest resource is busy."""
+    return phase.busy[phase.limit] / phase.seconds
+
+
+def explain(
+    sizes: ModelSizes, machine: MachineProfile, workload: Workload, template: Plan | None = None
+) -> Explained:
+    """Find the best plan, and explain it. Raises as `find_plan` does."""
+    return Explained(sizes, machine, workload, find_plan(sizes, machine, workload, template))
+
+
+def _twice(link: Link) -> Link:
+    return replace(link, bytes_per_s=2 * link.bytes_per_s)

@@ -1,0 +1,127 @@
+"""The machine at hand: memory that can be used, and the profile that was measured of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import resource
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from qoff.errors import FormatError
+from qoff.kernels.processor import usable_threads
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.settings import cache_directory
+from qoff.system_memory import free_memory
+
+from .profile import VERSION, Link, MachineProfile, Processor
+
+logger = logging.getLogger(__name__)
+RESERVE = {DEVICE: 512 << 20, HOST: 1 << 30, DISK: 2 << 30}  # bytes left at least
+_SHARE = 0.05  # of what is free that is left, too, where that is more
+
+
+def usable_memory(device: torch.device, folder: Path) -> dict[str, int]:
+    """Bytes by tier that can be taken now, with a reserve left; folder: of the spill file.
+
+    Main memory: what is available, or what a cgroup's limit leaves; beside a GPU no more than may
+    be locked (RLIMIT_MEMLOCK), as it is pinned. On a CPU all of it is the device's.
+    """
+    free = free_memory()
+    main = psutil.virtual_memory().available if free is None else free
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    found = {HOST: _left(HOST, main), DISK: _left(DISK, shutil.disk_usage(there).free)}
+    if device.type != "cuda":
+        return {DEVICE: found[HOST], HOST: 0, DISK: found[DISK]}
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY and os.geteuid() != 0:
+        found[HOST] = min(found[HOST], locked)
+    gpu, _ = torch.cuda.mem_get_info(device)
+    return {DEVICE: _left(DEVICE, gpu), **found}
+
+
+def _left(tier: str, free: int) -> int:
+    return max(0, free - max(RESERVE[tier], int(free * _SHARE)))
+
+
+def fingerprint(device: torch.device, checkpoint: Path, spill: Path) -> str:
+    """16 hex digits that change with processor, cores, memory, GPU and the disks of two folders."""
+    described = [
+        VERSION,
+        platform.machine(),
+        _cpu_name(),
+        usable_threads(),
+        psutil.virtual_memory().total,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        *(_disk(folder) for folder in (checkpoint, spill)),
+    ]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+
+def profile_file(found: str) -> Path:
+    """Where the profile of a fingerprint is kept."""
+    return cache_directory() / f"machine-{found}.json"
+
+
+def kept_profile(device: torch.device, checkpoint: Path, spill: Path) -> MachineProfile | None:
+    """What was measured of this machine, with the memory that is free now; None if nothing was.
+
+    A file that is damaged, or is of another machine, counts as none, and a line is logged.
+    """
+    wanted = fingerprint(device, checkpoint, spill)
+    path = profile_file(wanted)
+    if not path.exists():
+        return None
+    try:
+        found = MachineProfile.read(path)
+    except FormatError as error:
+        logger.warning("%s", error)
+        return None
+    if found.fingerprint != wanted:
+        logger.warning("%s: is of another machine; measured again by qoff env --measure", path)
+        return None
+    return replace(found, usable=usable_memory(device, spill))
+
+
+def assumed_profile(device: torch.device, spill: Path) -> MachineProfile:
+    """Rates that most machines reach, for one that was never measured."""
+    cores = usable_threads()
+    host = Processor.of(bytes_per_s=12e9, flops_per_s=40e9 * cores, call_s=20e-6)
+    gpu = Processor.of(bytes_per_s=300e9, flops_per_s=20e12, call_s=10e-6)
+    on_gpu = device.type == "cuda"
+    disk, copies = Link(5e8, 1e-4, 4e-10), Link(8e9, 1e-5, 0.0 if on_gpu else 1.25e-10)
+    return MachineProfile(
+        name="not measured",
+        on_gpu=on_gpu,
+        cores=cores,
+        device=gpu if on_gpu else host,
+        host=host,
+        disk_read=disk,
+        disk_write=replace(disk, bytes_per_s=3e8),
+        to_device=copies,
+        from_device=copies,
+        usable=usable_memory(device, spill),
+        notes=("rates are assumed; qoff env --measure measures them",),
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _disk(folder: Path) -> int:
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    return there.stat().st_dev

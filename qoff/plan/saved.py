@@ -1,0 +1,54 @@
+"""Plans in files: what `qoff plan --save` writes, and `qoff.LLM` and the commands read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from qoff.errors import ArgumentError, FormatError
+from qoff.kvcache import KVPlacement, KVQuant
+from qoff.schema import read_object, shown
+
+from .manual import Plan
+
+_VERSION = 1
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan as JSON."""
+    values = asdict(plan)
+    values["device_memory"], values["host_memory"] = plan.device_memory, plan.host_memory
+    values["kv"]["layers"] = {str(layer): bits for layer, bits in plan.kv.layers.items()}
+    folder = plan.spill_folder
+    values["spill_folder"] = None if folder is None else str(folder)
+    return json.dumps({"qoff_plan": _VERSION, **values}, indent=1)
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """A plan from a file of `plan_text`. Raises FormatError naming file and field."""
+    where = Path(path)
+    values = read_object(where, "write it again with qoff plan --save")
+    if values.pop("qoff_plan", None) != _VERSION:
+        raise FormatError(f"{where}: is not a plan; qoff plan --save writes one")
+    unknown = values.keys() - {field.name for field in fields(Plan)}
+    if unknown:
+        raise FormatError(f"{where}: a plan has no {min(unknown)!r}; correct the file")
+    try:
+        kv, placement = _part(values.pop("kv", {})), _part(values.pop("kv_placement", {}))
+        layers = {int(k): (int(a), int(b)) for k, (a, b) in _part(kv.pop("layers", {})).items()}
+        if values.get("spill_folder") is not None:
+            values["spill_folder"] = Path(values["spill_folder"])
+        return Plan(
+            kv=KVQuant(**kv, layers=layers), kv_placement=KVPlacement(**placement), **values
+        )
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise FormatError(f"{where}: {error}; correct the file") from error
+
+
+def _part(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ArgumentError(f"found {shown(value)}; expected an object")
+    return dict(value)

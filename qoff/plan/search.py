@@ -1,0 +1,263 @@
+"""The plan that the cost model likes best: a bound for all choices, LPs for some, exact bytes last.
+
+Discrete choices are enumerated. Where weights and KV cache are is continuous, and an LP for each
+choice, in the order of a bound that costs nothing. The plans of the best LPs are rounded to what
+the placement of tensors and blocks does, and counted exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+import torch
+from scipy.optimize import linprog
+
+from qoff.errors import BudgetError
+from qoff.kvcache import PackedCache
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.units import format_size
+
+from .certify import STAGING, Certified, Certifier
+from .cost import PLACED, RESOURCES, Array, Choices, CostModel, Phase
+from .manual import Plan
+from .profile import MachineProfile
+from .sizes import ModelSizes
+from .workload import Workload
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)
+_PREFILL = (64, 256, 512, 1024, 2048, 4096)
+_LPS, _FINALISTS = 50, 6
+_NEAR, _MOST = 1.1, 100  # LPs are solved until the best is so near the bound, so many at most
+
+
+def find_plan(
+    sizes: ModelSizes,
+    machine: MachineProfile,
+    workload: Workload,
+    template: Plan | None = None,
+    dtype: torch.dtype | None = None,
+) -> Certified:
+    """The best plan for a workload within the memory of a machine.
+
+    template: what is not searched: form of the KV cache, slots, spill folder. dtype: of hidden
+    states on a GPU. Raises BudgetError in a line, with tier, bytes and the nearest setting, where
+    no plan fits, and ArgumentError for sequences longer than the model's.
+    """
+    template = replace(template or Plan(), context=workload.context)
+    sizes.spec.check_positions(workload.context)
+    number = dtype or (torch.float16 if machine.on_gpu else torch.float32)
+    cost = CostModel(sizes, machine, workload, template.kv, number.itemsize)
+    cuda = machine.on_gpu and torch.cuda.is_available()
+    place = torch.device("cuda") if cuda else torch.device("cpu")
+    certifier = Certifier(cost, template, place, number)
+    choices = choices_for(workload, machine.on_gpu)
+    prefill, decode = cost.prefill(choices), cost.decode(choices)
+    bounds = lower_bounds(certifier, choices, prefill, decode)
+    order = [int(i) for i in np.argsort(bounds, kind="stable") if np.isfinite(bounds[i])]
+    best: Certified | None = None
+    bound, solved = np.inf, 0
+    while order:
+        head, order = order[:_LPS], order[_LPS:]
+        found = [relax(certifier, choices, index, prefill, decode) for index in head]
+        relaxed = sorted((one for one in found if one is not None), key=lambda one: one.seconds)
+        bound = min([bound, *(one.seconds for one in relaxed)])
+        for one in _certified(certifier, choices, relaxed):
+            best = one if best is None or one.seconds < best.seconds else best
+        solved += len(relaxed)
+        unseen = bounds[order[0]] if order else np.inf
+        if best is not None and (unseen >= best.seconds / _NEAR or solved >= _MOST):
+            bound = min(bound, unseen)
+            break
+    if best is None:
+        raise BudgetError(too_small(certifier, choices))
+    return replace(best, bound=float(min(bound, best.seconds)))
+
+
+@dataclass(frozen=True)
+class _Relaxed:
+    """A choice with the best fractions of its KV cache on host and disk; seconds of the LP."""
+
+    index: int
+    seconds: float
+    host: float
+    disk: float
+
+
+def choices_for(workload: Workload, on_gpu: bool) -> Choices:
+    """The discrete choices for a workload: none with more places than requests."""
+    count = workload.at_once
+    tokens = max(1, int(workload.prompt.mean * count))
+    pieces = [p for p in _PREFILL if p < tokens] or [_PREFILL[0]]
+    rows = [
+        row
+        for row in product(_SIZES, _BATCHES, pieces, (True, False), (True, False), (0, 1, 2))
+        if _sensible(row, count, on_gpu)
+    ]
+    columns = list(zip(*rows, strict=True))
+    size, batches, prefill, block, attends, parked = columns
+    return Choices(
+        np.array(size, float),
+        np.array(batches, float),
+        np.array(prefill, float),
+        np.array(block),
+        np.array(attends),
+        np.array(parked),
+    )
+
+
+def _sensible(row: tuple[int, int, int, bool, bool, int], count: int, on_gpu: bool) -> bool:
+    size, batches, _, block, attends, parked = row
+    if size * batches > 1 and size * batches >= 2 * count:
+        return False
+    if batches == 1 and (not block or parked):
+        return False  # there is nothing to interleave, nothing waits
+    if not on_gpu and (not attends or parked == 1):
+        return False  # host and device are one memory
+    return block or not parked
+
+
+def lower_bounds(certifier: Certifier, choices: Choices, prefill: Phase, decode: Phase) -> Array:
+    """Seconds that no plan of each choice takes less than, of bytes that cannot be near alone.
+
+    Infinite where what has to be on the device does not fit there, or the rest nowhere.
+    """
+    cost = certifier.cost
+    one = certifier.memory_of(certifier.plan_of(_smallest_of(choices)))
+    unpacked = one.purposes[DEVICE]["recent KV"] * choices.batch_size * choices.batches
+    blocks = PackedCache.blocks_of(cost.workload.context, cost.kv.window, cost.kv.sinks)
+    kv = cost.block_bytes * blocks * choices.batch_size * choices.batches
+    usable = cost.machine.usable
+    nbytes = np.stack([np.full_like(kv, cost.weight_bytes)] * 2 + [kv] * 2, -1)
+    room = usable[DEVICE] - unpacked
+    off = np.maximum(0.0, cost.weight_bytes + kv - room)
+    far = np.maximum(0.0, off - usable[HOST])
+    lost = (room < 0) | (far > usable[DISK] + cost.weight_bytes)
+    total: Array = np.where(lost, np.inf, 0.0)
+    for phase in (prefill, decode):
+        per_byte = phase.each / np.maximum(nbytes, 1)[:, None, :]
+        gained = np.minimum(0.0, phase.each[:, :, 2:].min(-1))  # less to attend to
+        away = off[:, None] * np.maximum(0.0, per_byte.min(-1))
+        on_disk = far[:, None] * np.maximum(0.0, per_byte[:, :, [1, 3]].min(-1))
+        busy = phase.base + gained + np.maximum(away, on_disk)
+        total += phase.rounds * busy.max(-1)
+    return total
+
+
+def relax(
+    certifier: Certifier, choices: Choices, index: int, prefill: Phase, decode: Phase
+) -> _Relaxed | None:
+    """Solve the LP of a choice; None where no fractions fit the memory.
+
+    Variables are the parts `PLACED`, and the seconds of the busiest resource in each phase.
+    """
+    cost, machine = certifier.cost, certifier.cost.machine
+    one = choices.one(index)
+    near, host, far = (
+        certifier.memory_of(certifier.plan_of(one, *parts)) for parts in ((0, 0), (1, 0), (0, 1))
+    )
+    weights, usable = cost.weight_bytes, machine.usable
+    if min(memory.total(DEVICE) for memory in (near, host, far)) > usable[DEVICE]:
+        return None
+    slots = certifier.template.slots * weights / cost.units  # if all of them stream
+    rows: list[list[float]] = [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]]
+    limits: list[float] = [1.0, 1.0]
+    staged = STAGING * weights / cost.units if machine.on_gpu else 0.0
+    streams: dict[str, list[float]] = {
+        DEVICE: [slots - weights, slots - weights],
+        HOST: [weights + staged, staged],
+        DISK: [0, 0],
+    }
+    for tier in (DEVICE, HOST, DISK):
+        moved = [memory.total(tier) - near.total(tier) for memory in (host, far)]
+        stay = weights if tier == DEVICE else 0
+        rows.append([*streams[tier], *moved, 0, 0])
+        limits.append(usable[tier] - near.total(tier) - stay)
+    if not machine.on_gpu:  # one memory, of which the device is the larger part
+        rows[2] = [a + b for a, b in zip(rows[2], rows[3], strict=True)]
+        limits[2] += limits[3]
+        rows[3], limits[3] = [1, 0, 1, 0, 0, 0], 0.0
+    goal = np.zeros(len(PLACED) + 2)
+    fixed = 0.0
+    for number, phase in enumerate((prefill, decode)):
+        base, each, rounds = phase.base[index], phase.each[index], float(phase.rounds[index])
+        for resource in range(len(RESOURCES)):
+            row = [*each[resource], 0, 0]
+            row[len(PLACED) + number] = -1
+            rows.append(row)
+            limits.append(-base[resource])
+        # seconds = longest + (sum - longest) / units
+        goal[len(PLACED) + number] = rounds * (1 - 1 / phase.units)
+        goal[: len(PLACED)] += rounds * each.sum(0) / phase.units
+        fixed += rounds * base.sum() / phase.units
+    if cost.workload.token_s is not None:
+        rows.append([*decode.each[index].sum(0) / decode.units, 0, 1 - 1 / decode.units])
+        limits.append(cost.workload.token_s - decode.base[index].sum() / decode.units)
+    found = linprog(goal, A_ub=np.array(rows), b_ub=np.array(limits), method="highs")
+    if found.status != 0:
+        return None
+    _, _, on_host, on_disk, _, _ = found.x
+    return _Relaxed(index, float(found.fun + fixed), float(on_host), float(on_disk))
+
+
+def _certified(
+    certifier: Certifier, choices: Choices, relaxed: list[_Relaxed]
+) -> Iterator[Certified]:
+    """The exact plans of the best relaxed ones, until enough fit."""
+    count, best = 0, np.inf
+    token_s = certifier.cost.workload.token_s
+    for one in relaxed:
+        if count >= _FINALISTS or one.seconds > best:
+            return
+        found = certifier.certify(choices.one(one.index), one.host, one.disk)
+        if found is not None and (token_s is None or found.decode.seconds <= token_s):
+            count, best = count + 1, min(best, found.seconds)
+            yield found
+
+
+def _smallest_of(choices: Choices) -> Choices:
+    """One sequence at a time, in the shortest pieces."""
+    return choices.one(_smallest(choices)[0].index)
+
+
+def _smallest(choices: Choices) -> list[_Relaxed]:
+    """The choice that takes least memory, with its KV cache on the device, the host and disk."""
+    places = choices.batch_size * choices.batches + choices.prefill_tokens / 1e6
+    index = int(np.argmin(places))
+    return [_Relaxed(index, np.inf, host, disk) for host, disk in ((0, 0), (1, 0), (0, 1))]
+
+
+def too_small(certifier: Certifier, choices: Choices) -> str:
+    """Why no plan fits: tier, bytes wanted and there, and the nearest setting that does."""
+    machine, workload = certifier.cost.machine, certifier.cost.workload
+    one = _smallest_of(choices)
+    if workload.token_s is not None:
+        return (
+            f"no plan that fits gives each sequence a token every {workload.token_s:g} s; allow "
+            "more, or use fewer or shorter requests"
+        )
+    for tier in (DEVICE, HOST, DISK):
+        usable = machine.usable[tier]
+
+        def fits(nbytes: int, tier: str = tier) -> bool:
+            more = machine.with_memory(**{tier: nbytes})
+            larger = replace(certifier, cost=replace(certifier.cost, machine=more))
+            options = ((0, 0), (1, 0), (0, 1))
+            return any(larger.certify(one, host, disk) is not None for host, disk in options)
+
+        tried = (int(max(usable, 1 << 20) * 1.05**n) for n in range(1, 240))
+        needed = next((nbytes for nbytes in tried if fits(nbytes)), None)
+        if needed is not None:
+            return (
+                f"{tier} memory: one sequence of {workload.context:,} tokens takes about "
+                f"{format_size(needed)}, {format_size(needed - usable)} more than the "
+                f"{format_size(usable)} there; raise it to that, or use shorter sequences"
+            )
+    return (
+        f"one sequence of {workload.context:,} tokens fits neither "
+        + ", ".join(f"{format_size(machine.usable[t])} of {t} memory" for t in (DEVICE, HOST, DISK))
+        + " nor more of any one of them; use shorter sequences, or more of several"
+    )

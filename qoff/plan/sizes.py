@@ -1,0 +1,163 @@
+"""Every byte of a model from its `config.json` alone: no weights are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint, WeightFile, unwritten
+from qoff.checkpoint.layout import OUTER_FILE, layer_file
+from qoff.errors import OpError, UnsupportedModelError
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.packing import packed_shapes
+from qoff.memory.plan import EMBEDDING, LM_HEAD, is_expert
+from qoff.models.families import converted
+from qoff.models.modules.configs import is_native
+from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
+from qoff.models.native.decoder import head_shapes
+from qoff.models.spec import DecoderSpec
+from qoff.quant import QTensor, QuantConfig
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model as a checkpoint would have it: where each weight lies in its file, and its bytes.
+
+    checkpoint: without files where only the config is known; what plans placements reads headers
+    alone, so it takes this as it takes a real one.
+    """
+
+    checkpoint: Checkpoint
+    spec: DecoderSpec
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], quant: QuantConfig | None = None) -> Self:
+        """The checkpoint that a model of floats is converted to; config: that of Hugging Face.
+
+        Raises UnsupportedModelError for an architecture that `qoff.LLM` does not run, and for
+        weights that are quantized already, whose formats only their files tell.
+        """
+        if not is_native(config):
+            raise UnsupportedModelError(
+                f"config.json: model_type {config.get('model_type')!r} runs through transformers' "
+                "modules, which are not planned for; use qoff.load with device_memory"
+            )
+        if config.get("quantization_config"):
+            raise UnsupportedModelError(
+                "config.json: the weights are quantized already, and only their files tell how "
+                "many bytes they become; convert the model first (qoff convert), and plan that"
+            )
+        quant = quant or QuantConfig()
+        own, names = converted(config, lambda name: False)
+        spec = DecoderSpec.from_config(own)
+        folder = Path("model")
+        outer = _file(folder / OUTER_FILE, "", outer_weights(spec, names), quant)
+        layers = [
+            _file(folder / layer_file(i), layer_prefix(i), layer_weights(spec, i, names), quant)
+            for i in range(spec.num_layers)
+        ]
+        return cls(Checkpoint(folder, dict(own), tuple(layers), outer), spec)
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        """The same of a checkpoint that is there. Raises UnsupportedModelError as `of` does."""
+        if not is_native(checkpoint.config):
+            return cls.of(checkpoint.config)  # refuses it
+        return cls(checkpoint, DecoderSpec.from_config(checkpoint.config))
+
+    @cached_property
+    def shapes(self) -> tuple[HeadShape, ...]:
+        """The attention of each layer."""
+        return head_shapes(self.spec)
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of each layer's weights as they are stored."""
+        return tuple(_bytes(file) for file in self.checkpoint.layers)
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """Bytes of the weights that the logits are computed with."""
+        weights = self.checkpoint.outer.weights
+        untied = LM_HEAD in weights
+        return sum(e.nbytes for name, e in weights.items() if not (untied and name == EMBEDDING))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are stored."""
+        return sum(map(_bytes, self.checkpoint.files))
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert; 0 where there is none."""
+        experts = self.spec.experts
+        if experts is None:
+            return 0
+        weights = (item for file in self.checkpoint.layers for item in file.weights.items())
+        found = sum(entry.nbytes for name, entry in weights if is_expert(name))
+        return found // (experts.count * sum(experts.layers))
+
+    @property
+    def layer_columns(self) -> int:
+        """Multiplications of one token by the matrices of all layers, of the chosen experts."""
+        spec, each = self.spec, 3 if self.spec.gated else 2
+        attention = spec.hidden_size * (2 * spec.q_rows + 2 * spec.kv_rows)
+        total = 0
+        for layer in range(spec.num_layers):
+            inner = spec.intermediate_size
+            if spec.experts is not None and spec.has_experts(layer):
+                experts = spec.experts
+                inner = experts.top_k * experts.intermediate_size + experts.shared_size
+            total += attention + each * spec.hidden_size * inner
+        return total
+
+    @property
+    def head_columns(self) -> int:
+        """Multiplications of one row of logits."""
+        return self.spec.vocab_size * self.spec.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all matrices and vectors."""
+        found = 0
+        for file in self.checkpoint.files:
+            for entry in file.weights.values():
+                count = 1
+                for size in entry.shape:
+                    count *= size
+                found += count
+        return found
+
+
+def _bytes(file: WeightFile) -> int:
+    return sum(entry.nbytes for entry in file.weights.values())
+
+
+def _file(path: Path, prefix: str, weights: Iterable[Weight], quant: QuantConfig) -> WeightFile:
+    """A file of weights as `convert` lays it out."""
+    built: dict[str, QTensor | Tensor] = {}
+    for weight in weights:
+        name = prefix + weight.name
+        if weight.columns is None:
+            built[name] = torch.empty(weight.rows, device="meta")
+            continue
+        form, shape = weight.form(prefix, quant), (weight.rows, weight.columns)
+        try:
+            codes, scale_min = packed_shapes(shape, form.bits, form.group_size, quant.packing)
+        except OpError as error:
+            raise UnsupportedModelError(f"{name}: {error}") from error
+        built[name] = QTensor(
+            torch.empty(codes, dtype=torch.uint8, device="meta"),
+            torch.empty(scale_min, dtype=quant.scale_dtype, device="meta"),
+            shape,
+            form.bits,
+            form.group_size,
+            quant.packing,
+        )
+    return unwritten(path, built)

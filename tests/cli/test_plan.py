@@ -1,0 +1,110 @@
+"""`qoff plan` and `qoff env --measure`: what they print and write; errors are one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from qoff.cli.main import app
+from qoff.measure import profile as measuring
+from qoff.plan.profile import Link, MachineProfile
+from qoff.plan.saved import read_plan
+from tests.plan.machines import MIB, SMALL, machine
+from tests.tiny_models import tiny_checkpoint
+
+WORK = ("--prompt", "64-128", "--tokens", "16", "--requests", "8", "--brief")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    path = tmp_path / "machine.json"
+    path.write_text(machine(device=6 * MIB).text())
+    return path
+
+
+def test_a_plan_is_explained_saved_and_run(
+    here: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    out = tmp_path / "plan.json"
+    found = run("plan", model, "--machine", here, *WORK, "--save", out, "--json")
+    assert found.exit_code == 0, found.output
+    printed = json.loads(found.stdout)
+    assert printed["phases"]["decode"]["limit"] in printed["phases"]["decode"]["busy_s"]
+    assert sum(printed["bytes"]["device"].values()) <= 6 * MIB
+    plan = read_plan(out)
+    assert plan.device_memory == printed["plan"]["device_memory"]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hi\n")
+    done = run("batch", model, prompts, "--plan", out, "--max-tokens", 2, "--raw")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["prompt_tokens"] == 2
+    both = run("batch", model, prompts, "--plan", out, "--device-memory", "1GiB")
+    assert both.exit_code == 1
+    assert "--plan or --device-memory" in both.output
+
+
+def test_a_model_without_weights_on_a_gpu_that_is_not_here(config: Path) -> None:
+    found = run("plan", config, "--gpu", "24GiB", "--link", "25GB/s", *WORK)
+    assert found.exit_code == 0, found.output
+    assert "no offloading is needed" in found.stdout
+    assert "what lives where" in found.stdout
+
+
+def test_memory_by_the_formulas(config: Path) -> None:
+    found = run("plan", config, "--memory", "--json")
+    assert found.exit_code == 0, found.output
+    printed = json.loads(found.stdout)
+    assert printed["bytes"]["inference: weights, 16 bits"] == 2 * printed["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--link", "fast", "--gpu", "1GiB"], "--link"),
+        (["--gpu", "much"], "--gpu"),
+        (["--gpu", "1GiB", "--gpu-rates", "1TB/s"], "--gpu-rates"),
+        (["--machine", "/no/such/file"], "/no/such/file"),
+        (["--prompt", "9-3"], "lengths"),
+        (["--prompt", "long"], "'long'"),
+        (["--objective", "speed"], "objective"),
+        (["--kv", "none"], "--kv"),
+        (["--prompt", "100000"], "more than the"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_what_is_wrong_is_one_line(
+    config: Path, here: Path, arguments: list[str], what: str
+) -> None:
+    on = [] if "--machine" in arguments else ["--machine", here]
+    found = run("plan", config, *on, *arguments)
+    assert found.exit_code == 1
+    assert what in found.output
+    assert found.output.count("\n") == 1
+
+
+def test_measuring_keeps_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QOFF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measuring, "_cpu", lambda: machine().device)
+    monkeypatch.setattr(measuring, "_link", lambda submit: Link(1e9))
+    out = tmp_path / "machine.json"
+    found = run("env", "--measure", "--path", tmp_path, "--save", out, "--json")
+    assert found.exit_code == 0, found.output
+    printed = json.loads(found.stdout)
+    assert MachineProfile.read(out) == MachineProfile.read(Path(printed["profile"]))
+    assert "1.00 GB/s" in printed["disk reads"]

@@ -1,0 +1,151 @@
+"""The search finds what trying everything finds; its bound holds, its bytes are exact."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+
+from qoff.errors import ArgumentError, BudgetError
+from qoff.kvcache import KVQuant
+from qoff.memory.plan import plan_residency
+from qoff.plan import Memory, Plan
+from qoff.plan.certify import Certified, Certifier
+from qoff.plan.cost import Choices, CostModel, round_seconds
+from qoff.plan.profile import MachineProfile
+from qoff.plan.search import choices_for, find_plan
+from qoff.plan.sizes import ModelSizes
+from qoff.plan.workload import Lengths, Workload
+from qoff.quant import QuantConfig
+
+from .machines import GIB, LLAMA_405B, MIB, machine, sizes
+
+WORK = Workload(Lengths.of(256), Lengths.of(64), 24)
+
+
+def everything(on: MachineProfile, work: Workload) -> list[Certified]:
+    """All choices, with the KV cache in steps of a quarter on each tier."""
+    dtype = torch.float16 if on.on_gpu else torch.float32
+    template = Plan(context=work.context)
+    cost = CostModel(sizes(on.on_gpu), on, work, template.kv, dtype.itemsize)
+    certifier = Certifier(cost, template, torch.device("cpu"), dtype)
+    choices = choices_for(work, on.on_gpu)
+    parts = [p for p in product((0, 0.25, 0.5, 0.75, 1), repeat=2) if sum(p) <= 1]
+    parts = [p for p in parts if on.on_gpu or not p[0]]
+    kept = [i for i in range(len(choices)) if choices.batch_size[i] in (1, 4, 12, 24)]
+    kept = [i for i in kept if choices.batches[i] in (1, 2, 6) and choices.activations[i] == 0]
+    kept = kept[:: 7 if on.on_gpu else 2]
+    found = (certifier.certify(choices.one(i), *p) for i in kept for p in parts)
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "device"), [(False, 6 * MIB), (False, 14 * MIB), (True, 140 * MIB)]
+)
+def test_no_plan_that_was_tried_is_better(on_gpu: bool, device: int) -> None:
+    on = machine(on_gpu, device=device)
+    best = find_plan(sizes(on_gpu), on, WORK)
+    tried = everything(on, WORK)
+    assert tried
+    assert best.seconds <= 1.02 * min(one.seconds for one in tried)
+    assert best.bound <= best.seconds
+    assert all(best.bound <= 1.0001 * one.seconds for one in tried)
+
+
+def test_bytes_are_those_of_the_placement() -> None:
+    on = machine(device=6 * MIB)
+    best = find_plan(sizes(), on, WORK)
+    memory = Memory.of(best.plan, sizes().spec, sizes().shapes, best.residency.in_parts)
+    left = memory.left("device", best.plan.device_memory)
+    assert memory.purposes == best.memory.purposes
+    assert plan_residency(sizes().checkpoint, left, packing="rows16") == best.residency
+    used = best.bytes_by_tier()
+    assert sum(used["device"].values()) + sum(used["host"].values()) <= 6 * MIB
+    assert sum(best.weights.values()) >= best.weights["disk"] > 0
+
+
+def test_a_model_that_fits_is_not_offloaded() -> None:
+    best = find_plan(sizes(), machine(device=GIB), WORK)
+    assert not best.offloads
+    assert best.decode.limit == "cpu"
+
+
+def test_more_memory_is_never_slower() -> None:
+    seconds = [find_plan(sizes(), machine(device=n * MIB), WORK).seconds for n in (6, 8, 12, 40)]
+    assert all(a >= 0.98 * b for a, b in pairwise(seconds))
+
+
+def test_a_bound_on_latency_makes_batches_smaller() -> None:
+    on = machine(device=GIB)
+    free = find_plan(sizes(), on, WORK)
+    bound = find_plan(sizes(), on, replace(WORK, token_s=free.decode.seconds / 2))
+    assert bound.decode.seconds <= free.decode.seconds / 2
+    alone = find_plan(sizes(), on, replace(WORK, objective="latency"))
+    assert alone.plan.batch_size * alone.plan.batches == 1
+
+
+def test_126_layers_take_two_seconds() -> None:
+    """Of the processor, so that other work on it does not count."""
+    large = ModelSizes.of(LLAMA_405B)
+    on = machine(True, device=24 * GIB, host=64 * GIB, disk=1000 * GIB)
+    start = time.process_time()
+    found = find_plan(large, on, Workload())
+    assert time.process_time() - start < 4
+    assert found.offloads
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_is_too_small_is_one_line_with_the_bytes_that_are_enough(on_gpu: bool) -> None:
+    with pytest.raises(BudgetError, match=r"device memory: .* more than the .* there") as refusal:
+        find_plan(sizes(on_gpu), machine(on_gpu, device=MIB, host=64 * MIB * on_gpu), WORK)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_context_that_the_model_does_not_have_is_refused() -> None:
+    config = {**LLAMA_405B, "model_type": "opt", "ffn_dim": 96, "hidden_size": 256}
+    config |= {"num_attention_heads": 4, "num_hidden_layers": 1, "max_position_embeddings": 128}
+    opt = ModelSizes.of(config, QuantConfig(group_size=32))
+    with pytest.raises(ArgumentError, match="up to 128 tokens"):
+        find_plan(opt, machine(), WORK)
+
+
+def test_a_round_is_the_busiest_resource_and_one_unit_of_the_others() -> None:
+    assert round_seconds(np.array([3.0, 1.0, 2.0]), 3) == pytest.approx(4.0)
+
+
+def test_reads_take_time_from_what_the_cpu_computes() -> None:
+    """A disk that is never the limit still makes rounds longer."""
+    on = machine(device=GIB)
+    fast = replace(on, disk_read=replace(on.disk_read, bytes_per_s=1e15, cpu_s_per_byte=0.0))
+    costly = replace(fast, disk_read=replace(fast.disk_read, cpu_s_per_byte=1e-9))
+    seconds = []
+    for one in (fast, costly):
+        cost = CostModel(sizes(), one, WORK, KVQuant(), 4)
+        choices = choices_for(WORK, False).one(0)
+        seconds.append(cost.decode(choices).seconds(np.array([[0.0, 1.0, 0.0, 0.0]])))
+    wanted = cost.weight_bytes * 1e-9 / on.cores
+    assert seconds[1] - seconds[0] == pytest.approx(wanted)
+
+
+def test_the_sequential_schedule_reads_the_weights_for_each_batch() -> None:
+    cost = CostModel(sizes(), machine(), WORK, KVQuant(), 4)
+    both = Choices(
+        np.array([4.0, 4.0]),
+        np.array([6.0, 6.0]),
+        np.array([256.0, 256.0]),
+        np.array([True, False]),
+        np.array([True, True]),
+        np.array([0, 0]),
+    )
+    each = cost.decode(both).each[:, 0, 1]
+    assert each[1] == pytest.approx(6 * each[0])
+
+
+@pytest.mark.parametrize("value", ["", "0", "9-3", "-4", [], [1.5], None])
+def test_lengths_that_are_none_are_refused(value: object) -> None:
+    with pytest.raises(ArgumentError):
+        Lengths.of(value)  # type: ignore[arg-type]

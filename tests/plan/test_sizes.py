@@ -1,0 +1,73 @@
+"""Sizes from a config are those of the checkpoint that the model is converted to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from qoff.checkpoint import Checkpoint, WeightFile
+from qoff.errors import UnsupportedModelError
+from qoff.memory.plan import plan_residency
+from qoff.plan.sizes import ModelSizes
+from tests.tiny_models import FAMILIES, QUANT, tiny_checkpoint, tiny_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_byte_is_known_from_the_config(
+    tmp_path_factory: pytest.TempPathFactory, family: str
+) -> None:
+    base = tmp_path_factory.getbasetemp()
+    path = tiny_model(base, family)
+    config = json.loads((path / "config.json").read_text())
+    sizes = ModelSizes.of(config, replace(QUANT, packing="rows16"))
+    real = Checkpoint.open(tiny_checkpoint(base, family))
+    assert [_described(file) for file in sizes.checkpoint.files] == [
+        _described(file) for file in real.files
+    ]
+    assert sizes.nbytes == ModelSizes.of_checkpoint(real).nbytes
+
+
+def _described(file: WeightFile) -> object:
+    return file.path.name, file.data_start, file.nbytes, file.weights
+
+
+def test_placement_takes_it_as_a_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.getbasetemp()
+    config = json.loads((tiny_model(base, "llama") / "config.json").read_text())
+    sizes = ModelSizes.of(config, replace(QUANT, packing="rows16"))
+    real = Checkpoint.open(tiny_checkpoint(base, "llama"))
+    budget = sizes.nbytes * 3 // 4
+    assert plan_residency(sizes.checkpoint, budget) == plan_residency(real, budget)
+
+
+def test_the_formula_of_a_large_model() -> None:
+    """GPT-3 175B in OPT's shape: 12 l h^2 weights in the layers."""
+    config = {
+        "model_type": "opt",
+        "hidden_size": 12288,
+        "ffn_dim": 49152,
+        "num_hidden_layers": 96,
+        "num_attention_heads": 96,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 12288,
+    }
+    sizes = ModelSizes.of(config)
+    assert sizes.layer_columns == 12 * 96 * 12288**2
+    assert sizes.parameters == pytest.approx(175e9, rel=0.01)
+    assert sum(sizes.layer_bytes) == pytest.approx(4.5 / 8 * sizes.layer_columns, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"model_type": "mamba"}, "transformers' modules"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "convert"),
+    ],
+)
+def test_what_a_config_cannot_tell_is_refused(config: dict[str, object], what: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=what) as refusal:
+        ModelSizes.of(config)
+    assert "\n" not in str(refusal.value)
