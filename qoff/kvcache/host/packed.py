@@ -243,7 +243,7 @@ class PackedPass(SlotPass):
 
     @cached_property
     def _origins(self) -> Tensor:
-        """Where the tokens of each new block are, and whether they open a sequence: int64 [n, 3]."""
+        """Where the tokens of each new block are, as `pack_blocks` is told."""
         first = self._cache.sinks
         rows = [
             (slot, first + BLOCK_TOKENS * i, first + self._packed[slot] + i == 0)

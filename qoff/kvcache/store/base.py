@@ -18,7 +18,6 @@ from qoff.kvcache.base import LayerView
 from .placement import HOST
 from .pool import BlockPool
 
-
 # Makes the records of the blocks at some places of a list, each uint8 [kv_heads, form.nbytes].
 Fill: TypeAlias = Callable[[Sequence[int], Sequence[Tensor]], None]
 

@@ -251,7 +251,7 @@ class TieredBlocks(BlockStore):
         return (layer * self.plan.blocks[DISK] + local) * self.plan.stride
 
     def _spill(self, layer: int, run: Sequence[tuple[int, int]], fill: Fill) -> None:
-        """Write neighbouring blocks of a layer to disk; run: of each its number there, its place."""
+        """Write neighbouring blocks of a layer to disk; run: number there and place of each."""
         assert self.spill is not None
         stage, before = self._stages[0]
         earlier = [self._writes.get((layer, local), before) for local, _ in run]
