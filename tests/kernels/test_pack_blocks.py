@@ -10,7 +10,7 @@ from qoff.errors import OpError
 from qoff.kernels.cpu.packed_attention.pack import move_tokens, pack_blocks
 from qoff.kernels.layout.heads import HeadShape, cache_shapes, read_keys
 from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
-from qoff.kernels.layout.rotation import rotate_values, value_run
+from qoff.kernels.layout.rotation import rotate_values, rotation_signs, value_run
 from qoff.kernels.reference.kv_blocks import quantize_blocks
 from tests.tolerances import assert_close
 
@@ -33,15 +33,14 @@ def tokens(dim: int, capacity: int = CAPACITY) -> tuple[Tensor, Tensor]:
 
 
 def rotated(v: Tensor) -> Tensor:
-    """V times the matrix of `rotate_values`, by sums and differences in the order of the job."""
-    run, wide = value_run(v.shape[-1]), v
-    power, stride = 2.0 ** -((run.bit_length() - 1) // 2), 1
-    while stride < run:
-        a, b = wide.unflatten(-1, (-1, 2, stride)).unbind(-2)
-        wide = torch.stack((a + b, a - b), -2).flatten(-3)
-        stride *= 2
-    assert_close(wide * power, rotate_values(v))
-    return wide * power
+    """As `rotate_values`, the sums in order: so are torch's up to runs of 128 channels."""
+    run, signs = value_run(v.shape[-1]), rotation_signs(v.shape[-1])
+    runs = v.unflatten(-1, (-1, run))
+    total = torch.zeros_like(runs)
+    for i in range(run):
+        total += runs[..., i : i + 1] * signs[i]
+    assert_close(total.flatten(-2), rotate_values(v))
+    return total.flatten(-2)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
-from qoff.kernels.cpu.operands import check_dense, fail
+from qoff.kernels.cpu.operands import address, check_dense, fail
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.layout.rotation import value_run
+from qoff.kernels.layout.rotation import rotation_signs, value_run
 
 from .pack_job import (
     MOVE_FIELDS,
@@ -53,15 +53,16 @@ def pack_blocks(
             fail(_OP, f"records are contiguous uint8 {list(shape)}, not {list(record.shape)}")
     addresses = torch.tensor([[record.data_ptr()] for record in records], dtype=torch.int64)
     table = torch.cat((origins, addresses), 1)
+    signs = rotation_signs(form.head_dim) if rotated else None
     workers = pool or default_pool()
     with workers.lock:
         args = PackArguments(
             keys.data_ptr(), values.data_ptr(), values.shape[2], values.shape[1], form.head_dim,
-            form.k_bits, form.v_bits, form.parts, value_run(form.head_dim) if rotated else 0,
+            form.k_bits, form.v_bits, form.parts, address(signs), value_run(form.head_dim),
             form.k_scale, form.v_codes, form.v_scale, form.nbytes, table.data_ptr(), len(records),
             workers.workspace(workers.threads * scratch_bytes(form.head_dim)),
         )  # fmt: skip
-        workers.run(pack_job.address, args, table)
+        workers.run(pack_job.address, args, (table, signs))
 
 
 def move_tokens(

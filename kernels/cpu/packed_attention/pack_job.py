@@ -6,7 +6,6 @@ import ctypes
 
 import numpy as np
 
-from qoff.kernels.cpu.attention.hadamard import rotate
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inlined, inner, job
 from qoff.kernels.cpu.jit.pool import take
@@ -36,13 +35,13 @@ class PackArguments(ctypes.Structure):
     """Addresses, sizes in elements; of records, in bytes."""
 
     _fields_ = int64s(
-        "keys", "values", "capacity", "kv_heads", "dim", "k_bits", "v_bits", "parts", "rotated",
-        "k_scale", "v_codes", "v_scale", "record", "origins", "count", "scratch",
+        "keys", "values", "capacity", "kv_heads", "dim", "k_bits", "v_bits", "parts", "signs",
+        "run", "k_scale", "v_codes", "v_scale", "record", "origins", "count", "scratch",
     )  # fmt: skip
 
 
-(KEYS, VALUES, CAPACITY, KV_HEADS, DIM, K_BITS, V_BITS, PARTS, ROTATED, K_SCALE, V_CODES, V_SCALE,
- RECORD, ORIGINS, COUNT, SCRATCH) = offsets(PackArguments)  # fmt: skip
+(KEYS, VALUES, CAPACITY, KV_HEADS, DIM, K_BITS, V_BITS, PARTS, SIGNS, RUN, K_SCALE, V_CODES,
+ V_SCALE, RECORD, ORIGINS, COUNT, SCRATCH) = offsets(PackArguments)  # fmt: skip
 
 
 class MoveArguments(ctypes.Structure):
@@ -131,16 +130,25 @@ def _channels(x, count, kind):
 
 
 @inner
-def _pack_values(values, dim, bits, parts, rotated, codes, fields, scratch):
+def _times(x, matrix, run, to):
+    """Numbers at x times a matrix [run, run]; sums in order, as torch's product has them."""
+    for column in range(0, 4 * run, 64):
+        total = simd.splat_f32(np.float32(0.0))
+        for i in range(run):
+            row = simd.load_f32(matrix + 4 * run * i + column)
+            total = simd.mul_add(simd.splat_f32(simd.peek_f32(x + 4 * i)), row, total)
+        simd.store_f32(to + column, total)
+
+
+@inner
+def _pack_values(values, dim, bits, parts, signs, run, codes, fields, scratch):
     """V of a block, [64, dim]: scales and minima of each token's parts."""
     lows = scratch + 256
     highs = lows + 4 * parts * BLOCK_TOKENS
-    if rotated != 0:
+    if signs != 0:
         copy = highs + 4 * parts * BLOCK_TOKENS
-        for i in range(0, 4 * BLOCK_TOKENS * dim, 64):
-            simd.store_f32(copy + i, simd.load_f32(values + i))
-        for token in range(BLOCK_TOKENS):
-            rotate(copy + 4 * token * dim, dim, rotated)
+        for i in range(0, 4 * BLOCK_TOKENS * dim, 4 * run):
+            _times(values + i, signs, run, copy + i)
         values = copy
     part, half, top = dim // parts, dim // 2, _top(bits)
     for token in range(BLOCK_TOKENS):
@@ -182,7 +190,7 @@ def pack_job(pool, thread, threads, args):
         )  # fmt: skip
         _pack_values(
             simd.peek_i64(args + VALUES) + first, dim, simd.peek_i64(args + V_BITS),
-            simd.peek_i64(args + PARTS), simd.peek_i64(args + ROTATED),
+            simd.peek_i64(args + PARTS), simd.peek_i64(args + SIGNS), simd.peek_i64(args + RUN),
             record + simd.peek_i64(args + V_CODES), record + simd.peek_i64(args + V_SCALE), scratch,
         )  # fmt: skip
         item = take(pool, 0)
