@@ -33,8 +33,8 @@ from qoff.settings import cache_directory
 from .instrument import Sanitizer
 
 _TESTS = (
-    "w4_linear", "attention", "packed_attention", "packed_select", "experts", "embedding",
-    "cpu_sampling", "pool", "recorder", "rotated", "simd",
+    "w4_linear", "attention", "pack_blocks", "packed_attention", "packed_select", "experts",
+    "embedding", "cpu_sampling", "pool", "recorder", "rotated", "simd",
 )  # fmt: skip
 _DEFAULTS = {
     Sanitizer.ADDRESS: [

@@ -34,6 +34,13 @@ def rotate_values(v: Tensor, back: bool = False) -> Tensor:
     return (v.unflatten(-1, (-1, run)) @ _signs(run, power, v.dtype, v.device)).flatten(-2)
 
 
+def rotation_signs(head_dim: int) -> Tensor:
+    """What `rotate_values` multiplies a run of float32 V by on the CPU, [run, run]."""
+    run = value_run(head_dim)
+    power = 2.0 ** -((run.bit_length() - 1) // 2)
+    return _signs(run, power, torch.float32, torch.device("cpu"))
+
+
 @cache
 def _signs(dim: int, power: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (hadamard(dim, torch.float64) * dim**0.5 * power).to(dtype).to(device)

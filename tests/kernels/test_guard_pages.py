@@ -34,6 +34,7 @@ from tests.kernels import (
     test_cpu_sampling,
     test_embedding,
     test_experts,
+    test_pack_blocks,
     test_packed_attention,
     test_packed_select,
     test_rotated,
@@ -134,7 +135,7 @@ def run_guarded(works: Iterator[Callable[[], None]], end: bool, place: Path) -> 
 
 
 SHORT = [test_attention, test_cpu_sampling, test_embedding, test_w4_linear]
-LONG = [test_experts, test_packed_attention, test_packed_select, test_rotated]
+LONG = [test_experts, test_pack_blocks, test_packed_attention, test_packed_select, test_rotated]
 
 
 @pytest.mark.parametrize(

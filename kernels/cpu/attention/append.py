@@ -74,16 +74,19 @@ def _append_token(args, token):
         values = simd.peek_i64(args + f.VALUES) + to + 4 * place * dim
         for i in range(dim):
             simd.poke_f32(keys + 64 * i, simd.peek_f32(key + 4 * i))
-            simd.poke_f32(values + 4 * i, simd.peek_f32(value + 4 * i))
+        for i in range(0, 4 * dim, 64):
+            simd.store_f32(values + i, simd.load_f32(value + i))
 
 
 @inner
-def append_all(pool, args):
-    """Phase 0 of the attention jobs: all tokens."""
+def append_all(pool, args, together):
+    """Phase 0 of the attention jobs: all tokens, so many neighbours by one thread."""
     tokens = simd.peek_i64(args + f.M)
-    token = take(pool, 0)
-    while token < tokens:
-        _append_token(args, token)
+    items = (tokens + together - 1) // together
+    item = take(pool, 0)
+    while item < items:
+        for token in range(item * together, min((item + 1) * together, tokens)):
+            _append_token(args, token)
         finish(pool, 0)
-        token = take(pool, 0)
-    wait(pool, 0, tokens)
+        item = take(pool, 0)
+    wait(pool, 0, items)

@@ -186,5 +186,5 @@ def _attend_all(pool, args):
 @job
 def append_attend_job(pool, thread, threads, args):
     """Append every token's keys and values, then attend."""
-    append_all(pool, args)
+    append_all(pool, args, 1)
     _attend_all(pool, args)

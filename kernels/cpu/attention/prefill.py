@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inner, job
+from qoff.kernels.cpu.jit.compiled import inlined, inner, job
 from qoff.kernels.cpu.jit.pool import take
 
 from . import fields as f
@@ -84,27 +84,54 @@ def _softmax_row(scores, start, last, low, high, state):
     simd.poke_f32(state + 8, correction)
 
 
+@inlined
+def _weigh_vectors(scores, values, count, dim, states, out, both):
+    """One or `both` of two neighbouring vectors of the sums of four rows; see `_weigh`."""
+    row = 4 * dim
+    c0, c1 = simd.splat_f32(simd.peek_f32(states + 8)), simd.splat_f32(simd.peek_f32(states + 72))
+    c2, c3 = (
+        simd.splat_f32(simd.peek_f32(states + 136)),
+        simd.splat_f32(simd.peek_f32(states + 200)),
+    )
+    a0, a1 = simd.mul(simd.load_f32(out), c0), simd.mul(simd.load_f32(out + row), c1)
+    a2, a3 = simd.mul(simd.load_f32(out + 2 * row), c2), simd.mul(simd.load_f32(out + 3 * row), c3)
+    b0, b1, b2, b3 = a0, a1, a2, a3
+    if both:
+        b0 = simd.mul(simd.load_f32(out + 64), c0)
+        b1 = simd.mul(simd.load_f32(out + row + 64), c1)
+        b2 = simd.mul(simd.load_f32(out + 2 * row + 64), c2)
+        b3 = simd.mul(simd.load_f32(out + 3 * row + 64), c3)
+    for key in range(count):
+        at, w = values + row * key, scores + 4 * key
+        w0, w1 = simd.splat_f32(simd.peek_f32(w)), simd.splat_f32(simd.peek_f32(w + _SCORES))
+        w2 = simd.splat_f32(simd.peek_f32(w + 2 * _SCORES))
+        w3 = simd.splat_f32(simd.peek_f32(w + 3 * _SCORES))
+        v = simd.load_f32(at)
+        a0, a1 = simd.mul_add(w0, v, a0), simd.mul_add(w1, v, a1)
+        a2, a3 = simd.mul_add(w2, v, a2), simd.mul_add(w3, v, a3)
+        if both:
+            v = simd.load_f32(at + 64)
+            b0, b1 = simd.mul_add(w0, v, b0), simd.mul_add(w1, v, b1)
+            b2, b3 = simd.mul_add(w2, v, b2), simd.mul_add(w3, v, b3)
+    simd.store_f32(out, a0)
+    simd.store_f32(out + row, a1)
+    simd.store_f32(out + 2 * row, a2)
+    simd.store_f32(out + 3 * row, a3)
+    if both:
+        simd.store_f32(out + 64, b0)
+        simd.store_f32(out + row + 64, b1)
+        simd.store_f32(out + 2 * row + 64, b2)
+        simd.store_f32(out + 3 * row + 64, b3)
+
+
 @inner
 def _weigh(scores, values, count, dim, states, sums):
     """sums[row] = sums[row] * correction[row] + weights[row] @ values, for keys 0..count-1."""
-    for column in range(0, 4 * dim, 64):
-        out0, out1 = sums + column, sums + column + 4 * dim
-        out2, out3 = sums + column + 8 * dim, sums + column + 12 * dim
-        a0 = simd.mul(simd.load_f32(out0), simd.splat_f32(simd.peek_f32(states + 8)))
-        a1 = simd.mul(simd.load_f32(out1), simd.splat_f32(simd.peek_f32(states + 72)))
-        a2 = simd.mul(simd.load_f32(out2), simd.splat_f32(simd.peek_f32(states + 136)))
-        a3 = simd.mul(simd.load_f32(out3), simd.splat_f32(simd.peek_f32(states + 200)))
-        for key in range(count):
-            v = simd.load_f32(values + 4 * key * dim + column)
-            w = scores + 4 * key
-            a0 = simd.mul_add(simd.splat_f32(simd.peek_f32(w)), v, a0)
-            a1 = simd.mul_add(simd.splat_f32(simd.peek_f32(w + _SCORES)), v, a1)
-            a2 = simd.mul_add(simd.splat_f32(simd.peek_f32(w + 2 * _SCORES)), v, a2)
-            a3 = simd.mul_add(simd.splat_f32(simd.peek_f32(w + 3 * _SCORES)), v, a3)
-        simd.store_f32(out0, a0)
-        simd.store_f32(out1, a1)
-        simd.store_f32(out2, a2)
-        simd.store_f32(out3, a3)
+    paired = 4 * dim // 128 * 128
+    for column in range(0, paired, 128):
+        _weigh_vectors(scores, values + column, count, dim, states, sums + column, True)
+    if paired < 4 * dim:
+        _weigh_vectors(scores, values + paired, count, dim, states, sums + paired, False)
 
 
 @inner
@@ -193,9 +220,10 @@ def _attend_item(args, first, last, head, scratch):
 @job
 def append_prefill_job(pool, thread, threads, args):
     """Append every token's keys and values, then attend."""
-    append_all(pool, args)
     tokens, heads = simd.peek_i64(args + f.M), simd.peek_i64(args + f.HEADS)
     dim = simd.peek_i64(args + f.DIM)
+    # The keys of a vector are of neighbouring tokens: two threads would write to the same lines.
+    append_all(pool, args, 16 if tokens >= 16 * threads else 1)
     scratch = simd.peek_i64(args + f.PARTIALS) + thread * tile_bytes(dim)
     items = (tokens + ROWS - 1) // ROWS * heads
     item = take(pool, 1)

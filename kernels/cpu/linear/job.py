@@ -39,7 +39,6 @@ class LinearArguments(ctypes.Structure):
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 _LARGEST = (127, 32512)  # of one int8 plane, and of two: 127 * 256, so that both stay in range
 _TOKENS = 4  # tokens of the widest tile
-PREFETCHED_BYTES = 16 << 10  # while activations are quantized
 CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
 
 
@@ -262,15 +261,6 @@ def _first_block(item, chunks, threads, step):
 
 
 @inner
-def _prefetch_tile(args, block):
-    """Ask for the codes of two row blocks; what the activations take meanwhile is then no wait."""
-    nbytes = 4 * simd.peek_i64(args + K) * simd.peek_i64(args + BITS)
-    codes = simd.peek_i64(args + CODES) + block * nbytes // 2
-    for i in range(0, min(nbytes, PREFETCHED_BYTES), 64):
-        simd.prefetch(codes + i)
-
-
-@inner
 def _linear(pool, thread, threads, args):
     """The whole op on one thread of the pool."""
     tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
@@ -280,9 +270,6 @@ def _linear(pool, thread, threads, args):
     part = ((blocks + step - 1) // step + threads - 1) // threads  # chunks a thread
     chunks = part * threads
     item = take(pool, 1)
-    first_block = _first_block(item, chunks, threads, step)
-    if tokens == 1 and first_block + 2 <= blocks:
-        _prefetch_tile(args, first_block)
     _quantize_all(pool, thread, threads, args)
     together = max(_TOKENS, CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
     runs = (tokens + together - 1) // together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from qoff.kernels.layout.layer_cache import RUN_TOKENS, LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.layout.steady import SteadyMemory
-from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
+from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockStore, GrowingBlocks
 
@@ -222,37 +223,43 @@ class PackedPass(SlotPass):
 
     def _pack(self, layer: int) -> None:
         """Pack new blocks of a layer, and put what is left unpacked at its place in the cache."""
-        cache, (keys, values) = self._cache, self._tokens(layer)
-        first = cache.sinks
-        for slot, tokens in self._unpacked.items():
-            blocks = self._new.get(self._slots[slot], [])
-            done = first + BLOCK_TOKENS * len(blocks)
-            if blocks:
-                k = keys[slot, :, first // KEYS_PER_VECTOR : done // KEYS_PER_VECTOR]
-                k = k.transpose(2, 3).flatten(1, 2)
-                v = values[slot, :, first:done]
-                # [kv_heads, tokens, D] -> [blocks, kv_heads, 64, D]
-                k, v = (x.unflatten(1, (-1, BLOCK_TOKENS)).transpose(0, 1) for x in (k, v))
-                if cache.values_rotated:
-                    v = rotate_values(v)
-                position = first + self._packed[slot] + BLOCK_TOKENS * torch.arange(len(blocks))
-                opening = (position == 0)[:, None]  # [blocks, 1]; none where there are sinks
-                records = quantize_blocks(k, v, cache.store.forms[layer], opening)
-                cache.store.write(layer, blocks, records)
-            if self._apart:
-                self._keep(layer, slot, 0, min(first, tokens), 0)
-            if tokens > done and (blocks or self._apart):
-                self._keep(layer, slot, done, tokens, first)
+        from qoff.kernels.cpu.packed_attention.pack import move_tokens, pack_blocks
 
-    def _keep(self, layer: int, slot: int, start: int, stop: int, place: int) -> None:
-        """Move unpacked tokens from where this pass has them to a place in the cache."""
-        if stop <= start:
-            return
-        recent, (keys, values) = self._cache.recent, self._tokens(layer)
-        to = self._slots[slot]
-        first, last = start // KEYS_PER_VECTOR, -(-stop // KEYS_PER_VECTOR)
-        rest = keys[slot, :, first:last].clone()  # it may overlap with where it goes
-        at = place // KEYS_PER_VECTOR
-        recent.keys[layer][to, :, at : at + last - first] = rest
-        rest = values[slot, :, start:stop].clone()
-        recent.values[layer][to, :, place : place + stop - start] = rest
+        cache, (keys, values) = self._cache, self._tokens(layer)
+        form, origins = cache.store.forms[layer], self._origins
+
+        def fill(places: Sequence[int], records: Sequence[Tensor]) -> None:
+            some = origins if len(places) == len(origins) else origins[list(places)]
+            pack_blocks(keys, values, form, some, records, rotated=cache.values_rotated)
+
+        if self._new:
+            blocks = [block for blocks in self._new.values() for block in blocks]
+            cache.store.fill(layer, blocks, fill)
+        if len(self._moves):
+            recent = cache.recent
+            move_tokens((keys, values), (recent.keys[layer], recent.values[layer]), self._moves)
+
+    @cached_property
+    def _origins(self) -> Tensor:
+        """Where the tokens of each new block are, as `pack_blocks` is told."""
+        first = self._cache.sinks
+        rows = [
+            (slot, first + BLOCK_TOKENS * i, first + self._packed[slot] + i == 0)
+            for slot in self._unpacked
+            for i in range(len(self._new.get(self._slots[slot], ())))
+        ]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    @cached_property
+    def _moves(self) -> Tensor:
+        """Unpacked tokens that go from where this pass has them to their places: `move_tokens`."""
+        first, rows = self._cache.sinks, []
+        for slot, tokens in self._unpacked.items():
+            to = self._slots[slot]
+            blocks = len(self._new.get(to, ()))
+            done = first + BLOCK_TOKENS * blocks
+            if self._apart and first:
+                rows.append((slot, 0, min(first, tokens), to, 0))
+            if tokens > done and (blocks or self._apart):
+                rows.append((slot, done, tokens - done, to, first))
+        return torch.tensor(rows, dtype=torch.int64)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from qoff.kvcache.base import LayerView
 
 from .placement import HOST
 from .pool import BlockPool
+
+# Makes the records of the blocks at some places of a list, each uint8 [kv_heads, form.nbytes].
+Fill: TypeAlias = Callable[[Sequence[int], Sequence[Tensor]], None]
 
 
 class BlockView(LayerView[tuple[PackedTokens, ...]]):
@@ -99,8 +103,17 @@ class BlockStore(Blocks):
         """
 
     @abstractmethod
+    def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:
+        """Have records of a layer made where they lie or are sent from, some at a time."""
+
     def write(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
         """Keep uint8 [blocks, kv_heads, form.nbytes] of a layer."""
+
+        def copy(places: Sequence[int], memory: Sequence[Tensor]) -> None:
+            for i, to in zip(places, memory, strict=True):
+                to.copy_(records[i])
+
+        self.fill(layer, blocks, copy)
 
     @abstractmethod
     def read(self, layer: int, block: int) -> Tensor:
@@ -143,8 +156,9 @@ class GrowingBlocks(BlockStore):
     def allocate(self, indices: Sequence[int], expected: int, owner: int) -> list[int]:
         return self.pool.allocate(len(indices))
 
-    def write(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
-        self.pool.layers[layer][list(blocks)] = records
+    def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:
+        memory = self.pool.layers[layer]
+        fill(range(len(blocks)), [memory[block] for block in blocks])
 
     def read(self, layer: int, block: int) -> Tensor:
         return self.pool.layers[layer][block]

@@ -19,7 +19,7 @@ from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.spill import SpillFile
 
-from .base import BlockStore, BlockView, block_table, told
+from .base import BlockStore, BlockView, Fill, block_table, told
 from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from .pool import BlockPool
 from .ring import BlockRing, CopyPlan, LayerFetches, Run, runs
@@ -156,19 +156,21 @@ class TieredBlocks(BlockStore):
         tier = next(tier for tier in reversed(TIERS) if block >= self._bases[tier])
         return self.pools[tier], block - self._bases[tier]
 
-    def write(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
-        on_disk = []
-        for block, record in zip(blocks, records, strict=True):
-            pool, local = self.place(block)
+    def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:
+        near: list[tuple[int, Tensor]] = []
+        on_disk: list[tuple[int, int]] = []
+        for i, (pool, local) in enumerate(map(self.place, blocks)):
             if pool.tier == DISK:
-                on_disk.append((local, record))
+                on_disk.append((local, i))
             else:
-                pool.layers[layer][local] = record
-        on_disk.sort(key=lambda pair: pair[0])
+                near.append((i, pool.layers[layer][local]))
+        if near:
+            fill([i for i, _ in near], [memory for _, memory in near])
+        on_disk.sort()
         for run in runs(enumerate(local for local, _ in on_disk)):
             neighbours = on_disk[run.at : run.at + run.count]
             for start in range(0, run.count, _STAGE_BLOCKS):
-                self._spill(layer, neighbours[start : start + _STAGE_BLOCKS])
+                self._spill(layer, neighbours[start : start + _STAGE_BLOCKS], fill)
 
     def read(self, layer: int, block: int) -> Tensor:
         pool, local = self.place(block)
@@ -248,18 +250,18 @@ class TieredBlocks(BlockStore):
     def _offset(self, layer: int, local: int) -> int:
         return (layer * self.plan.blocks[DISK] + local) * self.plan.stride
 
-    def _spill(self, layer: int, run: Sequence[tuple[int, Tensor]]) -> None:
-        """Write neighbouring blocks of a layer to disk."""
+    def _spill(self, layer: int, run: Sequence[tuple[int, int]], fill: Fill) -> None:
+        """Write neighbouring blocks of a layer to disk; run: number there and place of each."""
         assert self.spill is not None
         stage, before = self._stages[0]
         earlier = [self._writes.get((layer, local), before) for local, _ in run]
         wait([before, *earlier])  # what failed is the blocks' own: see `_settle`
-        del self._stages[0]
         memory = stage[: len(run) * self.plan.stride]
-        for place, (_, record) in zip(memory.split(self.plan.stride), run, strict=True):
-            place[: record.nbytes] = record.flatten()
+        shape = self.kv_heads[layer], self.forms[layer].nbytes
+        records = memory.view(len(run), -1)[:, : self.plan.record_bytes[layer]]
+        fill([i for _, i in run], [record.view(shape) for record in records])
         write = self.spill.write(self._offset(layer, run[0][0]), memory)
-        self._stages.append((stage, write))
+        self._stages = [*self._stages[1:], (stage, write)]
         for local, _ in run:
             self._writes[layer, local] = write
 
