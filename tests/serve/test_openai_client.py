@@ -21,7 +21,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 def test_a_chat_is_answered_as_the_engine_answers(client: OpenAI, served: Running) -> None:
     assert served.engine.llm is not None
     (wanted,) = served.engine.llm.chat(CHAT, PARAMS)
-    found = client.chat.completions.create(model=MODEL, messages=CHAT, **GREEDY)
+    without_effect: dict[str, Any] = {"user": "me", "metadata": {"a": "b"}, "store": False}
+    without_effect |= {"service_tier": "auto", "logit_bias": {}}
+    found = client.chat.completions.create(model=MODEL, messages=CHAT, **GREEDY, **without_effect)
     assert found.choices[0].message.content == wanted.text
     assert found.choices[0].finish_reason == "length"
     assert found.usage is not None
