@@ -12,7 +12,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from qoff.errors import FormatError
@@ -35,7 +34,7 @@ def usable_memory(device: torch.device, folder: Path) -> dict[str, int]:
     be locked (RLIMIT_MEMLOCK), as it is pinned. On a CPU all of it is the device's.
     """
     free = free_memory()
-    main = psutil.virtual_memory().available if free is None else free
+    main = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     found = {HOST: _left(HOST, main), DISK: _left(DISK, shutil.disk_usage(there).free)}
     if device.type != "cuda":
@@ -58,7 +57,7 @@ def fingerprint(device: torch.device, checkpoint: Path, spill: Path) -> str:
         platform.machine(),
         _cpu_name(),
         usable_threads(),
-        psutil.virtual_memory().total,
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         *(_disk(folder) for folder in (checkpoint, spill)),
     ]

@@ -13,7 +13,6 @@ from itertools import product
 
 import numpy as np
 import torch
-from scipy.optimize import linprog
 
 from qoff.errors import BudgetError
 from qoff.kvcache import PackedCache
@@ -154,6 +153,8 @@ def relax(
 
     Variables are the parts `PLACED`, and the seconds of the busiest resource in each phase.
     """
+    from scipy.optimize import linprog  # which a machine with little more than torch has not
+
     cost, machine = certifier.cost, certifier.cost.machine
     one = choices.one(index)
     near, host, far = (

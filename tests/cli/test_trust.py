@@ -98,5 +98,5 @@ def test_batch_passes_it_on(tmp_path: Path) -> None:
     source = save_model_with_code(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("Hello\n")
     assert TRUST in refusal("batch", source, tmp_path / "prompts.txt")
-    line = refusal("batch", source, tmp_path / "prompts.txt", TRUST)
-    assert "qoff.LLM runs what qoff has a decoder for" in line
+    result = run("batch", source, tmp_path / "prompts.txt", TRUST, "--max-tokens", 2)
+    assert json.loads(result.stdout)["finish_reason"] == "length"

@@ -204,7 +204,7 @@ PLACES = [
     (PackedPass, "close"),
     (PackedPass, "end"),
     (PackedCache, "begin"),
-    (TieredBlocks, "write"),
+    (TieredBlocks, "fill"),
     (TieredBlocks, "bring"),
     (TieredBlocks, "allocate"),
     (BlockRing, "use"),

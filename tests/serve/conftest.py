@@ -10,20 +10,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qoff.engine import LLM
 from qoff.plan import Plan
-from qoff.serve.engine import Engine
 from qoff.serve.options import ServeOptions
-from qoff.serve.server import Server
 from tests.tiny_models import tiny_checkpoint
+
+if TYPE_CHECKING:  # a machine for tests of a GPU has none of what these import
+    from openai import OpenAI
+
+    from qoff.serve.engine import Engine
+    from qoff.serve.server import Server
 
 PLAN = Plan(batch_size=4, context=200, prefill_tokens=64)
 OPTIONS = ServeOptions(port=0, max_queue=4, max_request_bytes=1 << 20, read_timeout_s=0.5)
@@ -42,6 +45,8 @@ class Running:
         return f"http://127.0.0.1:{self.server.port}/v1"
 
     def client(self, **options: Any) -> OpenAI:
+        from openai import OpenAI
+
         return OpenAI(base_url=self.url, api_key="any", max_retries=0, **options)
 
     def ask(
@@ -68,6 +73,9 @@ class Running:
 def running(
     checkpoint: Path, options: ServeOptions = OPTIONS, plan: Plan = PLAN
 ) -> Iterator[Running]:
+    from qoff.serve.engine import Engine
+    from qoff.serve.server import Server
+
     engine = Engine(MODEL, options.max_queue, options.request_timeout_s)
     with Server(engine, options) as server:
         engine.start(LLM(checkpoint, plan))
