@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,17 @@ class Running:
             return answer.status, json.loads(text) if is_json else text.decode(), found
         finally:
             connection.close()
+
+    @contextmanager
+    def slowed(self) -> Iterator[None]:
+        """A token a round, each of 20 ms and more."""
+        assert self.engine.llm is not None
+        schedule: Any = self.engine.llm._rounds._schedule
+        compute = schedule.round
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(schedule, "round", lambda x: (time.sleep(0.02), compute(x))[1])
+            patched.setattr(schedule, "steps", lambda *_: [])
+            yield
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=20)

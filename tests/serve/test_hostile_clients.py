@@ -236,24 +236,18 @@ def test_a_stream_that_is_given_up_by_the_client_library(served: Running, client
     assert rounds[-1].number - before < 60
 
 
-def test_a_full_queue_refuses_with_429(
-    served: Running, client: OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_refuses_with_429(served: Running, client: OpenAI) -> None:
     """Four are computed and four wait; then there is room again."""
-    assert served.engine.llm is not None
-    schedule: Any = served.engine.llm._rounds._schedule
-    compute = schedule.round
-    monkeypatch.setattr(schedule, "round", lambda passes: (time.sleep(0.02), compute(passes))[1])
-    monkeypatch.setattr(schedule, "steps", lambda *_: [])  # a token a round
     held = []
     body = {"prompt": "a", "n": 4, "max_tokens": 94, "stream": True, "ignore_eos": True}
     data = json.dumps(body).encode()
-    for count in (4, 8):
-        held.append(served.connect())
-        held[-1].sendall(head(len(data)).replace(CHATS.encode(), TEXTS.encode()) + data)
-        wait_for(lambda count=count: served.engine.in_flight == count)  # type: ignore[misc]
-    with pytest.raises(openai.RateLimitError) as refused:
-        client.completions.create(model=MODEL, prompt="a")
+    with served.slowed():
+        for count in (4, 8):
+            held.append(served.connect())
+            held[-1].sendall(head(len(data)).replace(CHATS.encode(), TEXTS.encode()) + data)
+            wait_for(lambda count=count: served.engine.in_flight == count)  # type: ignore[misc]
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model=MODEL, prompt="a")
     assert int(refused.value.response.headers["retry-after"]) >= 1
     assert refused.value.code == "queue_full"
     for one in held:

@@ -88,13 +88,7 @@ def test_open_answers_end_within_the_bound(checkpoint: Path, bound: float) -> No
     """A short bound cuts streams off; a long one lets them end."""
     before = names()
     options = replace(OPTIONS, shutdown_timeout_s=bound)
-    with running(checkpoint, options) as served:
-        slow = served.engine.llm
-        assert slow is not None
-        compute: Any = slow._rounds._schedule
-        round_ = compute.round
-        compute.round = lambda passes: (time.sleep(0.02), round_(passes))[1]
-        compute.steps = lambda *_: []  # a token a round
+    with running(checkpoint, options) as served, served.slowed():
         data = json.dumps(LONG).encode()
         with served.connect() as sock:
             sock.sendall(
@@ -113,14 +107,10 @@ def test_open_answers_end_within_the_bound(checkpoint: Path, bound: float) -> No
 
 
 def test_requests_that_take_too_long_are_ended(checkpoint: Path) -> None:
-    with running(checkpoint, replace(OPTIONS, request_timeout_s=0.6)) as served:
-        body = {**LONG, "stream": False}
-        llm = served.engine.llm
+    options = replace(OPTIONS, request_timeout_s=0.6)
+    with running(checkpoint, options) as served, served.slowed():
+        llm, body = served.engine.llm, {**LONG, "stream": False}
         assert llm is not None
-        compute: Any = llm._rounds._schedule
-        round_ = compute.round
-        compute.round = lambda passes: (time.sleep(0.02), round_(passes))[1]
-        compute.steps = lambda *_: []  # a token a round
         status, found, _ = served.ask(CHATS, body)
         assert (status, found["error"]["code"]) == (504, "timeout")
         status, found, _ = served.ask(CHATS, LONG)
