@@ -39,16 +39,17 @@ def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     """Bytes of main memory that this process can still take without swapping.
 
     What the system calls available, or what a cgroup's limit leaves, whose cached files count as
-    free. None where the system does not say.
+    free, those in use by half. None where the system does not say.
     """
     found = []
     for limit, group in _groups(proc, cgroups):
         v2 = (group / "memory.current").exists()
         used = _text(group / ("memory.current" if v2 else "memory.usage_in_bytes")).strip()
         stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
-        cached = stat.get("inactive_file" if v2 else "total_inactive_file", "0")
+        total = "" if v2 else "total_"
+        cached, active = (int(stat.get(f"{total}{x}_file", 0)) for x in ("inactive", "active"))
         if used.isdecimal():
-            found.append(max(0, limit - int(used) + int(cached)))
+            found.append(max(0, limit - int(used) + cached + active // 2))
     meminfo = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
     if "MemAvailable" in meminfo:
         found.append(1024 * int(meminfo["MemAvailable"].split()[0]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import FormatError, QoffError
-from qoff.eval.texts import CALIBRATION_TEXT, encode, read_text
+from qoff.eval.texts import CALIBRATION_TEXT, read_text
 from qoff.hf.load import local_source
 from qoff.models.convert.convert import convert
 from qoff.models.convert.loss import LossProbe
@@ -94,7 +94,7 @@ def run(
             "loss": mix.loss,
             "formats": dict(count.most_common()),
         }
-    probe = _probe(path) if measured else None
+    probe = _probe(path, trust_remote_code) if measured else None
     with progress_bar("converting", quiet) as progress:
         convert(
             path,
@@ -115,14 +115,16 @@ def run(
     return {"path": str(out), "layers": len(made.layers), "bytes": nbytes, **chosen}
 
 
-def _probe(source: Path) -> LossProbe | None:
+def _probe(source: Path, trust_remote_code: bool) -> LossProbe | None:
     """What measures the loss on prose that comes with qoff; None for a model without tokenizer."""
     from qoff.eval.perplexity.models import tokenizer_of
 
     try:
-        return LossProbe(encode(tokenizer_of(source), read_text()))
+        tokenizer = tokenizer_of(source, trust_remote_code)
     except FormatError:
         return None
+    # With what a text begins with: some models say little without it.
+    return LossProbe(torch.tensor(tokenizer.encode(read_text(), verbose=False)))
 
 
 def loss_sentence(found: Mapping[str, Any], quant: QuantConfig, target: Target) -> str:

@@ -166,6 +166,7 @@ def open_runtime(
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
     if device_bytes is None and host_bytes is None:
+        instrumentation.ops_for(where, activation_bits)  # a GPU that is not there is known first
         device_bytes, host_bytes = default_bounds(Checkpoint.open(checkpoint), where)
 
     packed = KVQuant() if kv == AUTO else kv_quant(kv)

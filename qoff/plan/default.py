@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ def default_plan(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     plain = Plan()
     if not is_native(checkpoint.config):
         return plain  # of transformers' modules nothing is known without them
-    sizes, spill = ModelSizes.of_checkpoint(checkpoint), Path(tempfile.gettempdir())
+    sizes, spill = ModelSizes.of_checkpoint(checkpoint), _spill_folder()
     usable = usable_memory(device, spill)
     try:
         if device.type == "cuda":
@@ -52,7 +53,9 @@ def default_plan(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
         return plain
     from .explain import explain
 
-    machine = kept_profile(device, checkpoint.path, spill) or assumed_profile(device, spill)
+    folder = spill or checkpoint.path
+    machine = kept_profile(device, checkpoint.path, folder) or assumed_profile(device, folder)
+    machine = replace(machine, usable=usable)
     limit = min(plain.context, sizes.spec.position_limit or plain.context)
     answer = max(1, limit // 8)
     work = Workload(Lengths.of(limit - answer), Lengths.of(answer))
@@ -74,7 +77,7 @@ def default_bounds(checkpoint: Checkpoint, device: torch.device) -> tuple[int | 
 
     Otherwise what is free, a reserve left, with a line that says why.
     """
-    usable = usable_memory(device, Path(tempfile.gettempdir()))
+    usable = usable_memory(device, None)
     weights = sum(file.nbytes for file in checkpoint.files)
     wanted = weights + max(_BESIDE, int(weights * _SHARE))
     if wanted <= usable[DEVICE]:
@@ -86,3 +89,11 @@ def default_bounds(checkpoint: Checkpoint, device: torch.device) -> tuple[int | 
         format_size(usable[DEVICE]),
     )
     return usable[DEVICE], usable[HOST] or None
+
+
+def _spill_folder() -> Path | None:
+    """That for temporary files; None where there is none that can be written to."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return None

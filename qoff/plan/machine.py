@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from qoff.errors import FormatError
+from qoff.kernels.ops import ops_for
 from qoff.kernels.processor import usable_threads
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.settings import cache_directory
@@ -23,31 +23,45 @@ from qoff.system_memory import free_memory
 from .profile import VERSION, Link, MachineProfile, Processor
 
 logger = logging.getLogger(__name__)
-RESERVE = {DEVICE: 512 << 20, HOST: 1 << 30, DISK: 2 << 30}  # bytes left at least
-_SHARE = 0.05  # of what is free that is left, too, where that is more
+# Bytes that are left free: so many, but no more than an eighth, and no less than a twentieth.
+RESERVE = {DEVICE: 512 << 20, HOST: 1 << 30, DISK: 2 << 30}
 
 
-def usable_memory(device: torch.device, folder: Path) -> dict[str, int]:
+def usable_memory(device: torch.device, folder: Path | None) -> dict[str, int]:
     """Bytes by tier that can be taken now, with a reserve left; folder: of the spill file.
 
-    Main memory: what is available, or what a cgroup's limit leaves; beside a GPU no more than may
-    be locked (RLIMIT_MEMLOCK), as it is pinned. On a CPU all of it is the device's.
+    Main memory: what is available, or what a cgroup's limit leaves; on a CPU all of it is the
+    device's. A folder in memory is no disk. RLIMIT_MEMLOCK bounds nothing: what cannot be
+    registered is pinned by the driver. Raises OpError for a GPU that is not there.
     """
     free = free_memory()
     main = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    found = {HOST: _left(HOST, main), DISK: _left(DISK, shutil.disk_usage(there).free)}
+    found = {HOST: _left(HOST, main), DISK: _left(DISK, _disk_free(folder))}
     if device.type != "cuda":
         return {DEVICE: found[HOST], HOST: 0, DISK: found[DISK]}
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if locked != resource.RLIM_INFINITY and os.geteuid() != 0:
-        found[HOST] = min(found[HOST], locked)
+    ops_for(device)  # raises
     gpu, _ = torch.cuda.mem_get_info(device)
-    return {DEVICE: _left(DEVICE, gpu), **found}
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return {DEVICE: _left(DEVICE, gpu + kept), **found}
 
 
 def _left(tier: str, free: int) -> int:
-    return max(0, free - max(RESERVE[tier], int(free * _SHARE)))
+    return free - max(min(RESERVE[tier], free // 8), free // 20)
+
+
+def _disk_free(folder: Path | None) -> int:
+    """Free bytes of a folder's file system, one that need not exist yet; 0 for one in memory."""
+    if folder is None:
+        return 0
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    return 0 if _in_memory(there) else shutil.disk_usage(there).free
+
+
+def _in_memory(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Whether a folder's files are in main memory."""
+    kinds = dict(line.split(" ")[1:3] for line in mounts.read_text().splitlines())
+    above = (folder.resolve(), *folder.resolve().parents)
+    return next((kinds[str(p)] for p in above if str(p) in kinds), "") in ("tmpfs", "ramfs")
 
 
 def fingerprint(device: torch.device, checkpoint: Path, spill: Path) -> str:

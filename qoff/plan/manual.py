@@ -60,7 +60,7 @@ class Plan:
     spill_folder: Path | None = None  # None: the system's folder for temporary files
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "batches", "context", "prefill_tokens"):
+        for name in _WHOLE:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
@@ -69,6 +69,8 @@ class Plan:
                 raise ArgumentError(
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}"
                 )
+        if not isinstance(self.share_prefixes, bool):
+            raise ArgumentError(f"share_prefixes is {self.share_prefixes!r}; use True or False")
         if self.share_prefixes and self.kv.sinks:
             raise ArgumentError("share_prefixes needs sinks=0: sink tokens belong to one sequence")
 
@@ -142,6 +144,7 @@ class Plan:
         return self.cpu_attention != "never"
 
 
+_WHOLE = ("batch_size", "batches", "context", "prefill_tokens", "slots", "activation_bits")
 _CHOICES = {
     "cpu_attention": ("auto", "always", "never"),
     "activations": ("device", "host", "disk"),

@@ -36,8 +36,15 @@ def memory_of_modules(
     recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
     states = sum(layer.state_bytes for layer in layers)
     tokens = plan.context * sum(layer.token_bytes for layer in layers)
-    # A layer's K and V as transformers' attention has them: padded, then for every query head.
-    padded = 2 * plan.context * max((layer.token_bytes for layer in layers), default=0)
+    # A layer's K and V as transformers' attention has them: padded, and again for every query head.
+    padded = plan.context * max(
+        (
+            layer.token_bytes * (1 + max(1, decoder.heads // min(kv for kv, _ in layer.heads)))
+            for layer in layers
+            if layer.heads
+        ),
+        default=0,
+    )
     passes = [
         (rows, columns, plan.batch_size * padded)
         for rows, columns in ((1, plan.prefill_tokens), (plan.batch_size, 1))

@@ -166,7 +166,10 @@ class MachineProfile:
             raise ArgumentError(f"on_gpu is {shown(given.get('on_gpu'))}; expected true or false")
         if not isinstance(given.get("usable"), dict):
             raise ArgumentError(f"usable is {shown(given.get('usable'))}; expected bytes by tier")
-        given["notes"] = tuple(map(str, given.get("notes") or ()))
+        notes = given.get("notes") or ()
+        if not isinstance(notes, list | tuple):
+            raise ArgumentError(f"notes is {shown(notes)}; expected a list of texts")
+        given["notes"] = tuple(map(str, notes))
         return _known(cls, given, "the profile")
 
 

@@ -104,10 +104,10 @@ def cached_reference(
     )
 
 
-def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
+def tokenizer_of(source: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or a GGUF file. Raises FormatError where there is none."""
     if source.is_dir():
-        return load_tokenizer(source)
+        return load_tokenizer(source, trust_remote_code)
     with TemporaryDirectory() as folder:
         for name, content in open_source(source).files().items():
             data = content if isinstance(content, bytes) else content.read_bytes()

@@ -179,11 +179,8 @@ def _checkpoint(files: Mapping[ModelUnit, WeightFile]) -> Checkpoint:
 
 
 def _others_bytes(model: nn.Module, units: Collection[ModelUnit]) -> int:
-    """Bytes of the memory of all that does not stream when these do."""
-    found = {
-        kind[name].untyped_storage().data_ptr(): kind[name].nbytes
-        for kind, name in others(model, units)
-    }
+    """Bytes of all that does not stream when these do; each tensor is moved on its own."""
+    found = {id(kind[name]): kind[name].nbytes for kind, name in others(model, units)}
     return sum(found.values())
 
 

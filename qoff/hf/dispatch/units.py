@@ -96,7 +96,9 @@ def units_of(model: nn.Module, classes: Collection[str] | None = None) -> list[M
         owned = {
             (module, own): p
             for (module, own), p in _all_parameters(part)
-            if inside[_storage(p)] == users[_storage(p)] == 1 and p.is_contiguous()
+            if inside[_storage(p)] == users[_storage(p)] == 1
+            and p.is_contiguous()
+            and not isinstance(module, nn.RNNBase)  # which keeps a list of its own of them
         }
         if not owned or any(id(p) == first for p in part.parameters()):
             continue
@@ -150,12 +152,21 @@ def _parts(model: nn.Module, whole: frozenset[str]) -> Iterator[tuple[str, nn.Mo
             yield path, module
         elif not known and isinstance(module, nn.ModuleList):
             taken.append(path)
-            yield from ((f"{path}.{name}", part) for name, part in module.named_children())
+            yield from _members(path, module)
+
+
+def _members(path: str, parts: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a list, and of lists in it: a list has no forward that could bring weights."""
+    for name, part in parts.named_children():
+        if isinstance(part, nn.ModuleList | nn.ModuleDict):
+            yield from _members(f"{path}.{name}", part)
+        else:
+            yield f"{path}.{name}", part
 
 
 def _all_parameters(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
-    """Every place of a parameter, shared ones once for each."""
-    for module in model.modules():
+    """Every place of a parameter, shared ones, and those of shared modules, once for each."""
+    for _, module in model.named_modules(remove_duplicate=False):
         for name, p in module._parameters.items():
             if p is not None:
                 yield (module, name), p

@@ -18,6 +18,7 @@ from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.names import Weight
 from qoff.quant import QTensor
 from qoff.quant.rows import reordered
+from qoff.system_memory import free_memory
 
 from .builder import Builder
 from .layerwise import Layerwise
@@ -25,6 +26,7 @@ from .unconverted import Unconverted
 
 _FEWEST, _MOST = 64, 512  # tokens
 _PRODUCTS = 4e11  # of a stream, about: seconds on a few cores
+_MANY_PRODUCTS = 1e12  # that would take minutes
 _ROWS = 1 << 13  # of the head at a time
 
 
@@ -44,8 +46,9 @@ class LossProbe:
     """Measures the loss of one conversion. ids: int64 [n], a text, of which it takes the beginning.
 
     loss: once the conversion is done; None where nothing is quantized, for a text with tokens that
-    the model has not, and for models whose layers cannot be computed one by one from the source's
-    weights: mixtures of experts, and those that run through transformers' modules.
+    the model has not, where it would take minutes, or a layer in float32 much of the memory that is
+    free, and for models whose layers cannot be computed one by one from the source's weights:
+    mixtures of experts, and those that run through transformers' modules.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -61,14 +64,23 @@ class LossProbe:
         tokens = min(_MOST, max(_FEWEST, int(_PRODUCTS / weights)))
         ids = self._ids[: min(tokens, model.spec.position_limit or tokens)]
         imported = all(builder.format(at, w)[1] for at, w in matrices)
-        if model.spec.experts or imported or int(ids.max()) >= model.spec.vocab_size:
+        layer = max(sum(_floats(w) for w in unit) for at, unit in model.units if at)
+        held, free = layer + 2 * max(_floats(w) for at, w in matrices if at), free_memory()
+        if (
+            model.spec.experts
+            or imported
+            or int(ids.max()) >= model.spec.vocab_size
+            or len(ids) * weights > _MANY_PRODUCTS
+            or (free is not None and held > free // 2)
+        ):
             return
         self._run = Layerwise(model.spec, ids[None])
         self._builder, self._units = builder, model.units
         table = next(w for w in model.units[-1][1] if w.name == EMBEDDING)
-        form, _ = builder.format("", table)
+        form, imported = builder.format("", table)
         own = self._rows(table, self._run.ids.flatten())
-        written = builder.quantized(own, form, EMBEDDING).dequantize()
+        # Codes that are taken over have the source's values.
+        written = own if imported else builder.quantized(own, form, EMBEDDING).dequantize()
         chosen = torch.arange(len(own))
         self._own = self._run.embedded(own, chosen)
         self._written = self._run.embedded(written, chosen)
@@ -81,6 +93,7 @@ class LossProbe:
         prefix, weights = self._units[index]
         own = {w.name: self._builder.floats(w) for w in weights}
         self._own = self._run.run(index, own, self._own)
+        del own
         written = {w.name: built[f"{prefix}{w.name}"] for w in weights}
         self._written = self._run.run(index, written, self._written)
 
@@ -119,6 +132,11 @@ class LossProbe:
             for at, own in zip(rows.split(_ROWS), piece.split(_ROWS), strict=True):
                 chosen = reordered(written, at) if isinstance(written, QTensor) else written[at]
                 yield own, chosen.dequantize() if isinstance(chosen, QTensor) else chosen
+
+
+def _floats(weight: Weight) -> int:
+    """Bytes of a weight in float32."""
+    return 4 * weight.rows * (weight.columns or 1)
 
 
 class _Divergence:

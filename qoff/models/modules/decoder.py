@@ -123,7 +123,7 @@ class ModuleDecoder:
         """
         each = 4 * count * (self._widths + 8 * self.text_config.hidden_size)
         if self._kv is None:
-            return sequences * (each + 4 * count * 3 * self._heads * longest)
+            return sequences * (each + 4 * count * 3 * self.heads * longest)
         unpacked = count + self._kv.window + self._kv.sinks + 2 * BLOCK_TOKENS
         shapes = self.packed_shapes.values()
         widest = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes)
@@ -132,10 +132,11 @@ class ModuleDecoder:
     def kept_bytes(self, sequences: int, count: int, longest: int) -> int:
         """What such a pass keeps from layer to layer: hidden states, angles, masks, biases."""
         each = count * (6 * self.text_config.hidden_size + 2 * longest)
-        return 4 * sequences * (each + 2 * self._heads * longest)
+        return 4 * sequences * (each + 2 * self.heads * longest)
 
     @property
-    def _heads(self) -> int:
+    def heads(self) -> int:
+        """Query heads of a layer."""
         return getattr(self.text_config, "num_attention_heads", None) or 1
 
     @property
