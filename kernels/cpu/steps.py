@@ -18,7 +18,7 @@ from qoff.kernels.layout.distribution import Choice
 
 from .jit import simd
 from .jit.compiled import inner, job
-from .jit.pool import JobList, default_pool, end_list, take
+from .jit.pool import JobList, end_list, take
 from .jit.recorder import JobReplay
 from .operands import address, int64s, offsets
 from .sampling.job import ROW_BYTES, TOKEN, SamplingArguments
@@ -124,10 +124,12 @@ class Steps:
         they are drawn by; None: torch's generator. A token that ends an answer is in the last step,
         as is -1, where logits are not finite.
         """
-        rows = len(self.ids)
+        if self._replay.stale:
+            return []
+        rows, pool = len(self.ids), self._replay.pool
         found = torch.empty(most, rows, dtype=torch.int64)
         of_torch = choice.shapes is not None and noise is None
-        with torch_state() if of_torch else nullcontext() as state, default_pool().lock:
+        with torch_state() if of_torch else nullcontext() as state, pool.lock:
             if self._choosing is None or self._choosing.choice is not choice:
                 self._choosing = self._prepared(choice, noise, state)
             _, jobs, args, passing, _ = self._choosing
@@ -141,7 +143,8 @@ class Steps:
     def _prepared(self, choice: Choice, noise: Tensor | None, state: Tensor | None) -> _Choosing:
         first = None if noise is None else noise[0]
         rows, ends = self.logits.unbind(), torch.tensor(choice.ends, dtype=torch.int64)
-        chooser, args, found = arguments(rows, choice.shapes, default_pool(), first, state)
+        pool = self._replay.pool
+        chooser, args, found = arguments(rows, choice.shapes, pool, first, state)
         passing = PassOnArguments(
             ctypes.addressof(found), len(rows), self.ids.data_ptr(), 0, ends.data_ptr(), len(ends),
             ctypes.addressof(args) + SamplingArguments.noise.offset,

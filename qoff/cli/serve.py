@@ -67,6 +67,8 @@ def serve(
 
     if (ssl_certfile is None) != (ssl_keyfile is None):
         raise ArgumentError("TLS needs both --ssl-certfile and --ssl-keyfile")
+    if "" in (api_key or ()):
+        raise ArgumentError("an API key is empty; leave --api-key out, or give one")
     plan, opening = planned.plan(how, cache)
     options = ServeOptions(
         host=host,

@@ -109,6 +109,8 @@ class Admission:
                 f"{params.n} answers of a prompt are more than a batch of {self._plan.batch_size}"
             )
         most = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.stop_token_ids:
+            self._check_tokens("list of stop_token_ids", params.stop_token_ids)
         ends = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else self._eos
         )

@@ -86,6 +86,7 @@ class SlotCache(KVCache):
         return self.store.bytes_for(self._blocks_for(tokens))
 
     def reserve(self, tokens: int) -> None:
+        self.ended = None  # its jobs know where blocks were
         self.store.reserve(self._blocks_for(tokens))
 
     def _blocks_for(self, tokens: int) -> int:

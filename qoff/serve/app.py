@@ -132,18 +132,19 @@ class Routes:
         """The body of a request. Raises ApiError for one that is too large, slow or wrong."""
         limit, data = self._options.max_request_bytes, bytearray()
         total, size = 0, request.headers.get("content-length", "")
+        announced = int(size) if size.isdecimal() else 0
         try:
             async with asyncio.timeout(self._options.read_timeout_s):
                 async for piece in request.stream():
                     total += len(piece)
                     data += piece if total <= limit else b""
-                    if max(total, int(size) if size.isdecimal() else 0) > _DISCARDED * limit:
+                    if max(total, announced) > _DISCARDED * limit:
                         break
         except TimeoutError as error:
             raise ApiError(
                 408, "the request's body did not come in time", headers={"Connection": "close"}
             ) from error
-        if total > limit:
+        if max(total, announced) > limit:
             raise _too_large(limit)
         self._engine.ready()
         found = kind.model_validate_json(bytes(data))
@@ -188,13 +189,15 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
             known = as_api_error(error)
         return JSONResponse(known.body(), known.status, known.headers)
 
-    for kind in (ApiError, QoffError, ValidationError, HTTPException, TimeoutError):
+    for kind in (ApiError, QoffError, ValidationError, HTTPException, TimeoutError, Exception):
         app.add_exception_handler(kind, failed)
-    if options.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(options.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
-        )
-    return Guard(app, options.api_keys)
+    guarded = Guard(app, options.api_keys)
+    if not options.cors_origins:
+        return guarded
+    return CORSMiddleware(
+        guarded,
+        allow_origins=list(options.cors_origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],  # clients send some of their own
+        expose_headers=["Retry-After"],
+    )

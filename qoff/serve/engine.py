@@ -154,8 +154,8 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        """Answers that were asked for and are not done."""
-        return sum(self._running.values())
+        """Answers that were asked for and are not done; what a slow reader has not read is."""
+        return sum(count - len(one.done) for one, count in self._running.items())
 
     def _check_room(self, answers: int) -> None:
         """Raise ApiError 429 where so many more do not fit the queue, 400 where they never do."""

@@ -14,15 +14,26 @@ from qoff.errors import ArgumentError, raised_as
 
 from .tools import Calls
 
-_MOST_LOGPROBS = 20
+_MOST_LOGPROBS, _MOST_FIELDS = 20, 100
+_LEAST_HEAT = 0.01  # a temperature below it is 0
 Count = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+# Of a list only the first thing that is wrong is told: there may be a million.
+First = Field(fail_fast=True)
+Stop = Annotated[str, Field(max_length=1000)]
 
 
 class Body(BaseModel):
     """What is not named here is refused, never ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+            raise ValueError(f"an object with {len(given)} fields")
+        return given
 
 
 class StreamOptions(Body):
@@ -53,7 +64,7 @@ class Structured(Body):
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], First] | None = None
     grammar: str | None = None
     json_object: bool = False
 
@@ -66,7 +77,7 @@ class Generation(Body):
     stream_options: StreamOptions | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     max_tokens: int | None = None
     temperature: Number | None = None
     top_p: Number | None = None
@@ -83,7 +94,7 @@ class Generation(Body):
     min_p: Number | None = None
     repetition_penalty: Number | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=1000)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
@@ -98,6 +109,8 @@ class Generation(Body):
         """How the answer is drawn. Raises ArgumentError for values out of range."""
         given = {name: getattr(self, name) for name in _PARAMS} | more
         given.setdefault("structured_outputs", self.structured())
+        if given["top_p"] == 0 or 0 < (given["temperature"] or 0) < _LEAST_HEAT:
+            given |= {"temperature": 0.0, "top_p": None}  # the likeliest token, as for OpenAI
         return replace(defaults, **{k: v for k, v in given.items() if v is not None})
 
     def structured(self) -> StructuredOutputs | None:
@@ -139,18 +152,20 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None  # in what a client put together of a stream
 
 
 class Message(Body):
-    """One of a conversation. The last three are what OpenAI's client sends back of an answer."""
+    """One of a conversation. The last four are what OpenAI's client sends back of an answer."""
 
     role: Annotated[str, Field(max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], First] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], First] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
+    function_call: None = None
     annotations: list[Any] | None = Field(default=None, max_length=0)
 
     def plain(self) -> dict[str, Any]:
@@ -159,6 +174,7 @@ class Message(Body):
         if isinstance(self.content, list):
             found["content"] = "\n".join(part.text for part in self.content)
         for call in found.get("tool_calls", ()):  # templates write them as JSON themselves
+            call.pop("index", None)
             with raised_as(ArgumentError, "the arguments of a tool call are no JSON"):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         return found
@@ -186,8 +202,8 @@ class NamedTool(Body):
 
 
 class ChatRequest(Generation):
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[Tool], First] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
@@ -249,7 +265,12 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], First]
+        | Annotated[list[int], First]
+        | Annotated[list[Annotated[list[int], First]], First]
+    )
     logprobs: Count | None = None
     echo: Literal[False] | None = None
     suffix: None = None
@@ -267,7 +288,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], First] | None = None
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
@@ -279,4 +300,4 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], First]

@@ -124,6 +124,23 @@ class Told:
 ATTENTION = {"cpu": cpu.attention, "reference": reference_ops.attention}
 
 
+def test_a_store_may_pack_blocks_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on disk does, whose blocks may lie the other way round."""
+    told = Told(2, 16, cpu.attention)
+    store = told.cache.store
+    packed = store.fill
+
+    def backwards(layer: int, blocks: Sequence[int], fill: Callable[..., None]) -> None:
+        last = len(blocks) - 1
+        packed(
+            layer, blocks[::-1], lambda places, records: fill([last - i for i in places], records)
+        )
+
+    monkeypatch.setattr(store, "fill", backwards)
+    for counts in ([300, 90], [1, 1]):
+        told.forward(counts)
+
+
 @pytest.mark.parametrize(
     ("window", "attention"), [(0, "reference"), (0, "cpu"), (1, "cpu"), (64, "cpu"), (100, "cpu")]
 )

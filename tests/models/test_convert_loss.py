@@ -54,3 +54,16 @@ def test_nothing_is_said_where_nothing_is_lost_or_known(
         probe = LossProbe(IDS)
         convert(source, tmp_path / source.stem, quant=FOUR, probe=probe)
         assert probe.loss is None
+
+
+def test_codes_that_are_taken_over_lose_nothing(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of a file whose down projections alone are quantized anew."""
+    model = GGUFModel.of(tiny_model(tmp_path_factory.getbasetemp(), "llama"))
+    model.kinds = {"ffn_down": Kind.F16, "weight": Kind.Q4_1}
+    eight = QuantConfig(bits=8, group_size=32, solver="rtn", head_bits=8)
+    probe = LossProbe(IDS)
+    convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", quant=eight, probe=probe)
+    assert probe.loss is not None
+    assert 0 < probe.loss.kl < 1e-4

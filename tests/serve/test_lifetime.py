@@ -145,6 +145,7 @@ def test_a_failed_round_is_an_error_for_those_in_it_alone(checkpoint: Path) -> N
         (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], "TLS files cannot be used"),
         (["--kv", "none"], "KV cache of a batch is packed"),
         (["--host", "999.0.0.1"], ""),
+        (["--api-key", ""], "an API key is empty"),
     ],
 )
 def test_wrong_options_are_one_line(checkpoint: Path, options: list[str], message: str) -> None:

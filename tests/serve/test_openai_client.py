@@ -22,7 +22,12 @@ def test_a_chat_is_answered_as_the_engine_answers(client: OpenAI, served: Runnin
     assert served.engine.llm is not None
     (wanted,) = served.engine.llm.chat(CHAT, PARAMS)
     without_effect: dict[str, Any] = {"user": "me", "metadata": {"a": "b"}, "store": False}
-    without_effect |= {"service_tier": "auto", "logit_bias": {}}
+    without_effect |= {"service_tier": "auto", "logit_bias": {}, "top_p": 0}
+    answer = {"role": "assistant", "content": "", "function_call": None, "refusal": None}
+    sent_back = client.chat.completions.create(
+        model=MODEL, messages=[*CHAT, answer, *CHAT], max_tokens=1, temperature=1e-8
+    )
+    assert sent_back.choices[0].finish_reason in ("length", "stop")
     found = client.chat.completions.create(model=MODEL, messages=CHAT, **GREEDY, **without_effect)
     assert found.choices[0].message.content == wanted.text
     assert found.choices[0].finish_reason == "length"

@@ -28,10 +28,15 @@ class JobRecorder:
     """
 
     def __init__(self, pool: Pool | None = None) -> None:
-        self._pool = pool or default_pool()
+        self._given = pool
         self._memory: list[Tensor] = []
         self._views: list[int] = []  # of each, before the recording under way: results of others
         self._dropped = 0  # how often some of it was given up
+
+    @property
+    def pool(self) -> Pool:
+        """The pool in use, which is another one after a fork."""
+        return self._given or default_pool()
 
     @property
     def nbytes(self) -> int:
@@ -41,14 +46,14 @@ class JobRecorder:
     @property
     def places(self) -> tuple[int, int]:
         """Another value when memory that recordings know the address of is gone."""
-        return self._pool.moves, self._dropped
+        return self.pool.moves, self._dropped
 
     def __call__(self, work: Callable[[], None]) -> JobReplay | None:
         """Do the work, and return what does it again.
 
         None for work that torch has a part in: only allocations and views are torch's in a replay.
         """
-        pool, watch = self._pool, _Watch(self._take)
+        pool, watch = self.pool, _Watch(self._take)
         with pool.recording() as jobs:
             self._views = [_users(memory) for memory in self._memory]
             moves = pool.moves
@@ -81,13 +86,13 @@ class JobReplay:
     def __init__(
         self, recorder: JobRecorder, places: tuple[int, int], pool: Pool, jobs: Sequence[Job]
     ) -> None:
-        self._recorder, self._places, self._pool = recorder, places, pool
+        self._recorder, self._places, self.pool = recorder, places, pool
         self.jobs = JobList(jobs)
 
     @property
     def stale(self) -> bool:
-        """Whether it knows addresses of memory that is gone."""
-        return self._recorder.places != self._places
+        """Whether it knows addresses of memory that is gone, or threads that are."""
+        return self._recorder.pool is not self.pool or self._recorder.places != self._places
 
     def __call__(self) -> bool:
         """Do the work again, and say True; or nothing, and False, when it is stale."""
@@ -95,10 +100,12 @@ class JobReplay:
 
     def run(self, jobs: JobList, times: int = 1) -> bool:
         """The same with jobs that are its own and others, so many times."""
-        with self._pool.lock:
+        if self._recorder.pool is not self.pool:  # a fork may have left its lock taken
+            return False
+        with self.pool.lock:
             if self.stale:
                 return False
-            self._pool.run_all(jobs, times)
+            self.pool.run_all(jobs, times)
         return True
 
 

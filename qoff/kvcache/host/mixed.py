@@ -69,6 +69,7 @@ class MixedCache(KVCache):
         return sum(part.bytes_for(tokens) for part in self._parts)
 
     def reserve(self, tokens: int) -> None:
+        self.ended = None
         for part in self._parts:
             part.reserve(tokens)
 

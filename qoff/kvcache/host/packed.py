@@ -140,7 +140,7 @@ class PackedPass(SlotPass):
         if self._told is None:
             return None
         recent = self._cache.recent
-        memory = (self._places, *recent.keys, *recent.values)
+        memory = (self.ragged.positions, self._places, *recent.keys, *recent.values)
         sizes = (self.ragged.tokens, self._longest // RUN_TOKENS)
         return (*sizes, *self._told, *(part.data_ptr() for part in memory))
 
@@ -229,7 +229,7 @@ class PackedPass(SlotPass):
         form, origins = cache.store.forms[layer], self._origins
 
         def fill(places: Sequence[int], records: Sequence[Tensor]) -> None:
-            some = origins if len(places) == len(origins) else origins[list(places)]
+            some = origins[list(places)]  # a store writes them in an order of its own
             pack_blocks(keys, values, form, some, records, rotated=cache.values_rotated)
 
         if self._new:

@@ -91,7 +91,7 @@ class _PlainPass(CachePass):
         cache, ragged = self._cache, self.ragged
         if not ragged.is_decode:
             return None
-        memory = (*cache.keys, *cache.values)
+        memory = (ragged.positions, *cache.keys, *cache.values)
         sizes = (ragged.tokens, ragged.longest // RUN_TOKENS, cache.capacity)
         return (*sizes, *(part.data_ptr() for part in memory))
 
