@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import proxy
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
@@ -18,7 +19,8 @@ class SlotPass(CachePass):
     """A forward pass on a cache; slot i of `ragged` is slot `slots[i]` of the cache (None: i)."""
 
     def __init__(self, cache: SlotCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
-        self._cache, self.ragged = cache, ragged
+        self._cache: SlotCache = proxy(cache)  # which may keep the pass when it has ended
+        self.ragged = ragged
         self._slots = range(cache.sequences) if slots is None else slots
         self._new: dict[int, list[int]] = {}  # blocks that it fills, by slot of the cache
 

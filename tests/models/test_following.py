@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,21 @@ def test_steps_that_are_interrupted_were_not_done(
             run.run.decoder.follow_with_tokens(step, Choice(), 4)
     assert (run.cache.lengths, run.cache.ended) == (before, None)
     assert one_by_one(run, None, 4) == one_by_one(other, None, 4)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_is_gone_when_nobody_holds_it(cache: str, checkpoint: Path) -> None:
+    """Its memory is not kept by the pass that it may go on with, until garbage is collected."""
+    run = opened(checkpoint, cache)
+    together(run, Choice(), 20, 3)
+    assert run.cache.ended is not None
+    gone = weakref.ref(run.cache)
+    gc.disable()
+    try:
+        del run.cache
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_tokens_there_are_not_are_refused(checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import compress
+from weakref import proxy
 
 from torch import Tensor
 
@@ -104,7 +105,8 @@ class _MixedPass(CachePass):
         passes: Sequence[CachePass],
         layers: Sequence[tuple[CachePass, int]],
     ) -> None:
-        self._cache, self.ragged = cache, ragged
+        self._cache: MixedCache = proxy(cache)  # which keeps the pass when it has ended
+        self.ragged = ragged
         self._passes, self._layers = passes, layers
 
     def replay_key(self) -> Hashable | None:

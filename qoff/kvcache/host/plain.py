@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class PlainCache(KVCache):
 
 class _PlainPass(CachePass):
     def __init__(self, cache: PlainCache, ragged: Ragged) -> None:
-        self._cache = cache
+        self._cache: PlainCache = proxy(cache)  # which keeps the pass when it has ended
         self.ragged = ragged.kept_in(cache.steady) if ragged.is_decode else ragged
 
     def open(self, layer: int) -> LayerCache:
