@@ -7,9 +7,8 @@ libasan and libtsan export (compiler-rt/lib/asan/asan_interface_internal.h, tsan
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 _OPENING, _CLOSING = "([{<", ")]}>"
@@ -18,8 +17,6 @@ _ORDERS = {"monotonic": 0, "acquire": 2, "release": 3, "acq_rel": 4, "seq_cst": 
 _COPIES = re.compile(r"call void @llvm\.(memcpy|memmove|memset)\.[^(]*\((.*)\)")
 # Calls that get pointers and read or write nothing behind them.
 _HARMLESS = re.compile(r"@llvm\.(prefetch|lifetime|assume|dbg|stacksave|stackrestore|invariant)")
-_ON_STACK = re.compile(r'  (%(?:"[^"]*"|\S+)) = alloca ')
-_PART = re.compile(r'  (%(?:"[^"]*"|\S+)) = getelementptr .*? ptr (%(?:"[^"]*"|[^\s,]+))')
 _CHECKED = "bench.sanitize"  # of a module that has the calls
 
 
@@ -49,49 +46,28 @@ declare i64 @__tsan_atomic64_compare_exchange_val(ptr, i64, i64, i32, i32)
 }
 
 
-class _Names:
-    """Names of values. on_stack: of pointers to a function's own variables."""
-
-    def __init__(self) -> None:
-        self.on_stack: set[str] = set()
-        self._numbers = itertools.count()
-
-    def new(self) -> str:
-        return f"%checked.{next(self._numbers)}"
-
-    def note(self, line: str) -> None:
-        if made := _ON_STACK.match(line):
-            self.on_stack.add(made[1])
-        elif (part := _PART.match(line)) and part[2] in self.on_stack:
-            self.on_stack.add(part[1])
-
-
 def instrumented(ir: str, sanitizer: Sanitizer) -> str:
     """The text of a module, with calls before each load and store.
 
-    A function's own variables on the stack are left out, as LLVM's passes do. Atomic operations
-    become calls of ThreadSanitizer, which does them. Raises ValueError for an instruction that
-    reads or writes memory in a way that is not known here.
+    Atomic operations become calls of ThreadSanitizer, which does them. Raises ValueError for an
+    instruction that reads or writes memory in a way that is not known here.
     """
     if _CHECKED in ir or "\ndefine " not in ir:
         return ir
     found: list[str] = []
-    names = _Names()
+    numbers = iter(range(10**9))
     entered = ""  # the function that begins here
     for line in ir.splitlines():
-        if line.startswith("define "):
-            names.on_stack.clear()
-            if sanitizer is Sanitizer.THREAD:
-                entered = re.findall(r'@("[^"]*"|[^(]*)\(', line)[0]
+        if line.startswith("define ") and sanitizer is Sanitizer.THREAD:
+            entered = re.findall(r'@("[^"]*"|[^(]*)\(', line)[0]
         elif entered and not line.endswith(":"):  # the label of its first block
             found.append(f"  call void @__tsan_func_entry(ptr @{entered})")
             entered = ""
-        names.note(line)
-        found += _line(line, sanitizer, names)
+        found += _line(line, sanitizer, lambda: f"%checked.{next(numbers)}")
     return "\n".join(found) + f"\n{_DECLARED[sanitizer]}; {_CHECKED}\n"
 
 
-def _line(line: str, sanitizer: Sanitizer, names: _Names) -> Iterator[str]:
+def _line(line: str, sanitizer: Sanitizer, name: Callable[[], str]) -> Iterator[str]:
     """A line, with what comes before and after it, or what takes its place."""
     text = line.strip()
     threads = sanitizer is Sanitizer.THREAD
@@ -103,11 +79,11 @@ def _line(line: str, sanitizer: Sanitizer, names: _Names) -> Iterator[str]:
     word = operation.split(" ", 1)[0]
     if word in ("load", "store", "atomicrmw", "cmpxchg"):
         if threads and (word in ("atomicrmw", "cmpxchg") or " atomic " in operation):
-            yield from _atomic(word, result, operation, names)
+            yield from _atomic(word, result, operation, name)
             return
-        yield from _access(word, operation, sanitizer, names)
+        yield from _access(word, operation, sanitizer, name)
     elif copy := _COPIES.search(operation):
-        yield from _copy(copy[1], _parts(copy[2]), sanitizer, names)
+        yield from _copy(copy[1], _parts(copy[2]), sanitizer, name)
     elif "@llvm." in operation and "ptr" in operation and not _HARMLESS.search(operation):
         raise ValueError(f"not known to sanitizers: {text}")
     elif word == "ret" and threads:
@@ -115,7 +91,9 @@ def _line(line: str, sanitizer: Sanitizer, names: _Names) -> Iterator[str]:
     yield line
 
 
-def _access(word: str, operation: str, sanitizer: Sanitizer, names: _Names) -> Iterator[str]:
+def _access(
+    word: str, operation: str, sanitizer: Sanitizer, name: Callable[[], str]
+) -> Iterator[str]:
     first, second = _parts(operation)[:2]
     writes = word != "load"
     if word == "load":
@@ -126,35 +104,35 @@ def _access(word: str, operation: str, sanitizer: Sanitizer, names: _Names) -> I
         pointer, kind = first.split(" ptr ", 1)[1], second
         pointer = f"ptr {pointer}"
     kind = _first(kind.removeprefix("atomic ").removeprefix("volatile "))
-    yield from _check(writes, pointer, _size(kind), sanitizer, names)
+    yield from _check(writes, pointer, _size(kind), sanitizer, name)
 
 
-def _copy(what: str, operands: list[str], sanitizer: Sanitizer, names: _Names) -> Iterator[str]:
+def _copy(
+    what: str, operands: list[str], sanitizer: Sanitizer, name: Callable[[], str]
+) -> Iterator[str]:
     to, source, size = operands[:3]
     size = size.split()[-1]
-    yield from _check(True, to, size, sanitizer, names)
+    yield from _check(True, to, size, sanitizer, name)
     if what != "memset":
-        yield from _check(False, source, size, sanitizer, names)
+        yield from _check(False, source, size, sanitizer, name)
 
 
 def _check(
-    writes: bool, pointer: str, size: int | str, sanitizer: Sanitizer, names: _Names
+    writes: bool, pointer: str, size: int | str, sanitizer: Sanitizer, name: Callable[[], str]
 ) -> Iterator[str]:
     """The call before an access. pointer: with its type and attributes."""
-    if _value(pointer) in names.on_stack:
-        return
     pointer = f"ptr {_value(pointer)}"
     if sanitizer is Sanitizer.THREAD:
         function = "__tsan_write_range" if writes else "__tsan_read_range"
         yield f"  call void @{function}({pointer}, i64 {size})"
     else:
         function = "__asan_storeN_noabort" if writes else "__asan_loadN_noabort"
-        address = names.new()
+        address = name()
         yield f"  {address} = ptrtoint {pointer} to i64"
         yield f"  call void @{function}(i64 {address}, i64 {size})"
 
 
-def _atomic(word: str, result: str, operation: str, names: _Names) -> Iterator[str]:
+def _atomic(word: str, result: str, operation: str, name: Callable[[], str]) -> Iterator[str]:
     """ThreadSanitizer's own operation on 64 bits in place of an atomic one."""
     parts = _parts(operation)
     if word == "load":
@@ -174,7 +152,7 @@ def _atomic(word: str, result: str, operation: str, names: _Names) -> Iterator[s
     elif word == "cmpxchg":
         pointer, expected = parts[0].removeprefix("cmpxchg "), parts[1]
         value, order, failed = parts[2].rsplit(" ", 2)
-        found, same, both = names.new(), names.new(), names.new()
+        found, same, both = name(), name(), name()
         yield (
             f"  {found} = call i64 @__tsan_atomic64_compare_exchange_val({pointer}, {expected}, "
             f"{value}, i32 {_ORDERS[order]}, i32 {_ORDERS[failed]})"
@@ -213,7 +191,7 @@ def _first(text: str) -> str:
 def _value(pointer: str) -> str:
     """A pointer alone: of `ptr noundef align 8 %x seq_cst` it is %x."""
     found = re.search(
-        r"""[%@](?:"[^"]*"|[^\s,]+)|null\b|(?:getelementptr|inttoptr)\b.*\)""", pointer
+        r"""[%@](?:"[^"]*"|[^\s,]+)|\bnull\b|(?:getelementptr|inttoptr)\b.*\)""", pointer
     )
     if found is None:
         raise ValueError(f"no pointer: {pointer}")

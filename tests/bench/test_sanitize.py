@@ -1,4 +1,4 @@
-"""Sanitizers are told of every access but those to own variables, with its address and size."""
+"""Sanitizers are told of every access, with its address and size."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 define i64 @accesses(ptr noundef %p, i64 %n) #0 {{
 first:
-  %own = alloca [4 x i64], align 8
-  %part = getelementptr inbounds i8, ptr %own, i64 8
-  store i64 %n, ptr %part, align 8
   %bits = load <16 x i1>, ptr %p, align 1
   %x = load <12 x i8>, ptr %p, align 1
   %y = load volatile {{ i64, ptr }}, ptr %p, align 8, !tbaa !0
   %z = load i8, ptr getelementptr inbounds (i8, ptr @constant, i64 2), align 1
   tail call void @llvm.prefetch.p0(ptr %p, i32 0, i32 2, i32 1)
-  tail call void @llvm.memset.p0.i64(ptr align 8 %p, i8 0, i64 32, i1 false)
+  tail call void @llvm.memset.p0.i64(ptr nonnull align 8 %p, i8 0, i64 32, i1 false)
   %q = getelementptr i8, ptr %p, i64 %n
   call void @llvm.memcpy.p0.p0.i64(ptr noundef %q, ptr %p, i64 %n, i1 false)
   store <2 x half> <half 1.0, half 2.0>, ptr %p, align 2
