@@ -20,7 +20,7 @@ from qoff.kernels import processor
 
 from .instrument import Sanitizer, instrumented
 
-_THREADS = 8  # of the pool
+_THREADS = 4  # of the pool: more than the machine may have, yet most of them run
 
 
 def install(sanitizer: Sanitizer, places: Path) -> None:

@@ -95,17 +95,18 @@ class LLM:
             for_cpu=not on_gpu,
             trust_remote_code=trust_remote_code,
         )
+        opened = Checkpoint.open(checkpoint)
         hidden = torch.float16  # for a GPU's ops in tests
         if not on_gpu or where.type != "cpu":
-            hidden = resolve_dtype(dtype, Checkpoint.open(checkpoint).config, where)
+            hidden = resolve_dtype(dtype, opened.config, where)
         if chosen:
-            self.plan = plan = default_plan(Checkpoint.open(checkpoint), where, hidden)
+            self.plan = plan = default_plan(opened, where, hidden)
         self.tokenizer = None
         if has_tokenizer(checkpoint):
             self.tokenizer = load_tokenizer(checkpoint, trust_remote_code)
         kind: type[Executor] = CpuExecutor
         more: dict[str, Any] = {}
-        if is_modules(Checkpoint.open(checkpoint)):
+        if is_modules(opened):
             from .module_executor import ModuleExecutor  # needs transformers' modules
 
             kind, more = ModuleExecutor, {"trust_remote_code": trust_remote_code}
