@@ -51,6 +51,7 @@ class RoundStats:
     disk_bytes: float  # read
     host_bytes: float  # between host and device, both ways
     spilled_bytes: float  # written to disk
+    ended: float  # by `time.perf_counter`
 
 
 class Rounds:
@@ -296,8 +297,9 @@ class Rounds:
                 passes[0][1].logit_rows = None  # no other pass will use their memory
             read, generated = self._step(passes)
         spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
-        seconds = time.perf_counter() - start
-        self.history.append(RoundStats(self._count, read, generated, seconds, *spent))
+        ended = time.perf_counter()
+        stats = RoundStats(self._count, read, generated, ended - start, *spent, ended)
+        self.history.append(stats)
         self._count += 1
         if len(self.history) >= 2 * _KEPT:
             del self.history[:_KEPT]

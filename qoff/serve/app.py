@@ -24,6 +24,7 @@ from .errors import ApiError, as_api_error, wrong_body
 from .generation import Asked, Generated
 from .guard import Guard
 from .options import ServeOptions
+from .page import page
 from .protocol import (
     Body,
     ChatRequest,
@@ -106,6 +107,12 @@ class Routes:
         self._engine.ready()
         return Response()
 
+    async def stats(self) -> dict[str, Any]:
+        return self._engine.stats()
+
+    async def page(self) -> Response:
+        return page()
+
     async def metrics(self) -> Response:
         return Response(self._engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -177,6 +184,8 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
         ("/v1/models/{name:path}", routes.model),
         ("/health", routes.health),
         ("/metrics", routes.metrics),
+        ("/stats", routes.stats),
+        ("/", routes.page),
     ):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
 

@@ -22,6 +22,7 @@ from qoff.engine.request import Sequence
 
 from .errors import ApiError, ClientGone
 from .metrics import Metrics
+from .stats import memory, recent
 
 _T = TypeVar("_T")
 _READERS = 2  # threads that turn prompts into tokens
@@ -145,6 +146,28 @@ class Engine:
             headers = {"Retry-After": "5"}
             raise ApiError(503, "the model is loading", code="loading", headers=headers)
         return self.llm
+
+    def stats(self) -> dict[str, Any]:
+        """What `/stats` says; see docs/serving.md."""
+        found: dict[str, Any] = {"model": self.name, "state": "loading"}
+        if self._stopped or self.failure is not None:
+            return found | {"state": "stopping"}
+        if (llm := self.llm) is None:
+            return found
+        waiting = llm.waiting
+        return found | {
+            "state": "ready",
+            "context": llm.plan.context,
+            "answers": {
+                "running": max(0, self.in_flight - waiting),
+                "places": self.places,
+                "waiting": waiting,
+                "queue": self._max_queue,
+            },
+            "kv_used": llm.kv_used,
+            "recent": recent(llm.rounds, time.perf_counter()),
+            "memory": memory(llm),
+        }
 
     @property
     def places(self) -> int:

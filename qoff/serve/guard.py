@@ -21,7 +21,7 @@ from .errors import ApiError, ClientGone, as_api_error
 from .generation import LOG
 
 logger = logging.getLogger("qoff.serve")
-_OPEN = frozenset({"/health", "/metrics"})  # without a key
+_OPEN = frozenset({"/", "/health", "/metrics"})  # without a key
 _GONE = 499  # nginx's status for clients that hang up
 
 
@@ -55,6 +55,8 @@ class Guard:
                 await JSONResponse(known.body(), known.status, known.headers)(scope, receive, noted)
         finally:
             level = logging.ERROR if status >= 500 and status != 503 else logging.INFO
+            if scope["path"] == "/stats" and status == 200:
+                level = logging.DEBUG  # each page asks every second
             fields = {
                 "method": scope["method"],
                 "path": scope["path"][:200],

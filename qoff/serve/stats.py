@@ -1,0 +1,62 @@
+"""What the page and `curl /stats` show of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from qoff.engine import LLM
+from qoff.engine.rounds import RoundStats
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.memory.plan.units import unit_files
+
+WINDOW_S = 5.0
+_MOST = 4096  # rounds that are looked at
+
+
+def recent(rounds: Sequence[RoundStats], now: float) -> dict[str, Any]:
+    """Rates per second, shares of the time and what limits, of rounds in the last seconds.
+
+    now: of `time.perf_counter`. A round that takes longer than the window is spread over its time.
+    """
+    last = [one for one in rounds[-_MOST:] if one.ended > now - WINDOW_S]
+    start = min([now - WINDOW_S, *(one.ended - one.seconds for one in last[:1])])
+    whole = now - start
+    shares = {
+        "weights": sum(one.weights_wait_s for one in last) / whole,
+        "kv": sum(one.kv_wait_s for one in last) / whole,
+        "activations": sum(one.activations_wait_s for one in last) / whole,
+    }
+    busy = min(1.0, sum(one.seconds for one in last) / whole)
+    shares = {"compute": max(0.0, busy - sum(shares.values())), **shares, "idle": 1 - busy}
+    read = sum(one.disk_bytes for one in last)
+    limit = "idle" if not last else max(list(shares)[:-1], key=shares.__getitem__)
+    if limit == "weights":
+        limit = "disk" if read else "link"
+    rates = {
+        "generated_tokens": sum(one.generated for one in last) / whole,
+        "prompt_tokens": sum(one.read for one in last) / whole,
+        "rounds": len(last) / whole,
+        "disk_bytes": read / whole,
+        "link_bytes": sum(one.host_bytes for one in last) / whole,
+        "spilled_bytes": sum(one.spilled_bytes for one in last) / whole,
+    }
+    return {"seconds": whole, "rates": rates, "shares": shares, "limit": limit}
+
+
+def memory(llm: LLM) -> dict[str, Any]:
+    """Bytes by tier: the budget (None: no bound), what is used, and for what."""
+    budgets = {DEVICE: llm.plan.device_memory, HOST: llm.plan.host_memory}
+    tiers = llm.memory_by_tier()
+    residency = llm.runtime.residency
+    moved = residency.device_bytes - residency.workspace - residency.resident_bytes
+    tiers[DEVICE] = {"weights": tiers[DEVICE]["weights"] - moved, "weights on the move": moved,
+                     **{k: v for k, v in tiers[DEVICE].items() if k != "weights"}}  # fmt: skip
+    if residency.slots or residency.expert_slots:
+        files = {file.path: file.nbytes for file in unit_files(llm.runtime.checkpoint).values()}
+        kept = residency.resident_bytes + residency.host_weight_bytes
+        tiers[DISK]["weights"] = max(0, sum(files.values()) - kept)  # but for what is repacked
+    return {
+        tier: {"budget": budgets.get(tier), "used": sum(purposes.values()), "purposes": purposes}
+        for tier, purposes in tiers.items()
+    }

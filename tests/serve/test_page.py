@@ -1,0 +1,169 @@
+"""The page at `/`: what it is made of, what it reads, and what it does in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from qoff.engine.rounds import RoundStats
+from qoff.serve.page import PAGE
+from qoff.serve.stats import WINDOW_S, recent
+
+from .chromium import Browser, found
+from .conftest import OPTIONS, Running, running
+
+ENTER, ESCAPE = ("Enter", 13), ("Escape", 27)
+TEXT = PAGE.read_text()
+
+
+def round_of(ended: float, seconds: float = 1.0, **more: float) -> RoundStats:
+    names = ("weights_wait_s", "kv_wait_s", "activations_wait_s", "disk_bytes", "host_bytes",
+             "spilled_bytes")  # fmt: skip
+    return RoundStats(0, 10, 20, seconds, **(dict.fromkeys(names, 0.0) | more), ended=ended)
+
+
+def test_it_asks_nobody_else() -> None:
+    assert not re.findall(r"(?:https?:)?//[a-z]|@import|url\(|\ssrc=|innerHTML", TEXT)
+    assert re.findall(r'\shref="([^"#][^"]*)"', TEXT) == ["data:,"]
+
+
+def test_browsers_run_no_other_script(served: Running) -> None:
+    status, text, headers = served.ask("/")
+    assert (status, text) == (200, TEXT)
+    assert headers["content-type"].startswith("text/html")
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+    assert policy.pop("script-src").startswith("'sha256-")
+    assert policy.pop("style-src").startswith("'sha256-")
+    assert policy == {
+        "default-src": "'none'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+
+
+def test_what_it_reads_is_there(served: Running) -> None:
+    for path in set(re.findall(r'fetch\("([^"]+)"', TEXT)):
+        assert served.ask(path)[0] in (200, 405), path
+    stats = served.ask("/stats")[1]
+    assert stats["state"] == "ready"
+    known = re.findall(r"stats\.(\w+)", TEXT)
+    assert {"model", "recent", "answers", "memory"} <= set(known) <= stats.keys()
+    assert set(re.findall(r"rates\.(\w+)", TEXT)) <= stats["recent"]["rates"].keys()
+    assert set(re.findall(r"asked\.(\w+)", TEXT)) == stats["answers"].keys()
+    shares = re.search(r"const SHARES = {(.*?)};", TEXT, re.DOTALL)
+    assert shares is not None
+    assert re.findall(r"(\w+): \[", shares[1]) == list(stats["recent"]["shares"])
+    purposes = re.search(r"const PURPOSES = (\[.*?\])", TEXT)
+    assert purposes is not None
+    device = stats["memory"]["device"]
+    assert set(json.loads(purposes[1])) == device["purposes"].keys()
+    assert device["used"] == sum(device["purposes"].values()) > 0
+
+
+def test_it_is_there_while_the_model_loads_and_without_a_key(checkpoint: Path) -> None:
+    from qoff.serve.engine import Engine
+    from qoff.serve.server import Server
+
+    engine = Engine("m", 4, 10)
+    with Server(engine, replace(OPTIONS, api_keys=("one",))) as server:
+        served = Running(server, engine)
+        assert served.ask("/")[0] == 200
+        assert served.ask("/stats")[0] == 401
+        stats = served.ask("/stats", None, {"Authorization": "Bearer one"})[1]
+        assert stats == {"model": "m", "state": "loading"}
+    engine.stop()
+
+
+def test_rates_and_limits_are_of_the_last_seconds() -> None:
+    rounds = [round_of(90), round_of(99), round_of(100, weights_wait_s=0.7, disk_bytes=50)]
+    now = recent(rounds, 100)
+    assert now["rates"]["generated_tokens"] == 40 / WINDOW_S
+    assert now["rates"]["disk_bytes"] == 50 / WINDOW_S
+    assert now["shares"]["idle"] == pytest.approx(1 - 2 / WINDOW_S)
+    assert now["limit"] == "compute"
+    assert sum(now["shares"].values()) == pytest.approx(1)
+    assert recent([replace(rounds[-1], disk_bytes=0)], 100)["limit"] == "link"
+    assert recent(rounds[-1:], 100)["limit"] == "disk"
+    assert recent(rounds, 200)["limit"] == "idle"
+    long = recent([round_of(100, seconds=20, kv_wait_s=15)], 100)
+    assert long["rates"]["generated_tokens"] == 1
+    assert long["shares"]["kv"] == 0.75
+    assert asdict(rounds[0])["ended"] == 90
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = found()
+    if path is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    with Browser(path) as opened:
+        yield opened
+
+
+def home(served: Running) -> str:
+    return served.url.removesuffix("v1")
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.value("document.getElementById('prompt').focus()")
+    browser.type(text)
+    browser.press(*ENTER)
+
+
+def test_a_conversation_in_a_browser(browser: Browser, served: Running) -> None:
+    browser.messages.clear()
+    browser.requests.clear()
+    browser.open(home(served))
+    browser.wait("document.getElementById('running').textContent === '0 of 4'")
+    browser.value("document.getElementById('most').value = 60")
+    attack = "<img src=x onerror=alert(1)> `<b>`"
+    with served.slowed():
+        ask(browser, attack)
+        browser.wait("document.querySelector('.streaming')")
+        browser.wait("document.querySelector('.streaming .said').textContent.length > 2")
+        assert served.engine.in_flight == 1
+        browser.press(*ESCAPE)
+        browser.wait("!document.getElementById('send').hidden")
+    browser.wait("document.querySelector('.note').textContent.includes('stopped')")
+    shown = browser.value("document.querySelector('.user .said').textContent")
+    assert shown == "<img src=x onerror=alert(1)> <b>"
+    assert browser.value("document.querySelectorAll('.said img, .said b').length") == 0
+
+    browser.open(home(served))  # what was said is there still
+    assert browser.value("document.querySelectorAll('.turn').length") == 2
+    browser.type("two")
+    browser.press("Enter", 13, modifiers=8)
+    assert browser.value("document.getElementById('prompt').value") == "two\n"
+    browser.press(*ENTER)
+    browser.wait("document.querySelectorAll('.assistant .note').length === 2")
+    assert "tokens/s" in browser.value("document.querySelectorAll('.note')[1].textContent")
+    browser.value("document.getElementById('new').click()")
+    assert not browser.value("document.querySelectorAll('.turn').length")
+    assert browser.messages == []
+    assert all(url.startswith((home(served), "data:")) for url in browser.requests)
+
+
+def test_errors_and_keys_in_a_browser(browser: Browser, checkpoint: Path) -> None:
+    options = replace(OPTIONS, api_keys=("one",), read_timeout_s=5)
+    with running(checkpoint, options) as served:
+        browser.open(home(served), width=390, height=844, dark=True)
+        browser.wait("!document.getElementById('key-row').hidden")
+        ask(browser, "Hi")
+        browser.wait("document.querySelector('.wrong')")
+        assert "API key" in browser.value("document.querySelector('.wrong').textContent")
+        browser.value("document.getElementById('key').focus()")
+        browser.type("one")
+        browser.value("document.querySelector('.wrong button').click()")
+        browser.wait("document.querySelector('.assistant .note')")
+        assert not browser.value("document.querySelectorAll('.wrong').length")
+        browser.value("document.getElementById('strip').click()")
+        assert browser.value("document.activeElement.id") == "close"
+        assert browser.value("document.documentElement.scrollWidth") <= 390
