@@ -34,6 +34,7 @@ class Address:
     url: str  # ends in /v1
     model: str
     more: dict[str, Any] = field(default_factory=dict)
+    pid: int = 0
 
 
 Start = Callable[[int], AbstractContextManager[Address]]  # with so many clients
@@ -57,7 +58,7 @@ def qoff(clients: int, model: str = "", options: Sequence[str] = ()) -> Iterator
         else:
             raise QoffError(f"qoff serve has ended: {''.join(lines[-3:])}")
         os.set_blocking(process.stderr.fileno(), False)  # the log is not read any more
-        yield Address(said["url"] + "/v1", said["model"])
+        yield Address(said["url"] + "/v1", said["model"], pid=process.pid)
     finally:
         process.terminate()
         process.stderr.close()

@@ -78,6 +78,13 @@ class Routes:
         asked = Asked(form, prompts, params, calls, bool(body.stream), with_usage)
         return Generated(self._engine, asked)
 
+    async def embeddings(self) -> Response:
+        raise ApiError(
+            400,
+            f"{self._engine.name} is served to generate text; it has no embeddings",
+            code="embeddings_not_supported",
+        )
+
     async def tokenize(self, request: Request) -> dict[str, Any]:
         body, llm = await self._read(request, TokenizeRequest), self._engine.ready()
         prompt: Any = body.prompt
@@ -175,6 +182,7 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
     for path, post in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.completion),
+        ("/v1/embeddings", routes.embeddings),
         ("/tokenize", routes.tokenize),
         ("/detokenize", routes.detokenize),
     ):

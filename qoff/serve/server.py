@@ -8,21 +8,17 @@ import resource
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from http import HTTPStatus
 from typing import Any, Self
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qoff.engine import LLM
 from qoff.errors import QoffError
 from qoff.interrupts import whole
 
-from .answers import encoded
 from .app import build_app
+from .connection import Connection, Handshake
 from .engine import Engine
-from .errors import ApiError
 from .options import ServeOptions
 
 logger = logging.getLogger("qoff.serve")
@@ -106,9 +102,12 @@ def _allow_files(wanted: int) -> None:
 
 
 def _config(engine: Engine, options: ServeOptions) -> uvicorn.Config:
-    def protocol(**arguments: Any) -> _Connection:
-        return _Connection(options, **arguments)
+    def protocol(**arguments: Any) -> asyncio.Protocol:
+        if context is None:
+            return Connection(options, **arguments)
+        return Handshake(options, context, handshakes, arguments)
 
+    context, handshakes = None, set[Handshake]()
     config = uvicorn.Config(
         build_app(engine, options),
         http=protocol,  # type: ignore[arg-type]
@@ -124,6 +123,8 @@ def _config(engine: Engine, options: ServeOptions) -> uvicorn.Config:
         ssl_keyfile=options.tls_key,
     )
     config.load()
+    # uvicorn's sockets are plain ones; asyncio would say nothing of a client before its handshake.
+    context, config.ssl = config.ssl, None
     return config
 
 
@@ -133,72 +134,3 @@ class _Uvicorn(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # it has had its time
         await asyncio.sleep(0)
-
-
-class _Connection(H11Protocol):
-    """A connection of a client that may be slow, silent or one too many."""
-
-    def __init__(self, options: ServeOptions, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._options = options
-        self._deadline: asyncio.TimerHandle | None = None  # for the head of a request
-        self._refused = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        sock = transport.get_extra_info("socket")
-        with suppress(OSError):  # the connection is gone
-            late = int(self._options.read_timeout_s * 1000)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, late)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if len(self.connections) > self._options.max_connections:
-            self._refused = True
-            self._refuse(503, "the server has too many connections", code="too_many_connections")
-            return
-        self._expect_request()
-
-    def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        super().data_received(data)
-        if self._awaits_request:
-            if self._deadline is None:
-                self._expect_request()
-        else:
-            self._stop_waiting()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def send_400_response(self, msg: str) -> None:
-        self._refused = True
-        self._refuse(400, "this is not HTTP")
-
-    @property
-    def _awaits_request(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _expect_request(self) -> None:
-        late = self._options.read_timeout_s
-        self._deadline = self.loop.call_later(late, self._give_up)
-
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _give_up(self) -> None:
-        self._deadline = None
-        if self._awaits_request:
-            self._refuse(408, "no request came in time")
-
-    def _refuse(self, status: int, message: str, code: str | None = None) -> None:
-        """Answer what did not become a request, and close."""
-        body = encoded(ApiError(status, message, code=code).body())
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()

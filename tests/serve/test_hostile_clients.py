@@ -275,6 +275,24 @@ def test_a_reader_that_stops_reading_is_given_up(checkpoint: Path, served: Runni
     sock.close()
 
 
+def test_a_reader_that_trickles_is_given_up(served: Running) -> None:
+    """It takes a byte now and then, so that TCP goes on, of an answer larger than its buffers."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
+    request = head(len(body)).replace(CHATS.encode(), b"/tokenize") + body
+    with served.connect() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        sock.settimeout(0.2)
+        with suppress(TimeoutError, ConnectionError):
+            for _ in range(1000):
+                sock.sendall(request * 100)
+        start = time.monotonic()
+        with suppress(ConnectionError):
+            while served.server.connections and time.monotonic() < start + 10:
+                sock.recv(1)
+                time.sleep(0.05)
+        assert time.monotonic() < start + 8
+
+
 def test_one_connection_too_many_is_refused(checkpoint: Path) -> None:
     with running(checkpoint, replace(OPTIONS, max_connections=3, read_timeout_s=5)) as served:
         held = [served.connect() for _ in range(3)]
@@ -308,6 +326,25 @@ def test_tls(checkpoint: Path) -> None:
         with served.connect() as sock:  # no handshake
             sock.sendall(b"GET /health HTTP/1.1\r\n\r\n")
             assert not everything(sock).startswith(b"HTTP")
+
+
+def test_handshakes_are_connections_and_end_in_time(checkpoint: Path) -> None:
+    files = str(Path(__file__).with_name("localhost.pem"))
+    options = replace(OPTIONS, tls_certificate=files, tls_key=files, max_connections=3)
+    context = ssl.create_default_context(cafile=files)
+    with running(checkpoint, replace(options, read_timeout_s=1)) as served:
+        silent = [served.connect() for _ in range(3)]
+        time.sleep(0.1)
+        start = time.monotonic()
+        with served.connect() as sock, pytest.raises(OSError):  # noqa: PT011
+            context.wrap_socket(sock, server_hostname="localhost")
+        assert time.monotonic() < start + 0.8  # before the others have had their time
+        for one in silent:
+            assert not everything(one)
+            one.close()
+        url = f"https://127.0.0.1:{served.server.port}/health"
+        with urllib.request.urlopen(url, context=context) as answer:
+            assert answer.status == 200
 
 
 def test_keys_are_asked_for_but_for_health(checkpoint: Path) -> None:

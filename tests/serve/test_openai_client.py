@@ -155,3 +155,9 @@ def test_clients_share_rounds(served: Running, client: OpenAI) -> None:
         thread.join()
     assert len(set(found)) == 1
     assert rounds[-1].number - before < 180
+
+
+def test_embeddings_are_refused(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no embeddings") as refused:
+        client.embeddings.create(model=MODEL, input="Hi")
+    assert refused.value.code == "embeddings_not_supported"

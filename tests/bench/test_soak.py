@@ -1,0 +1,41 @@
+"""Some seconds of bench.soak, which the command does for an hour."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from bench.peers.servers import Address
+from bench.soak import Sample, Soak, check
+from tests.serve.conftest import MODEL, checkpoint, running  # noqa: F401
+
+
+def test_nothing_is_wrong_or_left_after_some_seconds(
+    checkpoint: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running(checkpoint) as served:
+        soak = Soak(Address(served.url, MODEL), os.getpid(), seconds=5, seed=1)
+        before, after = asyncio.run(soak.run())
+    assert soak.wrong == []
+    assert min(soak.counts[kind] for kind in soak.clients) >= 10
+    assert (after.files, after.threads) <= (before.files, before.threads)
+
+
+def test_wrong_answers_and_what_is_left_are_told(checkpoint: Path) -> None:  # noqa: F811
+    with running(checkpoint) as served:
+        soak = Soak(Address(served.url, MODEL), os.getpid(), 0.3, 1, {"honest": 1})
+        soak._answer = _other  # type: ignore[method-assign]
+        asyncio.run(soak.run())
+    assert "not" in soak.wrong[0]
+    sample = Sample(3, 3, 0)
+    assert not check(sample, sample)
+    assert len(check(sample, Sample(4, 4, 1 << 30))) == 3
+
+
+async def _other(prompt: str, stream: bool, seen: list[str] = []) -> str:  # noqa: B006
+    seen.append(prompt)
+    return str(len(seen))
