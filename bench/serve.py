@@ -31,7 +31,7 @@ from qoff.errors import QoffError
 
 from .harness import Bar, Report, arguments
 from .peers.native import PeerNotBuiltError
-from .peers.servers import SERVERS, Address, Start, qoff
+from .peers.servers import OURS, PEERS, Address, Start, qoff
 
 _WORDS = (
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
@@ -137,29 +137,29 @@ def measured(server: Start, clients: Sequence[int], requests: int) -> Iterator[d
 
 @contextmanager
 def _running(url: str, model: str, clients: int) -> Iterator[Address]:
-    more = {"cache_prompt": False} if "llama" in model else {}
-    yield Address(url.rstrip("/"), model or "default", more)
+    yield Address(url.rstrip("/"), model or "default")
 
 
 def _servers(args: argparse.Namespace) -> dict[str, Start]:
     """Those to ask, by name."""
     if args.url:
         return {args.name or args.url: partial(_running, args.url, args.model)}
-    wanted = [name.strip() for name in args.servers.split(";")]
-    unknown = [name for name in wanted if name not in SERVERS]
+    own: dict[str, Start] = {
+        name: partial(qoff, model=args.model, options=(*options, *args.options.split()))
+        for name, options in OURS.items()
+    }
+    known = {**own, **PEERS}
+    wanted = [name.strip() for name in (args.servers or ";".join(known)).split(";")]
+    unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise QoffError(f"--servers: {unknown[0]!r} is none of {'; '.join(SERVERS)}")
-    options = args.options.split()
-    own = {name: partial(start, model=args.model) for name, start in SERVERS.items()
-           if name.startswith("qoff") and args.model}  # fmt: skip
-    own |= {"qoff": partial(qoff, model=args.model, options=options)} if options else {}
-    return {name: own.get(name, SERVERS[name]) for name in wanted}
+        raise QoffError(f"--servers: {unknown[0]!r} is none of {'; '.join(known)}")
+    return {name: known[name] for name in wanted}
 
 
 def _bars(found: dict[str, dict[str, Any]]) -> list[Bar]:
     """What is wanted of 16 clients, of the better of qoff's."""
     at = {name: by["16"] for name, by in found.items() if "16" in by}
-    mine = [name for name in at if name.startswith("qoff")]
+    mine = [name for name in at if name in OURS]
     if not mine:
         return []
     best, bars = max(mine, key=lambda name: at[name]["tok/s"]), []
@@ -176,11 +176,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(
         __doc__,
         argv,
-        servers=(str, "; ".join(SERVERS), "which, between semicolons"),
+        servers=(str, "", "which, between semicolons; by default all"),
         model=(str, "", "checkpoint, or with --url the model's name there"),
         url=(str, "", "a server that runs, like http://127.0.0.1:8080/v1"),
         name=(str, "", "what to call it in the table"),
-        options=(str, "", "of the first qoff serve"),
+        options=(str, "", "of qoff serve, beside those that are measured"),
         clients=(str, "1,4,16,64", "how many at the same time"),
         requests=(int, 3, "of each client"),
         parts=(Path, None, "JSON file: what was measured before, and this"),

@@ -155,7 +155,7 @@ class Soak:
             if len(data) < _LARGE:
                 raise
             return  # the server has closed what it reads no further
-        right = (wanted,) if path == "/v1/completions" else (404, 413)
+        right = (wanted, 429) if path == "/v1/completions" else (404, 413)
         told = (not body and len(data) > _LARGE) or b'"message":' in body
         if status not in right or not told:
             self.wrong.append(f"{path}, {data[:40]!r}: status {status}: {body[:200]!r}")

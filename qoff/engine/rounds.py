@@ -298,7 +298,7 @@ class Rounds:
             read, generated = self._step(passes)
         spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
         ended = time.perf_counter()
-        stats = RoundStats(self._count, read, generated, ended - start, *spent, ended)
+        stats = RoundStats(self._count, read, generated, ended - start, *spent, ended=ended)
         self.history.append(stats)
         self._count += 1
         if len(self.history) >= 2 * _KEPT:
