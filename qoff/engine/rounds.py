@@ -7,7 +7,6 @@ all of them. A caller that goes away takes its sequences with it between two rou
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -279,7 +278,8 @@ class Rounds:
         self._waiting.extendleft(reversed(groups.values()))
 
     def _passes(self) -> None:
-        start, before = time.perf_counter(), self._executor.counters()
+        clock = self._executor.instrumentation.clock
+        start, before = clock.now(), self._executor.counters()
         passes: list[tuple[BatchSlots, ForwardPass]] = []
         for batch in self._batches:
             for run in (batch.decode(), batch.read(self._plan.prefill_tokens)):
@@ -296,7 +296,7 @@ class Rounds:
                 passes[0][1].logit_rows = None  # no other pass will use their memory
             read, generated = self._step(passes)
         spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
-        seconds = time.perf_counter() - start
+        seconds = clock.now() - start
         self.history.append(RoundStats(self._count, read, generated, seconds, *spent))
         self._count += 1
         if len(self.history) >= 2 * _KEPT:

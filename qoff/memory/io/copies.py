@@ -12,7 +12,6 @@ from torch import Tensor
 
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
-from .workers import Workers
 
 
 class Copies:
@@ -26,7 +25,8 @@ class Copies:
     def __init__(
         self, device: torch.device | None = None, instrumentation: Instrumentation = PLAIN
     ) -> None:
-        self._workers = Workers(1, "qoff-copy")
+        self.clock = instrumentation.clock
+        self._workers = self.clock.workers(1, "qoff-copy")
         self._instrumentation = instrumentation
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
@@ -49,6 +49,10 @@ class Copies:
                 dest.copy_(source, non_blocking=True)
             else:
                 np.copyto(dest.numpy(), source.numpy())  # without torch's threads
+
+    def put(self, dest: Tensor, source: Tensor) -> None:
+        """Copy in a `move` of `call`; it is there on return."""
+        dest.copy_(source)
 
     def call(
         self,
