@@ -71,6 +71,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Choose batch sizes and placement for a model, and explain them. No weights are needed."""
+    from qoff.engine.simulated import simulated
     from qoff.kvcache.quant import kv_quant
     from qoff.plan import Plan
     from qoff.plan.explain import explain
@@ -94,7 +95,10 @@ def plan(
         work.objective,  # type: ignore[arg-type]  # checked there
         work.token_s,
     )
-    found = explain(sizes, machine, workload, Plan(kv=cache, spill_folder=spill_folder))
+    template = Plan(kv=cache, spill_folder=spill_folder)
+    found = explain(
+        sizes, machine, workload, template, lambda one: simulated(one, sizes, machine, workload)
+    )
     if save is not None:
         save.write_text(plan_text(found.found.plan))
     changes = [] if brief else found.changes()

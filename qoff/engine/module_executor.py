@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.kvcache.quant import UnpackableError
 from qoff.kvcache.store.placement import DEVICE, HOST

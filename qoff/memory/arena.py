@@ -86,7 +86,8 @@ class TierArenas:
 
     stream: of a GPU, closed with this; then host memory is locked, so that it can be copied from
     and to while the GPU computes, or else a warning says what the system refused. None: the device
-    is the CPU, whose memory is both. pages: where host memory comes from. Raises BudgetError for memory that cannot be had.
+    is the CPU, whose memory is both. pages: where host memory comes from. Raises
+    BudgetError for memory that cannot be had.
     """
 
     def __init__(

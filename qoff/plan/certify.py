@@ -50,6 +50,7 @@ class Certified:
     """A plan that fits, with its exact bytes and what is forecast of it.
 
     bound: seconds that no plan of this machine and workload is faster than, by the same model.
+    simulated: the same plan with rounds as long as in virtual time.
     """
 
     plan: Plan
@@ -59,6 +60,7 @@ class Certified:
     prefill: Forecast
     decode: Forecast
     bound: float = 0.0
+    simulated: Certified | None = None
 
     @property
     def seconds(self) -> float:

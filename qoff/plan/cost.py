@@ -248,8 +248,9 @@ class CostModel:
         device, sizes = self.machine.device, self.sizes
         layers = device.matmul_s(self.layer_bits, rows) * sizes.layer_columns
         head = device.matmul_s(self.head_bits, head_rows) * sizes.head_columns
-        calls: Array = layers + head + _OPS * device.call_s * self.units
-        return calls
+        calls = _OPS * sizes.spec.num_layers + 1
+        seconds: Array = layers + head + calls * device.call_s
+        return seconds
 
     def _attention(self, processor: Processor, queries: Array | None = None) -> Array:
         """Seconds to attend to a block of all layers; queries: of a KV head."""

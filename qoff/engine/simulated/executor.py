@@ -116,9 +116,7 @@ class _SimulatedGpu(_Simulated, GpuExecutor):
 
     def _memory_of(self, tiled: bool) -> Memory:
         plan, recorded = self.plan, self.plan.batch_size  # as on a GPU that is there
-        return memory_on_gpu(
-            plan, self.spec, self.shapes, self.device, self.dtype, tiled, recorded
-        )
+        return memory_on_gpu(plan, self.spec, self.shapes, self.device, self.dtype, tiled, recorded)
 
     def _new_queue(self, *arguments: Any) -> WriteBackQueue:
         return SimulatedWriteBack(self.machine, *arguments)

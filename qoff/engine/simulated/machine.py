@@ -77,10 +77,14 @@ class VirtualLink:
 
 
 class VirtualMachine:
-    """What a profile describes. computed_s: seconds that its processors were busy."""
+    """What a profile describes. computed_s: seconds that its processors were busy.
 
-    def __init__(self, profile: MachineProfile, clock: VirtualClock) -> None:
-        self.profile, self.clock = profile, clock
+    chunk: bytes of a read. loading: reads take no time yet.
+    """
+
+    def __init__(self, profile: MachineProfile, clock: VirtualClock, chunk: int = 1 << 20) -> None:
+        self.profile, self.clock, self.chunk = profile, clock, chunk
+        self.loading = True
         self._stolen = Stolen()
         self.computed_s = 0.0
         memory = None

@@ -56,12 +56,16 @@ class SimulatedReader(DiskReader):
     """Reads nothing, and takes as long as the machine's disk."""
 
     def __init__(self, machine: VirtualMachine) -> None:
-        super().__init__(clock=machine.clock)
-        self._link = machine.read
+        super().__init__(chunk=machine.chunk, clock=machine.clock)
+        self._machine, self._link = machine, machine.read
 
     def submit_parts(
         self, path: str | Path, parts: Sequence[tuple[int, Tensor]], urgent: bool = False
     ) -> ReadRequest:
+        if self._machine.loading:
+            request = ReadRequest()
+            request.set_result(None)
+            return request
         self._link.ask()
         return super().submit_parts(path, parts, urgent)
 

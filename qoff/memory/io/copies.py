@@ -13,7 +13,6 @@ from torch import Tensor
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 
-
 class Copies:
     """Copies one after another, in the order of the calls; their thread waits for nothing else.
 
