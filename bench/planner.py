@@ -77,9 +77,7 @@ def measure(result: Report, name: str, path: Path, work: Work, rounds: int) -> N
         found = {label: predicted(case.llm, machine, work) for label, case in cases.items()}
     measured = {label: statistics.median(values) for label, values in seconds.items()}
     by_model = {label: one.decode.seconds for label, one in found.items()}
-    by_time = {
-        label: one.simulated.decode.seconds for label, one in found.items() if one.simulated
-    }
+    by_time = {label: one.simulated.decode.seconds for label, one in found.items() if one.simulated}
     for label, one in found.items():
         row = [f"{name}: {label}", f"{measured[label] * 1e3:.1f}"]
         for said in (by_model[label], by_time[label]):

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from qoff.checkpoint import Checkpoint
 from qoff.engine.executor import CpuExecutor, Executor
 from qoff.engine.simulated import Driver, Simulation, simulated
+from qoff.engine.simulated.machine import VirtualMachine
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory.instrumentation import PLAIN
+from qoff.memory.io.virtual import VirtualClock
 from qoff.plan import Plan
 from qoff.plan.certify import TIERS, Certifier
 from qoff.plan.cost import Choices, CostModel
@@ -165,3 +167,14 @@ def test_links_that_wait_for_each_other_take_longer_than_either() -> None:
     work = replace(WORK, objective="latency")
     best = find_plan(sizes(), on, work)
     assert simulated(best, sizes(), on, work).decode.seconds > max(best.decode.busy.values())
+
+
+def test_what_moves_meanwhile_makes_computing_longer() -> None:
+    on = machine()
+    costly = replace(on, disk_read=replace(on.disk_read, bytes_per_s=1e8, cpu_s_per_byte=2e-8))
+    here = VirtualMachine(costly, VirtualClock())
+    here.read.start(10**8)  # a second, in which half of the four cores is taken
+    here.compute(0.25)
+    assert here.clock.now() == pytest.approx(0.5)
+    here.compute(0.5)
+    assert here.clock.now() == pytest.approx(1.25)  # with nothing beside it in the end

@@ -17,6 +17,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.host.packed import PackedPass
+from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import DiskReader, Transfers
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copies import Copies
@@ -26,6 +27,7 @@ from qoff.memory.io.thread_transfers import ThreadTransfers
 from qoff.memory.plan import EMBEDDING
 from qoff.models.runtime import Runtime
 from qoff.plan import Memory, Plan
+from qoff.plan.cost import STEP_CALLS
 from qoff.plan.gpu import memory_on_gpu
 
 from .machine import VirtualMachine
@@ -73,6 +75,8 @@ class _Simulated(Executor):
             packing=ops.PACKING,
             instrumentation=hooks,
         )
+        if isinstance(self.blocks, TieredBlocks) and self.blocks.plan.ring_blocks:
+            ops.step_s = STEP_CALLS * machine.profile.device.call_s
 
     def _new_reader(self) -> DiskReader:
         return SimulatedReader(self.machine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,7 @@ class SimulatedOps:
         on_gpu = machine.profile.on_gpu
         self.PACKING, self.CACHE = ("split32", "device") if on_gpu else ("rows16", "host")
         self.USES_OUT = not on_gpu
+        self.step_s = 0.0  # of a layer of a pass whose KV blocks come to it
         self._random = torch.Generator().manual_seed(0)
 
     def w4_linear(
@@ -118,12 +120,12 @@ class SimulatedOps:
         return qkv.new_empty(len(qkv), width) if out is None else out
 
     def _matmul(self, rows: float, weights: int, bits: int) -> None:
-        seconds = self._device.matmul_s(bits, rows) * weights + self._device.call_s
+        seconds = self._device.matmul_s(bits, np.asarray(rows)) * weights + self._device.call_s
         self._machine.compute(float(seconds))
 
     def _attend(self, shape: HeadShape, cache: LayerCache, ragged: Ragged) -> None:
         packed = {span.slot: 0 for span in ragged.spans}
-        seconds = self._device.call_s
+        seconds = self._device.call_s + self.step_s
         for part in cache.packed:
             seconds += _packed_s(self._device, shape, part, ragged, cache.top)
             for slot in packed:
@@ -145,7 +147,7 @@ class SimulatedOps:
         seconds = self._device.call_s
         for span in ragged.spans:
             nbytes = packed[span.slot] // BLOCK_TOKENS * shape.kv_heads * cache.form.nbytes
-            per_byte = self._device.attention_s(cache.form.k_bits, group * span.count)
+            per_byte = self._device.attention_s(cache.form.k_bits, np.asarray(group * span.count))
             seconds += nbytes * float(per_byte)
         past = [span.past - before[span.slot] for span in ragged.spans]
         size = cache.recent_k.itemsize
@@ -167,7 +169,7 @@ def _packed_s(
     """Seconds to attend to it, by the queries that each KV head has of a sequence."""
     queries = shape.heads // shape.kv_heads * max(span.count for span in ragged.spans)
     nbytes = _packed_bytes(shape, part, ragged, top)
-    return nbytes * float(processor.attention_s(part.form.k_bits, queries))
+    return nbytes * float(processor.attention_s(part.form.k_bits, np.asarray(queries)))
 
 
 def _unpacked_s(

@@ -13,7 +13,7 @@ from qoff.engine.executor import Executor
 from qoff.engine.schedule import Schedule
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kvcache import DeviceCache
+from qoff.kvcache import DeviceCache, PackedCache
 from qoff.kvcache.slots import SlotCache
 from qoff.memory.arena import PAGE, round_up
 from qoff.memory.io.virtual import VirtualClock
@@ -164,6 +164,7 @@ def simulated(
 def _remember(cache: SlotCache, slot: int, tokens: int, expected: int) -> None:
     """Let a slot have a sequence of so many tokens, whatever it had; 0: none."""
     cache.reset(slot, expected)
+    assert isinstance(cache, PackedCache | DeviceCache)
     count = cache.blocks_of(tokens, cache.window, cache.sinks)
     owner = cache.first_owner + slot
     blocks = cache.store.allocate(range(count), cache.expected[slot], owner)
