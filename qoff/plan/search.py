@@ -61,7 +61,7 @@ def find_plan(
     certifier = Certifier(cost, template, place, number)
     choices = choices_for(workload, machine.on_gpu)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
-    possible = _possible(certifier, choices)
+    possible = _possible(certifier, choices, prefill, decode)
     bounds = lower_bounds(certifier, choices, prefill, decode)
     order = [int(i) for i in np.argsort(bounds, kind="stable") if np.isfinite(bounds[i])]
     finalists = list[Certified]()
@@ -81,21 +81,27 @@ def find_plan(
         if tried >= _TRIED:
             break
     finalists = finalists or possible
+    if not finalists:
+        alone = min(one.decode.seconds for one in least(certifier, choices))
+        raise BudgetError(too_slow(workload.token_s or 0.0, alone))
     best = _best_simulated(finalists, simulate) if simulate else finalists[0]
     return replace(best, bound=float(min(bound, best.seconds)))
 
 
-def _possible(certifier: Certifier, choices: Choices) -> list[Certified]:
-    """The plans of one sequence at a time that fit and are fast enough, the best first.
+def _possible(
+    certifier: Certifier, choices: Choices, prefill: Phase, decode: Phase
+) -> list[Certified]:
+    """Plans of one sequence at a time that fit and are fast enough, the best first.
 
-    Raises BudgetError at once where there is none, and so no other plan.
+    Raises BudgetError at once where there can be none, and so no other plan.
     """
     found = sorted(least(certifier, choices), key=lambda one: one.seconds)
     if not found:
         raise BudgetError(too_small(certifier, choices))
     token_s = certifier.cost.workload.token_s or np.inf
     fastest = min(one.decode.seconds for one in found)
-    if fastest > token_s:
+    alone = (relax(certifier, choices, index, prefill, decode) for index in smallest(choices))
+    if fastest > token_s and all(one is None for one in alone):
         raise BudgetError(too_slow(token_s, fastest))
     return [one for one in found if one.decode.seconds <= token_s]
 
