@@ -75,10 +75,9 @@ def find_plan(
         finalists.sort(key=lambda one: one.seconds)
         solved, tried = solved + len(relaxed), tried + len(head)
         unseen = bounds[order[0]] if order else np.inf
-        if finalists and (unseen >= finalists[0].seconds / _NEAR or solved >= _MOST):
+        near = finalists and unseen >= finalists[0].seconds / _NEAR
+        if near or (finalists and solved >= _MOST) or (not finalists and tried >= _TRIED):
             bound = min(bound, unseen)
-            break
-        if tried >= _TRIED:
             break
     finalists = finalists or possible
     if not finalists:
