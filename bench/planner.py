@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from bench.offload import Case, Work, plans
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM
+from qoff.engine.simulated import simulated
 from qoff.errors import BudgetError
 from qoff.measure.profile import measured_profile
 from qoff.plan.certify import TIERS, Certified, Certifier
@@ -36,11 +38,12 @@ _ERROR, _TAU = 0.15, 0.8  # wanted
 
 
 def predicted(llm: LLM, machine: MachineProfile, work: Work) -> Certified:
-    """The forecast of the plan that an LLM is open with."""
+    """The forecast of the plan that an LLM is open with, and what it takes in virtual time."""
     plan, checkpoint = llm.plan, llm.runtime.checkpoint
     count = work.batch_size * work.batches
     workload = Workload(Lengths.of(work.prompt), Lengths.of(work.new), count)
-    cost = CostModel(ModelSizes.of_checkpoint(checkpoint), machine, workload, plan.kv, 4)
+    sizes = ModelSizes.of_checkpoint(checkpoint)
+    cost = CostModel(sizes, machine, workload, plan.kv, 4)
     choices = Choices(
         np.array([float(plan.batch_size)]),
         np.array([float(plan.batches)]),
@@ -50,7 +53,8 @@ def predicted(llm: LLM, machine: MachineProfile, work: Work) -> Certified:
         np.array([TIERS.index(plan.activations)]),
     )
     certifier = Certifier(cost, plan, torch.device("cpu"), torch.float32)
-    return certifier.forecast(choices, plan, llm.memory, llm.runtime.residency)
+    found = certifier.forecast(choices, plan, llm.memory, llm.runtime.residency)
+    return replace(found, simulated=simulated(found, sizes, machine, workload))
 
 
 def measure(result: Report, name: str, path: Path, work: Work, rounds: int) -> None:
@@ -72,23 +76,26 @@ def measure(result: Report, name: str, path: Path, work: Work, rounds: int) -> N
                 seconds[label].append(case().seconds)
         found = {label: predicted(case.llm, machine, work) for label, case in cases.items()}
     measured = {label: statistics.median(values) for label, values in seconds.items()}
-    errors = []
+    by_model = {label: one.decode.seconds for label, one in found.items()}
+    by_time = {label: one.simulated.decode.seconds for label, one in found.items() if one.simulated}
     for label, one in found.items():
-        said = one.decode.seconds
-        errors.append(abs(said / measured[label] - 1))
-        row = (f"{name}: {label}", f"{measured[label] * 1e3:.1f}", f"{said * 1e3:.1f}")
-        result.rows.append((*row, f"{said / measured[label] - 1:+.0%}", one.decode.limit))
+        row = [f"{name}: {label}", f"{measured[label] * 1e3:.1f}"]
+        for said in (by_model[label], by_time[label]):
+            row += [f"{said * 1e3:.1f}", f"{said / measured[label] - 1:+.0%}"]
+        result.rows.append((*row, one.decode.limit))
         result.measured[f"{name}: {label}"] = {
             "measured_s": seconds[label],
-            "predicted_s": said,
+            "predicted_s": by_model[label],
+            "simulated_s": by_time[label],
             "busy_s": dict(one.decode.busy),
         }
-    tau = kendalltau(list(measured.values()), [found[label].decode.seconds for label in measured])
-    error = statistics.median(errors)
-    result.ratios[f"{name}: median error"] = error
-    result.ratios[f"{name}: Kendall's tau"] = float(tau.statistic)
-    result.bars.append(Bar(f"{name}: 1 - median error", 1 - _ERROR, 1 - error))
-    result.bars.append(Bar(f"{name}: Kendall's tau", _TAU, float(tau.statistic)))
+    for how, said_s in (("cost model", by_model), ("simulator", by_time)):
+        tau = float(kendalltau(list(measured.values()), list(said_s.values())).statistic)
+        error = statistics.median(abs(said_s[label] / measured[label] - 1) for label in measured)
+        result.ratios[f"{name}, {how}: median error"] = error
+        result.ratios[f"{name}, {how}: Kendall's tau"] = tau
+        result.bars.append(Bar(f"{name}, {how}: 1 - median error", 1 - _ERROR, 1 - error))
+        result.bars.append(Bar(f"{name}, {how}: Kendall's tau", _TAU, tau))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "planner",
         {"quick": args.quick, "large": args.large},
         "decode rounds, measured and predicted",
-        ("plan", "measured ms", "predicted ms", "error", "limit"),
+        ("plan", "measured ms", "cost model ms", "error", "simulated ms", "error", "limit"),
     )
     work, rounds = (Work(2, 2, 128, 8), 1) if args.quick else (Work(16, 2, 256, 12), 3)
     measure(result, "135M", fetch_checkpoint(), work, rounds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from .options import Json, Model, QuantOptions, command
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
+    from qoff.plan.pareto import Point
     from qoff.plan.profile import MachineProfile
     from qoff.plan.sizes import ModelSizes
 
@@ -67,13 +69,18 @@ def plan(
     spill_folder: Path | None = Option(None, help="Folder for what is on the disk tier."),
     save: Annotated[Path | None, Option(help="Write the plan, for --plan and qoff.LLM.")] = None,
     memory: bool = Option(False, "--memory", help="Print standard formulas' bytes instead."),
+    plot: Annotated[
+        Path | None, Option(help="Draw memory against tokens/s as FILE.svg and FILE.png.")
+    ] = None,
     brief: bool = Option(False, "--brief", help="Do not look for what would be faster."),
     as_json: Json = False,
 ) -> None:
     """Choose batch sizes and placement for a model, and explain them. No weights are needed."""
+    from qoff.engine.simulated import simulated
     from qoff.kvcache.quant import kv_quant
     from qoff.plan import Plan
     from qoff.plan.explain import explain
+    from qoff.plan.pareto import pareto_front
     from qoff.plan.saved import plan_text
     from qoff.plan.workload import Lengths, Workload
 
@@ -94,9 +101,14 @@ def plan(
         work.objective,  # type: ignore[arg-type]  # checked there
         work.token_s,
     )
-    found = explain(sizes, machine, workload, Plan(kv=cache, spill_folder=spill_folder))
+    template = Plan(kv=cache, spill_folder=spill_folder)
+    found = explain(
+        sizes, machine, workload, template, lambda one: simulated(one, sizes, machine, workload)
+    )
     if save is not None:
         save.write_text(plan_text(found.found.plan))
+    if plot is not None:
+        _draw(plot, lambda: pareto_front(sizes, machine, workload, template), machine.on_gpu)
     changes = [] if brief else found.changes()
     if as_json:
         print_json({**found.values(), "changes": [list(row) for row in changes]})
@@ -207,6 +219,19 @@ def rate_of(option: str, text: str) -> float:
     if rate <= 0:
         raise ArgumentError(f"{option}: {text!r} is not a rate above 0")
     return float(rate)
+
+
+def _draw(path: Path, front: Callable[[], list[Point]], on_gpu: bool) -> None:
+    """Draw a Pareto front. Raises QoffError without matplotlib."""
+    from qoff.eval.charts import new_figure, save
+
+    figure = new_figure(6.0, 4.0)
+    axes, points = figure.subplots(), front()
+    axes.plot([p.memory / 2**30 for p in points], [p.tokens_per_s for p in points], marker="o")
+    axes.set_xlabel(f"{'host' if on_gpu else 'main'} memory, GiB")
+    axes.set_ylabel("new tokens/s expected")
+    axes.set_ylim(bottom=0)
+    save(figure, path)
 
 
 def _print_memory(

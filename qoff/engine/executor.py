@@ -30,7 +30,6 @@ from qoff.models.native.decoder import Decoder, head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
-from qoff.system_memory import check_machine
 
 from .admission import Limits
 
@@ -52,7 +51,7 @@ class Executor(ABC):
 
     def __init__(
         self,
-        path: Path,
+        path: Path | Checkpoint,
         plan: Plan,
         own: ExitStack,
         *,
@@ -66,27 +65,26 @@ class Executor(ABC):
         transfers = own.enter_context(closing(self._transfers()))
         self.runtime = own.enter_context(self._open(path, transfers, packing))
         memory = self.memory
-        self._reader = own.enter_context(closing(DiskReader(preadv=instrumentation.preadv)))
+        self._reader = own.enter_context(closing(self._new_reader()))
         parked = plan.activations != "device"
         blocks, sizes = {}, {}  # bytes by tier: of blocks, and with hidden states behind them
         for tier, purposes in memory.purposes.items():
             blocks[tier] = purposes["KV blocks"] + purposes.get("KV on the move", 0)
             sizes[tier] = blocks[tier] + parked * purposes["hidden states"]
         stream = CopyStream(device) if device.type == "cuda" else None
-        tiers = own.enter_context(closing(TierArenas(sizes, stream)))
+        tiers = own.enter_context(closing(TierArenas(sizes, stream, instrumentation.pages)))
         self.arenas: Mapping[str, Arena] = tiers.arenas
-        self._copies = own.enter_context(closing(Copies(device, instrumentation)))
+        self._copies = own.enter_context(closing(self._new_copies()))
         self._spill = None
         if sizes[DISK]:
             folder = plan.spill_folder or Path(tempfile.gettempdir())
-            spill = SpillFile(folder, sizes[DISK], self._reader, instrumentation=instrumentation)
-            self._spill = own.enter_context(closing(spill))
+            self._spill = own.enter_context(closing(self._new_spill(folder, sizes[DISK])))
         self.blocks = self._open_blocks()
         self.activations = None
         tokens = max(plan.prefill_tokens, plan.batch_size)
         if parked:
             # Their moves wait for the disk, those of KV blocks do not.
-            moves = own.enter_context(closing(Copies(device, instrumentation)))
+            moves = own.enter_context(closing(self._new_copies()))
             self.activations = ActivationStore(
                 plan.activations,
                 2 * plan.batches,
@@ -101,21 +99,34 @@ class Executor(ABC):
         decoder = self.runtime.decoder
         self.workspace = decoder.new_workspace(tokens) if isinstance(decoder, Decoder) else None
 
-    def _open(self, path: Path, transfers: Transfers, packing: str) -> Runtime:
+    def _new_reader(self) -> DiskReader:
+        return DiskReader(preadv=self.instrumentation.preadv, clock=self.instrumentation.clock)
+
+    def _new_copies(self) -> Copies:
+        return Copies(self.device, self.instrumentation)
+
+    def _new_spill(self, folder: Path, nbytes: int) -> SpillFile:
+        return SpillFile(folder, nbytes, self._reader, instrumentation=self.instrumentation)
+
+    def _open(self, path: Path | Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         """The model on what the plan leaves for weights; says what the rest is for."""
-        checkpoint, plan = Checkpoint.open(path), self.plan
+        plan = self.plan
+        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
         self.limits = self.spec = spec = DecoderSpec.from_config(checkpoint.config)
         self.shapes = head_shapes(spec)
         self.forms = plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
         self._hidden_size = spec.hidden_size
         self.memory = memory = self._plan_memory(checkpoint, transfers.host_staging, packing)
-        return Runtime(
-            path,
+        return self._runtime(
+            checkpoint,
             device_memory=memory.left(DEVICE, plan.device_memory),
             host_memory=memory.left(HOST, plan.host_memory),
             kv=plan.kv,
             **self._options(transfers),
         )
+
+    def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
+        return Runtime(checkpoint, **options)
 
     def _options(self, transfers: Transfers) -> dict[str, Any]:
         """What a `Runtime` is told beside its memory and cache."""
@@ -176,7 +187,9 @@ class Executor(ABC):
         on_host = memory.total(HOST)
         if self.device.type == "cpu":
             on_host += memory.total(DEVICE) + residency.device_bytes
-        check_machine(on_host, "the plan's sequences and the weights beside them")
+        self.instrumentation.check_memory(
+            on_host, "the plan's sequences and the weights beside them"
+        )
         return memory
 
 
@@ -204,7 +217,7 @@ class CpuExecutor(Executor):
         )
 
     def _transfers(self) -> Transfers:
-        return ThreadTransfers(DiskReader(preadv=self.instrumentation.preadv))
+        return ThreadTransfers(self._new_reader())
 
     def _memory_of(self, tiled: bool) -> Memory:
         return Memory.of(self.plan, self.spec, self.shapes, tiled)

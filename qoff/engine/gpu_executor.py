@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from qoff.kvcache import DeviceCache
 from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
+from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory import DiskReader, ThreadTransfers, Transfers
+from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.plan import Memory
 from qoff.plan.gpu import check_gpu_plan, memory_on_gpu
@@ -39,7 +42,7 @@ class GpuExecutor(Executor):
 
     def _transfers(self) -> Transfers:
         check_gpu_plan(self.plan)
-        reader = DiskReader(preadv=self.instrumentation.preadv)
+        reader = self._new_reader()
         if self.device.type != "cuda":
             return ThreadTransfers(reader)
         return CudaTransfers(self.device, reader)
@@ -62,4 +65,8 @@ class GpuExecutor(Executor):
             self._spill,
             always_move=not self.plan.attends_on_cpu,
             instrumentation=self.instrumentation,
+            new_queue=self._new_queue,
         )
+
+    def _new_queue(self, *arguments: Any) -> WriteBackQueue:
+        return WriteBackQueue(*arguments)

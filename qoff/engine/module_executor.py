@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.kvcache.quant import UnpackableError
 from qoff.kvcache.store.placement import DEVICE, HOST
@@ -13,7 +14,6 @@ from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.modules.slots import ModuleSlots, SlotStates
 from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan.modules import memory_of_modules
-from qoff.system_memory import check_machine
 
 from .executor import CpuExecutor
 
@@ -48,7 +48,7 @@ class ModuleExecutor(CpuExecutor):
             states=states,
         )
 
-    def _open(self, path: Path, transfers: Transfers, packing: str) -> Runtime:
+    def _open(self, path: Path | Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         plan, options = self.plan, self._options(transfers)
         if plan.activations != DEVICE:
             raise ArgumentError(
@@ -72,7 +72,7 @@ class ModuleExecutor(CpuExecutor):
         except UnpackableError:
             runtime = Runtime(path, kv=None, **options)
         self.memory = self._memories[runtime.residency.in_parts]
-        check_machine(
+        self.instrumentation.check_memory(
             self.memory.total(HOST) + runtime.residency.device_bytes,
             "the plan's sequences and the weights beside them",
         )

@@ -7,7 +7,6 @@ all of them. A caller that goes away takes its sequences with it between two rou
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -280,7 +279,8 @@ class Rounds:
         self._waiting.extendleft(reversed(groups.values()))
 
     def _passes(self) -> None:
-        start, before = time.perf_counter(), self._executor.counters()
+        clock = self._executor.instrumentation.clock
+        start, before = clock.now(), self._executor.counters()
         passes: list[tuple[BatchSlots, ForwardPass]] = []
         for batch in self._batches:
             for run in (batch.decode(), batch.read(self._plan.prefill_tokens)):
@@ -297,7 +297,7 @@ class Rounds:
                 passes[0][1].logit_rows = None  # no other pass will use their memory
             read, generated = self._step(passes)
         spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
-        ended = time.perf_counter()
+        ended = clock.now()
         stats = RoundStats(self._count, read, generated, ended - start, *spent, ended=ended)
         self.history.append(stats)
         self._count += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future
 from functools import partial
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from .arena import PAGE, Arena, round_up
 from .io.copies import Copies
 from .io.spill import SpillFile
-from .io.workers import join
 
 WINDOWS = 2  # on the device: one is computed on while another is filled
 
@@ -88,11 +86,13 @@ class ActivationStore:
         home = self._homes[0][: round_up(window.nbytes, PAGE)]
         at = self._spill_at + number * self.region
         if out:
-            home[: window.nbytes] = window
-            spill.write(at, home).result()
+            self.copies.put(home[: window.nbytes], window)
+            moved = spill.write(at, home)
         else:
-            spill.read(at, home).result()
-            window.copy_(home[: window.nbytes])
+            moved = spill.read(at, home)
+        self.copies.clock.result(moved)
+        if not out:
+            self.copies.put(window, home[: window.nbytes])
 
 
 class ParkedActivations:
@@ -116,9 +116,9 @@ class ParkedActivations:
         self.prefetch()
         assert self._brought is not None
         assert self._saved is not None
-        start = time.perf_counter()
+        start = self._store.copies.clock.now()
         self._join(self._saved, self._brought)
-        self._store.wait_s += time.perf_counter() - start
+        self._store.wait_s += self._store.copies.clock.now() - start
         self._saved = self._brought = None
         return self._hidden()
 
@@ -142,7 +142,8 @@ class ParkedActivations:
     def _join(self, *moves: Future[None]) -> None:
         """Wait for moves. Raises what went wrong."""
         copies = self._store.copies
-        join(moves, lambda: copies.alive, "hidden states: the thread that moves them died")
+        lost = "hidden states: the thread that moves them died"
+        copies.clock.join(moves, lambda: copies.alive, lost)
         for move in moves:
             move.result()
 

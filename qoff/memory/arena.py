@@ -86,13 +86,19 @@ class TierArenas:
 
     stream: of a GPU, closed with this; then host memory is locked, so that it can be copied from
     and to while the GPU computes, or else a warning says what the system refused. None: the device
-    is the CPU, whose memory is both. Raises BudgetError for memory that cannot be had.
+    is the CPU, whose memory is both. pages: where host memory comes from. Raises
+    BudgetError for memory that cannot be had.
     """
 
-    def __init__(self, nbytes: Mapping[str, int], stream: CopyStream | None = None) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        nbytes: Mapping[str, int],
+        stream: CopyStream | None = None,
+        pages: Callable[[int], Tensor] = map_pages,
+    ) -> None:
+        self._stream, self._pages = stream, pages
         self._locked: Tensor | None = None
-        allocate = map_pages if stream is None else stream.allocate
+        allocate = pages if stream is None else stream.allocate
         self.arenas = {"device": Arena("device", nbytes["device"], allocate)}
         self.arenas["host"] = Arena("host", nbytes["host"], self._host_memory)
 
@@ -109,7 +115,7 @@ class TierArenas:
                 stream.close()
 
     def _host_memory(self, nbytes: int) -> Tensor:
-        memory = map_pages(nbytes)
+        memory = self._pages(nbytes)
         if self._stream is None or not nbytes:
             return memory
         try:

@@ -11,7 +11,10 @@ import torch
 
 from qoff.kernels.ops import Ops, ops_for, with_activation_bits
 from qoff.settings import cuda_graphs
+from qoff.system_memory import check_machine
 
+from .arena import map_pages
+from .io.clock import SYSTEM, Clock
 from .io.direct import Preadv
 from .io.timeline import Timeline
 
@@ -24,6 +27,8 @@ class Instrumentation:
     0xFF, NaN in floats. ops: others than the device's. preadv: reads in place of `os.preadv`.
     on_copy: called with the bytes of each copy between host and device, before it is made. record:
     makes replays of decode steps in place of CUDA graphs, on a CPU too; see `graphs.Replays`.
+    clock: what time it is, and who waits. pages: main memory. check_memory: raises where the
+    machine has less, as `check_machine`.
     """
 
     timeline: Timeline | None = None
@@ -32,6 +37,9 @@ class Instrumentation:
     preadv: Preadv = os.preadv
     on_copy: Callable[[int], object] = lambda _: None
     record: Callable[[Callable[[], None]], Callable[[], object]] | None = None
+    clock: Clock = SYSTEM
+    pages: Callable[[int], torch.Tensor] = map_pages
+    check_memory: Callable[[int, str], object] = check_machine
 
     def ops_for(self, device: torch.device, activation_bits: int = 16) -> Ops:
         """The ops to compute with.

@@ -87,7 +87,7 @@ def check_file(reader: DiskReader, file: WeightFile) -> None:
     check = FileCheck(file)
     following = reader.submit(file.path, *pieces[0])
     for i, (_, piece) in enumerate(pieces):
-        following.result()
+        reader.clock.result(following)
         if i + 1 < len(pieces):
             following = reader.submit(file.path, *pieces[i + 1])
         check.update(piece.numpy())

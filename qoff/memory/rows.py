@@ -92,7 +92,7 @@ def _read_pieces(reader: DiskReader, file: WeightFile, starts: list[int], width:
             runs.append([start])
     memory = [torch.empty(run[-1] + width - run[0], dtype=torch.uint8) for run in runs]
     parts = [(run[0], dest) for run, dest in zip(runs, memory, strict=True)]
-    reader.submit_parts(file.path, parts, urgent=True).result()
+    reader.clock.result(reader.submit_parts(file.path, parts, urgent=True))
     pieces = [
         dest[start - run[0] :][:width]
         for run, dest in zip(runs, memory, strict=True)

@@ -9,7 +9,6 @@ were skipped dropped, and the sequence goes on from there.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,7 +77,7 @@ class SlotRing:
                 raise ArgumentError("the weight store is closed")
             load = self._find(unit) or self._jump(unit)
             load.holders += 1
-        start = time.perf_counter()
+        start = self._transfers.clock.now()
         try:
             load.read.wait()
             if unit not in self._sources:
@@ -91,7 +90,7 @@ class SlotRing:
             raise
         finally:
             with self._lock:
-                self.wait_s += time.perf_counter() - start
+                self.wait_s += self._transfers.clock.now() - start
         return load.slot
 
     def release(self, unit: Unit) -> None:

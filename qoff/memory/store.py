@@ -187,6 +187,10 @@ class WeightStore:
                 self._gather(name, some, out, scale)
         return rows
 
+    def holds(self, name: str) -> bool:
+        """Whether all of a weight is on the device."""
+        return name in self._resident
+
     @property
     def all_resident(self) -> bool:
         """Whether no weight ever moves: all units, and the rows of `gather_rows`."""

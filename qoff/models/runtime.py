@@ -26,7 +26,7 @@ from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import EMBEDDING, HEAD, Residency, unit_label
 from qoff.memory.turn import Turn
 from qoff.process import ForkLock, only_here
-from qoff.system_memory import check_machine, refusals
+from qoff.system_memory import refusals
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
@@ -67,7 +67,8 @@ class Runtime:
     trained in), and the checkpoint is of packing split32; there decoding is replayed as CUDA
     graphs, unless `settings.cuda_graphs` says no. bound: bytes of the device that may be used in
     all (by default device_memory): how much of a matrix is dequantized at once depends on it.
-    trust_remote_code: run code that came with a model transformers does not have. reserves: bytes
+    verify: compare each file with its checksum. trust_remote_code: run code that came with a model
+    transformers does not have. reserves: bytes
     within device_memory to keep free for the caller, without and with layers in tiles; the first
     that leave enough for the weights are taken. One forward pass runs at a time; others wait their
     turn. Raises BudgetError when the budget is too small, OpError for a device that is not there,
@@ -77,7 +78,7 @@ class Runtime:
 
     def __init__(
         self,
-        path: str | PathLike[str],
+        path: str | PathLike[str] | Checkpoint,
         *,
         device_memory: int | None = None,
         slots: int = 2,
@@ -90,9 +91,10 @@ class Runtime:
         bound: int | None = None,
         trust_remote_code: bool = False,
         instrumentation: Instrumentation = PLAIN,
+        verify: bool = True,
         reserves: Callable[[AnyDecoder], Iterable[tuple[int, int]]] = lambda _: ((0, 0),),
     ) -> None:
-        self.checkpoint = Checkpoint.open(path)
+        self.checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
         where = resolve_device(device)
         ops = instrumentation.ops_for(where, activation_bits)
         if where.type == "cpu" and ops.CACHE == "device":  # a GPU's ops in tests
@@ -134,7 +136,7 @@ class Runtime:
                 workspace,
             )
             on_host = residency.host_bytes + (residency.device_bytes if where.type == "cpu" else 0)
-            check_machine(on_host, "weights and working space")
+            instrumentation.check_memory(on_host, "weights and working space")
         except BaseException:
             if transfers is not None:
                 transfers.close()
@@ -145,6 +147,7 @@ class Runtime:
             residency,
             transfers=transfers,
             instrumentation=instrumentation,
+            verify=verify,
         )
         if isinstance(self.decoder, Decoder):
             self.decoder.resident = self.store.all_resident

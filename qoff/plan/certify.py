@@ -50,6 +50,7 @@ class Certified:
     """A plan that fits, with its exact bytes and what is forecast of it.
 
     bound: seconds that no plan of this machine and workload is faster than, by the same model.
+    simulated: the same plan with rounds as long as in virtual time.
     """
 
     plan: Plan
@@ -59,6 +60,7 @@ class Certified:
     prefill: Forecast
     decode: Forecast
     bound: float = 0.0
+    simulated: Certified | None = None
 
     @property
     def seconds(self) -> float:
@@ -193,14 +195,16 @@ class Certifier:
         )
         prefill, decode = cost.prefill(c), cost.decode(c)
         work = cost.workload
+        moves = split[DISK] > 0 or (split[HOST] > 0 and not plan.attends_on_cpu)
+        steps = cost.step_s if moves else 0.0
         count = work.at_once
         return Certified(
             plan,
             memory,
             residency,
             weights,
-            _forecast(prefill, placed, count * work.prompt.mean),
-            _forecast(decode, placed, count * work.answer.mean),
+            _forecast(prefill, placed, count * work.prompt.mean, steps),
+            _forecast(decode, placed, count * work.answer.mean, steps),
         )
 
     def _weights(self, residency: Residency) -> dict[str, int]:
@@ -234,8 +238,10 @@ def _placed(plan: Plan, host: float, disk: float) -> Plan:
     return replace(plan, kv_placement=KVPlacement(device, on_host / blocks))
 
 
-def _forecast(phase: Phase, placed: np.ndarray, tokens: float) -> Forecast:
+def _forecast(phase: Phase, placed: np.ndarray, tokens: float, step_s: float) -> Forecast:
+    """step_s: seconds of the CPU for each layer of a pass."""
     busy = phase.busy(placed)
+    busy[:, RESOURCES.index("cpu")] += step_s * (phase.units - 1) * phase.passes
     seconds = round_seconds(busy, phase.units)
     named = dict(zip(RESOURCES, map(float, busy[0]), strict=True))
     return Forecast(float(phase.rounds[0]), float(seconds[0]), named, tokens)

@@ -26,6 +26,7 @@ RESOURCES = ("disk read", "disk write", "to device", "from device", "cpu", "gpu"
 PLACED = ("weights on host", "weights on disk", "KV on host", "KV on disk")
 _READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY = range(len(RESOURCES))
 _OPS = 5  # of a layer
+STEP_CALLS = 8  # of an op: what Python does for a layer of a pass whose KV blocks come to it
 _FLOAT = 4  # bytes
 
 
@@ -54,13 +55,14 @@ class Phase:
 
     rounds: how many the workload has. base: seconds that each resource is busy in a round where
     nothing is offloaded, [plans, RESOURCES]. each: seconds more where all of the weights, or all of
-    the KV cache, are on a tier, [plans, RESOURCES, PLACED].
+    the KV cache, are on a tier, [plans, RESOURCES, PLACED]. passes: of a round.
     """
 
     rounds: Array
     base: Array
     each: Array
     units: int
+    passes: Array
 
     def busy(self, placed: Array) -> Array:
         """Seconds that each resource is busy; placed: parts, [plans, PLACED]."""
@@ -95,6 +97,14 @@ class CostModel:
     def units(self) -> int:
         """What weights stream as: the layers and the head."""
         return self.sizes.spec.num_layers + 1
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a pass takes for each layer whose KV blocks come to it, beside its ops.
+
+        On a CPU, where other passes are lists of jobs; a GPU's launches run ahead.
+        """
+        return 0.0 if self.machine.on_gpu else STEP_CALLS * self.machine.device.call_s
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -231,7 +241,7 @@ class CostModel:
                 busy[:, _CPU, part] += np.where(c.attends_on_cpu, there, 0.0)
                 busy[:, _MEMORY, part] += np.where(c.attends_on_cpu, blocks * packed, 0.0)
             busy[:, _MEMORY] /= machine.host.bytes_per_s
-        return Phase(rounds, busy[:, :, 0], busy[:, :, 1:], self.units)
+        return Phase(rounds, busy[:, :, 0], busy[:, :, 1:], self.units, passes)
 
     def _wanted(self, tokens: Array) -> Array:
         """The part of the weights that so many tokens compute with: not all experts are chosen."""
@@ -248,8 +258,9 @@ class CostModel:
         device, sizes = self.machine.device, self.sizes
         layers = device.matmul_s(self.layer_bits, rows) * sizes.layer_columns
         head = device.matmul_s(self.head_bits, head_rows) * sizes.head_columns
-        calls: Array = layers + head + _OPS * device.call_s * self.units
-        return calls
+        calls = _OPS * sizes.spec.num_layers + 1
+        seconds: Array = layers + head + calls * device.call_s
+        return seconds
 
     def _attention(self, processor: Processor, queries: Array | None = None) -> Array:
         """Seconds to attend to a block of all layers; queries: of a KV head."""

@@ -14,11 +14,12 @@ from qoff.units import format_size
 from .certify import Certified, Forecast
 from .manual import Plan
 from .profile import Link, MachineProfile
-from .search import find_plan
+from .search import Simulate, find_plan
 from .sizes import ModelSizes
 from .workload import Workload
 
 _MORE = 32 << 30  # bytes of memory
+_DIFFERS = 0.02  # part of the seconds
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ class Explained:
         yield from self.machine.notes
         if not self.found.offloads:
             yield "everything fits the device: no offloading is needed, and it would only cost time"
+        simulated = self.found.simulated
+        if simulated is not None and abs(simulated.seconds / self.found.seconds - 1) > _DIFFERS:
+            yield (
+                f"in virtual time rounds of prompts take {simulated.prefill.seconds:.3f} s, of "
+                f"decoding {simulated.decode.seconds:.3f} s "
+                f"({simulated.decode.tokens_per_s:.1f} new tokens/s)"
+            )
         gap = self.found.seconds / self.found.bound - 1 if self.found.bound else 0.0
         if gap > 0.05:
             yield f"no plan is faster than {1 + gap:.2f} times this one, by the same model"
@@ -137,8 +145,16 @@ class Explained:
                 }
                 for name, phase in (("prefill", found.prefill), ("decode", found.decode))
             },
+            "simulated_s": self._simulated(),
             "warnings": list(self.warnings()),
         }
+
+    def _simulated(self) -> dict[str, float] | None:
+        """Seconds of rounds in virtual time."""
+        one = self.found.simulated
+        if one is None:
+            return None
+        return {"prefill": one.prefill.seconds, "decode": one.decode.seconds}
 
 
 def share(phase: Forecast) -> float:
@@ -147,10 +163,15 @@ def share(phase: Forecast) -> float:
 
 
 def explain(
-    sizes: ModelSizes, machine: MachineProfile, workload: Workload, template: Plan | None = None
+    sizes: ModelSizes,
+    machine: MachineProfile,
+    workload: Workload,
+    template: Plan | None = None,
+    simulate: Simulate | None = None,
 ) -> Explained:
     """Find the best plan, and explain it. Raises as `find_plan` does."""
-    return Explained(sizes, machine, workload, find_plan(sizes, machine, workload, template))
+    found = find_plan(sizes, machine, workload, template, simulate=simulate)
+    return Explained(sizes, machine, workload, found)
 
 
 def _twice(link: Link) -> Link:

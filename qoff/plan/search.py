@@ -7,9 +7,10 @@ the placement of tensors and blocks does, and counted exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,20 +18,23 @@ import torch
 from qoff.errors import BudgetError
 from qoff.kvcache import PackedCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
-from qoff.units import format_size
 
 from .certify import STAGING, Certified, Certifier
 from .cost import PLACED, RESOURCES, Array, Choices, CostModel, Phase
 from .manual import Plan
 from .profile import MachineProfile
 from .sizes import ModelSizes
+from .too_small import least, smallest, too_slow, too_small
 from .workload import Workload
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)
 _PREFILL = (64, 256, 512, 1024, 2048, 4096)
 _LPS, _FINALISTS = 50, 6
+_SIMULATED = 3
+Simulate: TypeAlias = Callable[[Certified], Certified]
 _NEAR, _MOST = 1.1, 100  # LPs are solved until the best is so near the bound, so many at most
+_TRIED = 100  # choices, where no plan is found
 
 
 def find_plan(
@@ -39,12 +43,14 @@ def find_plan(
     workload: Workload,
     template: Plan | None = None,
     dtype: torch.dtype | None = None,
+    simulate: Simulate | None = None,
 ) -> Certified:
     """The best plan for a workload within the memory of a machine.
 
     template: what is not searched: form of the KV cache, slots, spill folder. dtype: of hidden
-    states on a GPU. Raises BudgetError in a line, with tier, bytes and the nearest setting, where
-    no plan fits, and ArgumentError for sequences longer than the model's.
+    states on a GPU. simulate: gives a plan the seconds of its rounds in virtual time, by which the
+    best ones are compared then. Raises BudgetError in a line, with tier, bytes and the nearest
+    setting, where no plan fits, and ArgumentError for sequences longer than the model's.
     """
     template = replace(template or Plan(), context=workload.context)
     sizes.spec.check_positions(workload.context)
@@ -55,25 +61,55 @@ def find_plan(
     certifier = Certifier(cost, template, place, number)
     choices = choices_for(workload, machine.on_gpu)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
+    possible = _possible(certifier, choices, prefill, decode)
     bounds = lower_bounds(certifier, choices, prefill, decode)
     order = [int(i) for i in np.argsort(bounds, kind="stable") if np.isfinite(bounds[i])]
-    best: Certified | None = None
-    bound, solved = np.inf, 0
+    finalists = list[Certified]()
+    bound, solved, tried = np.inf, 0, 0
     while order:
         head, order = order[:_LPS], order[_LPS:]
         found = [relax(certifier, choices, index, prefill, decode) for index in head]
         relaxed = sorted((one for one in found if one is not None), key=lambda one: one.seconds)
         bound = min([bound, *(one.seconds for one in relaxed)])
-        for one in _certified(certifier, choices, relaxed):
-            best = one if best is None or one.seconds < best.seconds else best
-        solved += len(relaxed)
+        finalists += _certified(certifier, choices, relaxed)
+        finalists.sort(key=lambda one: one.seconds)
+        solved, tried = solved + len(relaxed), tried + len(head)
         unseen = bounds[order[0]] if order else np.inf
-        if best is not None and (unseen >= best.seconds / _NEAR or solved >= _MOST):
+        near = finalists and unseen >= finalists[0].seconds / _NEAR
+        if near or (finalists and solved >= _MOST) or (not finalists and tried >= _TRIED):
             bound = min(bound, unseen)
             break
-    if best is None:
-        raise BudgetError(too_small(certifier, choices))
+    finalists = finalists or possible
+    if not finalists:
+        alone = min(one.decode.seconds for one in least(certifier, choices))
+        raise BudgetError(too_slow(workload.token_s or 0.0, alone))
+    best = _best_simulated(finalists, simulate) if simulate else finalists[0]
     return replace(best, bound=float(min(bound, best.seconds)))
+
+
+def _possible(
+    certifier: Certifier, choices: Choices, prefill: Phase, decode: Phase
+) -> list[Certified]:
+    """Plans of one sequence at a time that fit and are fast enough, the best first.
+
+    Raises BudgetError at once where there can be none, and so no other plan.
+    """
+    found = sorted(least(certifier, choices), key=lambda one: one.seconds)
+    if not found:
+        raise BudgetError(too_small(certifier, choices))
+    token_s = certifier.cost.workload.token_s or np.inf
+    fastest = min(one.decode.seconds for one in found)
+    alone = (relax(certifier, choices, index, prefill, decode) for index in smallest(choices))
+    if fastest > token_s and all(one is None for one in alone):
+        raise BudgetError(too_slow(token_s, fastest))
+    return [one for one in found if one.decode.seconds <= token_s]
+
+
+def _best_simulated(finalists: list[Certified], simulate: Simulate) -> Certified:
+    """Of those that the model thinks almost as good as the first, the fastest in virtual time."""
+    near = [one for one in finalists if one.seconds <= _NEAR * finalists[0].seconds]
+    timed = [replace(one, simulated=simulate(one)) for one in near[:_SIMULATED]]
+    return min(timed, key=lambda one: one.simulated.seconds if one.simulated else np.inf)
 
 
 @dataclass(frozen=True)
@@ -125,7 +161,7 @@ def lower_bounds(certifier: Certifier, choices: Choices, prefill: Phase, decode:
     Infinite where what has to be on the device does not fit there, or the rest nowhere.
     """
     cost = certifier.cost
-    one = certifier.memory_of(certifier.plan_of(_smallest_of(choices)))
+    one = certifier.memory_of(certifier.plan_of(choices.one(smallest(choices)[0])))
     unpacked = one.purposes[DEVICE]["recent KV"] * choices.batch_size * choices.batches
     blocks = PackedCache.blocks_of(cost.workload.context, cost.kv.window, cost.kv.sinks)
     kv = cost.block_bytes * blocks * choices.batch_size * choices.batches
@@ -164,6 +200,8 @@ def relax(
     if min(memory.total(DEVICE) for memory in (near, host, far)) > usable[DEVICE]:
         return None
     slots = certifier.template.slots * weights / cost.units  # if all of them stream
+    if near.total(DEVICE) + slots > usable[DEVICE]:
+        slots = 0.0  # they stream in tiles
     rows: list[list[float]] = [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]]
     limits: list[float] = [1.0, 1.0]
     staged = STAGING * weights / cost.units if machine.on_gpu else 0.0
@@ -217,48 +255,3 @@ def _certified(
         if found is not None and (token_s is None or found.decode.seconds <= token_s):
             count, best = count + 1, min(best, found.seconds)
             yield found
-
-
-def _smallest_of(choices: Choices) -> Choices:
-    """One sequence at a time, in the shortest pieces."""
-    return choices.one(_smallest(choices)[0].index)
-
-
-def _smallest(choices: Choices) -> list[_Relaxed]:
-    """The choice that takes least memory, with its KV cache on the device, the host and disk."""
-    places = choices.batch_size * choices.batches + choices.prefill_tokens / 1e6
-    index = int(np.argmin(places))
-    return [_Relaxed(index, np.inf, host, disk) for host, disk in ((0, 0), (1, 0), (0, 1))]
-
-
-def too_small(certifier: Certifier, choices: Choices) -> str:
-    """Why no plan fits: tier, bytes wanted and there, and the nearest setting that does."""
-    machine, workload = certifier.cost.machine, certifier.cost.workload
-    one = _smallest_of(choices)
-    if workload.token_s is not None:
-        return (
-            f"no plan that fits gives each sequence a token every {workload.token_s:g} s; allow "
-            "more, or use fewer or shorter requests"
-        )
-    for tier in (DEVICE, HOST, DISK):
-        usable = machine.usable[tier]
-
-        def fits(nbytes: int, tier: str = tier) -> bool:
-            more = machine.with_memory(**{tier: nbytes})
-            larger = replace(certifier, cost=replace(certifier.cost, machine=more))
-            options = ((0, 0), (1, 0), (0, 1))
-            return any(larger.certify(one, host, disk) is not None for host, disk in options)
-
-        tried = (int(max(usable, 1 << 20) * 1.05**n) for n in range(1, 240))
-        needed = next((nbytes for nbytes in tried if fits(nbytes)), None)
-        if needed is not None:
-            return (
-                f"{tier} memory: one sequence of {workload.context:,} tokens takes about "
-                f"{format_size(needed)}, {format_size(needed - usable)} more than the "
-                f"{format_size(usable)} there; raise it to that, or use shorter sequences"
-            )
-    return (
-        f"one sequence of {workload.context:,} tokens fits neither "
-        + ", ".join(f"{format_size(machine.usable[t])} of {t} memory" for t in (DEVICE, HOST, DISK))
-        + " nor more of any one of them; use shorter sequences, or more of several"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,19 @@ def test_a_plan_is_explained_saved_and_run(
     both = run("batch", model, prompts, "--plan", out, "--device-memory", "1GiB")
     assert both.exit_code == 1
     assert "--plan or --device-memory" in both.output
+
+
+def test_memory_is_drawn_against_speed(
+    config: Path, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "front"
+    found = run("plan", config, "--machine", here, *WORK, "--plot", out)
+    assert found.exit_code == 0, found.output
+    assert "tokens/s" in (tmp_path / "front.svg").read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    refused = run("plan", config, "--machine", here, *WORK, "--plot", out)
+    assert refused.exit_code == 1
+    assert "matplotlib" in refused.output
 
 
 def test_a_model_without_weights_on_a_gpu_that_is_not_here(config: Path) -> None:

@@ -15,6 +15,7 @@ from qoff.memory.plan import plan_residency
 from qoff.plan import Memory, Plan
 from qoff.plan.certify import Certified, Certifier
 from qoff.plan.cost import Choices, CostModel, round_seconds
+from qoff.plan.pareto import pareto_front
 from qoff.plan.profile import MachineProfile
 from qoff.plan.search import choices_for, find_plan
 from qoff.plan.sizes import ModelSizes
@@ -144,3 +145,11 @@ def test_the_sequential_schedule_reads_the_weights_for_each_batch() -> None:
 def test_lengths_that_are_none_are_refused(value: object) -> None:
     with pytest.raises(ArgumentError):
         Lengths.of(value)  # type: ignore[arg-type]
+
+
+def test_more_memory_on_the_front_is_faster() -> None:
+    front = pareto_front(sizes(), machine(device=12 * MIB), WORK)
+    assert len(front) > 1
+    assert all(a.memory < b.memory and a.tokens_per_s < b.tokens_per_s for a, b in pairwise(front))
+    with pytest.raises(BudgetError):
+        pareto_front(sizes(), machine(device=MIB), WORK)

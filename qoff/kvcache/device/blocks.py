@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, takewhile
 
 import torch
@@ -106,11 +106,12 @@ def open_device_blocks(
     *,
     always_move: bool,
     instrumentation: Instrumentation = PLAIN,
+    new_queue: Callable[..., WriteBackQueue] = WriteBackQueue,
 ) -> DeviceBlocks:
     """Take what `plan` says from both arenas, and from the start of `spill`.
 
     always_move: attention to offloaded blocks is on the device, never where they lie. copies: to
-    the device. Raises BudgetError.
+    the device. new_queue: makes what takes new blocks from there. Raises BudgetError.
     """
     layers, slots = _device_memory(kv_heads, plan, arenas[DEVICE])
     pool = BlockPool(DEVICE, layers, plan.resident, poison=instrumentation.poison)
@@ -147,7 +148,7 @@ def open_device_blocks(
             always=always_move,
             instrumentation=instrumentation,
         )
-    write_back = WriteBackQueue(offloaded, buffers, instrumentation)
+    write_back = new_queue(offloaded, buffers, instrumentation)
     return DeviceBlocks(forms, pool, placement, offloaded, write_back, prefetcher)
 
 

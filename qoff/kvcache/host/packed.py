@@ -223,21 +223,32 @@ class PackedPass(SlotPass):
 
     def _pack(self, layer: int) -> None:
         """Pack new blocks of a layer, and put what is left unpacked at its place in the cache."""
-        from qoff.kernels.cpu.packed_attention.pack import move_tokens, pack_blocks
-
-        cache, (keys, values) = self._cache, self._tokens(layer)
-        form, origins = cache.store.forms[layer], self._origins
+        cache, tokens = self._cache, self._tokens(layer)
 
         def fill(places: Sequence[int], records: Sequence[Tensor]) -> None:
-            some = origins[list(places)]  # a store writes them in an order of its own
-            pack_blocks(keys, values, form, some, records, rotated=cache.values_rotated)
+            # A store writes them in an order of its own.
+            self._pack_blocks(layer, tokens, self._origins[list(places)], records)
 
         if self._new:
             blocks = [block for blocks in self._new.values() for block in blocks]
             cache.store.fill(layer, blocks, fill)
         if len(self._moves):
             recent = cache.recent
-            move_tokens((keys, values), (recent.keys[layer], recent.values[layer]), self._moves)
+            self._move_tokens(tokens, (recent.keys[layer], recent.values[layer]))
+
+    def _pack_blocks(
+        self, layer: int, tokens: tuple[Tensor, Tensor], origins: Tensor, records: Sequence[Tensor]
+    ) -> None:
+        from qoff.kernels.cpu.packed_attention.pack import pack_blocks
+
+        cache = self._cache
+        form = cache.store.forms[layer]
+        pack_blocks(*tokens, form, origins, records, rotated=cache.values_rotated)
+
+    def _move_tokens(self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor]) -> None:
+        from qoff.kernels.cpu.packed_attention.pack import move_tokens
+
+        move_tokens(tokens, to, self._moves)
 
     @cached_property
     def _origins(self) -> Tensor:

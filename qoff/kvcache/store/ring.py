@@ -5,18 +5,14 @@ Which blocks a pass brings where is the same in every layer, so it is found once
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from qoff.errors import DiskReadError
 from qoff.kvcache.base import LayerView
 from qoff.memory.instrumentation import Instrumentation
-
-_WATCH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class BlockRing:
         self._free = list(range(len(slots)))
         self._slots = slots
         self._alive = alive
-        self._poison = instrumentation.poison
+        self._poison, self._clock = instrumentation.poison, instrumentation.clock
         self._ahead: list[Fetch] = []  # fetched, not in use; oldest first
         self.wait_s = 0.0  # that `use` waited
         for memory in slots:
@@ -104,11 +100,11 @@ class BlockRing:
     def use(self, fetch: Fetch) -> Tensor:
         """Wait until a fetch has arrived; its memory, until `drop`. Raises what went wrong."""
         self._ahead.remove(fetch)
-        start = time.perf_counter()
+        start = self._clock.now()
         try:
             self._settle(fetch)
         finally:
-            self.wait_s += time.perf_counter() - start
+            self.wait_s += self._clock.now() - start
         for future in fetch.futures:
             future.result()
         fetch.used = True
@@ -127,10 +123,8 @@ class BlockRing:
 
     def _settle(self, fetch: Fetch) -> None:
         """Return when nothing is written to a slot any more."""
-        for future in fetch.futures:
-            while not future.done():
-                if wait([future], timeout=_WATCH_S).not_done and not self._alive():
-                    raise DiskReadError("KV cache: the threads that move blocks died")
+        lost = "KV cache: the threads that move blocks died"
+        self._clock.join(fetch.futures, self._alive, lost)
 
     def _wipe(self, memory: Tensor) -> None:
         if self._poison:

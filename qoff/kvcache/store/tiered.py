@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -99,6 +99,7 @@ class TieredBlocks(BlockStore):
         super().__init__(forms, kv_heads)
         self.plan, self.placement = plan, placement
         self.spill, self._copies = spill, copies
+        self._clock = instrumentation.clock
         self._claimed = 0  # sequences
         self._bases: dict[str, int] = {}  # first number of each tier's blocks
         self.pools: dict[str, BlockPool] = {}
@@ -179,7 +180,7 @@ class TieredBlocks(BlockStore):
         assert self.spill is not None
         self._settle(layer, [local])
         memory = torch.empty(self.plan.stride, dtype=torch.uint8)
-        self.spill.read(self._offset(layer, local), memory).result()
+        self._clock.result(self.spill.read(self._offset(layer, local), memory))
         record = memory[: self.plan.record_bytes[layer]]
         return record.view(self.kv_heads[layer], self.forms[layer].nbytes)
 
@@ -255,7 +256,7 @@ class TieredBlocks(BlockStore):
         assert self.spill is not None
         stage, before = self._stages[0]
         earlier = [self._writes.get((layer, local), before) for local, _ in run]
-        wait([before, *earlier])  # what failed is the blocks' own: see `_settle`
+        self._clock.wait([before, *earlier])  # what failed is the blocks' own: see `_settle`
         memory = stage[: len(run) * self.plan.stride]
         shape = self.kv_heads[layer], self.forms[layer].nbytes
         records = memory.view(len(run), -1)[:, : self.plan.record_bytes[layer]]
@@ -272,7 +273,7 @@ class TieredBlocks(BlockStore):
         for local in locals_:
             write = self._writes.get((layer, local))
             if write is not None:
-                write.result()
+                self._clock.result(write)
                 del self._writes[layer, local]
 
 

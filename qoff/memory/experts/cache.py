@@ -8,7 +8,6 @@ the pass has had them all. Slots that nobody needs take guesses of the next laye
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -130,11 +129,11 @@ class ExpertCache:
             self._start(wanted)
             self._guesses = chosen.guesses
             self._start_guesses(wanted)
-            start = time.perf_counter()
+            start = self._transfers.clock.now()
             try:
                 found = self._arrived(wanted)
             finally:
-                self.wait_s += time.perf_counter() - start
+                self.wait_s += self._transfers.clock.now() - start
             for held in found:
                 self._fixed[held.slot] = True
         numbers = tuple(held.expert.number for held in found)

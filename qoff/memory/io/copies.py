@@ -12,8 +12,6 @@ from torch import Tensor
 
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
-from .workers import Workers
-
 
 class Copies:
     """Copies one after another, in the order of the calls; their thread waits for nothing else.
@@ -26,7 +24,8 @@ class Copies:
     def __init__(
         self, device: torch.device | None = None, instrumentation: Instrumentation = PLAIN
     ) -> None:
-        self._workers = Workers(1, "qoff-copy")
+        self.clock = instrumentation.clock
+        self._workers = self.clock.workers(1, "qoff-copy")
         self._instrumentation = instrumentation
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
@@ -49,6 +48,10 @@ class Copies:
                 dest.copy_(source, non_blocking=True)
             else:
                 np.copyto(dest.numpy(), source.numpy())  # without torch's threads
+
+    def put(self, dest: Tensor, source: Tensor) -> None:
+        """Copy in a `move` of `call`; it is there on return."""
+        dest.copy_(source)
 
     def call(
         self,

@@ -8,9 +8,8 @@ All copies are on one stream: each into a slot follows those that were started i
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -24,7 +23,6 @@ from qoff.memory.plan import FileRange, Image, Residency
 from .copy_stream import Copy, CopyStream, Event
 from .disk import DiskReader
 from .transfers import Mark, Transfers, UnitRead
-from .workers import Workers
 
 
 class CudaTransfers(Transfers):
@@ -52,8 +50,8 @@ class CudaTransfers(Transfers):
             )
         super().__init__(torch.device(device), reader)
         self.host_staging = host_staging
-        self._stagers = Workers(host_staging, "qoff-staging")
-        self._watchers = Workers(1, "qoff-timeline")
+        self._stagers = self.clock.workers(host_staging, "qoff-staging")
+        self._watchers = self.clock.workers(1, "qoff-timeline")
         self._threads += [self._stagers, self._watchers]
         # Staging buffers, each with the copy that must have ended before it is read into.
         self._buffers: queue.SimpleQueue[tuple[Tensor, Event | None]] = queue.SimpleQueue()
@@ -120,9 +118,9 @@ class CudaTransfers(Transfers):
                 copied.synchronize()
             piece = buffer[: stop - at]
             ranges = clip(read.image.ranges, at, stop)
-            self._start(read, ranges, piece, "disk to device").result()
+            self.clock.result(self._start(read, ranges, piece, "disk to device"))
             if before is not None:
-                wait([before])
+                self.clock.wait([before])
             read.check()
             if read.digest is not None:
                 read.digest.update(at, piece)
@@ -149,7 +147,7 @@ class CudaTransfers(Transfers):
         assert copy.started is not None
         assert timeline is not None
         copy.started.synchronize()
-        start = time.perf_counter()
+        start = self.clock.now()
         copy.ended.synchronize()
         timeline.arrived("host to device", label, start, nbytes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from qoff.errors import DiskReadError
 
+from .clock import SYSTEM, Clock
 from .direct import DirectFile, Preadv
-from .workers import Workers, when_all
+from .workers import when_all
 
 Stamp: TypeAlias = tuple[int, int, int]  # bytes, times of modification and of change, in ns
 _BOUNCE = 128 << 10  # bytes per thread for what is not aligned
@@ -74,6 +74,7 @@ class DiskReader:
         chunk: int = 1 << 20,
         direct: bool = True,
         preadv: Preadv = os.preadv,
+        clock: Clock = SYSTEM,
     ) -> None:
         if threads < 1 or chunk < 1 or chunk % mmap.PAGESIZE:
             raise ValueError(f"{threads} threads, {chunk} bytes a read: use 1 thread, whole pages")
@@ -88,7 +89,8 @@ class DiskReader:
         self._busy_since = 0.0
         self._busy_s = 0.0
         self._bytes = 0
-        self._workers = Workers(threads, "qoff-disk")
+        self.clock = clock
+        self._workers = clock.workers(threads, "qoff-disk")
 
     @property
     def alive(self) -> bool:
@@ -101,7 +103,7 @@ class DiskReader:
         with self._lock:
             busy = self._busy_s
             if self._in_flight:
-                busy += time.perf_counter() - self._busy_since
+                busy += self.clock.now() - self._busy_since
             buffered = frozenset(p for p, f in self._files.items() if not f.direct)
             return DiskStats(self._bytes, busy, buffered)
 
@@ -173,7 +175,7 @@ class DiskReader:
             raise DiskReadError(f"{file.path}: the read was abandoned")
         with self._lock:
             if self._in_flight == 0:
-                self._busy_since = time.perf_counter()
+                self._busy_since = self.clock.now()
             self._in_flight += 1
         done = 0
         try:
@@ -184,7 +186,7 @@ class DiskReader:
                 self._bytes += done
                 self._in_flight -= 1
                 if self._in_flight == 0:
-                    self._busy_s += time.perf_counter() - self._busy_since
+                    self._busy_s += self.clock.now() - self._busy_since
 
     def _file(self, path: Path) -> DirectFile:
         with self._lock:
@@ -192,8 +194,11 @@ class DiskReader:
                 raise DiskReadError(f"{path}: the disk reader is closed")
             file = self._files.get(path)
             if file is None:
-                file = self._files[path] = DirectFile(path, self._direct, self._preadv)
+                file = self._files[path] = self._open(path)
             return file
+
+    def _open(self, path: Path) -> DirectFile:
+        return DirectFile(path, self._direct, self._preadv)
 
     def _bounce(self) -> memoryview:
         """Page-aligned memory of the calling thread."""

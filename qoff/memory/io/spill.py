@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 from .direct import set_direct
 from .disk import DiskReader, ReadRequest
-from .workers import Workers
 
 Pwritev = Callable[[int, Sequence[memoryview], int], int]
 
@@ -49,18 +48,13 @@ class SpillFile:
         self._instrumentation = instrumentation
         self._reader = reader
         self._pwritev = pwritev
-        self._fd = _nameless(folder)
-        try:
-            _allocate(self._fd, folder, nbytes)
-            self._direct = set_direct(self._fd, True)
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._fd, self._direct = self._open()
         # Another file description: the reader asks for O_DIRECT by itself.
         self._path = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
         self._reads: set[Future[None]] = set()  # under way
         self._lock = threading.Lock()
-        self._workers = Workers(2, f"qoff-spill {folder}", DiskWriteError)
+        self._clock = instrumentation.clock
+        self._workers = self._clock.workers(2, f"qoff-spill {folder}", DiskWriteError)
 
     def read(self, offset: int, dest: Tensor) -> ReadRequest:
         """Start reading into `dest`, uint8 on the host; whole pages are read directly.
@@ -99,8 +93,18 @@ class SpillFile:
             all_of_it.callback(self._close_file)
             # Its descriptor would keep the space, and the next file's.
             all_of_it.callback(self._reader.forget, self._path)
-            all_of_it.callback(lambda: wait(list(self._reads)))
+            all_of_it.callback(lambda: self._clock.wait(self._reads))
             self._workers.close()
+
+    def _open(self) -> tuple[int, bool]:
+        """The file's descriptor, and whether it goes around the page cache."""
+        fd = _nameless(self.folder)
+        try:
+            _allocate(fd, self.folder, self.nbytes)
+            return fd, set_direct(fd, True)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def _close_file(self) -> None:
         fd, self._fd = self._fd, -1

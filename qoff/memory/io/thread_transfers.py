@@ -29,11 +29,14 @@ class ThreadTransfers(Transfers):
     def open(
         self, residency: Residency, instrumentation: Instrumentation = PLAIN
     ) -> Mapping[str, Arena]:
-        self._copies = Copies(instrumentation=instrumentation)
+        self._copies = self._new_copies(instrumentation)
         self._threads.append(self._copies)
         arenas = super().open(residency, instrumentation)
         self._staging = arenas["device"].alloc(residency.staging_bytes, "staging for repacking")
         return arenas
+
+    def _new_copies(self, instrumentation: Instrumentation) -> Copies:
+        return Copies(instrumentation=instrumentation)
 
     def read_unit(self, image: Image, memory: Tensor, verify: bool, after: Mark) -> UnitRead:
         return self.load_host(image, memory, verify, "disk to device")

@@ -7,7 +7,6 @@ and events. Both read files into host memory in the same way.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -28,7 +27,7 @@ from qoff.memory.plan import FileRange, Image, Residency, view
 from .copies import Copies
 from .copy_stream import CopyStream, Event
 from .disk import DiskReader, ReadRequest
-from .workers import Workers, join
+from .workers import Workers
 
 Mark: TypeAlias = Event | None  # a point in the order of computations, made by `recycle`
 
@@ -51,7 +50,8 @@ class FileDigest:
         """
         if at == 0:
             header = torch.empty(self._file.data_start, dtype=torch.uint8)
-            self._reader.submit(self._file.path, 0, header, urgent=True).result()
+            request = self._reader.submit(self._file.path, 0, header, urgent=True)
+            self._reader.clock.result(request)
             self._check.update(header.numpy())
         first, stop = max(self._start - at, 0), min(self._stop - at, len(piece))
         if first < stop:
@@ -103,7 +103,7 @@ class UnitRead:
         """
         lost = f"{self.image.file.path}: the reading threads died or were forked away"
         for parts in (self.futures, self.requests):
-            join(parts, lambda: self._transfers.alive, lost)
+            self._transfers.clock.join(parts, lambda: self._transfers.alive, lost)
 
     def add(self, request: ReadRequest) -> None:
         """Take note of reads that an `abandon` has to reach."""
@@ -138,7 +138,8 @@ class Transfers(ABC):
         self.reader = reader if reader is not None else DiskReader()
         self.copied_bytes = 0
         self._instrumentation = PLAIN
-        self._finisher = Workers(1, "qoff-transfer")
+        self.clock = self.reader.clock
+        self._finisher = self.clock.workers(1, "qoff-transfer")
         self._threads: list[Workers | Copies] = [self._finisher]
         self._stream: CopyStream | None = None  # of a GPU
         self._tiers: TierArenas | None = None
@@ -165,7 +166,7 @@ class Transfers(ABC):
         """
         self._instrumentation = instrumentation
         sizes = {"device": residency.device_bytes, "host": residency.host_bytes}
-        self._tiers = TierArenas(sizes, self._stream)
+        self._tiers = TierArenas(sizes, self._stream, instrumentation.pages)
         return self._tiers.arenas
 
     @abstractmethod
@@ -216,7 +217,7 @@ class Transfers(ABC):
         parts = [(r.offset, memory[r.at : r.at + r.nbytes]) for r in ranges]
         request = self.reader.submit_parts(read.image.file.path, parts)
         read.add(request)
-        timeline, asked = self._instrumentation.timeline, time.perf_counter()
+        timeline, asked = self._instrumentation.timeline, self.clock.now()
         label, nbytes = read.image.label, sum(r.nbytes for r in ranges)
 
         def note(ended: Future[None]) -> None:  # without `read`: a circle would keep its memory
@@ -232,7 +233,7 @@ class Transfers(ABC):
         if image.repacked:
             raw = self._staging[: image.raw_bytes]
             self._start(read, image.ranges, raw, lane)
-        read.requests[-1].result()
+        self.clock.result(read.requests[-1])
         if read.digest is not None:
             read.digest.update(0, raw)
         if image.repacked:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from qoff.errors import DiskReadError, DiskWriteError
 
 T = TypeVar("T")
-_WATCH_S = 1.0  # how often a waiting thread looks whether those it waits for still live
 
 
 class Workers:
@@ -126,11 +125,3 @@ def when_all(futures: Sequence[Future[Any]], then: Callable[[BaseException | Non
         future.add_done_callback(ended)
     if not futures:
         then(None)
-
-
-def join(futures: Iterable[Future[Any]], alive: Callable[[], bool], lost: str) -> None:
-    """Wait until all futures have ended. Raises DiskReadError(lost) when the threads are gone."""
-    for future in futures:
-        while not future.done():
-            if wait([future], timeout=_WATCH_S).not_done and not alive():
-                raise DiskReadError(lost)

@@ -40,6 +40,7 @@ from .units import (
 )
 
 _LOAD_BYTES = 64 << 20  # at most, of a staging buffer when all weights are resident
+_LEAST_LOAD_BYTES = 256 << 10
 _EXPERTS_AT_ONCE = 16  # read together, if there is room: the disk never waits
 _HEAD_TILES = 8  # beside layers that stream whole, about as many tiles of a head, or fewer
 
@@ -105,6 +106,10 @@ def place_in_host(
     Raises BudgetError when the buffers do not fit.
     """
     buffer = plan.slot_bytes or min(plan.resident_bytes, _LOAD_BYTES)
+    if not plan.slot_bytes and host_staging and host_memory is not None:
+        # Loading goes through what there is, piece by piece.
+        room = host_memory // host_staging // PAGE * PAGE
+        buffer = min(buffer, max(room, _LEAST_LOAD_BYTES))
     staging = host_staging * buffer
     plan = replace(plan, host_staging=host_staging, host_staging_bytes=staging)
     if host_memory is None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def is_modules(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is for transformers' modules. Raises FormatError for another layout."""
-    layout = checkpoint.config["quantization_config"].get("layout")
+    layout = checkpoint.config.get("quantization_config", {}).get("layout")
     if layout not in (None, "layers", LAYOUT):
         raise FormatError(
             f"{checkpoint.path}: this version does not read layout {layout!r}; use a newer qoff"

@@ -1,0 +1,174 @@
+"""The executors on a machine in virtual time, for models of which only the sizes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.checkpoint import Checkpoint
+from qoff.engine.executor import CpuExecutor, Executor
+from qoff.engine.gpu_executor import GpuExecutor
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kvcache import PackedCache
+from qoff.kvcache.device.write_back import WriteBackQueue
+from qoff.kvcache.host.packed import PackedPass
+from qoff.kvcache.store.tiered import TieredBlocks
+from qoff.memory import DiskReader, Transfers
+from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.io.copies import Copies
+from qoff.memory.io.cuda_transfers import CudaTransfers
+from qoff.memory.io.spill import SpillFile
+from qoff.memory.io.thread_transfers import ThreadTransfers
+from qoff.memory.plan import EMBEDDING
+from qoff.models.runtime import Runtime
+from qoff.plan import Memory, Plan
+from qoff.plan.cost import STEP_CALLS
+from qoff.plan.gpu import memory_on_gpu
+
+from .machine import VirtualMachine
+from .ops import SimulatedOps
+from .transfers import (
+    SimulatedCopies,
+    SimulatedReader,
+    SimulatedSpill,
+    SimulatedStream,
+    SimulatedWriteBack,
+    unbacked,
+)
+
+_CPU = torch.device("cpu")
+
+
+def open_simulated(
+    checkpoint: Checkpoint, plan: Plan, machine: VirtualMachine, own: ExitStack
+) -> Executor:
+    """What a plan says, opened on a machine in virtual time; `own` closes it.
+
+    checkpoint: whose files need not be there. Raises as `Executor` does.
+    """
+    kind = _SimulatedGpu if machine.profile.on_gpu else _SimulatedCpu
+    return kind(machine, checkpoint, plan, own)
+
+
+class _Simulated(Executor):
+    """Stand-ins for what moves bytes and for what computes; all else is the executor's."""
+
+    def __init__(
+        self, machine: VirtualMachine, checkpoint: Checkpoint, plan: Plan, own: ExitStack
+    ) -> None:
+        self.machine = machine
+        ops = SimulatedOps(machine)
+        hooks = Instrumentation(
+            clock=machine.clock, ops=ops, pages=unbacked, check_memory=lambda nbytes, what: None
+        )
+        super().__init__(
+            checkpoint,
+            plan,
+            own,
+            device=_CPU,
+            dtype=torch.float16 if machine.profile.on_gpu else torch.float32,
+            packing=ops.PACKING,
+            instrumentation=hooks,
+        )
+        if isinstance(self.blocks, TieredBlocks) and self.blocks.plan.ring_blocks:
+            ops.step_s = STEP_CALLS * machine.profile.device.call_s
+
+    def _new_reader(self) -> DiskReader:
+        return SimulatedReader(self.machine)
+
+    def _new_copies(self) -> Copies:
+        return SimulatedCopies(self.machine, instrumentation=self.instrumentation)
+
+    def _new_spill(self, folder: Path, nbytes: int) -> SpillFile:
+        hooks = self.instrumentation
+        return SimulatedSpill(self.machine, folder, nbytes, self._reader, instrumentation=hooks)
+
+    def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
+        return _SimulatedRuntime(checkpoint, verify=False, **options)
+
+
+class _SimulatedCpu(_Simulated, CpuExecutor):
+    def new_cache(self) -> PackedCache:
+        quant = self.plan.kv
+        return _SimulatedCache(
+            self.machine,
+            self.shapes,
+            self.forms,
+            self.plan.batch_size,
+            window=quant.window,
+            sinks=quant.sinks,
+            attention_top=quant.attention_top,
+            values_rotated=quant.values_rotated,
+            store=self.blocks,
+            workspace=self._recent_workspace,
+        )
+
+    def _transfers(self) -> Transfers:
+        return _SimulatedThreads(self.machine)
+
+
+class _SimulatedGpu(_Simulated, GpuExecutor):
+    def _transfers(self) -> Transfers:
+        machine = self.machine
+        reader = SimulatedReader(machine)
+        return CudaTransfers(_CPU, reader, stream=lambda device: SimulatedStream(machine))
+
+    def _memory_of(self, tiled: bool) -> Memory:
+        plan, recorded = self.plan, self.plan.batch_size  # as on a GPU that is there
+        return memory_on_gpu(plan, self.spec, self.shapes, self.device, self.dtype, tiled, recorded)
+
+    def _new_queue(self, *arguments: Any) -> WriteBackQueue:
+        return SimulatedWriteBack(self.machine, *arguments)
+
+
+class _SimulatedThreads(ThreadTransfers):
+    """Transfers beside a CPU."""
+
+    def __init__(self, machine: VirtualMachine) -> None:
+        super().__init__(SimulatedReader(machine))
+        self._machine = machine
+
+    def _new_copies(self, instrumentation: Instrumentation) -> Copies:
+        return SimulatedCopies(self._machine, instrumentation=instrumentation)
+
+
+class _SimulatedRuntime(Runtime):
+    """Embeds without looking at weights that are in memory."""
+
+    def _embed(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        if self.store.holds(EMBEDDING):
+            return torch.empty(len(ids), self.spec.hidden_size)
+        return super()._embed(ids, scale)
+
+
+class _SimulatedCache(PackedCache):
+    """Blocks in their places, without tokens."""
+
+    def __init__(self, machine: VirtualMachine, *arguments: Any, **options: Any) -> None:
+        self.machine = machine
+        super().__init__(*arguments, **options)
+
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> PackedPass:
+        return _SimulatedPass(self, ragged, slots)
+
+
+class _SimulatedPass(PackedPass):
+    _cache: _SimulatedCache
+
+    def _copy_recent(self, layer: int, to_keys: Tensor, to_values: Tensor) -> None:
+        """There are no tokens."""
+
+    def _pack_blocks(
+        self, layer: int, tokens: tuple[Tensor, Tensor], origins: Tensor, records: Sequence[Tensor]
+    ) -> None:
+        shape, machine = self._cache.shapes[layer], self._cache.machine
+        nbytes = len(records) * 64 * 2 * shape.kv_heads * shape.head_dim * tokens[0].itemsize
+        machine.compute(nbytes / machine.profile.device.bytes_per_s)
+
+    def _move_tokens(self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor]) -> None:
+        """There are no tokens."""

@@ -1,0 +1,185 @@
+"""Ops that compute nothing and take the time that a profile says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.ending import PLAIN, Ending, Norm
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.layer_cache import LayerCache, PackedTokens, kept_blocks
+from qoff.kernels.layout.qexperts import ExpertsMlp
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.ragged import Ragged
+from qoff.plan.profile import Processor
+
+from .machine import VirtualMachine
+
+
+class SimulatedOps:
+    """As `kernels.ops.Ops`. Results are memory that nobody writes to, except what decides.
+
+    Experts are chosen at random, each alike likely, always the same in a process.
+    """
+
+    RECORDER = None
+    ACTIVATION_BITS: tuple[int, ...] = (8, 16)
+
+    def __init__(self, machine: VirtualMachine) -> None:
+        self._machine, self._device = machine, machine.profile.device
+        on_gpu = machine.profile.on_gpu
+        self.PACKING, self.CACHE = ("split32", "device") if on_gpu else ("rows16", "host")
+        self.USES_OUT = not on_gpu
+        self.step_s = 0.0  # of a layer of a pass whose KV blocks come to it
+        self._random = torch.Generator().manual_seed(0)
+
+    def w4_linear(
+        self,
+        x: Tensor,
+        weight: QTensor,
+        *,
+        norm: Norm | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        end: Ending = PLAIN,
+        out: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        rows, columns = weight.shape
+        self._matmul(len(x), rows * columns, weight.bits)
+        if out is not None:
+            return out
+        return x.new_empty(len(x), rows // 2 if end.gated else rows)
+
+    def norm(
+        self,
+        x: Tensor,
+        by: Norm,
+        *,
+        scale: float = 1.0,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        self._machine.compute(self._device.call_s)
+        return torch.empty_like(x) if out is None else out
+
+    def route(
+        self, scores: Tensor, top_k: int, softmax: str = "all", normalized: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        self._machine.compute(self._device.call_s)
+        order = torch.rand(scores.shape, generator=self._random).argsort(dim=1)
+        ids = order[:, :top_k].contiguous()
+        return ids, torch.full(ids.shape, 1 / top_k)
+
+    def experts(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        mlp: ExpertsMlp,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        numbers = topk_ids[topk_ids >= 0]
+        used = max(1, len(numbers.unique()))
+        for matrices in (mlp.gate_up, mlp.down):
+            rows, columns = matrices.shape[-2:]
+            self._matmul(len(numbers) / used, used * rows * columns, matrices.bits)
+        return torch.empty_like(x) if out is None else out
+
+    def add_experts(
+        self, weighted: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        self._machine.compute(self._device.call_s)
+        if out is not None:
+            return out
+        return weighted.new_empty(weighted.shape[0], weighted.shape[-1])
+
+    def attention(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        cache: Any,
+        ragged: Ragged,
+        *,
+        out: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if isinstance(cache, DeviceLayerCache):
+            self._attend_on_gpu(shape, cache, ragged)
+        else:
+            self._attend(shape, cache, ragged)
+        width = shape.heads * shape.head_dim
+        return qkv.new_empty(len(qkv), width) if out is None else out
+
+    def _matmul(self, rows: float, weights: int, bits: int) -> None:
+        seconds = self._device.matmul_s(bits, np.asarray(rows)) * weights + self._device.call_s
+        self._machine.compute(float(seconds))
+
+    def _attend(self, shape: HeadShape, cache: LayerCache, ragged: Ragged) -> None:
+        packed = {span.slot: 0 for span in ragged.spans}
+        seconds = self._device.call_s + self.step_s
+        for part in cache.packed:
+            seconds += _packed_s(self._device, shape, part, ragged, cache.top)
+            for slot in packed:
+                packed[slot] += part.table.counts[slot]
+        past = [span.past - packed[span.slot] for span in ragged.spans]
+        seconds += _unpacked_s(self._device, shape, ragged, past, cache.keys.itemsize)
+        self._machine.compute(seconds)
+
+    def _attend_on_gpu(self, shape: HeadShape, cache: DeviceLayerCache, ragged: Ragged) -> None:
+        """Blocks elsewhere by the CPU, and then those here."""
+        step, group = cache.step, shape.heads // shape.kv_heads
+        if cache.offloaded:
+            host = self._machine.profile.host
+            seconds = sum(_packed_s(host, shape, part, ragged, 1.0) for part in cache.offloaded)
+            nbytes = sum(_packed_bytes(shape, part, ragged) for part in cache.offloaded)
+            self._machine.compute(seconds, on_host=True, nbytes=nbytes)
+        there = step.packed if step.resident_from is None else step.packed - step.resident_from
+        packed, before = there.tolist(), step.packed.tolist()
+        seconds = self._device.call_s
+        for span in ragged.spans:
+            nbytes = packed[span.slot] // BLOCK_TOKENS * shape.kv_heads * cache.form.nbytes
+            per_byte = self._device.attention_s(cache.form.k_bits, np.asarray(group * span.count))
+            seconds += nbytes * float(per_byte)
+        past = [span.past - before[span.slot] for span in ragged.spans]
+        size = cache.recent_k.itemsize
+        self._machine.compute(seconds + _unpacked_s(self._device, shape, ragged, past, size))
+
+
+def _packed_bytes(shape: HeadShape, part: PackedTokens, ragged: Ragged, top: float = 1.0) -> int:
+    """Bytes of K and V that a pass attends to in a part of the cache."""
+    blocks = 0
+    for span in ragged.spans:
+        count = part.table.counts[span.slot] // BLOCK_TOKENS
+        blocks += kept_blocks(top, count) if count and span.count == 1 else count
+    return blocks * shape.kv_heads * part.form.nbytes
+
+
+def _packed_s(
+    processor: Processor, shape: HeadShape, part: PackedTokens, ragged: Ragged, top: float
+) -> float:
+    """Seconds to attend to it, by the queries that each KV head has of a sequence."""
+    queries = shape.heads // shape.kv_heads * max(span.count for span in ragged.spans)
+    nbytes = _packed_bytes(shape, part, ragged, top)
+    return nbytes * float(processor.attention_s(part.form.k_bits, np.asarray(queries)))
+
+
+def _unpacked_s(
+    processor: Processor, shape: HeadShape, ragged: Ragged, past: list[int], itemsize: int
+) -> float:
+    """Seconds to attend to tokens that are not packed; past: those of each before the pass."""
+    if ragged.is_decode:
+        tokens = sum(past) + len(past)
+        nbytes = 2 * shape.kv_heads * shape.head_dim * itemsize * tokens
+        return nbytes / processor.bytes_per_s
+    spans = zip(ragged.spans, past, strict=True)
+    pairs = sum(span.count * (before + (span.count + 1) / 2) for span, before in spans)
+    return processor.prompt_s * shape.heads * shape.head_dim * pairs

@@ -1,0 +1,180 @@
+"""The simulator moves the bytes that the engine moves, and is never faster than the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qoff.checkpoint import Checkpoint
+from qoff.engine.executor import CpuExecutor, Executor
+from qoff.engine.simulated import Driver, Simulation, simulated
+from qoff.engine.simulated.machine import VirtualMachine
+from qoff.kvcache import KVQuant
+from qoff.kvcache.store.placement import KVPlacement
+from qoff.memory.instrumentation import PLAIN
+from qoff.memory.io.virtual import VirtualClock
+from qoff.plan import Plan
+from qoff.plan.certify import TIERS, Certifier
+from qoff.plan.cost import Choices, CostModel
+from qoff.plan.search import find_plan
+from qoff.plan.sizes import ModelSizes
+from qoff.plan.workload import Lengths, Workload
+from tests.plan.machines import GIB, LLAMA_405B, MIB, machine, sizes
+from tests.tiny_models import tiny_checkpoint
+
+KIB = 1 << 10
+WORK = Workload(Lengths.of(256), Lengths.of(64), 24)
+PLAIN_PLAN = Plan(batch_size=3, batches=2, context=320, prefill_tokens=128, kv=KVQuant(window=16))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
+
+
+@contextmanager
+def real(path: Path, plan: Plan) -> Iterator[Executor]:
+    with ExitStack() as own:
+        yield CpuExecutor(
+            path,
+            plan,
+            own,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            packing="rows16",
+            instrumentation=PLAIN,
+        )
+
+
+def moved(driver: Driver) -> list[float]:
+    """Bytes read, copied and spilled by rounds of prompts and of decoding, when all has arrived."""
+
+    def rounds() -> list[float]:
+        for _ in range(2):
+            driver.read(2, 2, 64, 128)
+        driver.begin(5, 200, 300)
+        for _ in range(3):
+            driver.decode()
+        executor = driver.executor
+        for load in executor.runtime.store._ring._loads:
+            load.read.settle()
+        for write in executor.blocks._writes.values():
+            executor.instrumentation.clock.wait([write])
+        return list(executor.counters()[3:])
+
+    first = rounds()  # which compares files with their checksums, where there are any
+    return list(np.subtract(rounds(), first))
+
+
+def bounds(path: Path, plan: Plan, spare: int) -> Plan:
+    """The plan with the least device memory it takes and some more."""
+    total = 1 << 30
+    with real(path, replace(plan, device_memory=total)) as executor:
+        memory, weights = executor.memory, executor.runtime.residency.device_bytes
+    return replace(plan, device_memory=memory.total("device") + weights - spare)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "sequential"},
+        {"kv_placement": KVPlacement(0.0, 0.0), "slots": 3},
+        {"kv_placement": KVPlacement(0.3, 0.3), "cpu_attention": "never"},
+        {"kv_placement": KVPlacement(0.5, 0.0), "activations": "disk"},
+        {"activations": "host", "host_memory": 256 * KIB},
+    ],
+    ids=["block", "sequential", "KV on disk", "KV everywhere", "all on disk", "host"],
+)
+def test_bytes_are_those_of_the_engine(
+    checkpoint: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    plan = bounds(checkpoint, replace(PLAIN_PLAN, spill_folder=tmp_path, **options), 100 * KIB)
+    with real(checkpoint, plan) as executor:
+        wanted = moved(Driver(executor))
+    sizes_of = ModelSizes.of_checkpoint(Checkpoint.open(checkpoint))
+    with Simulation(sizes_of, plan, machine()) as run:
+        found = moved(run.driver)
+    assert found == wanted
+    assert wanted[0] > 0
+
+
+@given(
+    rate=st.sampled_from([1e7, 1e8, 1e9, 1e11]),
+    memory=st.integers(6, 20),
+    choice=st.tuples(
+        st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]), st.booleans(), st.booleans()
+    ),
+    on_disk=st.sampled_from([0.0, 0.5, 1.0]),
+)
+@settings(max_examples=20)
+def test_rounds_are_never_shorter_than_what_the_busiest_resource_takes(
+    rate: float, memory: int, choice: tuple[int, int, bool, bool], on_disk: float
+) -> None:
+    size, batches, block, parked = choice
+    on = machine(device=memory * MIB)
+    on = replace(on, disk_read=replace(on.disk_read, bytes_per_s=rate))
+    work = replace(WORK, requests=size * batches)
+    cost = CostModel(sizes(), on, work, KVQuant(), 4)
+    template = Plan(context=work.context)
+    certifier = Certifier(cost, template, torch.device("cpu"), torch.float32)
+    choices = Choices(
+        *(np.array([float(x)]) for x in (size, batches, 256)),
+        np.array([block or parked]),
+        np.array([True]),
+        np.array([TIERS.index("disk") if parked and batches > 1 else 0]),
+    )
+    found = certifier.certify(choices, 0.0, on_disk)
+    if found is None:
+        return
+    timed = simulated(found, sizes(), on, work)
+    for said, done in ((found.decode, timed.decode), (found.prefill, timed.prefill)):
+        # A block more or less of a sequence is what the model rounds.
+        assert done.seconds * done.rounds >= 0.95 * said.rounds * max(said.busy.values())
+
+
+def test_a_simulation_is_the_same_each_time() -> None:
+    on = machine(device=6 * MIB)
+    best = find_plan(sizes(), on, WORK)
+    one, other = (simulated(best, sizes(), on, WORK) for _ in range(2))
+    assert one.decode == other.decode
+    assert one.prefill == other.prefill
+
+
+def test_machines_that_are_not_here_are_simulated() -> None:
+    """Layers of 3.2 billion parameters beside a GPU: nothing of them is allocated."""
+    on = machine(True, device=8 * GIB, host=300 * GIB, disk=1000 * GIB)
+    large = ModelSizes.of({**LLAMA_405B, "num_hidden_layers": 16})
+    work = Workload(requests=8)
+    best = find_plan(large, on, work)
+    found = simulated(best, large, on, work)
+    assert found.decode.seconds >= 0.97 * max(best.decode.busy.values())
+    assert found.decode.seconds < 1.5 * best.decode.seconds
+
+
+def test_links_that_wait_for_each_other_take_longer_than_either() -> None:
+    """With one sequence and two slots the seams of a round are seen."""
+    on = machine(device=6 * MIB)
+    work = replace(WORK, objective="latency")
+    best = find_plan(sizes(), on, work)
+    assert simulated(best, sizes(), on, work).decode.seconds > max(best.decode.busy.values())
+
+
+def test_what_moves_meanwhile_makes_computing_longer() -> None:
+    on = machine()
+    costly = replace(on, disk_read=replace(on.disk_read, bytes_per_s=1e8, cpu_s_per_byte=2e-8))
+    here = VirtualMachine(costly, VirtualClock())
+    here.read.start(10**8)  # a second, in which half of the four cores is taken
+    here.compute(0.25)
+    assert here.clock.now() == pytest.approx(0.5)
+    here.compute(0.5)
+    assert here.clock.now() == pytest.approx(1.25)  # with nothing beside it in the end
