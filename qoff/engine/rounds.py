@@ -44,13 +44,13 @@ class RoundStats:
     read: int  # tokens of prompts
     generated: int
     seconds: float
+    ended: float  # by `time.perf_counter`
     weights_wait_s: float
     kv_wait_s: float
     activations_wait_s: float
     disk_bytes: float  # read
     host_bytes: float  # between host and device, both ways
     spilled_bytes: float  # written to disk
-    ended: float  # by `time.perf_counter`
 
 
 class Rounds:
@@ -298,7 +298,7 @@ class Rounds:
             read, generated = self._step(passes)
         spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
         ended = clock.now()
-        stats = RoundStats(self._count, read, generated, ended - start, *spent, ended=ended)
+        stats = RoundStats(self._count, read, generated, ended - start, ended, *spent)
         self.history.append(stats)
         self._count += 1
         if len(self.history) >= 2 * _KEPT:
