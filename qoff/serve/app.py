@@ -14,26 +14,24 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from qoff.engine import SamplingParams
-from qoff.engine.prompts import Chat
-from qoff.errors import ArgumentError, QoffError, raised_as
-
-from .answers import Form
-from .engine import Engine
-from .errors import ApiError, as_api_error, wrong_body
-from .generation import Asked, Generated
-from .guard import Guard
-from .options import ServeOptions
-from .page import page
-from .protocol import (
+from qoff.api.errors import ApiError, as_api_error
+from qoff.api.protocol import (
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Generation,
     TokenizeRequest,
+    wrong_body,
 )
-from .tools import Calls, check_template
+from qoff.api.requests import asked, check_model
+from qoff.engine.prompts import Chat
+from qoff.errors import ArgumentError, QoffError, raised_as
+
+from .engine import Engine
+from .generation import Generated
+from .guard import Guard
+from .options import ServeOptions
+from .page import page
 
 # A body that is this many times too large is not read to its end. Others are: a client that still
 # writes would not see the answer.
@@ -49,34 +47,13 @@ class Routes:
         self._created = int(time.time())
 
     async def chat(self, request: Request) -> Response:
-        body = await self._read(request, ChatRequest)
-        params = body.sampling(self._engine.ready().get_default_sampling_params())
-        return self._generated(body, "chat", body.chat(), params, body.calls())
+        return self._generated(await self._read(request, ChatRequest))
 
     async def completion(self, request: Request) -> Response:
-        body = await self._read(request, CompletionRequest)
-        params = body.sampling(self._engine.ready().get_default_sampling_params())
-        return self._generated(body, "text", body.prompt, params)
+        return self._generated(await self._read(request, CompletionRequest))
 
-    def _generated(
-        self,
-        body: Generation,
-        kind: str,
-        prompts: Any,
-        params: SamplingParams,
-        calls: Calls | None = None,
-    ) -> Response:
-        llm = self._engine.ready()
-        if llm.tokenizer is None:
-            raise ApiError(400, "the model has no tokenizer")
-        if kind == "chat" and not llm.tokenizer.chat_template:
-            raise ApiError(400, "the model has no chat template; use /v1/completions")
-        if calls is not None:
-            check_template(llm.tokenizer.get_chat_template(tools=[{}]))
-        form = Form(kind, self._engine.name, llm.tokenizer, params.logprobs)
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        asked = Asked(form, prompts, params, calls, bool(body.stream), with_usage)
-        return Generated(self._engine, asked)
+    def _generated(self, body: ChatRequest | CompletionRequest) -> Response:
+        return Generated(self._engine, asked(body, self._engine.name, self._engine.ready()))
 
     async def embeddings(self) -> Response:
         raise ApiError(
@@ -107,7 +84,7 @@ class Routes:
         return {"object": "list", "data": [self._model()]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        self._check_model(name)
+        check_model(name, self._engine.name)
         return self._model()
 
     async def health(self) -> Response:
@@ -133,15 +110,6 @@ class Routes:
             "max_model_len": None if llm is None else llm.plan.context,
         }
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._engine.name:
-            raise ApiError(
-                404,
-                f"there is no model {name[:100]!r}; this server has {self._engine.name!r}",
-                param="model",
-                code="model_not_found",
-            )
-
     async def _read(self, request: Request, kind: type[_B]) -> _B:
         """The body of a request. Raises ApiError for one that is too large, slow or wrong."""
         limit, data = self._options.max_request_bytes, bytearray()
@@ -162,7 +130,7 @@ class Routes:
             raise _too_large(limit)
         self._engine.ready()
         found = kind.model_validate_json(bytes(data))
-        self._check_model(getattr(found, "model", None))
+        check_model(getattr(found, "model", None), self._engine.name)
         return found
 
 

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from qoff.api.errors import ApiError, ClientGone
 from qoff.engine import LLM, Completion, Logprob, SamplingParams
 from qoff.engine.calls import Call
 from qoff.engine.prompts import Chat, prompt_list
 from qoff.engine.request import Sequence
 
-from .errors import ApiError, ClientGone
 from .metrics import Metrics
 from .stats import memory, recent
 
