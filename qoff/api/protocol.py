@@ -284,6 +284,15 @@ class CompletionRequest(Generation):
         )
 
 
+class BatchLine(Body):
+    """A line of a batch file."""
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
 class TokenizeRequest(Body):
     """A text, or a conversation as the chat template writes it."""
 

@@ -13,7 +13,7 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
 
 from .batch import PlanOptions
-from .options import CacheOptions, Model, RunOptions, command
+from .options import CacheOptions, Model, RunOptions, command, model_name
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,8 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
     )
     path = how.checkpoint(model)
-    engine = Engine(served_model_name or _name(model), options.max_queue, options.request_timeout_s)
+    engine = Engine(
+        served_model_name or model_name(model), options.max_queue, options.request_timeout_s
+    )
     with logging_to_stderr(log_level):
         run(partial(LLM, path, plan, **opening), engine, options)
-
-
-def _name(model: str) -> str:
-    """A folder's or file's name, or the hub id."""
-    return Path(model).resolve().name if Path(model).exists() else model
