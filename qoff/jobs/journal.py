@@ -13,7 +13,7 @@ import re
 import secrets
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,10 @@ class Journal:
         with _io_errors(places.header, DiskWriteError):
             self._lock = _locked(places.header)
         try:
-            self._open(json.loads(json.dumps(says)), overwrite)
+            with _io_errors(places.header, DiskReadError):
+                self._open(json.loads(json.dumps(says)), overwrite)
         except BaseException:
-            os.close(self._lock)
+            self.close()
             raise
 
     def _open(self, says: dict[str, Any], overwrite: bool) -> None:
@@ -103,7 +104,7 @@ class Journal:
                 path.unlink(missing_ok=True)
             self.job = secrets.token_hex(8)
             header = {"version": _VERSION, "job": self.job, "block": BLOCK, **says}
-            with places.header.open("r+b") as file:
+            with places.header.open("wb") as file:
                 file.write(json.dumps(header, indent=2).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -189,9 +190,10 @@ class Journal:
 
     def close(self) -> None:
         """Let other processes have the job; idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            with suppress(OSError):  # nothing was written through it that is not on disk
+                os.close(lock)
 
 
 def _number(line: bytes, samples: int) -> int | None:
