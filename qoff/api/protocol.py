@@ -293,6 +293,15 @@ class BatchLine(Body):
     body: dict[str, Any]
 
 
+class BatchRequest(Body):
+    """A file of such lines, to be answered as there is room."""
+
+    input_file_id: Annotated[str, Field(max_length=100)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[str, Stop] | None, Field(max_length=16)] = None
+
+
 class TokenizeRequest(Body):
     """A text, or a conversation as the chat template writes it."""
 

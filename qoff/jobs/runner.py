@@ -84,14 +84,14 @@ class Runner:
         self._finished: deque[_Asked] = deque()  # by threads that compute rounds
         self._held: tuple[list[int], list[bytes], list[bytes]] = [], [], []
         self._oldest = 0.0  # when the first of these came
-        self._thread = threading.Thread(target=self._run, name="qoff-job")
+        self._thread = threading.Thread(target=self.run, name="qoff-job")
 
     def start(self) -> None:
-        """Begin."""
+        """Begin, in a thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Write what is done, and give up the rest; idempotent."""
+        """Write what is done, and give up the rest; waits for it where `start` began it."""
         self._stopped = True
         self._news.set()
         if self._thread.ident is not None:
@@ -106,7 +106,8 @@ class Runner:
         """Answers that are asked for."""
         return sum(one.count for one in self._running)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Answer what is left in this thread, until the end or `stop`."""
         try:
             try:
                 self._work()

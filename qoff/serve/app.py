@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
@@ -27,15 +27,14 @@ from qoff.api.requests import asked, check_model
 from qoff.engine.prompts import Chat
 from qoff.errors import ArgumentError, QoffError, raised_as
 
+from .batch_routes import BatchRoutes
+from .bodies import read_data
 from .engine import Engine
 from .generation import Generated
 from .guard import Guard
 from .options import ServeOptions
 from .page import page
 
-# A body that is this many times too large is not read to its end. Others are: a client that still
-# writes would not see the answer.
-_DISCARDED = 4
 _B = TypeVar("_B", bound=Body)
 
 
@@ -112,35 +111,11 @@ class Routes:
 
     async def _read(self, request: Request, kind: type[_B]) -> _B:
         """The body of a request. Raises ApiError for one that is too large, slow or wrong."""
-        limit, data = self._options.max_request_bytes, bytearray()
-        total, size = 0, request.headers.get("content-length", "")
-        announced = int(size) if size.isdecimal() else 0
-        try:
-            async with asyncio.timeout(self._options.read_timeout_s):
-                async for piece in request.stream():
-                    total += len(piece)
-                    data += piece if total <= limit else b""
-                    if max(total, announced) > _DISCARDED * limit:
-                        break
-        except TimeoutError as error:
-            raise ApiError(
-                408, "the request's body did not come in time", headers={"Connection": "close"}
-            ) from error
-        if max(total, announced) > limit:
-            raise _too_large(limit)
+        data = await read_data(request, self._options)
         self._engine.ready()
-        found = kind.model_validate_json(bytes(data))
+        found = kind.model_validate_json(data)
         check_model(getattr(found, "model", None), self._engine.name)
         return found
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the request's body has more than {limit} bytes",
-        code="request_too_large",
-        headers={"Connection": "close"},
-    )
 
 
 def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
@@ -165,16 +140,21 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
     ):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
 
+    BatchRoutes(engine, options).add_to(app)
+
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, ValidationError):
             known = wrong_body(error)
+        elif isinstance(error, RequestValidationError):
+            known = ApiError(400, f"{error.errors()[0]['loc'][-1]}: {error.errors()[0]['msg']}")
         elif isinstance(error, HTTPException):
             known = ApiError(error.status_code, str(error.detail), headers=error.headers)
         else:
             known = as_api_error(error)
         return JSONResponse(known.body(), known.status, known.headers)
 
-    for kind in (ApiError, QoffError, ValidationError, HTTPException, TimeoutError, Exception):
+    for kind in (ApiError, QoffError, ValidationError, RequestValidationError, HTTPException,
+                 TimeoutError, Exception):  # fmt: skip
         app.add_exception_handler(kind, failed)
     guarded = Guard(app, options.api_keys)
     if not options.cors_origins:
@@ -182,7 +162,7 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
     return CORSMiddleware(
         guarded,
         allow_origins=list(options.cors_origins),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],  # clients send some of their own
         expose_headers=["Retry-After"],
     )
