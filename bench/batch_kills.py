@@ -35,7 +35,6 @@ from qoff.jobs.runner import Runner
 from qoff.plan import Plan
 
 PLAN = Plan(batch_size=16, context=128)
-_REQUESTS = 600  # of a job
 _WAYS = ("outside", "torn write", "before fsync", "after fsync")
 
 
@@ -54,7 +53,7 @@ def write_model(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(path)
 
 
-def write_requests(path: Path, seed: int, count: int = _REQUESTS) -> None:
+def write_requests(path: Path, seed: int, count: int) -> None:
     """OpenAI's lines; some are wrong, and some cannot be answered."""
     draw, lines = random.Random(seed), list[str]()
     for i in range(count):
@@ -106,8 +105,8 @@ def _lasting(response: Any) -> Any:
 class Children:
     """Children that are killed. shared: how many answers the present one has computed."""
 
-    def __init__(self, checkpoint: Path, draw: random.Random) -> None:
-        self._checkpoint, self._draw = checkpoint, draw
+    def __init__(self, checkpoint: Path, requests: int, draw: random.Random) -> None:
+        self._checkpoint, self._requests, self._draw = checkpoint, requests, draw
         self._shared = mmap.mmap(-1, 8)
         self._lasts_s = 2.0  # a child that nobody kills, lately
         self.kills: Counter[str] = Counter()
@@ -123,7 +122,7 @@ class Children:
     def _child(self, folder: Path, output: Path, way: str) -> bool:
         before = answers(output)
         after_s = self._draw.uniform(0, self._lasts_s)
-        nth = self._draw.randrange(1, 1 + _REQUESTS // BLOCK)
+        nth = self._draw.randrange(1, 2 + self._requests // BLOCK)
         sys.stdout.flush()
         self._shared[:8] = bytes(8)
         start = time.monotonic()
@@ -158,7 +157,8 @@ class Children:
             self._shared[:8] = struct.pack("q", count + 1)
             add(runner, *given)
 
-        Runner._add = counted  # type: ignore[method-assign]
+        patched: Any = Runner
+        patched._add = counted
 
     def _check(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Nothing that was on disk is lost, and of what was computed at most a block."""
@@ -185,43 +185,45 @@ def _killed_in_write(way: str, nth: int, part: float) -> None:
                 file.write(cut)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Journal._append = append_or_die  # type: ignore[method-assign]
+    patched: Any = Journal
+    patched._append = append_or_die
 
 
-def run(folder: Path, kills: int, seed: int) -> tuple[Counter[str], int]:
+def run(folder: Path, kills: int, requests: int, seed: int) -> tuple[Counter[str], int]:
     """Kills by their way, and how many jobs were done. Raises AssertionError for what is wrong."""
     draw, jobs = random.Random(seed), 0
     checkpoint = folder / "tiny"
     write_model(checkpoint)
-    children = Children(checkpoint, draw)
+    children = Children(checkpoint, requests, draw)
+    write_requests(folder / "requests.jsonl", seed, requests)
+    whole = folder / "whole.jsonl"
+    children.finish(folder, whole)
+    assert len(answers(whole)) == requests, "a request has no answer"
     while children.kills.total() < kills:
-        at = folder / f"job {jobs}"
-        at.mkdir()
-        write_requests(at / "requests.jsonl", draw.randrange(1 << 30))
-        output = at / "answers.jsonl"
-        while not children.run(at, output) and children.kills.total() < kills:
+        output = folder / f"job{jobs}.jsonl"
+        while not children.run(folder, output):
             pass
-        whole = at / "whole.jsonl"
-        for path in (output, whole):
-            children.finish(at, path)
         assert answers(output) == answers(whole), "the answers differ"
-        assert len(answers(whole)) == _REQUESTS, "a request has no answer"
         jobs += 1
     return children.kills, jobs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     given = arguments(
-        __doc__, argv, kills=(int, 200, "processes to kill"), seed=(int, 0, "of all that is drawn")
+        __doc__,
+        argv,
+        kills=(int, 200, "processes to kill"),
+        requests=(int, 600, "of a job"),
+        seed=(int, 0, "of all that is drawn"),
     )
-    kills = 5 if given.quick else given.kills
+    kills, requests = (3, 150) if given.quick else (given.kills, given.requests)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        counts, jobs = run(Path(folder), kills, given.seed)
+        counts, jobs = run(Path(folder), kills, requests, given.seed)
     report = Report(
         "batch_kills",
-        {"kills": kills, "seed": given.seed},
-        f"{jobs} jobs of {_REQUESTS} requests, {time.perf_counter() - start:.0f} s",
+        {"kills": kills, "requests": requests, "seed": given.seed},
+        f"{jobs} jobs of {requests} requests, {time.perf_counter() - start:.0f} s",
         ("killed", "times"),
         [(way, str(counts[way])) for way in _WAYS],
         {**{way: float(counts[way]) for way in _WAYS}, "jobs": float(jobs)},

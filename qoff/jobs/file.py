@@ -121,7 +121,7 @@ class FileJob:
         copy = self._ends.enter_context(tempfile.TemporaryFile(dir=asked.output.parent))  # noqa: SIM115
         shutil.copyfileobj(sys.stdin.buffer, copy)
         copy.seek(0)
-        return copy  # type: ignore[return-value]
+        return copy
 
     def _journal(self, output: Path, says: dict[str, Any], overwrite: bool) -> Journal:
         errors = self._asked.errors or output.with_suffix(".errors.jsonl")

@@ -24,9 +24,14 @@ _ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 class Request(Protocol):
     """A line that was understood."""
 
-    line: Line
-    prompts: Any
-    params: SamplingParams
+    @property
+    def line(self) -> Line: ...
+
+    @property
+    def prompts(self) -> Any: ...
+
+    @property
+    def params(self) -> SamplingParams: ...
 
     def answered(self, answers: Sequence[Completion], prompt_tokens: int) -> list[bytes]:
         """Lines of output; `answers`: n of each prompt in order. Raises what `failed` takes."""

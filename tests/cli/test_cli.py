@@ -259,6 +259,23 @@ def test_batch_names_a_line_that_is_no_prompt(packable: Path, tmp_path: Path) ->
     assert (wrong["line"], wrong["error"]) == (2, 'the line is neither text nor {"prompt": text}')
 
 
+def test_batch_goes_on_with_its_file(packable: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    options = ["batch", packable, "-i", prompts, "-o", out, *BATCH]
+    result = run(*options)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "3 of 3 done, 0 failed" in result.stderr
+    whole = out.read_bytes()
+    out.write_bytes(whole[: whole.index(b"\n") + 9])
+    assert run(*options, "--keep-order").exit_code == 0
+    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
+    assert [one["index"] for one in map(json.loads, out.read_text().splitlines())] == [0, 1, 2]
+    assert "parameters temperature was 0.0 and is 0.5" in fail(*options, "--temperature", 0.5)
+    assert run(*options, "--temperature", 0.5, "--overwrite").exit_code == 0
+    assert "give one file" in fail("batch", packable, *BATCH)
+    assert "--keep-order needs a file" in fail("batch", packable, prompts, *BATCH, "--keep-order")
+
+
 def test_batch_refuses_types_and_devices_that_are_not_there(packable: Path, prompts: Path) -> None:
     assert "a CPU computes in float32" in fail(
         "batch", packable, prompts, *BATCH, "--device", "cpu", "--dtype", "float16"
