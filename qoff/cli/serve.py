@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,9 @@ def serve(
     path = how.checkpoint(model)
     name = served_model_name or model_name(model)
     sizes = parse_size(max_file_size), parse_size(max_files_size)
-    with logging_to_stderr(log_level):
+    with logging_to_stderr(log_level), ExitStack() as ends:
         batches = open_batches(files, name, *sizes)
+        if batches is not None:
+            ends.callback(batches.stop)
         engine = Engine(name, options.max_queue, options.request_timeout_s, batches)
         run(partial(LLM, path, plan, **opening), engine, options)

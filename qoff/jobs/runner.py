@@ -77,7 +77,7 @@ class Runner:
         self.counts = Counts()
         self.error: BaseException | None = None
         self.ended = threading.Event()  # no more will be written
-        self._stopped = False
+        self._stopped = self._torn = False
         self._news = threading.Event()
         self._running: list[_Asked] = []  # in the order in which they were submitted
         self._again: deque[_Asked] = deque()
@@ -109,15 +109,18 @@ class Runner:
     def run(self) -> None:
         """Answer what is left in this thread, until the end or `stop`."""
         try:
-            try:
-                self._work()
-            finally:
-                for one in self._running:
-                    self._llm.cancel(one)
+            self._work()
+        except BaseException as error:
+            self.error = error
+        try:
+            self._stopped = True
+            for one in self._running:
+                self._llm.cancel(one)
+            if not self._torn:
                 self._take()
                 self._write()
         except BaseException as error:
-            self.error = error
+            self.error = self.error or error
         finally:
             self.ended.set()
             self._llm.wake()
@@ -245,7 +248,9 @@ class Runner:
     def _write(self) -> None:
         (numbers, output, errors), self._held = self._held, ([], [], [])
         if numbers:
+            self._torn = True  # unless it succeeds; what follows half a line would be lost
             self._sink.write(numbers, output, errors)
+            self._torn = False
             self.counts.failed += len(errors)
             self.counts.completed += len(numbers) - len(errors)
             self._noticed(self.counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -48,18 +49,23 @@ class BatchRoutes:
         return self._engine.batches
 
     async def upload(self, request: Request) -> dict[str, Any]:
-        store = self._batches.files
-        kind = request.headers.get("content-type", "")
-        form = UploadForm(kind, store.uploads, store.max_file_bytes)
+        store, headers = self._batches.files, request.headers
+        form = UploadForm(headers.get("content-type", ""), store.uploads, store.max_file_bytes)
+        size = headers.get("content-length", "")
+        most = min(int(size) if size.isdecimal() else store.max_file_bytes, store.max_file_bytes)
         try:
-            got = await form.read(request, self._options.read_timeout_s)
-            if got.purpose not in _PURPOSES:
-                message = f"purpose is {got.purpose[:64]!r}; use one of {', '.join(_PURPOSES)}"
-                raise ApiError(400, message, param="purpose")
-            store.check_room(got.nbytes)
-            return await self._engine.beside(
-                lambda: store.add(got.path, got.name, got.purpose, store.new_id())
-            )
+            with ExitStack() as ends:
+                try:
+                    ends.enter_context(store.coming(most))
+                except ApiError as error:
+                    form.refuse(error)
+                got = await form.read(request, self._options.read_timeout_s)
+                if got.purpose not in _PURPOSES:
+                    message = f"purpose is {got.purpose[:64]!r}; use one of {', '.join(_PURPOSES)}"
+                    raise ApiError(400, message, param="purpose")
+                return await self._engine.beside(
+                    lambda: store.add(got.path, got.name, got.purpose, store.new_id())
+                )
         finally:
             form.close()
 

@@ -149,7 +149,8 @@ class Batches:
         """Have another status from now on; clients are given whole documents."""
         with self._changed:
             now = self._known[said["id"]]
-            self._save({**now, "status": status, f"{status}_at": int(time.time()), **more})
+            when = {f"{status}_at": now[f"{status}_at"] or int(time.time())}
+            self._save({**now, "status": status, **when, **more})
 
     def _work(self) -> None:
         while True:

@@ -13,6 +13,8 @@ import secrets
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ class FileStore:
             os.close(self._lock)
             raise
         self._changing = threading.Lock()
+        self._coming = 0  # bytes of files that are being sent
 
     def _read(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -73,9 +76,20 @@ class FileStore:
         """The id of a file that is to be added."""
         return f"file-{secrets.token_hex(16)}"
 
-    def check_room(self, nbytes: int) -> None:
-        """Raise ApiError where so many bytes more are not taken."""
-        used = sum(one["bytes"] for one in list(self._known.values()))
+    @contextmanager
+    def coming(self, nbytes: int) -> Iterator[None]:
+        """Keep room for a file of up to so many bytes. Raises ApiError where there is none."""
+        with self._changing:
+            self._check_room(nbytes)
+            self._coming += nbytes
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._coming -= nbytes
+
+    def _check_room(self, nbytes: int) -> None:
+        used = self._coming + sum(one["bytes"] for one in list(self._known.values()))
         if used + nbytes > self._max_bytes or len(self._known) >= _MOST:
             raise ApiError(413, "the server keeps no more files; delete some", code="files_full",
                            headers={"Connection": "close"})  # fmt: skip

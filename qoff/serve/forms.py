@@ -28,7 +28,6 @@ class Upload:
     path: Path
     name: str
     purpose: str
-    nbytes: int
 
 
 class UploadForm:
@@ -49,6 +48,7 @@ class UploadForm:
         self._head, self._value = bytearray(), bytearray()
         self._disposition = b""
         self._parts = 0
+        self._refused: ApiError | None = None
         self._parser = MultipartParser(
             options[b"boundary"],
             {
@@ -67,7 +67,8 @@ class UploadForm:
         Raises ApiError for a form that is too large, slow or wrong.
         """
         size, total = request.headers.get("content-length", ""), 0
-        large = size.isdecimal() and int(size) > self._most + _BESIDE
+        if size.isdecimal() and int(size) > self._most + _BESIDE:
+            self.refuse(self._too_large())
         pieces = aiter(request.stream())
         try:
             while True:
@@ -76,13 +77,14 @@ class UploadForm:
                 if piece is None:
                     break
                 total += len(piece)
-                large = large or total > self._most + _BESIDE
-                if not large:
+                if total > self._most + _BESIDE:
+                    self.refuse(self._too_large())
+                if self._refused is None:
                     self._parser.write(piece)
                 elif total > DISCARDED * self._most:
                     break
-            if large:  # a client that still writes would not see it
-                raise self._too_large()
+            if self._refused is not None:
+                raise self._refused
             self._parser.finalize()
         except FormParserError as error:
             raise ApiError(400, f"the form is wrong: {error}") from error
@@ -95,7 +97,11 @@ class UploadForm:
         if nbytes > self._most:
             raise self._too_large()
         purpose = self._fields.get("purpose", b"").decode(errors="replace")
-        return Upload(self._path, self._name, purpose, nbytes)
+        return Upload(self._path, self._name, purpose)
+
+    def refuse(self, error: ApiError) -> None:
+        """Keep nothing; the error is raised at the end: a client that writes does not see it."""
+        self._refused = self._refused or error
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"a file has {self._most} bytes at most", code="file_too_large",
