@@ -11,6 +11,7 @@ of a run that nobody interrupted.
 
 from __future__ import annotations
 
+import importlib
 import json
 import mmap
 import os
@@ -191,6 +192,8 @@ def _killed_in_write(way: str, nth: int, part: float) -> None:
 
 def run(folder: Path, kills: int, requests: int, seed: int) -> tuple[Counter[str], int]:
     """Kills by their way, and how many jobs were done. Raises AssertionError for what is wrong."""
+    for name in ("qoff.kernels.cpu.ops", "qoff.api.requests"):
+        importlib.import_module(name)  # once, and not in every child
     draw, jobs = random.Random(seed), 0
     checkpoint = folder / "tiny"
     write_model(checkpoint)
