@@ -168,7 +168,7 @@ class Engine:
             "state": "ready",
             "context": llm.plan.context,
             "answers": {
-                "running": max(0, self.in_flight - waiting),
+                "running": max(0, self._all_in_flight() - waiting),
                 "places": self.places,
                 "waiting": waiting,
                 "queue": self._max_queue,

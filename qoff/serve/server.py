@@ -12,8 +12,6 @@ from typing import Any, Self
 
 import uvicorn
 
-from qoff.api.answers import encoded
-from qoff.api.errors import ApiError
 from qoff.engine import LLM
 from qoff.errors import QoffError
 from qoff.interrupts import whole
