@@ -40,6 +40,8 @@ RANK = {
             {"hf"},
             {"accelerate"},
             {"engine"},
+            {"api"},
+            {"jobs"},
             {"measure"},
             {"eval"},
             {"serve"},

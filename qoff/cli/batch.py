@@ -1,25 +1,23 @@
-"""`qoff batch`: a file of prompts in, a line of JSON for each answer out."""
+"""`qoff batch`: a file of requests in, a line of JSON for each answer out."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError
 from qoff.units import format_size
 
-from .options import CacheOptions, DrawOptions, Model, Raw, RunOptions, Trace, command
-from .output import print_line, print_table
+from .options import CacheOptions, DrawOptions, Model, Raw, RunOptions, Trace, command, model_name
+from .output import print_table
+from .progress import job_progress
 
 if TYPE_CHECKING:
-    from qoff.engine import LLM, Completion
+    from qoff.engine import LLM
     from qoff.plan import Plan
 
 
@@ -103,76 +101,69 @@ class SamplingOptions(DrawOptions):
 @command
 def batch(
     model: Model,
-    prompts: Annotated[
-        Path,
-        Argument(help='File with a prompt a line, text or {"prompt": ...}; "-": standard input.'),
-    ],
     how: RunOptions,
     cache: CacheOptions,
     planned: PlanOptions,
     sampling: SamplingOptions,
+    prompts: Annotated[
+        Path | None,
+        Argument(
+            help='File with a request a line: OpenAI\'s, text or {"prompt": ...}; "-": stdin.'
+        ),
+    ] = None,
+    input_file: Path | None = Option(None, "--input", "-i", help="The same, as an option."),
+    output: Path | None = Option(
+        None, "-o", "--output", help="File for the answers; default: standard output."
+    ),
+    errors: Path | None = Option(None, help="File for what failed; default: beside the answers."),
+    resume: bool = Option(
+        True, "--resume/--overwrite", help="Go on with the file of answers, or begin it anew."
+    ),
+    keep_order: bool = Option(False, "--keep-order", help="Sort the answers as the requests are."),
+    served_model_name: str | None = Option(
+        None, help="The model's name in OpenAI's lines; default: MODEL's."
+    ),
     raw: Raw = False,
     trace: Trace = None,
     stats: bool = Option(False, "--stats", help="Print what each round waited for."),
 ) -> None:
-    """Answer many prompts in large batches, a line of JSON for each.
+    """Answer a file of requests in large batches, a line of JSON for each.
 
-    Answers are printed when they are done. A prompt that cannot be answered yields a line with
+    Answers are written when they are done. A request that cannot be answered yields a line with
     its error, and exit status 1 at the end.
     """
     from qoff.engine import LLM, SamplingParams
-    from qoff.engine.prompts import Chat
+    from qoff.jobs.file import Asked, FileJob
 
+    if (prompts is None) == (input_file is None):
+        raise ArgumentError("give one file of requests: qoff batch MODEL FILE, or -i FILE")
     plan, opening = planned.plan(how, cache)
-    params = SamplingParams(**vars(sampling))
-    texts = read_prompts(prompts)
-    ended: Counter[str] = Counter()
-    with LLM(model, plan, trace=trace, **opening) as llm:
-        chats = not raw and llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
-        wanted = [Chat([{"role": "user", "content": text}]) if chats else text for text in texts]
-        for answer in llm.stream(wanted, params):
-            ended[answer.finish_reason] += 1
-            print_line(json.dumps(_line(answer), ensure_ascii=False))
-        if stats:
-            _print_stats(llm)
-    if ended["error"]:
+    asked = Asked(
+        prompts or input_file or Path(),
+        output,
+        errors,
+        served_model_name or model_name(model),
+        SamplingParams(**vars(sampling)),
+        plain=SamplingParams(**vars(sampling)) == SamplingParams(**_defaults(SamplingOptions)),
+        raw=raw,
+        keep_order=keep_order,
+    )
+    path = how.checkpoint(model)
+    with FileJob(asked, path, plan, overwrite=not resume) as job:
+        if job.left != 0:
+            with LLM(path, plan, trace=trace, **opening) as llm:
+                with job_progress(job.total, quiet=output is None) as noticed:
+                    job.run(llm, noticed)
+                if stats:
+                    _print_stats(llm)
+        failed = job.finish()
+    if failed:
         raise typer.Exit(1)
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Prompts of a file ("-": standard input), one a line: text, a JSON string or {"prompt": ...}.
-
-    Empty lines are skipped. Raises QoffError for a file that is not UTF-8, and, naming the line,
-    for an object without a prompt.
-    """
-    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise QoffError(f"{path}: is not UTF-8 text: {error}") from error
-    lines = (line.removesuffix("\r") for line in text.split("\n"))
-    return [_prompt(line, number) for number, line in enumerate(lines, 1) if line]
-
-
-def _prompt(line: str, number: int) -> str:
-    if line[0] not in '"{':
-        return line
-    try:
-        value: Any = json.loads(line)
-    except json.JSONDecodeError:
-        return line  # text that only begins like JSON
-    if isinstance(value, dict):
-        value = value.get("prompt")
-    if not isinstance(value, str):
-        raise QoffError(f'line {number} of the prompts is neither text nor {{"prompt": text}}')
-    return value
-
-
-def _line(answer: Completion) -> dict[str, Any]:
-    """An answer without its prompt, of which only the number of tokens is told."""
-    line = {key: value for key, value in asdict(answer).items() if value not in ("", None)}
-    line.pop("prompt", None)
-    return {**line, "prompt_tokens": len(line.pop("prompt_token_ids"))}
+def _defaults(options: type) -> dict[str, Any]:
+    """What a dataclass of options has where nothing is given."""
+    return {one.name: one.default.default for one in fields(options)}  # type: ignore[union-attr]
 
 
 def _print_stats(llm: LLM) -> None:

@@ -260,3 +260,8 @@ def memory_by_place(text: str | None) -> dict[int | str, str] | None:
             raise ArgumentError(f"--max-memory is written like 0=12GiB,cpu=32GiB, not {text!r}")
         found[int(place) if place.isdecimal() else place] = size
     return None if text is None else found
+
+
+def model_name(model: str) -> str:
+    """A model's name for others: of its folder or file, or the hub id."""
+    return Path(model).resolve().name if Path(model).exists() else model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
 
 from .batch import PlanOptions
-from .options import CacheOptions, Model, RunOptions, command
+from .options import CacheOptions, Model, RunOptions, command, model_name
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ def serve(
     cors_origin: list[str] | None = Option(
         None, help="Origin whose pages may ask, like https://example.com; repeatable."
     ),
+    files: Path | None = Option(
+        None, help="Folder for files and batches; default: one of the model in ~/.cache/qoff."
+    ),
+    max_file_size: str = Option("200MiB", help="Size of a file that is uploaded, at most."),
+    max_files_size: str = Option("10GiB", help="Size of all files together, at most."),
     max_queue: int = Option(64, min=0, help="Answers that may wait; more are refused with 429."),
     max_connections: int = Option(1024, min=1, help="Open connections, at most."),
     max_request_size: str = Option("4MiB", help="Size of a request's body, at most."),
@@ -55,6 +61,7 @@ def serve(
     The log goes to standard error, a line of JSON for each request. SIGTERM or Ctrl-C ends it.
     """
     try:
+        from qoff.serve.batches import open_batches
         from qoff.serve.engine import Engine
         from qoff.serve.guard import logging_to_stderr
         from qoff.serve.options import ServeOptions
@@ -85,11 +92,11 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
     )
     path = how.checkpoint(model)
-    engine = Engine(served_model_name or _name(model), options.max_queue, options.request_timeout_s)
-    with logging_to_stderr(log_level):
+    name = served_model_name or model_name(model)
+    sizes = parse_size(max_file_size), parse_size(max_files_size)
+    with logging_to_stderr(log_level), ExitStack() as ends:
+        batches = open_batches(files, name, *sizes)
+        if batches is not None:
+            ends.callback(batches.stop)
+        engine = Engine(name, options.max_queue, options.request_timeout_s, batches)
         run(partial(LLM, path, plan, **opening), engine, options)
-
-
-def _name(model: str) -> str:
-    """A folder's or file's name, or the hub id."""
-    return Path(model).resolve().name if Path(model).exists() else model

@@ -135,6 +135,7 @@ class LLM:
         self.arenas = self._executor.arenas  # of packed KV blocks, parked hidden states, by tier
         self.blocks = self._executor.blocks  # packed KV blocks of all sequences
         self._reader = PromptReader(self.tokenizer)
+        self._defaults: SamplingParams | None = None
         eos = end_tokens(runtime.checkpoint)
         self._admission = Admission(
             plan, self._executor.limits, self._reader, eos, self._executor.whole_prompts
@@ -173,7 +174,9 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json says; where it says nothing, the defaults."""
-        return default_params(self.runtime.checkpoint)
+        if self._defaults is None:
+            self._defaults = default_params(self.runtime.checkpoint)
+        return self._defaults
 
     def stream(
         self,

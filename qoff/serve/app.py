@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
@@ -14,30 +14,27 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from qoff.engine import SamplingParams
-from qoff.engine.prompts import Chat
-from qoff.errors import ArgumentError, QoffError, raised_as
-
-from .answers import Form
-from .engine import Engine
-from .errors import ApiError, as_api_error, wrong_body
-from .generation import Asked, Generated
-from .guard import Guard
-from .options import ServeOptions
-from .page import page
-from .protocol import (
+from qoff.api.errors import ApiError, as_api_error
+from qoff.api.protocol import (
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Generation,
     TokenizeRequest,
+    wrong_body,
 )
-from .tools import Calls, check_template
+from qoff.api.requests import asked, check_model
+from qoff.engine.prompts import Chat
+from qoff.errors import ArgumentError, QoffError, raised_as
 
-# A body that is this many times too large is not read to its end. Others are: a client that still
-# writes would not see the answer.
-_DISCARDED = 4
+from .batch_routes import BatchRoutes
+from .bodies import read_data
+from .engine import Engine
+from .generation import Generated
+from .guard import Guard
+from .options import ServeOptions
+from .page import page
+
 _B = TypeVar("_B", bound=Body)
 
 
@@ -49,34 +46,13 @@ class Routes:
         self._created = int(time.time())
 
     async def chat(self, request: Request) -> Response:
-        body = await self._read(request, ChatRequest)
-        params = body.sampling(self._engine.ready().get_default_sampling_params())
-        return self._generated(body, "chat", body.chat(), params, body.calls())
+        return self._generated(await self._read(request, ChatRequest))
 
     async def completion(self, request: Request) -> Response:
-        body = await self._read(request, CompletionRequest)
-        params = body.sampling(self._engine.ready().get_default_sampling_params())
-        return self._generated(body, "text", body.prompt, params)
+        return self._generated(await self._read(request, CompletionRequest))
 
-    def _generated(
-        self,
-        body: Generation,
-        kind: str,
-        prompts: Any,
-        params: SamplingParams,
-        calls: Calls | None = None,
-    ) -> Response:
-        llm = self._engine.ready()
-        if llm.tokenizer is None:
-            raise ApiError(400, "the model has no tokenizer")
-        if kind == "chat" and not llm.tokenizer.chat_template:
-            raise ApiError(400, "the model has no chat template; use /v1/completions")
-        if calls is not None:
-            check_template(llm.tokenizer.get_chat_template(tools=[{}]))
-        form = Form(kind, self._engine.name, llm.tokenizer, params.logprobs)
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        asked = Asked(form, prompts, params, calls, bool(body.stream), with_usage)
-        return Generated(self._engine, asked)
+    def _generated(self, body: ChatRequest | CompletionRequest) -> Response:
+        return Generated(self._engine, asked(body, self._engine.name, self._engine.ready()))
 
     async def embeddings(self) -> Response:
         raise ApiError(
@@ -107,7 +83,7 @@ class Routes:
         return {"object": "list", "data": [self._model()]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        self._check_model(name)
+        check_model(name, self._engine.name)
         return self._model()
 
     async def health(self) -> Response:
@@ -133,46 +109,13 @@ class Routes:
             "max_model_len": None if llm is None else llm.plan.context,
         }
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._engine.name:
-            raise ApiError(
-                404,
-                f"there is no model {name[:100]!r}; this server has {self._engine.name!r}",
-                param="model",
-                code="model_not_found",
-            )
-
     async def _read(self, request: Request, kind: type[_B]) -> _B:
         """The body of a request. Raises ApiError for one that is too large, slow or wrong."""
-        limit, data = self._options.max_request_bytes, bytearray()
-        total, size = 0, request.headers.get("content-length", "")
-        announced = int(size) if size.isdecimal() else 0
-        try:
-            async with asyncio.timeout(self._options.read_timeout_s):
-                async for piece in request.stream():
-                    total += len(piece)
-                    data += piece if total <= limit else b""
-                    if max(total, announced) > _DISCARDED * limit:
-                        break
-        except TimeoutError as error:
-            raise ApiError(
-                408, "the request's body did not come in time", headers={"Connection": "close"}
-            ) from error
-        if max(total, announced) > limit:
-            raise _too_large(limit)
+        data = await read_data(request, self._options)
         self._engine.ready()
-        found = kind.model_validate_json(bytes(data))
-        self._check_model(getattr(found, "model", None))
+        found = kind.model_validate_json(data)
+        check_model(getattr(found, "model", None), self._engine.name)
         return found
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the request's body has more than {limit} bytes",
-        code="request_too_large",
-        headers={"Connection": "close"},
-    )
 
 
 def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
@@ -197,16 +140,21 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
     ):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
 
+    BatchRoutes(engine, options).add_to(app)
+
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, ValidationError):
             known = wrong_body(error)
+        elif isinstance(error, RequestValidationError):
+            known = ApiError(400, f"{error.errors()[0]['loc'][-1]}: {error.errors()[0]['msg']}")
         elif isinstance(error, HTTPException):
             known = ApiError(error.status_code, str(error.detail), headers=error.headers)
         else:
             known = as_api_error(error)
         return JSONResponse(known.body(), known.status, known.headers)
 
-    for kind in (ApiError, QoffError, ValidationError, HTTPException, TimeoutError, Exception):
+    for kind in (ApiError, QoffError, ValidationError, RequestValidationError, HTTPException,
+                 TimeoutError, Exception):  # fmt: skip
         app.add_exception_handler(kind, failed)
     guarded = Guard(app, options.api_keys)
     if not options.cors_origins:
@@ -214,7 +162,7 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
     return CORSMiddleware(
         guarded,
         allow_origins=list(options.cors_origins),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],  # clients send some of their own
         expose_headers=["Retry-After"],
     )

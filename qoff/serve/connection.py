@@ -11,8 +11,9 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .answers import encoded
-from .errors import ApiError
+from qoff.api.answers import encoded
+from qoff.api.errors import ApiError
+
 from .options import ServeOptions
 
 

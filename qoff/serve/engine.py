@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from qoff.api.errors import ApiError, ClientGone
 from qoff.engine import LLM, Completion, Logprob, SamplingParams
 from qoff.engine.calls import Call
 from qoff.engine.prompts import Chat, prompt_list
 from qoff.engine.request import Sequence
 
-from .errors import ApiError, ClientGone
+from .batches import Batches
 from .metrics import Metrics
 from .stats import memory, recent
 
@@ -95,12 +96,16 @@ class Answers(Call):
 class Engine:
     """What requests are given to. max_queue: answers that may wait for a place in a batch.
 
+    batches: what it computes where there is room beside these requests.
+
     It takes requests between `start` and `stop`. All but these two are for one event loop.
     """
 
-    def __init__(self, name: str, max_queue: int, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, max_queue: int, timeout_s: float, batches: Batches | None = None
+    ) -> None:
         self.name, self._timeout_s = name, timeout_s
-        self._max_queue = max_queue
+        self._max_queue, self.batches = max_queue, batches
         self.llm: LLM | None = None
         self.metrics = Metrics(name)
         self._running: dict[Answers, int] = {}  # with how many answers each
@@ -115,15 +120,19 @@ class Engine:
         """Compute what is asked for from now on."""
         self.llm = llm
         self.metrics.follow(
-            lambda: self.in_flight - llm.waiting, lambda: llm.waiting, lambda: llm.kv_used
+            lambda: self._all_in_flight() - llm.waiting, lambda: llm.waiting, lambda: llm.kv_used
         )
         self._thread = threading.Thread(target=self._work, name="qoff-serve-engine")
         self._thread.start()
+        if self.batches is not None:
+            self.batches.start(llm, self._room_for_batches, self.places, self.metrics.count)
 
     def stop(self) -> None:
         """Compute no more, after the present round; its threads end. Closes the LLM."""
         self._stopped = True
         self._readers.shutdown(cancel_futures=True)
+        if self.batches is not None:
+            self.batches.stop()
         if self.llm is not None:
             self.llm.wake()
             assert self._thread is not None
@@ -159,7 +168,7 @@ class Engine:
             "state": "ready",
             "context": llm.plan.context,
             "answers": {
-                "running": max(0, self.in_flight - waiting),
+                "running": max(0, self._all_in_flight() - waiting),
                 "places": self.places,
                 "waiting": waiting,
                 "queue": self._max_queue,
@@ -178,7 +187,23 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """Answers that were asked for and are not done; what a slow reader has not read is."""
-        return sum(count - len(one.done) for one, count in self._running.items())
+        return sum(count - len(one.done) for one, count in list(self._running.items()))
+
+    def _all_in_flight(self) -> int:
+        return self.in_flight + (0 if self.batches is None else self.batches.in_flight)
+
+    def _room_for_batches(self, theirs: int) -> int:
+        """For how many more answers of batches; below 0: so many are in the way of requests.
+
+        Where there are no requests, as many wait as are computed: places are never empty.
+        """
+        if waiting := self.in_flight:
+            return self.places - waiting - theirs
+        return max(0, 2 * self.places - theirs)
+
+    def _changed(self) -> None:
+        if self.batches is not None:
+            self.batches.poke()
 
     def _check_room(self, answers: int) -> None:
         """Raise ApiError 429 where so many more do not fit the queue, 400 where they never do."""
@@ -211,6 +236,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         answers = Answers(count, params.n, loop.time() + self._timeout_s)
         self._running[answers] = answers.count
+        self._changed()
         read = loop.run_in_executor(self._readers, llm.submit, prompts, params, answers)
         watcher = asyncio.create_task(_watch(receive, answers))
         try:
@@ -226,6 +252,7 @@ class Engine:
     def _leave(self, answers: Answers) -> None:
         """A request is over; what is not computed of it gives up its place within a round."""
         del self._running[answers]
+        self._changed()
         if answers.left and self.llm is not None:
             self.llm.cancel(answers)
         else:

@@ -5,35 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from qoff.engine import Completion, SamplingParams
-from qoff.engine.prompts import Chat
-from qoff.models.forward_pass import NOT_FINITE
+from qoff.api.answers import encoded, event, usage
+from qoff.api.errors import ClientGone, as_api_error
+from qoff.api.requests import Asked, check_answer
+from qoff.api.tools import OPEN, ended, split
+from qoff.engine import Completion
 
-from .answers import Form, encoded, event, usage
 from .engine import Answers, Engine, Piece
-from .errors import ApiError, ClientGone, as_api_error
 from .text import TextStream
-from .tools import OPEN, Calls, ended, split
 
 LOG = "qoff.log"  # key of a scope: what the request's line in the log has beside the usual
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request that was understood."""
-
-    form: Form
-    prompts: str | list[Any] | Chat
-    params: SamplingParams
-    calls: Calls | None
-    stream: bool
-    include_usage: bool
 
 
 class Generated(Response):
@@ -58,18 +44,13 @@ class Generated(Response):
             said["tokens"] = sum(self._tokens.values())
 
     async def _whole(self, receive: Receive, said: dict[str, Any]) -> bytes:
-        form, asked = self._asked.form, self._asked
+        asked, done = self._asked, dict[int, Completion]()
         async with self._engine.answering(asked.prompts, asked.params, receive) as answers:
             said["prompt_tokens"] = answers.prompt_tokens
-            choices: dict[int, dict[str, Any]] = {}
             async for piece in self._pieces(answers):
-                if (one := piece.answer) is not None:
-                    logprobs = form.logprobs(one.token_ids, one.logprobs or ())
-                    text, tools = split(asked.calls, one.text)
-                    reason = ended(asked.calls, tools, one.finish_reason)
-                    choices[piece.number] = form.choice(piece.number, text, reason, logprobs, tools)
-            cost = usage(answers.prompt_tokens, sum(self._tokens.values()))
-        return encoded(form.whole([choices[i] for i in sorted(choices)], cost))
+                if piece.answer is not None:
+                    done[piece.number] = piece.answer
+        return encoded(asked.document([done[i] for i in sorted(done)], answers.prompt_tokens))
 
     async def _send_events(self, receive: Receive, send: Send, said: dict[str, Any]) -> None:
         async with aclosing(self._events(receive, said)) as events:
@@ -131,13 +112,8 @@ class Generated(Response):
             self._tokens[number] = self._tokens.get(number, 0) + new
             metrics.generated.inc(new)
             if piece.answer is not None:
-                _check(piece.answer)
+                check_answer(piece.answer)
                 metrics.ended(piece.answer.finish_reason)
                 metrics.answer_length.observe(self._tokens[number])
             yield piece
         metrics.whole.observe(time.perf_counter() - answers.started)
-
-
-def _check(answer: Completion) -> None:
-    if answer.finish_reason == "error":
-        raise ApiError(500 if answer.error == NOT_FINITE else 400, answer.error)

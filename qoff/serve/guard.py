@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError, ClientGone, as_api_error
+from qoff.api.errors import ApiError, ClientGone, as_api_error
+
 from .generation import LOG
 
 logger = logging.getLogger("qoff.serve")

@@ -48,6 +48,11 @@ class Metrics:
         self._ended = Counter("vllm:request_success", what, ends, registry=registry)
         self._model = model
 
+    def count(self, prompt_tokens: int, generated: int) -> None:
+        """Count tokens of batches."""
+        self.prompt_tokens.inc(prompt_tokens)
+        self.generated.inc(generated)
+
     def ended(self, reason: str) -> None:
         """Count an answer."""
         self._ended.labels(self._model, reason).inc()

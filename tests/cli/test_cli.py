@@ -20,9 +20,7 @@ from typer.testing import CliRunner
 
 import qoff
 from qoff.checkpoint import Checkpoint
-from qoff.cli.batch import read_prompts
 from qoff.cli.main import app
-from qoff.errors import QoffError
 from tests.module_models import module_checkpoint
 from tests.tiny_models import EOS, QUANT, load_budgets, tiny_checkpoint, tiny_model
 
@@ -255,7 +253,27 @@ def test_batch_goes_on_after_a_prompt_that_cannot_be_answered(
 def test_batch_names_a_line_that_is_no_prompt(packable: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     path.write_text('good\n{"text": "x"}\n')
-    assert "line 2 of the prompts" in fail("batch", packable, path, *BATCH)
+    result = run("batch", packable, path, *BATCH)
+    assert result.exit_code == 1
+    wrong = answered(result.stdout)[1]
+    assert (wrong["line"], wrong["error"]) == (2, 'the line is neither text nor {"prompt": text}')
+
+
+def test_batch_goes_on_with_its_file(packable: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    options = ["batch", packable, "-i", prompts, "-o", out, *BATCH]
+    result = run(*options)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "3 of 3 done, 0 failed" in result.stderr
+    whole = out.read_bytes()
+    out.write_bytes(whole[: whole.index(b"\n") + 9])
+    assert run(*options, "--keep-order").exit_code == 0
+    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
+    assert [one["index"] for one in map(json.loads, out.read_text().splitlines())] == [0, 1, 2]
+    assert "parameters temperature was 0.0 and is 0.5" in fail(*options, "--temperature", 0.5)
+    assert run(*options, "--temperature", 0.5, "--overwrite").exit_code == 0
+    assert "give one file" in fail("batch", packable, *BATCH)
+    assert "--keep-order needs a file" in fail("batch", packable, prompts, *BATCH, "--keep-order")
 
 
 def test_batch_refuses_types_and_devices_that_are_not_there(packable: Path, prompts: Path) -> None:
@@ -282,19 +300,6 @@ def test_batch_ends_cleanly_when_told_to(packable: Path, tmp_path: Path) -> None
         finally:
             process.kill()
     assert all("index" in json.loads(line) for line in log.read_text().splitlines())
-
-
-def test_batch_takes_any_line_for_a_prompt(tmp_path: Path) -> None:
-    path = tmp_path / "prompts"
-    lines = ['"quoted", she said', '{"prompt": "json\u2028line"}', "", "plain\x85text", '"text"']
-    path.write_text("\n".join(lines), encoding="utf-8")
-    assert read_prompts(path) == [lines[0], "json\u2028line", "plain\x85text", "text"]
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(QoffError, match="is not UTF-8"):
-        read_prompts(path)
-    path.write_text('{"text": "no prompt"}')
-    with pytest.raises(QoffError, match="line 1 of the prompts"):
-        read_prompts(path)
 
 
 def test_sampling_follows_the_seed(checkpoint: Path) -> None:

@@ -83,12 +83,18 @@ class Running:
 
 @contextmanager
 def running(
-    checkpoint: Path, options: ServeOptions = OPTIONS, plan: Plan = PLAN
+    checkpoint: Path,
+    options: ServeOptions = OPTIONS,
+    plan: Plan = PLAN,
+    files: Path | None = None,
 ) -> Iterator[Running]:
+    """files: folder of its files and batches; None: it has none."""
+    from qoff.serve.batches import open_batches
     from qoff.serve.engine import Engine
     from qoff.serve.server import Server
 
-    engine = Engine(MODEL, options.max_queue, options.request_timeout_s)
+    batches = None if files is None else open_batches(files, MODEL, 1 << 20, 3 << 20)
+    engine = Engine(MODEL, options.max_queue, options.request_timeout_s, batches)
     with Server(engine, options) as server:
         engine.start(LLM(checkpoint, plan))
         try:
@@ -125,8 +131,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def served(checkpoint: Path) -> Iterator[Running]:
-    with running(checkpoint) as found:
+def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(checkpoint, files=tmp_path_factory.mktemp("files")) as found:
         yield found
 
 

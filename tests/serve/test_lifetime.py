@@ -148,16 +148,20 @@ def test_a_failed_round_is_an_error_for_those_in_it_alone(checkpoint: Path) -> N
         (["--api-key", ""], "an API key is empty"),
     ],
 )
-def test_wrong_options_are_one_line(checkpoint: Path, options: list[str], message: str) -> None:
-    found = CliRunner().invoke(app, ["serve", str(checkpoint), "--port", "0", *options])
+def test_wrong_options_are_one_line(
+    checkpoint: Path, options: list[str], message: str, tmp_path: Path
+) -> None:
+    command = ["serve", str(checkpoint), "--port", "0", "--files", str(tmp_path)]
+    found = CliRunner().invoke(app, [*command, *options])
     assert found.exit_code == 1
     (line,) = [line for line in found.stderr.splitlines() if line.startswith("qoff: ")]
     assert message in line
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_command_with_its_status(checkpoint: Path) -> None:
+def test_a_signal_ends_the_command_with_its_status(checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qoff", "serve", str(checkpoint), "--port", "0"]
+    command += ["--files", str(tmp_path)]
     process = subprocess.Popen(
         [*command, "--context", "96"], stderr=subprocess.PIPE, env={**os.environ, "NO_COLOR": "1"}
     )

@@ -10,10 +10,10 @@ import pytest
 from openai import OpenAI
 from transformers import PreTrainedTokenizerBase
 
+from qoff.api.tools import OPEN, Calls, ended, split
 from qoff.engine import LLM, SamplingParams, StructuredOutputs
 from qoff.errors import ArgumentError
 from qoff.serve.text import TextStream
-from qoff.serve.tools import OPEN, Calls, ended, split
 
 from .conftest import MODEL, Running
 

@@ -6,12 +6,13 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from qoff.engine import SamplingParams, StructuredOutputs
 from qoff.engine.prompts import Chat
 from qoff.errors import ArgumentError, raised_as
 
+from .errors import ApiError
 from .tools import Calls
 
 _MOST_LOGPROBS, _MOST_FIELDS = 20, 100
@@ -283,6 +284,24 @@ class CompletionRequest(Generation):
         )
 
 
+class BatchLine(Body):
+    """A line of a batch file."""
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+class BatchRequest(Body):
+    """A file of such lines, to be answered as there is room."""
+
+    input_file_id: Annotated[str, Field(max_length=100)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[str, Stop] | None, Field(max_length=16)] = None
+
+
 class TokenizeRequest(Body):
     """A text, or a conversation as the chat template writes it."""
 
@@ -301,3 +320,16 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], First]
+
+
+def wrong_body(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a request's JSON."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = [str(part) for part in first["loc"] if not str(part).startswith("function-")]
+    if first["type"] == "extra_forbidden":
+        message = f"{where[-1][:100]!r} is not supported by this server"
+    elif first["type"] == "json_invalid":
+        message = f"the request is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+    else:
+        message = f"{first['msg']}" + (f" (in {'.'.join(where)[:100]})" if where else "")
+    return ApiError(400, message, param=where[0][:100] if where else None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from qoff.errors import ArgumentError, QoffError, UnsupportedModelError
 
 _SHOWN = 500  # characters of a message
@@ -61,16 +59,3 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than the server allows", code="timeout")
     return ApiError(500, "internal error", code="internal_error")
-
-
-def wrong_body(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a request's JSON."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = [str(part) for part in first["loc"] if not str(part).startswith("function-")]
-    if first["type"] == "extra_forbidden":
-        message = f"{where[-1][:100]!r} is not supported by this server"
-    elif first["type"] == "json_invalid":
-        message = f"the request is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-    else:
-        message = f"{first['msg']}" + (f" (in {'.'.join(where)[:100]})" if where else "")
-    return ApiError(400, message, param=where[0][:100] if where else None)

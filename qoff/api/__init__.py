@@ -1,0 +1,1 @@
+"""OpenAI's requests and documents, without HTTP."""

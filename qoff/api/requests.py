@@ -1,0 +1,80 @@
+"""From the body of a request to what the engine is asked, and from its answers to a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qoff.engine import LLM, Completion, SamplingParams
+from qoff.engine.prompts import Chat
+from qoff.models.forward_pass import NOT_FINITE
+
+from .answers import Form, usage
+from .errors import ApiError
+from .protocol import ChatRequest, CompletionRequest
+from .tools import Calls, check_template, ended, split
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was understood."""
+
+    form: Form
+    prompts: str | list[Any] | Chat
+    params: SamplingParams
+    calls: Calls | None
+    stream: bool
+    include_usage: bool
+
+    def document(self, answers: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:
+        """The whole answer: `answers` of its prompts in order, n of each.
+
+        Raises ApiError where one of them is an error.
+        """
+        choices = []
+        for number, one in enumerate(answers):
+            check_answer(one)
+            text, tools = split(self.calls, one.text)
+            logprobs = self.form.logprobs(one.token_ids, one.logprobs or ())
+            reason = ended(self.calls, tools, one.finish_reason)
+            choices.append(self.form.choice(number, text, reason, logprobs, tools))
+        generated = sum(len(one.token_ids) for one in answers)
+        return self.form.whole(choices, usage(prompt_tokens, generated))
+
+
+def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
+    """What a body asks of an LLM. model: the name that documents have.
+
+    Raises ApiError and ArgumentError for what it cannot do.
+    """
+    params = body.sampling(llm.get_default_sampling_params())
+    chat = isinstance(body, ChatRequest)
+    prompts = body.chat() if isinstance(body, ChatRequest) else body.prompt
+    calls = body.calls() if isinstance(body, ChatRequest) else None
+    if llm.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer")
+    if chat and not llm.tokenizer.chat_template:
+        raise ApiError(400, "the model has no chat template; use /v1/completions")
+    if calls is not None:
+        check_template(llm.tokenizer.get_chat_template(tools=[{}]))
+    form = Form("chat" if chat else "text", model, llm.tokenizer, params.logprobs)
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    return Asked(form, prompts, params, calls, bool(body.stream), with_usage)
+
+
+def check_model(name: str | None, model: str) -> None:
+    """Raise ApiError for a name that is not the model's."""
+    if name is not None and name != model:
+        raise ApiError(
+            404,
+            f"there is no model {name[:100]!r}; this server has {model!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def check_answer(answer: Completion) -> None:
+    """Raise ApiError for one that is an error."""
+    if answer.finish_reason == "error":
+        raise ApiError(500 if answer.error == NOT_FINITE else 400, answer.error)

@@ -1,0 +1,59 @@
+"""How far a job is: a bar in terminals, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from qoff.jobs.runner import Counts
+
+_EACH_S = 10.0  # a line, where there is no terminal
+
+
+@contextmanager
+def job_progress(total: int | None, quiet: bool) -> Iterator[Callable[[Counts], None]]:
+    """Yield a function that shows, on standard error, what a job has done of `total` requests."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+    task, said = bar.add_task("", total=total), time.monotonic()
+
+    def notice(counts: Counts) -> None:
+        nonlocal said
+        text, done = _words(counts, total), counts.skipped + counts.ended
+        if not bar.disable:
+            bar.start()
+            bar.update(task, completed=done, description=text)
+        elif not quiet and (time.monotonic() - said > _EACH_S or done == total):
+            said = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    try:
+        yield notice
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def _words(counts: Counts, total: int | None) -> str:
+    seconds = max(1e-6, time.perf_counter() - counts.started)
+    done = counts.skipped + counts.ended
+    left = "" if total is None else _duration((total - done) * seconds / max(1, counts.ended))
+    return (
+        f"{done:,} of {'?' if total is None else f'{total:,}'} done, {counts.failed:,} failed, "
+        f"{counts.tokens / seconds:,.0f} tokens/s" + (f", {left} left" if left else "")
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,213 @@
+"""A job on a file of requests: what it depends on, and its run from the first line to the last."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError, QoffError
+from qoff.interrupts import whole
+from qoff.plan import Plan
+
+from .journal import Journal, Places
+from .lines import Bits, Line, is_openai, overview, read_lines
+from .requests import OpenAIReader, PromptReader, Reader
+from .runner import Counts, Runner
+
+_WEIGHTS = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted. model: its name in OpenAI's lines; params: of prompts."""
+
+    requests: Path  # "-": standard input
+    output: Path | None  # None: standard output
+    errors: Path | None  # None: beside the output
+    model: str
+    params: SamplingParams
+    plain: bool  # whether `params` are what nobody asked for
+    raw: bool  # prompts are not put into the chat template
+    keep_order: bool
+
+
+class FileJob:
+    """A job on a file. checkpoint: of the model; plan: None for the default one.
+
+    Raises ArgumentError for what does not go together, QoffError for files that cannot be read, and
+    what `Journal` does. A context manager.
+    """
+
+    def __init__(
+        self, asked: Asked, checkpoint: Path, plan: Plan | None, *, overwrite: bool
+    ) -> None:
+        self._asked, self._ends = asked, ExitStack()
+        if asked.output is None and asked.keep_order:
+            raise ArgumentError("--keep-order needs a file for the answers: -o FILE")
+        self.total: int | None = None  # requests; None: nobody knows
+        self._sink: Journal | _Printed = _Printed()
+        self._lines: Iterator[Line]
+        try:
+            file = self._opened()
+            if asked.output is None and str(asked.requests) == "-":
+                self._lines = read_lines(file)
+                first = list(islice(self._lines, 1))
+                self._openai = any(map(is_openai, first))
+                self._lines = chain(first, self._lines)
+                self._check_options()
+            else:
+                seen = overview(file)
+                file.seek(0)
+                self.total, self._openai, self._lines = seen.lines, seen.openai, read_lines(file)
+                self._check_options()
+                if asked.output is not None:
+                    says = self._says(seen.sha256, checkpoint, plan or Plan())
+                    self._sink = self._journal(asked.output, says, overwrite)
+        except BaseException:
+            self._ends.close()
+            raise
+
+    @property
+    def left(self) -> int | None:
+        """Requests that are to be answered; None: nobody knows."""
+        done = self._sink.completed + self._sink.failed
+        return None if self.total is None else self.total - done
+
+    def run(self, llm: LLM, noticed: Callable[[Counts], None]) -> None:
+        """Answer what is left; `noticed` is called, by another thread, after each block."""
+        runner = Runner(
+            llm,
+            self._lines,
+            self._reader(llm),
+            self._sink,
+            lambda mine: max(0, 2 * llm.plan.batches * llm.plan.batch_size - mine),
+            block=self._sink.block,
+            noticed=noticed,
+        )
+        runner.start()
+        try:
+            llm.work(runner.ended.is_set)
+        finally:
+            with whole():
+                runner.stop()
+        if runner.error is not None:
+            raise runner.error
+
+    def finish(self) -> int:
+        """Bring the answers into order, if that was asked for; how many requests have failed."""
+        if self._asked.keep_order and isinstance(self._sink, Journal):
+            self._sink.sort()
+        return self._sink.failed
+
+    def _opened(self) -> BinaryIO:
+        """The file of requests; standard input in a copy, where the job may have to go on."""
+        asked = self._asked
+        if str(asked.requests) != "-":
+            try:
+                return self._ends.enter_context(asked.requests.open("rb"))
+            except OSError as error:
+                raise QoffError(f"{asked.requests}: cannot be read: {error.strerror}") from error
+        if asked.output is None:
+            return sys.stdin.buffer
+        copy = self._ends.enter_context(tempfile.TemporaryFile(dir=asked.output.parent))  # noqa: SIM115
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.seek(0)
+        return copy
+
+    def _journal(self, output: Path, says: dict[str, Any], overwrite: bool) -> Journal:
+        errors = self._asked.errors or output.with_suffix(".errors.jsonl")
+        places = Places(output, errors)
+        used = [self._asked.requests, output, errors, places.header, places.sorting]
+        if len({path.resolve() for path in used}) < len(used):
+            raise ArgumentError("requests, answers and errors need a file each")
+        samples = 1 if self._openai else self._asked.params.n
+        journal = Journal(places, says, overwrite=overwrite, samples=samples)
+        self._ends.callback(journal.close)
+        return journal
+
+    def _says(self, digest: str, checkpoint: Path, plan: Plan) -> dict[str, Any]:
+        """What the answers depend on."""
+        asked = self._asked
+        says = {"model": fingerprint(checkpoint), "requests": digest, **cache_says(plan)}
+        if self._openai:
+            return {**says, "name": asked.model}
+        return {**says, "raw": asked.raw, "parameters": asdict(asked.params)}
+
+    def _check_options(self) -> None:
+        if self._openai and (self._asked.raw or not self._asked.plain):
+            raise ArgumentError(
+                "OpenAI's lines say themselves how they are answered; leave out --raw and the "
+                "options of sampling"
+            )
+
+    def _reader(self, llm: LLM) -> Reader:
+        asked = self._asked
+        if self._openai:
+            _need_pydantic()
+            job = self._sink.job
+            return OpenAIReader(llm, asked.model, job)
+        chats = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
+        return PromptReader(asked.params, chats and not asked.raw)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ends.close()
+
+
+class _Printed:
+    """Answers and errors as lines on standard output, each when it is there."""
+
+    block, job = 1, "0"
+
+    def __init__(self) -> None:
+        self.done = Bits()
+        self.completed = self.failed = 0
+
+    def write(self, numbers: list[int], output: list[bytes], errors: list[bytes]) -> None:
+        for line in [*output, *errors]:
+            sys.stdout.flush()
+            left = memoryview(line)
+            while left:  # with PYTHONUNBUFFERED, one call may write a part
+                left = left[sys.stdout.buffer.write(left) :]
+        sys.stdout.buffer.flush()
+        self.failed += len(errors)
+        self.completed += len(numbers) - len(errors)
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """What a checkpoint is: a hash of its checksums, config and tokenizer, as 64 hex digits."""
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.iterdir()):
+        if path.is_file() and path.suffix != _WEIGHTS:  # the index has their checksums
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_says(plan: Plan) -> dict[str, Any]:
+    """What of a plan answers depend on."""
+    return {
+        "kv": asdict(plan.kv),
+        "activation_bits": plan.activation_bits,
+        "context": plan.context,
+    }
+
+
+def _need_pydantic() -> None:
+    try:
+        import pydantic  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise QoffError(
+            f"OpenAI's lines need {error.name}, which is not installed; pip install 'qoff[serve]'"
+        ) from error

@@ -1,0 +1,363 @@
+"""A file of requests is answered once and whole, whatever ends a run of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.batch_kills import answers
+from qoff.engine import LLM, Completion, SamplingParams
+from qoff.errors import ArgumentError, DiskReadError, FormatError, QoffError
+from qoff.jobs.file import Asked, FileJob
+from qoff.jobs.journal import BLOCK, Journal, Places
+from qoff.jobs.lines import IdSet, Line, prompt, read_lines
+from qoff.jobs.requests import PromptReader
+from qoff.jobs.runner import Runner
+from qoff.plan import Plan
+from tests.io_faults import each_call
+
+PLAN = Plan(batch_size=4, context=100, prefill_tokens=64)
+PARAMS = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, PLAN) as found:
+        yield found
+
+
+@pytest.fixture
+def job(llm: LLM, checkpoint: Path, tmp_path: Path) -> Callable[..., int]:
+    """Run the job on `in.jsonl`; how many requests have failed."""
+
+    def run(overwrite: bool = False, plan: Plan = PLAN, **more: Any) -> int:
+        asked = Asked(
+            tmp_path / "in.jsonl", tmp_path / "out.jsonl", None, "tiny", PARAMS, True, False, False
+        )
+        asked = replace(asked, **more)
+        with FileJob(asked, checkpoint, plan, overwrite=overwrite) as opened:
+            if opened.left:
+                opened.run(llm, lambda _: None)
+            return opened.finish()
+
+    return run
+
+
+def line(number: int, prompt: Any = "abc", **body: Any) -> str:
+    body = {"prompt": prompt, "max_tokens": 1 + number % 5, "temperature": 0, **body}
+    said = {"custom_id": f"id {number}", "method": "POST", "url": "/v1/completions"}
+    return json.dumps({**said, "body": body})
+
+
+def write(tmp_path: Path, *lines: str) -> None:
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def test_answers_have_openais_form(job: Callable[..., int], llm: LLM, tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "temperature": 0}
+    url = "/v1/chat/completions"
+    first = json.dumps({"custom_id": "chat", "method": "POST", "url": url, "body": chat})
+    write(tmp_path, first, line(1, ["abc", "de"], n=2, temperature=1, seed=3, model="tiny"))
+    assert job() == 0
+    said = {one["custom_id"]: one for one in read(tmp_path / "out.jsonl")}
+    response = said["chat"]["response"]
+    assert set(said["chat"]) == {"id", "custom_id", "response", "error"}
+    assert (response["status_code"], said["chat"]["error"]) == (200, None)
+    (wanted,) = llm.chat(chat["messages"], SamplingParams(temperature=0, max_tokens=6))
+    assert response["body"]["choices"][0]["message"]["content"] == wanted.text
+    texts = [choice["text"] for choice in said["id 1"]["response"]["body"]["choices"]]
+    params = SamplingParams(temperature=1, seed=3, n=2, max_tokens=2)
+    assert texts == [one.text for one in llm.generate(["abc", "de"], params)]
+    assert not (tmp_path / "out.errors.jsonl").exists()
+
+
+def test_what_is_wrong_is_told_with_its_line(job: Callable[..., int], tmp_path: Path) -> None:
+    other = json.loads(line(9)) | {"url": "/v1/embeddings"}
+    write(
+        tmp_path, line(0), "", '{"custom_id": "torn', line(0), line(3, "x" * 200), line(4, []),
+        line(5, what=1), line(6, stream=True), line(7, model="gpt"), json.dumps(other), line(10),
+    )  # fmt: skip
+    assert job() == 8
+    assert {one["custom_id"] for one in read(tmp_path / "out.jsonl")} == {"id 0", "id 10"}
+    told = {one["line"]: one for one in read(tmp_path / "out.errors.jsonl")}
+    codes = {at: one["error"]["code"] for at, one in told.items() if one["error"]}
+    assert codes == {3: "invalid_line", 4: "duplicate_custom_id", 10: "invalid_url"}
+    statuses = {at: one["response"]["status_code"] for at, one in told.items() if one["response"]}
+    assert statuses == {5: 400, 6: 400, 7: 400, 8: 400, 9: 404}
+    assert "no room" in told[5]["response"]["body"]["error"]["message"]
+    assert told[7]["custom_id"] == "id 5"
+
+
+def test_a_job_goes_on_from_any_byte(job: Callable[..., int], tmp_path: Path) -> None:
+    """However much of its files is there: each answer is there once in the end, as before."""
+    write(tmp_path, *map(line, range(12)), "{", line(13, "x" * 200), line(14))
+    assert job() == 2
+    output, wrong = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    whole, whole_wrong, wanted = output.read_bytes(), wrong.read_bytes(), answers(output)
+    assert len(wanted) == 15
+    for part in (0, 0.3, 0.61, 0.999, 1):
+        torn = whole[: int(part * len(whole))]
+        output.write_bytes(torn)
+        wrong.write_bytes(whole_wrong[: int((1 - part) * len(whole_wrong))])
+        assert job() == 2
+        assert answers(output) == wanted
+        assert output.read_bytes().startswith(torn[: torn.rfind(b"\n") + 1])
+
+
+def test_the_samples_of_a_prompt_stay_together(job: Callable[..., int], tmp_path: Path) -> None:
+    write(tmp_path, "first", "second", "third")
+    params = SamplingParams(temperature=1, seed=1, n=2, max_tokens=3)
+    assert job(params=params, plain=False) == 0
+    output = tmp_path / "out.jsonl"
+    lines = output.read_bytes().splitlines(keepends=True)
+    assert Counter(one["index"] for one in read(output)) == {0: 2, 1: 2, 2: 2}
+    output.write_bytes(b"".join(lines[:3]))
+    assert job(params=params, plain=False) == 0
+    assert sorted(output.read_bytes().splitlines(keepends=True)) == sorted(lines)
+
+
+def test_answers_are_sorted_on_request(job: Callable[..., int], tmp_path: Path) -> None:
+    numbers = [*range(20)]
+    write(tmp_path, *(line(i, max_tokens=1 + (7 * i) % 11) for i in numbers))
+    assert job() == 0
+    output = tmp_path / "out.jsonl"
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(reversed(lines)))
+    assert job(keep_order=True) == 0
+    assert [one["custom_id"] for one in read(output)] == [f"id {i}" for i in numbers]
+    assert sorted(output.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    assert job(keep_order=True) == 0
+
+
+def test_another_job_is_refused_and_begun_anew_on_request(
+    job: Callable[..., int], tmp_path: Path
+) -> None:
+    write(tmp_path, line(0))
+    job()
+    before = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(ArgumentError, match=r"context was 100 and is 64.*--overwrite"):
+        job(plan=replace(PLAN, context=64))
+    with pytest.raises(ArgumentError, match="name was 'tiny' and is 'other'"):
+        job(model="other")
+    write(tmp_path, line(0), line(1))
+    with pytest.raises(ArgumentError, match="requests was"):
+        job()
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert job(overwrite=True) == 0
+    assert len(answers(tmp_path / "out.jsonl")) == 2
+    (tmp_path / "out.jsonl.job").unlink()
+    with pytest.raises(ArgumentError, match="no job of qoff that it belongs to"):
+        job()
+    with pytest.raises(ArgumentError, match="leave out --raw"):
+        job(raw=True)
+    with pytest.raises(ArgumentError, match="a file each"):
+        job(errors=tmp_path / "in.jsonl")
+
+
+def test_damage_before_the_last_block_is_refused(job: Callable[..., int], tmp_path: Path) -> None:
+    write(tmp_path, *map(line, range(BLOCK + 3)))
+    job()
+    output = tmp_path / "out.jsonl"
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join([lines[0], b"damaged\n", *lines[2:]]))
+    with pytest.raises(FormatError, match="line 2 is damaged"):
+        job()
+    output.write_bytes(b"".join([*lines, lines[4]]))
+    with pytest.raises(FormatError, match="is there twice"):
+        job()
+    output.write_bytes(b"".join([*lines[:9], lines[9][:20] + bytes(30) + b"\n", *lines[10:20]]))
+    assert job() == 0
+    assert len(answers(output)) == BLOCK + 3
+
+
+def test_two_processes_do_not_share_a_job(tmp_path: Path) -> None:
+    places = Places(tmp_path / "out", tmp_path / "errors")
+    first = Journal(places, {})
+    with pytest.raises(ArgumentError, match="another process"):
+        Journal(places, {})
+    first.close()
+    Journal(places, {}).close()
+
+
+@pytest.mark.parametrize("how", [errno.ENOSPC, errno.EIO])
+def test_every_call_on_files_fails_once(how: int, tmp_path: Path) -> None:
+    """What was said to be written is found again; an error names a path."""
+    places = Places(tmp_path / "out", tmp_path / "errors")
+    said: set[int] = set()
+
+    def run() -> None:
+        journal = Journal(places, {"model": "a"})
+        try:
+            for number in range(6):
+                if number not in journal.done:
+                    text = json.dumps({"id": f"batch_req_a_{number}"}).encode() + b"\n"
+                    wrong = number % 3 == 0
+                    journal.write([number], [] if wrong else [text], [text] if wrong else [])
+                    said.add(number)
+        finally:
+            journal.close()
+
+    def clear() -> None:
+        said.clear()
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+    failed = 0
+    for error in each_call(tmp_path, how, run):
+        if error is not None:
+            failed += 1
+            assert isinstance(error, QoffError), repr(error)
+            assert str(tmp_path) in str(error)
+        written = set(said)
+        if not (places.header.exists() and not places.header.stat().st_size):
+            found = Journal(places, {"model": "a"})
+            assert all(number in found.done for number in written)
+            found.close()
+            run()
+            numbers = [one["id"] for path in (places.output, places.errors) for one in read(path)]
+            assert sorted(numbers) == [f"batch_req_a_{i}" for i in range(6)]
+        clear()
+    assert failed > 15
+
+
+class Instant:
+    """An `LLM` that answers at once."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+
+    def submit(self, prompt: str, params: SamplingParams, call: Any) -> list[int]:
+        self.submitted += 1
+        call.grew(None, Completion(0, 0, prompt, (1,), "text", (1,), "stop"))
+        return [1]
+
+    def cancel(self, call: Any) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    path, lines = tmp_path / "in", 30_000
+    with path.open("w") as file:
+        file.writelines(f"prompt number {i} of many, some text long\n" for i in range(lines))
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    llm: Any = Instant()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with path.open("rb") as file:
+        runner = Runner(
+            llm, read_lines(file), PromptReader(PARAMS, False), journal, lambda mine: 8 - mine,
+            block=1000,
+        )  # fmt: skip
+        runner.start()
+        assert runner.ended.wait(60)
+    journal.close()
+    assert runner.error is None
+    assert (journal.completed, llm.submitted) == (lines, lines)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 8 << 10  # KiB
+
+
+class Stubborn(Instant):
+    """Its rounds fail while two requests are in them, or whenever `poison` is."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error, self._calls = error, list[tuple[str, Any]]()
+        self._lock = threading.Lock()
+
+    def submit(self, prompt: str, params: SamplingParams, call: Any) -> list[int]:
+        with self._lock:
+            self._calls.append((prompt, call))
+        return [1]
+
+    def cancel(self, call: Any) -> None:
+        with self._lock:
+            self._calls = [one for one in self._calls if one[1] is not call]
+
+    def round(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, []
+        if any(prompt == "poison" for prompt, _ in calls):
+            for _, call in calls:
+                call.failed(self._error)
+            return
+        for text, call in calls:
+            call.grew(None, Completion(0, 0, text, (1,), "text", (1,), "stop"))
+
+
+@pytest.mark.parametrize("of_machine", [False, True])
+def test_a_request_that_breaks_rounds_harms_no_other(of_machine: bool, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("one\ntwo\npoison\nthree\nfour\n")
+    error = DiskReadError("the disk is broken") if of_machine else RuntimeError("a broken round")
+    llm: Any = Stubborn(error)
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    with (tmp_path / "in").open("rb") as file:
+        runner = Runner(
+            llm, read_lines(file), PromptReader(PARAMS, False), journal, lambda n: 3 - n
+        )
+        runner.start()
+        while not runner.ended.wait(0.002):
+            llm.round()
+    journal.close()
+    if of_machine:
+        assert isinstance(runner.error, DiskReadError)
+    else:
+        assert runner.error is None
+        assert sorted(one["index"] for one in read(tmp_path / "out")) == [0, 1, 3, 4]
+        (wrong,) = read(tmp_path / "errors")
+        assert (wrong["index"], wrong["error"]) == (2, "a broken round")
+
+
+def test_requests_give_way_and_come_back(tmp_path: Path) -> None:
+    """Where there is no room any more, the youngest give up their places."""
+    (tmp_path / "in").write_text("".join(f"{i}\n" for i in range(6)))
+    llm: Any = Stubborn(RuntimeError())
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    room = 4
+    with (tmp_path / "in").open("rb") as file:
+        runner = Runner(
+            llm, read_lines(file), PromptReader(PARAMS, False), journal, lambda mine: room - mine
+        )
+        runner.start()
+        for wanted in (4, 1, 3):
+            room = wanted
+            runner.poke()
+            for _ in count():
+                if runner.in_flight == wanted:
+                    break
+            assert [prompt for prompt, _ in llm._calls] == [str(i) for i in range(wanted)]
+        while not runner.ended.wait(0.002):
+            llm.round()
+    journal.close()
+    assert sorted(one["index"] for one in read(tmp_path / "out")) == [*range(6)]
+
+
+def test_any_line_is_a_prompt(tmp_path: Path) -> None:
+    lines = ['"quoted", she said', '{"prompt": "json\u2028line"}', "", "plain\x85text", '"text"']
+    (tmp_path / "in").write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    with (tmp_path / "in").open("rb") as file:
+        found = list(read_lines(file))
+    assert [prompt(one) for one in found] == [lines[0], "json\u2028line", "plain\x85text", "text"]
+    assert [(one.number, one.at) for one in found] == [(0, 1), (1, 2), (2, 4), (3, 5)]
+    with pytest.raises(QoffError, match="is not UTF-8"):
+        prompt(Line(0, 1, b"\xff\xfe"))
+
+
+def test_ids_are_told_apart() -> None:
+    ids = IdSet()
+    assert all(ids.add(f"id {i}") for i in range(20_000))
+    assert not any(ids.add(f"id {i}") for i in range(0, 20_000, 7))
