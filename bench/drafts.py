@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         __doc__,
         argv,
         device_memory=(str, "64MiB", "for everything"),
-        drafts=(str, "0,4,8,16", "tokens guessed, with commas between; 0 first"),
+        drafts=(str, "0,4,8,16", "tokens drafted, with commas between; 0 first"),
         prompts=(int, 4, "paragraphs"),
         tokens=(int, 96, "of an answer"),
     )
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "drafts",
         settings,
         f"SmolLM2-135M in {given.device_memory}, one prompt at a time",
-        ("guessed", "tokens a pass", "tok/s", "times", "same answers"),
+        ("drafted", "tokens a pass", "tok/s", "times", "same answers"),
     )
     total = given.prompts * (given.tokens - 1)  # the first comes of the prompt
     base = statistics.median(seconds[lengths[0]])

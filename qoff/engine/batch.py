@@ -18,17 +18,16 @@ from .sampling import LogitsRow, Sampler
 
 
 class Continuation(NamedTuple):
-    """What the next tokens of a sequence come from: each row if the token before it is guessed."""
+    """What the next tokens of a sequence come from: each row if the draft before it holds."""
 
     rows: list[LogitsRow]
-    guesses: list[int]  # one fewer
+    draft: list[int]  # one fewer
 
 
 class BatchSlots:
     """`cache.sequences` slots, some of them with a sequence.
 
-    sampler: chooses tokens; slot i is its place `first_place` + i. drafts: tokens that are guessed
-    of each answer, at most.
+    sampler: chooses tokens; slot i is its place `first_place` + i. draft_tokens: of each answer, at most.
     """
 
     def __init__(
@@ -37,10 +36,10 @@ class BatchSlots:
         sampler: Sampler,
         first_place: int = 0,
         prefixes: PrefixIndex | None = None,
-        drafts: int = 0,
+        draft_tokens: int = 0,
     ) -> None:
         self.cache = cache
-        self._drafts, self._lookup = drafts, PromptLookup()
+        self._draft_tokens, self._lookup = draft_tokens, PromptLookup()
         self._sampler, self._first_place = sampler, first_place
         self._prefixes = prefixes
         self._slots: dict[int, Sequence] = {}
@@ -116,11 +115,11 @@ class BatchSlots:
                 self._prefixes.add(sequence.prompt, self.cache.blocks[slot])
 
     def decode(self) -> ForwardPass | None:
-        """A pass with the newest token of each sequence whose prompt is read, and with guesses."""
+        """A pass with the newest token of each sequence whose prompt is read, and its draft."""
         spans, tokens = list[Span](), list[int]()
         for slot, one in sorted(self._slots.items()):
             if one.answer:
-                newest = [one.answer[-1], *self._guesses(slot, one)]
+                newest = [one.answer[-1], *self._draft_of(slot, one)]
                 spans.append(Span(slot, len(tokens), len(newest), self.cache.lengths[slot]))
                 tokens += newest
         if not spans:
@@ -128,13 +127,13 @@ class BatchSlots:
         rows = torch.arange(len(tokens))
         return ForwardPass(torch.tensor(tokens), Ragged(tuple(spans)), self.cache, rows)
 
-    def _guesses(self, slot: int, sequence: Sequence) -> list[int]:
+    def _draft_of(self, slot: int, sequence: Sequence) -> list[int]:
         """Tokens that may follow: so few that all can be forgotten again."""
-        if not self._drafts:
+        if not self._draft_tokens:
             return []
-        return self._lookup.propose(sequence, min(self._drafts, self.cache.room(slot) - 1))
+        return self._lookup.propose(sequence, min(self._draft_tokens, self.cache.room(slot) - 1))
 
-    def forget_guesses(self) -> None:
+    def forget_rejected(self) -> None:
         """Have the cache remember of each sequence what is its own."""
         wrong = [0] * self.cache.sequences
         for slot, one in self._slots.items():

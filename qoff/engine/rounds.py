@@ -43,8 +43,8 @@ class RoundStats:
     number: int  # of all rounds of the LLM, from 0
     read: int  # tokens of prompts
     generated: int
-    guessed: int  # tokens of answers that were proposed
-    right: int  # of these: what the model chose
+    drafted: int  # tokens of answers that were proposed
+    accepted: int  # of these: what the model chose
     seconds: float
     weights_wait_s: float
     kv_wait_s: float
@@ -309,7 +309,7 @@ class Rounds:
             del self.history[:_KEPT]
 
     def _step(self, passes: list[tuple[BatchSlots, ForwardPass]]) -> tuple[int, int, int, int]:
-        """Do each pass once: how many tokens were read, generated, guessed, and guessed right."""
+        """Do each pass once: how many tokens were read, generated, drafted and accepted."""
         read, continued = 0, list[Continuation]()
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):
@@ -318,24 +318,24 @@ class Rounds:
         return read, *self._continue(continued)
 
     def _continue(self, found: list[Continuation]) -> tuple[int, int, int]:
-        """Choose tokens, after a guess that is right the one that follows, too.
+        """Choose tokens, after a drafted one that is accepted the one that follows, too.
 
-        How many that were, how many were guessed, and how many of these were right.
+        How many that were, how many were drafted, and how many of these were accepted.
         """
-        generated, guessed, right = 0, sum(len(guesses) for _, guesses in found), 0
+        generated, drafted, accepted = 0, sum(len(draft) for _, draft in found), 0
         while found:
             generated += self._sampler.draw([rows[0] for rows, _ in found])
             self._finish_done()
             found = [
-                Continuation(rows[1:], guesses[1:])
-                for rows, guesses in found
-                if guesses and not rows[0].sequence.ended
-                if rows[0].sequence.answer[-1] == guesses[0]
+                Continuation(rows[1:], draft[1:])
+                for rows, draft in found
+                if draft and not rows[0].sequence.ended
+                if rows[0].sequence.answer[-1] == draft[0]
             ]
-            right += len(found)
+            accepted += len(found)
         for batch in self._batches:
-            batch.forget_guesses()
-        return generated, guessed, right
+            batch.forget_rejected()
+        return generated, drafted, accepted
 
     def _steps(self, batch: BatchSlots, run: ForwardPass) -> int | None:
         """Do several steps of the only pass: how many tokens were generated; None where it cannot.

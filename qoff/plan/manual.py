@@ -39,7 +39,7 @@ class Plan:
     Memory bounds are in bytes or like "4GiB"; None: as much as it takes, on the host without any
     weights, which use what else a bound leaves there. With share_prefixes a prompt that begins with
     64 tokens or more of another one attends to their packed form instead of reading them, which is
-    rounded. draft_tokens: of each answer, so many tokens are guessed from what it and its prompt
+    rounded. draft_tokens: of each answer, so many tokens are drafted from what it and its prompt
     have so far and go through one pass; those that the model chooses, too, need no passes of their
     own, which pays where a pass reads weights from disk or host memory.
     Raises ArgumentError for values out of range.
@@ -57,7 +57,7 @@ class Plan:
     activations: Tier = "device"
     schedule: Literal["block", "sequential"] = "block"
     share_prefixes: bool = False  # prompts that begin alike share packed blocks
-    draft_tokens: int = 0  # guessed of an answer, at most; 0: a token a pass
+    draft_tokens: int = 0  # drafted of an answer, at most; 0: a token a pass
     slots: int = 2
     activation_bits: int = 16
     spill_folder: Path | None = None  # None: the system's folder for temporary files

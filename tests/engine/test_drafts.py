@@ -1,4 +1,4 @@
-"""Guessed tokens: the same answers in fewer passes."""
+"""Drafted tokens: the same answers in fewer passes."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def answers(llm: LLM, **how: object) -> list[Completion]:
     ],
     ids=["likeliest", "penalized", "drawn"],
 )
-def test_guesses_save_passes_and_change_no_token(how: dict[str, object], checkpoint: Path) -> None:
+def test_drafts_save_passes_and_change_no_token(how: dict[str, object], checkpoint: Path) -> None:
     with LLM(checkpoint, PLAN) as llm:
         wanted = [(x.token_ids, x.text, x.finish_reason) for x in answers(llm, **how)]
     with LLM(checkpoint, replace(PLAN, draft_tokens=4)) as llm:
         found = answers(llm, **how)
         rounds = list(llm.rounds)
     assert [(x.token_ids, x.text, x.finish_reason) for x in found] == wanted
-    assert all(0 <= one.right <= one.guessed for one in rounds)
-    assert 0 < sum(one.right for one in rounds) < sum(one.guessed for one in rounds)
+    assert all(0 <= one.accepted <= one.drafted for one in rounds)
+    assert 0 < sum(one.accepted for one in rounds) < sum(one.drafted for one in rounds)
     generated = sum(one.generated for one in rounds)
     assert generated == sum(len(x.token_ids) for x in found)
 
@@ -91,6 +91,6 @@ def test_a_continuation_that_is_given_takes_fewer_passes(checkpoint: Path) -> No
         ({"draft_tokens": 2, "kv": KVQuant(attention_top=0.5)}, "draft_tokens needs attention_top"),
     ],
 )
-def test_plans_that_cannot_guess_are_refused(wrong: dict[str, object], message: str) -> None:
+def test_plans_that_cannot_draft_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         replace(PLAN, **wrong)  # type: ignore[arg-type]
