@@ -27,7 +27,8 @@ class Continuation(NamedTuple):
 class BatchSlots:
     """`cache.sequences` slots, some of them with a sequence.
 
-    sampler: chooses tokens; slot i is its place `first_place` + i. draft_tokens: of each answer, at most.
+    sampler: chooses tokens; slot i is its place `first_place` + i. draft_tokens: of each answer, at
+    most.
     """
 
     def __init__(
