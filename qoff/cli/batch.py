@@ -32,6 +32,9 @@ class PlanOptions:
     cpu_attention: str = Option("auto", help="CPU attends to offloaded KV: auto, always, never.")
     activations: str = Option("device", help="Where waiting batches' are: device, host, disk.")
     schedule: str = Option("block", help="block: layer by layer; sequential: batch by batch.")
+    draft_tokens: int = Option(
+        0, min=0, help="Tokens drafted of each answer and checked in one pass; 0: none."
+    )
     share_prefixes: bool = Option(
         False, "--share-prefixes", help="Prompts that begin alike share KV blocks."
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,15 +11,24 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.slots import SlotCache, SlotSubset
 from qoff.models.forward_pass import ForwardPass
 
+from .drafts import PromptLookup
 from .prefixes import PrefixIndex
 from .request import Sequence
 from .sampling import LogitsRow, Sampler
 
 
+class Continuation(NamedTuple):
+    """What the next tokens of a sequence come from: each row if the draft before it holds."""
+
+    rows: list[LogitsRow]
+    draft: list[int]  # one fewer
+
+
 class BatchSlots:
     """`cache.sequences` slots, some of them with a sequence.
 
-    sampler: chooses tokens; slot i is its place `first_place` + i.
+    sampler: chooses tokens; slot i is its place `first_place` + i. draft_tokens: of each answer, at
+    most.
     """
 
     def __init__(
@@ -26,8 +37,10 @@ class BatchSlots:
         sampler: Sampler,
         first_place: int = 0,
         prefixes: PrefixIndex | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         self.cache = cache
+        self._draft_tokens, self._lookup = draft_tokens, PromptLookup()
         self._sampler, self._first_place = sampler, first_place
         self._prefixes = prefixes
         self._slots: dict[int, Sequence] = {}
@@ -103,14 +116,32 @@ class BatchSlots:
                 self._prefixes.add(sequence.prompt, self.cache.blocks[slot])
 
     def decode(self) -> ForwardPass | None:
-        """A pass with the newest token of each sequence whose prompt is read."""
-        chosen = [(slot, one) for slot, one in sorted(self._slots.items()) if one.answer]
-        if not chosen:
+        """A pass with the newest token of each sequence whose prompt is read, and its draft."""
+        spans, tokens = list[Span](), list[int]()
+        for slot, one in sorted(self._slots.items()):
+            if one.answer:
+                newest = [one.answer[-1], *self._draft_of(slot, one)]
+                spans.append(Span(slot, len(tokens), len(newest), self.cache.lengths[slot]))
+                tokens += newest
+        if not spans:
             return None
-        spans = tuple(Span(i, row, 1, self.cache.lengths[i]) for row, (i, _) in enumerate(chosen))
-        tokens = torch.tensor([one.answer[-1] for _, one in chosen])
-        ragged = Ragged(spans)
-        return ForwardPass(tokens, ragged, self.cache, ragged.last_rows)
+        rows = torch.arange(len(tokens))
+        return ForwardPass(torch.tensor(tokens), Ragged(tuple(spans)), self.cache, rows)
+
+    def _draft_of(self, slot: int, sequence: Sequence) -> list[int]:
+        """Tokens that may follow: so few that all can be forgotten again."""
+        if not self._draft_tokens:
+            return []
+        return self._lookup.propose(sequence, min(self._draft_tokens, self.cache.room(slot) - 1))
+
+    def forget_rejected(self) -> None:
+        """Have the cache remember of each sequence what is its own."""
+        wrong = [0] * self.cache.sequences
+        for slot, one in self._slots.items():
+            if one.answer:
+                wrong[slot] = self.cache.lengths[slot] - len(one.prompt) - len(one.answer) + 1
+        if any(wrong):
+            self.cache.forget_each(wrong)
 
     def places(self, run: ForwardPass) -> list[tuple[int, Sequence]]:
         """The places and sequences of the rows of `decode`."""
@@ -138,18 +169,24 @@ class BatchSlots:
         done = [s.read + n == len(s.prompt) for _, s, n in chosen]
         return ForwardPass(tokens, ragged, cache, ragged.last_rows[torch.tensor(done)])
 
-    def take(self, run: ForwardPass, logits: Tensor) -> tuple[int, list[LogitsRow]]:
+    def take(self, run: ForwardPass, logits: Tensor) -> tuple[int, list[Continuation]]:
         """Note what a pass has read of prompts; how many tokens, and what next ones come from."""
-        read, rows, found = 0, iter(logits), list[LogitsRow]()
+        read, rows, found = 0, iter(logits), list[Continuation]()
+        tokens = run.tokens.tolist()
         subset = run.cache.slots if isinstance(run.cache, SlotSubset) else None
         for span in run.ragged.spans:
             slot = span.slot if subset is None else subset[span.slot]
             sequence = self._slots[slot]
-            if subset is not None:
-                read += span.count
-                sequence.read += span.count
+            if subset is None:
+                place = self._first_place + slot
+                mine = [LogitsRow(place, sequence, next(rows)) for _ in range(span.count)]
+                found.append(Continuation(mine, tokens[span.start + 1 : span.start + span.count]))
+                continue
+            read += span.count
+            sequence.read += span.count
             if sequence.decoding:
                 row = next(rows)
                 for at in self._with_forks(slot):
-                    found.append(LogitsRow(self._first_place + at, self._slots[at], row))
+                    mine = [LogitsRow(self._first_place + at, self._slots[at], row)]
+                    found.append(Continuation(mine, []))
         return read, found

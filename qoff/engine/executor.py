@@ -81,7 +81,7 @@ class Executor(ABC):
             self._spill = own.enter_context(closing(self._new_spill(folder, sizes[DISK])))
         self.blocks = self._open_blocks()
         self.activations = None
-        tokens = max(plan.prefill_tokens, plan.batch_size)
+        tokens = plan.pass_tokens
         if parked:
             # Their moves wait for the disk, those of KV blocks do not.
             moves = own.enter_context(closing(self._new_copies()))

@@ -50,6 +50,11 @@ class ModuleExecutor(CpuExecutor):
 
     def _open(self, path: Path | Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         plan, options = self.plan, self._options(transfers)
+        if plan.draft_tokens:
+            raise ArgumentError(
+                "draft_tokens needs an architecture that qoff computes itself; this model runs "
+                "through transformers' modules"
+            )
         if plan.activations != DEVICE:
             raise ArgumentError(
                 "transformers' modules keep their hidden states on the device; use "

@@ -24,12 +24,12 @@ from qoff.plan import Plan
 from qoff.process import Opener
 from qoff.system_memory import refusals
 
-from .batch import BatchSlots
+from .batch import BatchSlots, Continuation
 from .calls import Call
 from .executor import Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Completion, Sequence
-from .sampling import LogitsRow, Sampler
+from .sampling import Sampler
 from .schedule import Schedule
 
 _TOGETHER = 64  # steps of a round, at most
@@ -43,6 +43,8 @@ class RoundStats:
     number: int  # of all rounds of the LLM, from 0
     read: int  # tokens of prompts
     generated: int
+    drafted: int  # tokens of answers that were proposed
+    accepted: int  # of these: what the model chose
     seconds: float
     ended: float  # by `time.perf_counter`
     weights_wait_s: float
@@ -84,7 +86,7 @@ class Rounds:
         places = plan.batches * plan.batch_size
         self._sampler = Sampler(executor.limits.vocab_size, places, plan.context, executor.device)
         self._batches = [
-            BatchSlots(executor.new_cache(), self._sampler, first, prefixes)
+            BatchSlots(executor.new_cache(), self._sampler, first, prefixes, plan.draft_tokens)
             for first in range(0, places, plan.batch_size)
         ]
 
@@ -290,30 +292,50 @@ class Rounds:
                 if self._executor.activations is not None:
                     run.activations = self._executor.activations.batch(len(passes))
                 passes.append((batch, run))
-        read, alone = 0, len(passes) == 1 and passes[0][1].ragged.is_decode
+        alone = len(passes) == 1 and passes[0][1].ragged.is_decode
         generated = self._steps(*passes[0]) if alone else None
-        if generated is None:
+        if generated is not None:
+            tokens = 0, generated, 0, 0
+        else:
             if alone:
                 passes[0][1].logit_rows = None  # no other pass will use their memory
-            read, generated = self._step(passes)
+            tokens = self._step(passes)
         spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
         ended = clock.now()
-        stats = RoundStats(self._count, read, generated, ended - start, ended, *spent)
+        stats = RoundStats(self._count, *tokens, ended - start, ended, *spent)
         self.history.append(stats)
         self._count += 1
         if len(self.history) >= 2 * _KEPT:
             del self.history[:_KEPT]
 
-    def _step(self, passes: list[tuple[BatchSlots, ForwardPass]]) -> tuple[int, int]:
-        """Do each pass once; how many tokens were read of prompts, and how many generated."""
-        read, rows = 0, list[LogitsRow]()
+    def _step(self, passes: list[tuple[BatchSlots, ForwardPass]]) -> tuple[int, int, int, int]:
+        """Do each pass once: how many tokens were read, generated, drafted and accepted."""
+        read, continued = 0, list[Continuation]()
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):
             tokens, more = batch.take(run, logits)
-            read, rows = read + tokens, rows + more
-        generated = self._sampler.draw(rows)
-        self._finish_done()
-        return read, generated
+            read, continued = read + tokens, continued + more
+        return read, *self._continue(continued)
+
+    def _continue(self, found: list[Continuation]) -> tuple[int, int, int]:
+        """Choose tokens, after a drafted one that is accepted the one that follows, too.
+
+        How many that were, how many were drafted, and how many of these were accepted.
+        """
+        generated, drafted, accepted = 0, sum(len(draft) for _, draft in found), 0
+        while found:
+            generated += self._sampler.draw([rows[0] for rows, _ in found])
+            self._finish_done()
+            found = [
+                Continuation(rows[1:], draft[1:])
+                for rows, draft in found
+                if draft and not rows[0].sequence.ended
+                if rows[0].sequence.answer[-1] == draft[0]
+            ]
+            accepted += len(found)
+        for batch in self._batches:
+            batch.forget_rejected()
+        return generated, drafted, accepted
 
     def _steps(self, batch: BatchSlots, run: ForwardPass) -> int | None:
         """Do several steps of the only pass: how many tokens were generated; None where it cannot.

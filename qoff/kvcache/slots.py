@@ -118,6 +118,11 @@ class SlotCache(KVCache):
         if self._pass is ended:
             self._pass = None
 
+    def room(self, slot: int) -> int:
+        """How many tokens a sequence gets before one completes a block."""
+        unpacked = self.lengths[slot] - BLOCK_TOKENS * len(self.blocks[slot])
+        return self.sinks + self.window + BLOCK_TOKENS - 1 - unpacked
+
     def subset(self, slots: Sequence[int]) -> SlotSubset:
         """Some slots of this cache as slots 0, 1, ... of one; for passes of many tokens.
 

@@ -66,7 +66,9 @@ def memory_on_gpu(
     if recorded:
         # Recordings are of more blocks than there are: see `tables.pass_tables`.
         context = plan.context + max(plan.context // 4, 1024)
-        steps = replace(plan, batch_size=recorded, prefill_tokens=1, context=context)
+        steps = replace(
+            plan, batch_size=recorded, prefill_tokens=1, draft_tokens=0, context=context
+        )
         on_device += _pass_bytes(steps, *model) + _fixed_bytes(recorded, spec, dtype)
     work = {DEVICE: on_device, HOST: 0}
     if _attends_on_host(plan):  # queries and results
@@ -149,9 +151,9 @@ def _pass_bytes(
         tiled=tiled,
     )
     head = linear_bytes(
-        plan.batch_size, spec.vocab_size, spec.hidden_size, dtype, device, scratch=scratch
+        plan.decode_tokens, spec.vocab_size, spec.hidden_size, dtype, device, scratch=scratch
     )
-    head += logits_bytes(spec, plan.batch_size, dtype)
+    head += logits_bytes(spec, plan.decode_tokens, dtype)
     embedded, sampling = embedded_bytes(spec, tokens, dtype), plan.sampling_bytes(spec.vocab_size)
     work = CUBLAS_BYTES + max(embedded, layer, head, sampling)
     return work + (plan.tile_bytes(spec, dtype) if tiled else 0)
@@ -162,7 +164,7 @@ def _kept_bytes(plan: Plan, spec: DecoderSpec) -> int:
     tables = tables_bytes(
         plan.batch_size,
         plan.blocks_per_sequence,
-        plan.prefill_tokens + plan.batch_size,
+        plan.prefill_tokens + plan.decode_tokens,
         plan.kv_placement.device_fraction < 1,
     )
     # Each batch may decode and read prompts in a round.

@@ -39,7 +39,9 @@ class Plan:
     Memory bounds are in bytes or like "4GiB"; None: as much as it takes, on the host without any
     weights, which use what else a bound leaves there. With share_prefixes a prompt that begins with
     64 tokens or more of another one attends to their packed form instead of reading them, which is
-    rounded.
+    rounded. draft_tokens: of each answer, so many tokens are drafted from what it and its prompt
+    have so far and go through one pass; those that the model chooses, too, need no passes of their
+    own, which pays where a pass reads weights from disk or host memory.
     Raises ArgumentError for values out of range.
     """
 
@@ -55,15 +57,16 @@ class Plan:
     activations: Tier = "device"
     schedule: Literal["block", "sequential"] = "block"
     share_prefixes: bool = False  # prompts that begin alike share packed blocks
+    draft_tokens: int = 0  # drafted of an answer, at most; 0: a token a pass
     slots: int = 2
     activation_bits: int = 16
     spill_folder: Path | None = None  # None: the system's folder for temporary files
 
     def __post_init__(self) -> None:
-        for name in _WHOLE:
+        for name, least in _WHOLE.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError(f"{name} is {value!r}; use a whole number from {least}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ArgumentError(
@@ -73,6 +76,10 @@ class Plan:
             raise ArgumentError(f"share_prefixes is {self.share_prefixes!r}; use True or False")
         if self.share_prefixes and self.kv.sinks:
             raise ArgumentError("share_prefixes needs sinks=0: sink tokens belong to one sequence")
+        if self.draft_tokens and self.kv.attention_top < 1:
+            raise ArgumentError(
+                "draft_tokens needs attention_top=1: only single tokens attend to a part"
+            )
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -95,12 +102,17 @@ class Plan:
     @property
     def pass_tokens(self) -> int:
         """The most tokens of a pass."""
-        return max(self.prefill_tokens, self.batch_size)
+        return max(self.prefill_tokens, self.decode_tokens)
+
+    @property
+    def decode_tokens(self) -> int:
+        """The most tokens of a pass that decodes."""
+        return self.batch_size * (1 + self.draft_tokens)
 
     def hidden_bytes(self, hidden_size: int, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes by tier of hidden states between units: prompts and single tokens of each batch."""
+        """Bytes by tier of hidden states between units: prompts and new tokens of each batch."""
         if self.activations == "device":
-            held = self.batches * (self.prefill_tokens + self.batch_size) * hidden_size
+            held = self.batches * (self.prefill_tokens + self.decode_tokens) * hidden_size
             return {DEVICE: dtype.itemsize * held, HOST: 0, DISK: 0}
         passes = 2 * self.batches  # each batch may decode and read prompts in a round
         return ActivationStore.bytes_for(
@@ -112,7 +124,8 @@ class Plan:
 
         With the tokens of each sequence, for its penalties.
         """
-        return 4 * self.batches * self.batch_size * (vocab_size + self.context)
+        each = self.decode_tokens * vocab_size + self.batch_size * self.context
+        return 4 * self.batches * each
 
     def sampling_bytes(self, vocab_size: int) -> int:
         """Bytes that choosing the tokens of a round takes, after all passes."""
@@ -122,7 +135,7 @@ class Plan:
         """Bytes of what each pass keeps between the parts of a layer, and one takes meanwhile."""
         kept = self.batches * sum(
             LayerWorkspace.nbytes(spec, tokens, True, dtype.itemsize, kept=True)
-            for tokens in (self.prefill_tokens, self.batch_size)
+            for tokens in (self.prefill_tokens, self.decode_tokens)
         )
         if spec.experts is None:
             return kept
@@ -144,7 +157,11 @@ class Plan:
         return self.cpu_attention != "never"
 
 
-_WHOLE = ("batch_size", "batches", "context", "prefill_tokens", "slots", "activation_bits")
+_WHOLE = {  # and the least that each may be
+    **dict.fromkeys(("batch_size", "batches", "context", "prefill_tokens", "slots"), 1),
+    "activation_bits": 1,
+    "draft_tokens": 0,
+}
 _CHOICES = {
     "cpu_attention": ("auto", "always", "never"),
     "activations": ("device", "host", "disk"),
@@ -172,7 +189,7 @@ class Memory:
         unpacked = plan.prefill_tokens + plan.batch_size * (window + 16)
         prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in set(shapes))
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
-        vocab, head = spec.vocab_size, logits_bytes(spec, plan.batch_size, torch.float32)
+        vocab, head = spec.vocab_size, logits_bytes(spec, plan.decode_tokens, torch.float32)
         work += plan.logits_bytes(vocab) + max(head, plan.sampling_bytes(vocab))
         work += table_bytes(spec, plan.context + 1) + recorded_bytes(spec, plan.batch_size)
         if tiled:

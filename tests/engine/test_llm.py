@@ -67,6 +67,7 @@ def answers(checkpoint: Path, plan: Plan) -> list[tuple[int, ...]]:
     cpu_attention=st.sampled_from(["auto", "never"]),
     prefill=st.sampled_from([200, 1000]),  # whole prompts: pieces see what is packed before them
     weights=st.sampled_from([1, 0.7, 0.5]),  # the part of them that fits
+    drafts=st.sampled_from([0, 3]),
 )
 def test_the_answers_do_not_depend_on_the_plan(
     checkpoint: Path,
@@ -78,6 +79,7 @@ def test_the_answers_do_not_depend_on_the_plan(
     cpu_attention: str,
     prefill: int,
     weights: float,
+    drafts: int,
 ) -> None:
     device, host = fractions
     plan = Plan(
@@ -91,6 +93,7 @@ def test_the_answers_do_not_depend_on_the_plan(
         activations=activations,  # type: ignore[arg-type]
         schedule=schedule,  # type: ignore[arg-type]
         device_memory=None,
+        draft_tokens=drafts,
     )
     if weights < 1:
         plan = streaming(checkpoint, plan, weights)

@@ -152,8 +152,9 @@ def write_back_bytes(llm: LLM) -> int:
         replace(PLAN, kv_placement=KVPlacement(0, 0), cpu_attention="never", device_memory=0),
         replace(PIECES, kv_placement=KVPlacement(0.34, 0.66), activations="host"),
         replace(PIECES, kv_placement=KVPlacement(0, 0.34), cpu_attention="always", device_memory=0),
+        replace(PIECES, kv_placement=THIRDS, draft_tokens=3),
     ],
-    ids=["moved-row", "disk", "moved-disk-streaming", "auto", "always-streaming"],
+    ids=["moved-row", "disk", "moved-disk-streaming", "auto", "always-streaming", "drafted"],
 )
 def test_the_answers_do_not_depend_on_the_plan(
     plan: Plan,

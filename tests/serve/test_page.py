@@ -24,7 +24,7 @@ TEXT = PAGE.read_text()
 def round_of(ended: float, seconds: float = 1.0, **more: float) -> RoundStats:
     names = ("weights_wait_s", "kv_wait_s", "activations_wait_s", "disk_bytes", "host_bytes",
              "spilled_bytes")  # fmt: skip
-    return RoundStats(0, 10, 20, seconds, **(dict.fromkeys(names, 0.0) | more), ended=ended)
+    return RoundStats(0, 10, 20, 0, 0, seconds, **(dict.fromkeys(names, 0.0) | more), ended=ended)
 
 
 def test_it_asks_nobody_else() -> None:

@@ -1,0 +1,96 @@
+"""Drafted tokens: the same answers in fewer passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qoff.engine import LLM, Completion, SamplingParams
+from qoff.engine.drafts import continued
+from qoff.errors import ArgumentError
+from qoff.kvcache import KVQuant
+from qoff.plan import Plan
+from tests.tiny_models import tiny_checkpoint
+
+PLAN = Plan(batch_size=3, context=300, kv=KVQuant(window=16))
+LOOP = [5, 6, 7, 8, 9] * 20  # prompts and answers that repeat themselves
+PROMPTS = [LOOP, LOOP[3:50], [1, 2, 3]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "follow"),
+    [
+        ([1, 2, 3, 4, 1, 2], 3, [3, 4, 1]),
+        ([1, 2, 3, 4, 1, 2], 9, [3, 4, 1, 2]),
+        ([1, 2, 8, 9, 1, 2, 7, 9, 1, 2], 2, [7, 9]),  # the newest place
+        ([3, 1, 2, 8, 8, 5, 1, 2, 7, 7, 3, 1, 2], 2, [8, 8]),  # where more tokens are the same
+        ([4, 4, 4, 4, 4, 4, 4], 2, [4, 4]),
+        ([1, 2, 3, 9, 3], 2, []),  # a single token says nothing
+        ([1, 2, 3], 2, []),
+        ([1], 2, []),
+    ],
+)
+def test_what_followed_before_is_proposed(tokens: list[int], most: int, follow: list[int]) -> None:
+    assert continued(np.array(tokens, np.int32), most) == follow
+
+
+def answers(llm: LLM, **how: object) -> list[Completion]:
+    params = SamplingParams(max_tokens=120, ignore_eos=True, **how)  # type: ignore[arg-type]
+    return llm.generate(PROMPTS, params)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "repetition_penalty": 1.01, "logprobs": 2},
+        {"temperature": 0.3, "seed": 5, "n": 2},
+    ],
+    ids=["likeliest", "penalized", "drawn"],
+)
+def test_drafts_save_passes_and_change_no_token(how: dict[str, object], checkpoint: Path) -> None:
+    with LLM(checkpoint, PLAN) as llm:
+        wanted = [(x.token_ids, x.text, x.finish_reason) for x in answers(llm, **how)]
+    with LLM(checkpoint, replace(PLAN, draft_tokens=4)) as llm:
+        found = answers(llm, **how)
+        rounds = list(llm.rounds)
+    assert [(x.token_ids, x.text, x.finish_reason) for x in found] == wanted
+    assert all(0 <= one.accepted <= one.drafted for one in rounds)
+    assert 0 < sum(one.accepted for one in rounds) < sum(one.drafted for one in rounds)
+    generated = sum(one.generated for one in rounds)
+    assert generated == sum(len(x.token_ids) for x in found)
+
+
+def test_a_continuation_that_is_given_takes_fewer_passes(checkpoint: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1)
+    given = [[11 + i % 50 for i in range(40)]] * len(PROMPTS)
+    found, rounds = list[list[float]](), list[int]()
+    for drafts in (0, 7):
+        with LLM(checkpoint, replace(PLAN, batch_size=6, draft_tokens=drafts)) as llm:
+            results = [x for x in llm.stream(PROMPTS, params, given) if x.finish_reason == "given"]
+            rounds.append(len(llm.rounds))
+        results.sort(key=lambda result: result.index)
+        assert [list(x.token_ids) for x in results] == given
+        found.append([x.cumulative_logprob or 0.0 for x in results])
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+    assert rounds[1] < rounds[0] / 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"draft_tokens": -1}, "draft_tokens is -1; use a whole number from 0"),
+        ({"draft_tokens": 2, "kv": KVQuant(attention_top=0.5)}, "draft_tokens needs attention_top"),
+    ],
+)
+def test_plans_that_cannot_draft_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        replace(PLAN, **wrong)  # type: ignore[arg-type]
