@@ -28,6 +28,9 @@ from qoff.memory.plan.experts import layer_experts
 
 from .policy import Keys, NextUse, Policy
 
+_AGE = 0.05  # the weight of the newest guesses in their accuracy
+_LEAST_ACCURACY = 0.5  # of late: with less, guesses would take more of the disk than they save
+
 
 @dataclass(frozen=True)
 class ExpertStats:
@@ -35,9 +38,16 @@ class ExpertStats:
 
     hits: int = 0  # experts that were there when a pass asked for them
     misses: int = 0  # that were read because a pass had asked for them
+    guesses: int = 0  # that were not there when the layer before guessed them
+    right: int = 0  # of these, that the router then chose
     guessed: int = 0  # that were read before a pass asked for them
     wrong: int = 0  # that were read, and left before any pass asked for them
     bytes: int = 0  # of all that came to the device
+
+    @property
+    def accuracy(self) -> float:
+        """The part of the guesses that were right; 0 without any."""
+        return self.right / max(self.guesses, 1)
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,9 @@ class ExpertCache:
         ]
         self._waiting: tuple[int, frozenset[int]] = (-1, frozenset())  # layer, and what is left
         self._guesses: tuple[Expert, ...] = ()
+        self._doubtful: frozenset[Expert] = frozenset()  # guesses that were not there
+        self._accuracy = 1.0  # of late, of these
+        self._guessed: list[_Held] = []  # under way because of them, not asked for yet
         self._matrices: dict[int, tuple[QExperts, QExperts]] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -127,7 +140,7 @@ class ExpertCache:
             self._note(chosen)
             wanted = [Expert(chosen.layer, number) for number in chosen.numbers]
             self._start(wanted)
-            self._guesses = chosen.guesses
+            self._note_guesses(chosen)
             self._start_guesses(wanted)
             start = self._transfers.clock.now()
             try:
@@ -164,10 +177,31 @@ class ExpertCache:
         layer, left = self._waiting
         if layer == chosen.layer and left and left.issuperset(chosen.numbers):
             return
+        self._judge_guesses(chosen)
         first = int(self.policy.first[chosen.layer])
         self.policy.use(chosen.layer, first + np.array(chosen.numbers))
         if self.record is not None:
             self.record.append((chosen.layer, chosen.numbers))
+
+    def _note_guesses(self, chosen: ChosenExperts) -> None:
+        """Take guesses, once a layer; they are followed as long as most of late were right."""
+        if chosen.guesses == self._guesses:
+            return
+        self._guesses = chosen.guesses
+        self._doubtful = frozenset(one for one in chosen.guesses if one not in self._held)
+        self._stats = replace(self._stats, guesses=self._stats.guesses + len(self._doubtful))
+
+    def _judge_guesses(self, chosen: ChosenExperts) -> None:
+        """Compare the guesses of the layer before with what the router chose."""
+        if not self._doubtful:
+            return
+        right = sum(
+            one.layer == chosen.layer and one.number in chosen.numbers for one in self._doubtful
+        )
+        share = right / len(self._doubtful)
+        self._accuracy += _AGE * (share - self._accuracy)
+        self._stats = replace(self._stats, right=self._stats.right + right)
+        self._doubtful = frozenset()
 
     def _start(self, wanted: list[Expert]) -> None:
         """Start to read what is wanted and not under way, as far as there is room."""
@@ -179,7 +213,7 @@ class ExpertCache:
             self._read(expert, guess=False)
 
     def _start_guesses(self, wanted: list[Expert]) -> None:
-        if not all(expert in self._held for expert in wanted):
+        if self._accuracy < _LEAST_ACCURACY or any(one not in self._held for one in wanted):
             return
         missing = [expert for expert in self._guesses if expert not in self._held]
         self._make_room(len(missing), [*wanted, *self._guesses])
@@ -191,6 +225,7 @@ class ExpertCache:
         count -= len(self._free)
         if count <= 0:
             return
+        self._unfix_guesses()
         may = (self._keys >= 0) & ~self._fixed
         for expert in kept:
             held = self._held.get(expert)
@@ -202,19 +237,28 @@ class ExpertCache:
         for place in self.policy.leaving(self._keys[slots], min(count, len(slots))):
             self._leave(int(slots[place]))
 
+    def _unfix_guesses(self) -> None:
+        """Let guesses leave that have come, asked for or not."""
+        for held in [h for h in self._guessed if h.came or all(f.done() for f in h.read.futures)]:
+            self._guessed.remove(held)
+            if not held.came:  # else waves that have it hold it
+                self._fixed[held.slot] = False
+
     def _leave(self, slot: int) -> None:
         key = int(self._keys[slot])
         layer = int(self.policy.layer[key])
         held = self._held.pop(Expert(layer, key - int(self.policy.first[layer])))
         if held.guess and not held.came:
             self._stats = replace(self._stats, wrong=self._stats.wrong + 1)
+        if held in self._guessed:
+            self._guessed.remove(held)
         held.read.settle()
         self._keys[slot], self._fixed[slot] = -1, False
         self._free.append((slot, self._transfers.recycle(self._memory[slot])))
 
     def _give_up_guesses(self) -> None:
         """Drop a guess that is being read: it is in the way."""
-        held = next(held for held in self._held.values() if held.guess and not held.came)
+        held = self._guessed[-1]  # the least likely one of them
         held.read.abandon()
         self._leave(held.slot)
 
@@ -228,29 +272,41 @@ class ExpertCache:
         else:
             stamp = self._checks.stamp(image.file)
             read = self._transfers.read_unit(image, memory, False, mark)
-        self._held[expert] = _Held(expert, slot, read, stamp, source is None, guess)
+        held = _Held(expert, slot, read, stamp, source is None, guess)
+        self._held[expert] = held
+        if guess:
+            self._guessed.append(held)
         self._keys[slot] = self.policy.first[expert.layer] + expert.number
         self._fixed[slot] = True  # until it has come
         done = replace(self._stats, bytes=self._stats.bytes + image.nbytes)
         self._stats = replace(done, guessed=done.guessed + guess, misses=done.misses + (not guess))
 
     def _arrived(self, wanted: list[Expert]) -> list[_Held]:
-        """Those that are there; waits for the first one if none is."""
+        """Those that are there, or else at least half of those under way: few waves, and even.
+
+        Reads end about in the order of their calls, so it is the first half that is waited for.
+        """
         under_way = [self._held[expert] for expert in wanted if expert in self._held]
-        found = [held for held in under_way if all(f.done() for f in held.read.futures)]
-        for held in found or under_way[:1]:
+        found = [held for held in under_way if held.came]
+        if not found:
+            for held in under_way[: -(-len(under_way) // 2)]:
+                held.read.settle()
+        for held in under_way:
+            if held.came or not all(f.done() for f in held.read.futures):
+                continue
             try:
                 held.read.wait()
-                if held.from_disk and not held.came:
+                if held.from_disk:
                     self._checks.passed(held.read.image, held.stamp)
             except BaseException:
                 self._leave(held.slot)
                 raise
-            hit = held.came
+            found.append(held)
+        hits = sum(held.came for held in found)
+        self._stats = replace(self._stats, hits=self._stats.hits + hits)
+        for held in found:
             held.came = True
-            if hit:
-                self._stats = replace(self._stats, hits=self._stats.hits + 1)
-        return found or under_way[:1]
+        return found
 
     def _of_layer(self, layer: int) -> tuple[QExperts, QExperts]:
         """The matrices of a layer's experts, in all slots."""
