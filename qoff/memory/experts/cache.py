@@ -26,6 +26,7 @@ from qoff.memory.load import FileChecks
 from qoff.memory.plan import ChosenExperts, Expert, Residency, Unit, Weight, view
 from qoff.memory.plan.experts import layer_experts
 
+from .host import HostSlots
 from .policy import Keys, NextUse, Policy
 
 _AGE = 0.05  # the weight of the newest guesses in their accuracy
@@ -37,10 +38,12 @@ class ExpertStats:
     """What a cache of experts has done since it was opened."""
 
     hits: int = 0  # experts that were there when a pass asked for them
-    misses: int = 0  # that were read because a pass had asked for them
+    misses: int = 0  # that came because a pass had asked for them
+    from_host: int = 0  # that came from the slots in host memory, asked for or guessed
+    saved: int = 0  # that left the device for these
     guesses: int = 0  # that were not there when the layer before guessed them
     right: int = 0  # of these, that the router then chose
-    guessed: int = 0  # that were read before a pass asked for them
+    guessed: int = 0  # that came before a pass asked for them
     wrong: int = 0  # that were read, and left before any pass asked for them
     bytes: int = 0  # of all that came to the device
 
@@ -81,13 +84,15 @@ class _Held:
     from_disk: bool
     guess: bool
     came: bool = False  # it was asked for, and has come
+    host: int | None = None  # the slot in host memory that it is being copied from
 
 
 class ExpertCache:
     """The experts of a checkpoint in the slots that a residency has for them.
 
     Those of `sources` are copied from host memory, the others read from disk, and their files
-    checked once unless `checks` knows them. For one pass, or round of passes, at a time. record:
+    checked once unless `checks` knows them. What leaves the device may stay in slots in host memory
+    (`HostSlots`), and comes from there again. For one pass, or round of passes, at a time. record:
     lists the layer and the experts of every request.
     """
 
@@ -96,6 +101,7 @@ class ExpertCache:
         checkpoint: Checkpoint,
         residency: Residency,
         arena: Arena,
+        host_arena: Arena,
         sources: Mapping[Unit, Tensor],
         transfers: Transfers,
         checks: FileChecks,
@@ -107,6 +113,9 @@ class ExpertCache:
         self._memory = arena.alloc(count * size, "slots for experts").view(count, size)
         self._bias = arena.alloc(count * residency.expert_bias_bytes, "biases of experts")
         self.policy: Policy = NextUse(self.counts)
+        in_host = residency.host_expert_slots
+        kept = host_arena.alloc(in_host * size, "slots for experts").view(in_host, size)
+        self._host = HostSlots(kept, self.policy, transfers)
         self.record: list[tuple[int, tuple[int, ...]]] | None = None
         self.wait_s = 0.0  # that `acquire` waited
         self._stats = ExpertStats()
@@ -127,7 +136,7 @@ class ExpertCache:
 
     @property
     def stats(self) -> ExpertStats:
-        return self._stats
+        return replace(self._stats, saved=self._host.saved)
 
     def acquire(self, chosen: ChosenExperts) -> ExpertWave:
         """Some of the experts, one at least, that stay where they are until `release`.
@@ -253,6 +262,10 @@ class ExpertCache:
         if held in self._guessed:
             self._guessed.remove(held)
         held.read.settle()
+        if held.host is not None:
+            self._host.put_back(key, held.host)
+        elif held.came and held.expert not in self._sources:
+            self._host.keep(key, held.read.memory)
         self._keys[slot], self._fixed[slot] = -1, False
         self._free.append((slot, self._transfers.recycle(self._memory[slot])))
 
@@ -266,17 +279,22 @@ class ExpertCache:
         image = self._layers[expert.layer].image(expert.number)
         slot, mark = self._free.pop(0)
         memory, stamp = self._memory[slot][: image.nbytes], None
+        key = int(self.policy.first[expert.layer]) + expert.number
         source = self._sources.get(expert)
+        host = self._host.take(key) if source is None else None
+        if host is not None:
+            source = self._host.memory(host)[: image.nbytes]
+            self._stats = replace(self._stats, from_host=self._stats.from_host + 1)
         if source is not None:
             read = self._transfers.copy_unit(image, source, memory, mark)
         else:
             stamp = self._checks.stamp(image.file)
             read = self._transfers.read_unit(image, memory, False, mark)
-        held = _Held(expert, slot, read, stamp, source is None, guess)
+        held = _Held(expert, slot, read, stamp, source is None, guess, host=host)
         self._held[expert] = held
         if guess:
             self._guessed.append(held)
-        self._keys[slot] = self.policy.first[expert.layer] + expert.number
+        self._keys[slot] = key
         self._fixed[slot] = True  # until it has come
         done = replace(self._stats, bytes=self._stats.bytes + image.nbytes)
         self._stats = replace(done, guessed=done.guessed + guess, misses=done.misses + (not guess))
@@ -306,6 +324,9 @@ class ExpertCache:
         self._stats = replace(self._stats, hits=self._stats.hits + hits)
         for held in found:
             held.came = True
+            if held.host is not None:
+                self._host.free(held.host)
+                held.host = None
         return found
 
     def _of_layer(self, layer: int) -> tuple[QExperts, QExperts]:
