@@ -24,6 +24,7 @@ from qoff.memory.arena import map_pages
 
 BUFFER_BYTES = 256 << 20
 _RUN = 16  # pieces a thread takes at a time
+_PIECE = 32 << 20  # bytes of a file that are read into one buffer
 _BLOCK = 1 << 20  # bytes a thread takes at a time; the buffer is a multiple of it
 
 
@@ -58,23 +59,26 @@ class RawRead:
     """Whole layer files, one after the other, by a reader as the store has: bytes per second."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._files = checkpoint.layers
-        largest = max(file.nbytes for file in self._files)
-        self._buffers = [map_pages(-(-largest // 4096) * 4096) for _ in range(2)]
+        self._pieces = [
+            (file.path, start, min(_PIECE, file.nbytes - start))
+            for file in checkpoint.layers
+            for start in range(0, file.nbytes, _PIECE)
+        ]
+        self._buffers = [map_pages(_PIECE) for _ in range(2)]
         self.reader = DiskReader()
 
     def __call__(self) -> float:
         start = time.perf_counter()
         pending = [self._submit(0)]
-        for i in range(1, len(self._files)):
+        for i in range(1, len(self._pieces)):
             pending.append(self._submit(i))
-            pending.pop(0).result()  # then its buffer is free for the file after this
+            pending.pop(0).result()  # then its buffer is free for the piece after this
         pending.pop().result()
-        return sum(f.nbytes for f in self._files) / (time.perf_counter() - start)
+        return sum(size for _, _, size in self._pieces) / (time.perf_counter() - start)
 
     def _submit(self, i: int) -> Any:
-        file = self._files[i]
-        return self.reader.submit(file.path, 0, self._buffers[i % 2][: file.nbytes])
+        path, start, size = self._pieces[i]
+        return self.reader.submit(path, start, self._buffers[i % 2][:size])
 
 
 def copy_rate(device: torch.device | str = "cpu", nbytes: int = 256 << 20) -> float:

@@ -107,14 +107,18 @@ def many(path: Path, budget: int, prompt: int, tokens: int) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         rounds = [one for one in llm.rounds if not one.read and one.generated == 64]
         done, slots = llm.runtime.store.stats.experts, llm.runtime.residency.expert_slots
+    raw = RawRead(Checkpoint.open(path))()
     decode = sum(one.seconds for one in rounds)
     return {
         "slots": slots,
         "seconds": seconds,
         "decode_tokens_per_s": 64 * len(rounds) / decode,
         "read_bytes_per_s": sum(one.disk_bytes for one in rounds) / decode,
+        "raw_bytes_per_s": raw,
         "hits": done.hits,
         "misses": done.misses,
+        "guessed": done.guessed,
+        "wrong": done.wrong,
     }
 
 
@@ -126,6 +130,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--only", choices=["one", "many"])
+    parser.add_argument("--json", action="store_true", help="print what `--only` finds, no more")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = given.path or Path(folder) / "mixture"
@@ -134,6 +139,10 @@ def main() -> None:
             write_random_checkpoint(path, config, embedding=config["hidden_size"] ** 0.5)
         size = sum(file.nbytes for file in Checkpoint.open(path).files)
         budget = parse_size(given.memory)
+        if given.json:
+            run = many if given.only == "many" else one_by_one
+            print(json.dumps(run(path, budget, given.prompt, given.tokens)))
+            return
         print(f"{format_size(size)} of weights in {format_size(budget)}")
         for name, run in (("one", one_by_one), ("many", many)):
             if given.only in (None, name):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,15 @@ SMALL = TINYLLAMA | {
 GROUP = 64
 
 
+class Twin(Protocol):
+    """Another file that gets the same weights, as they are drawn."""
+
+    packing: str  # of the matrices that it takes
+
+    def write(self, weights: Sequence[names.Weight], drawn: Mapping[str, QTensor | Tensor]) -> None:
+        """Write a layer, or the outer weights; drawn: by their names, may be changed."""
+
+
 def random_matrix(
     shape: tuple[int, int], bits: int, generator: torch.Generator, packing: str = "rows16"
 ) -> QTensor:
@@ -62,11 +71,13 @@ def write_random_checkpoint(
     packing: str = "rows16",
     threads: int = 1,
     embedding: float = 1.0,
+    twin: Twin | None = None,
 ) -> None:
     """Write a checkpoint of a Hugging Face config: 4-bit layers, heads by default.
 
     Each thread holds a layer in memory. embedding: how much larger its elements are; where they
-    are as small as others, what attention adds is nearly the same for all tokens.
+    are as small as others, what attention adds is nearly the same for all tokens. twin: written
+    beside it, layer by layer, by one thread.
     """
     spec, head_bits = DecoderSpec.from_config(config), QuantConfig().head_bits
 
@@ -80,10 +91,17 @@ def write_random_checkpoint(
             else:
                 shape, bits = (weight.rows, weight.columns), head_bits if weight.sensitive else 4
                 bits = ROUTER_BITS if weight.routes else bits
-                drawn[prefix + weight.name] = random_matrix(shape, bits, generator, packing)
+                form = packing if twin is None else twin.packing
+                drawn[prefix + weight.name] = random_matrix(shape, bits, generator, form)
                 if weight.name == EMBEDDING:
                     drawn[weight.name].scale_min.mul_(embedding)  # type: ignore[union-attr]
-        return drawn
+        if twin is None:
+            return drawn
+        twin.write(weights, drawn)
+        return {
+            name: value.to_packing(packing) if isinstance(value, QTensor) else value
+            for name, value in drawn.items()
+        }
 
     with CheckpointWriter(path) as writer, ThreadPoolExecutor(threads) as pool:
 

@@ -144,8 +144,9 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     peak, capacity = (format_size(found[f"arena_{name}_bytes"]) for name in ("peak", "capacity"))
     told, experts = list[tuple[str, str]](), found["experts"]
     if experts:
-        counts = "{hits} there, {misses} read, {guessed} guessed, {wrong} of them wrong"
+        counts = "{hits} there, {misses} read, {guessed} read ahead, {wrong} of them in vain"
         told.append(("experts", counts.format(**experts)))
+        told.append(("guesses of experts", "{guesses}, {right} of them right".format(**experts)))
     return [
         ("prefill", f"{found['prefill_tokens_per_s']:.1f} tok/s ({found['prompt_tokens']} tokens)"),
         ("time to first token", f"{found['first_token_s'] * 1e3:.0f} ms"),

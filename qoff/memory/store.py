@@ -267,7 +267,13 @@ class WeightStore:
         self._tiled = tiled_matrices(checkpoint, plan)
         if plan.expert_slots:
             self.experts = ExpertCache(
-                checkpoint, plan, self.arena, self._sources, self._transfers, self._checks
+                checkpoint,
+                plan,
+                self.arena,
+                self.host_arena,
+                self._sources,
+                self._transfers,
+                self._checks,
             )
         for unit in files:
             if unit not in self._streamed:

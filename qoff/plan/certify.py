@@ -220,6 +220,7 @@ class Certifier:
             missed = 1 - residency.expert_slots / count
             of_all = self.cost.sizes.expert_bytes * count
             held = max(0, residency.host_weight_bytes - streamed[HOST])
+            held += residency.host_expert_slots * residency.expert_bytes
             streamed[HOST] += int(missed * held)
             streamed[DISK] += int(missed * (of_all - held))
         resident = max(0, self.cost.weight_bytes - streamed[HOST] - streamed[DISK])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from qoff.memory.experts.policy import Lru, NextUse
-from qoff.memory.experts.simulator import Belady, Routes, rates, simulate
+from qoff.memory.experts.simulator import Belady, Routes, rates, simulate, simulate_tiers
 
 COUNTS = [16, 0, 16, 16]  # the second layer has none
 LAYERS = [0, 2, 3]
@@ -45,3 +45,13 @@ def test_with_room_for_all_each_is_read_once() -> None:
     different = {(layer, n) for layer, numbers in routes for n in numbers}
     wanted = sum(len(numbers) for _, numbers in routes)
     assert simulate(NextUse(COUNTS), routes, 48) == 1 - len(different) / wanted
+
+
+@pytest.mark.parametrize(("device", "host"), [(6, 12), (12, 12), (12, 24)])
+def test_two_tiers_hold_more_when_nothing_is_on_both(device: int, host: int) -> None:
+    routes = skewed(100)
+    alone = simulate(NextUse(COUNTS), routes, device, 150)
+    both = simulate_tiers(NextUse(COUNTS), routes, device, host, exclusive=False, skip=150)
+    one = simulate_tiers(NextUse(COUNTS), routes, device, host, skip=150)
+    assert one[0] == both[0] == pytest.approx(alone, abs=0.02)
+    assert sum(one) > sum(both)

@@ -74,6 +74,29 @@ def test_experts_in_host_memory_come_from_there(base: Path, family: str) -> None
         assert after.bytes_read - loaded < after.experts.bytes <= after.bytes_copied
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("part", [0.15, 0.5])
+def test_experts_that_leave_the_device_stay_in_host_memory(
+    base: Path, family: str, part: float
+) -> None:
+    path = tiny_checkpoint(base, family)
+    least, everything = budgets(path)
+    expected = resident_logits(path)
+    read = []
+    for host in (0, int(part * everything)):
+        with Runtime(
+            path, device_memory=(least + everything) // 2, host_memory=host, instrumentation=POISON
+        ) as runtime:
+            assert runtime.residency.host_bytes <= host
+            assert torch.equal(logits_of(runtime), expected)
+            assert torch.equal(logits_of(runtime), expected)
+            stats, slots = runtime.store.stats, runtime.residency.host_expert_slots
+            assert (stats.experts.from_host > 0) == (stats.experts.saved > 0) == (slots > 0)
+            read.append(stats.bytes_read)
+    assert slots > 0
+    assert read[1] < read[0]
+
+
 def test_what_is_read_is_what_the_router_chose(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layer, "_guesses", lambda *_: ())
     path = tiny_checkpoint(base, "mixtral")

@@ -1,7 +1,8 @@
 """Experts one by one: a cache of those that tokens chose, what leaves it, and what would.
 
-`cache` holds experts in slots of the device's arena, `policy` says which of them leave first,
-`simulator` says how often each policy would have to read, on routes that a run recorded.
+`cache` holds experts in slots of the device's arena, `host` those that left it, `policy` says which
+of them leave first, `simulator` says how often each policy would have to read, on routes that a run
+recorded.
 """
 
 from .cache import ExpertCache, ExpertStats, ExpertWave, StreamedExperts

@@ -26,7 +26,11 @@ from qoff.memory.load import FileChecks
 from qoff.memory.plan import ChosenExperts, Expert, Residency, Unit, Weight, view
 from qoff.memory.plan.experts import layer_experts
 
+from .host import HostSlots
 from .policy import Keys, NextUse, Policy
+
+_AGE = 0.05  # the weight of the newest guesses in their accuracy
+_LEAST_ACCURACY = 0.5  # of late: with less, guesses would take more of the disk than they save
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,19 @@ class ExpertStats:
     """What a cache of experts has done since it was opened."""
 
     hits: int = 0  # experts that were there when a pass asked for them
-    misses: int = 0  # that were read because a pass had asked for them
-    guessed: int = 0  # that were read before a pass asked for them
+    misses: int = 0  # that came because a pass had asked for them
+    from_host: int = 0  # that came from the slots in host memory, asked for or guessed
+    saved: int = 0  # that left the device for these
+    guesses: int = 0  # that were not there when the layer before guessed them
+    right: int = 0  # of these, that the router then chose
+    guessed: int = 0  # that came before a pass asked for them
     wrong: int = 0  # that were read, and left before any pass asked for them
     bytes: int = 0  # of all that came to the device
+
+    @property
+    def accuracy(self) -> float:
+        """The part of the guesses that were right; 0 without any."""
+        return self.right / max(self.guesses, 1)
 
 
 @dataclass(frozen=True)
@@ -71,13 +84,15 @@ class _Held:
     from_disk: bool
     guess: bool
     came: bool = False  # it was asked for, and has come
+    host: int | None = None  # the slot in host memory that it is being copied from
 
 
 class ExpertCache:
     """The experts of a checkpoint in the slots that a residency has for them.
 
     Those of `sources` are copied from host memory, the others read from disk, and their files
-    checked once unless `checks` knows them. For one pass, or round of passes, at a time. record:
+    checked once unless `checks` knows them. What leaves the device may stay in slots in host memory
+    (`HostSlots`), and comes from there again. For one pass, or round of passes, at a time. record:
     lists the layer and the experts of every request.
     """
 
@@ -86,6 +101,7 @@ class ExpertCache:
         checkpoint: Checkpoint,
         residency: Residency,
         arena: Arena,
+        host_arena: Arena,
         sources: Mapping[Unit, Tensor],
         transfers: Transfers,
         checks: FileChecks,
@@ -97,6 +113,9 @@ class ExpertCache:
         self._memory = arena.alloc(count * size, "slots for experts").view(count, size)
         self._bias = arena.alloc(count * residency.expert_bias_bytes, "biases of experts")
         self.policy: Policy = NextUse(self.counts)
+        in_host = residency.host_expert_slots
+        kept = host_arena.alloc(in_host * size, "slots for experts").view(in_host, size)
+        self._host = HostSlots(kept, self.policy, transfers)
         self.record: list[tuple[int, tuple[int, ...]]] | None = None
         self.wait_s = 0.0  # that `acquire` waited
         self._stats = ExpertStats()
@@ -108,13 +127,16 @@ class ExpertCache:
         ]
         self._waiting: tuple[int, frozenset[int]] = (-1, frozenset())  # layer, and what is left
         self._guesses: tuple[Expert, ...] = ()
+        self._doubtful: frozenset[Expert] = frozenset()  # guesses that were not there
+        self._accuracy = 1.0  # of late, of these
+        self._guessed: list[_Held] = []  # under way because of them, not asked for yet
         self._matrices: dict[int, tuple[QExperts, QExperts]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
     @property
     def stats(self) -> ExpertStats:
-        return self._stats
+        return replace(self._stats, saved=self._host.saved)
 
     def acquire(self, chosen: ChosenExperts) -> ExpertWave:
         """Some of the experts, one at least, that stay where they are until `release`.
@@ -127,7 +149,7 @@ class ExpertCache:
             self._note(chosen)
             wanted = [Expert(chosen.layer, number) for number in chosen.numbers]
             self._start(wanted)
-            self._guesses = chosen.guesses
+            self._note_guesses(chosen)
             self._start_guesses(wanted)
             start = self._transfers.clock.now()
             try:
@@ -164,10 +186,31 @@ class ExpertCache:
         layer, left = self._waiting
         if layer == chosen.layer and left and left.issuperset(chosen.numbers):
             return
+        self._judge_guesses(chosen)
         first = int(self.policy.first[chosen.layer])
         self.policy.use(chosen.layer, first + np.array(chosen.numbers))
         if self.record is not None:
             self.record.append((chosen.layer, chosen.numbers))
+
+    def _note_guesses(self, chosen: ChosenExperts) -> None:
+        """Take guesses, once a layer; they are followed as long as most of late were right."""
+        if chosen.guesses == self._guesses:
+            return
+        self._guesses = chosen.guesses
+        self._doubtful = frozenset(one for one in chosen.guesses if one not in self._held)
+        self._stats = replace(self._stats, guesses=self._stats.guesses + len(self._doubtful))
+
+    def _judge_guesses(self, chosen: ChosenExperts) -> None:
+        """Compare the guesses of the layer before with what the router chose."""
+        if not self._doubtful:
+            return
+        right = sum(
+            one.layer == chosen.layer and one.number in chosen.numbers for one in self._doubtful
+        )
+        share = right / len(self._doubtful)
+        self._accuracy += _AGE * (share - self._accuracy)
+        self._stats = replace(self._stats, right=self._stats.right + right)
+        self._doubtful = frozenset()
 
     def _start(self, wanted: list[Expert]) -> None:
         """Start to read what is wanted and not under way, as far as there is room."""
@@ -179,7 +222,7 @@ class ExpertCache:
             self._read(expert, guess=False)
 
     def _start_guesses(self, wanted: list[Expert]) -> None:
-        if not all(expert in self._held for expert in wanted):
+        if self._accuracy < _LEAST_ACCURACY or any(one not in self._held for one in wanted):
             return
         missing = [expert for expert in self._guesses if expert not in self._held]
         self._make_room(len(missing), [*wanted, *self._guesses])
@@ -191,6 +234,7 @@ class ExpertCache:
         count -= len(self._free)
         if count <= 0:
             return
+        self._unfix_guesses()
         may = (self._keys >= 0) & ~self._fixed
         for expert in kept:
             held = self._held.get(expert)
@@ -202,19 +246,32 @@ class ExpertCache:
         for place in self.policy.leaving(self._keys[slots], min(count, len(slots))):
             self._leave(int(slots[place]))
 
+    def _unfix_guesses(self) -> None:
+        """Let guesses leave that have come, asked for or not."""
+        for held in [h for h in self._guessed if h.came or all(f.done() for f in h.read.futures)]:
+            self._guessed.remove(held)
+            if not held.came:  # else waves that have it hold it
+                self._fixed[held.slot] = False
+
     def _leave(self, slot: int) -> None:
         key = int(self._keys[slot])
         layer = int(self.policy.layer[key])
         held = self._held.pop(Expert(layer, key - int(self.policy.first[layer])))
         if held.guess and not held.came:
             self._stats = replace(self._stats, wrong=self._stats.wrong + 1)
+        if held in self._guessed:
+            self._guessed.remove(held)
         held.read.settle()
+        if held.host is not None:
+            self._host.put_back(key, held.host)
+        elif held.came and held.expert not in self._sources:
+            self._host.keep(key, held.read.memory)
         self._keys[slot], self._fixed[slot] = -1, False
         self._free.append((slot, self._transfers.recycle(self._memory[slot])))
 
     def _give_up_guesses(self) -> None:
         """Drop a guess that is being read: it is in the way."""
-        held = next(held for held in self._held.values() if held.guess and not held.came)
+        held = self._guessed[-1]  # the least likely one of them
         held.read.abandon()
         self._leave(held.slot)
 
@@ -222,35 +279,55 @@ class ExpertCache:
         image = self._layers[expert.layer].image(expert.number)
         slot, mark = self._free.pop(0)
         memory, stamp = self._memory[slot][: image.nbytes], None
+        key = int(self.policy.first[expert.layer]) + expert.number
         source = self._sources.get(expert)
+        host = self._host.take(key) if source is None else None
+        if host is not None:
+            source = self._host.memory(host)[: image.nbytes]
+            self._stats = replace(self._stats, from_host=self._stats.from_host + 1)
         if source is not None:
             read = self._transfers.copy_unit(image, source, memory, mark)
         else:
             stamp = self._checks.stamp(image.file)
             read = self._transfers.read_unit(image, memory, False, mark)
-        self._held[expert] = _Held(expert, slot, read, stamp, source is None, guess)
-        self._keys[slot] = self.policy.first[expert.layer] + expert.number
+        held = _Held(expert, slot, read, stamp, source is None, guess, host=host)
+        self._held[expert] = held
+        if guess:
+            self._guessed.append(held)
+        self._keys[slot] = key
         self._fixed[slot] = True  # until it has come
         done = replace(self._stats, bytes=self._stats.bytes + image.nbytes)
         self._stats = replace(done, guessed=done.guessed + guess, misses=done.misses + (not guess))
 
     def _arrived(self, wanted: list[Expert]) -> list[_Held]:
-        """Those that are there; waits for the first one if none is."""
+        """Those that are there, or else at least half of those under way: few waves, and even.
+
+        Reads end about in the order of their calls, so it is the first half that is waited for.
+        """
         under_way = [self._held[expert] for expert in wanted if expert in self._held]
-        found = [held for held in under_way if all(f.done() for f in held.read.futures)]
-        for held in found or under_way[:1]:
+        found = [held for held in under_way if held.came]
+        if not found:
+            for held in under_way[: -(-len(under_way) // 2)]:
+                held.read.settle()
+        for held in under_way:
+            if held.came or not all(f.done() for f in held.read.futures):
+                continue
             try:
                 held.read.wait()
-                if held.from_disk and not held.came:
+                if held.from_disk:
                     self._checks.passed(held.read.image, held.stamp)
             except BaseException:
                 self._leave(held.slot)
                 raise
-            hit = held.came
+            found.append(held)
+        hits = sum(held.came for held in found)
+        self._stats = replace(self._stats, hits=self._stats.hits + hits)
+        for held in found:
             held.came = True
-            if hit:
-                self._stats = replace(self._stats, hits=self._stats.hits + 1)
-        return found or under_way[:1]
+            if held.host is not None:
+                self._host.free(held.host)
+                held.host = None
+        return found
 
     def _of_layer(self, layer: int) -> tuple[QExperts, QExperts]:
         """The matrices of a layer's experts, in all slots."""

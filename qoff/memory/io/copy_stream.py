@@ -78,7 +78,7 @@ class CopyStream:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def copy(self, source: Tensor, memory: Tensor, after: Event | None, timed: bool) -> Copy:
-        """Enqueue one copy from host to device memory, behind `after`."""
+        """Enqueue one copy between host and device memory, behind `after`."""
         with self._lock, torch.cuda.stream(self._stream):
             if after is not None:
                 assert isinstance(after, torch.cuda.Event)

@@ -100,6 +100,12 @@ class CudaTransfers(Transfers):
         read.futures.append(copying)
         return read
 
+    def save(self, memory: Tensor, host: Tensor) -> None:
+        used = self.stream.recycle(memory, poison=False)
+        ended = self.stream.copy(memory, host, used, timed=False).ended
+        if self._instrumentation.poison:  # which is on the current stream
+            self.stream.order_after(ended)
+
     def recycle(self, memory: Tensor) -> Mark:
         return self.stream.recycle(memory, self._instrumentation.poison)
 

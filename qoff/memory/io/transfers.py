@@ -182,6 +182,13 @@ class Transfers(ABC):
         """Start copying an image from host memory to the device, after `after`, in call order."""
 
     @abstractmethod
+    def save(self, memory: Tensor, host: Tensor) -> None:
+        """Copy device memory to host memory, before anything else that is started comes to it.
+
+        `copy_unit` may have `host` as its source at once.
+        """
+
+    @abstractmethod
     def recycle(self, memory: Tensor) -> Mark:
         """Mark the end of all use of `memory`, which now holds nothing."""
 

@@ -102,7 +102,9 @@ def place_in_host(
 ) -> Residency:
     """The plan with `host_staging` buffers and as many sources in host memory as fit beside them.
 
-    Rows of an untied embedding come from host memory when there is room besides all that streams.
+    Experts that come one by one are all loaded where all of them fit; else what other sources leave
+    is slots for those that leave the device. Rows of an untied embedding come from host memory when
+    there is room besides all that streams.
     Raises BudgetError when the buffers do not fit.
     """
     buffer = plan.slot_bytes or min(plan.resident_bytes, _LOAD_BYTES)
@@ -122,11 +124,18 @@ def place_in_host(
     left = host_memory - staging
     images = streamed_images(checkpoint, plan) if left else {}
     nbytes: dict[Unit, int] = {unit: image.nbytes for unit, image in images.items()}
+    one_by_one = dict[Unit, int]()
     if left and plan.expert_slots:
         experts = layer_experts(checkpoint, plan.packing)
-        nbytes |= {unit: experts[unit.layer].nbytes for unit in expert_units(experts)}
+        one_by_one = {unit: experts[unit.layer].nbytes for unit in expert_units(experts)}
+        if sum(nbytes.values()) + sum(one_by_one.values()) <= left:
+            nbytes, one_by_one = nbytes | one_by_one, {}
     chosen = spread_evenly(nbytes, left)
     used = sum(nbytes[unit] for unit in chosen)
+    if one_by_one:
+        count = min((left - used) // plan.expert_bytes, len(one_by_one))
+        plan = replace(plan, host_expert_slots=count)
+        return replace(plan, host=chosen, host_weight_bytes=used)
     untied = LM_HEAD in checkpoint.outer.weights
     if len(chosen) == len(nbytes) and untied and EMBEDDING not in plan.resident:
         rows = rows_image(checkpoint).nbytes

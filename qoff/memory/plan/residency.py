@@ -54,6 +54,7 @@ class Residency:
     host_staging_bytes: int = 0  # of all of them
     expert_slots: int = 0  # of the cache that experts come to one by one; 0: they do not
     expert_bytes: int = 0  # of one of them
+    host_expert_slots: int = 0  # in host memory, for experts that left the others
     expert_bias_bytes: int = 0  # of the biases of the expert in a slot, which lie together
 
     @property
@@ -71,7 +72,8 @@ class Residency:
     @property
     def host_bytes(self) -> int:
         """Bytes of the host arena."""
-        return self.host_weight_bytes + self.host_staging_bytes
+        kept = self.host_expert_slots * self.expert_bytes
+        return self.host_weight_bytes + self.host_staging_bytes + kept
 
     @property
     def tiled(self) -> frozenset[WholeUnit]:

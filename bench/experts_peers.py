@@ -1,0 +1,279 @@
+"""A mixture of experts larger than memory beside llama.cpp, which maps the same weights.
+
+A random Qwen3-MoE is written as a checkpoint and as a GGUF file of the same weights (`--layers` of
+0.33 GiB each; both are deleted unless `--path` keeps them). Every run is a process of its own in a
+control group (v1, so this needs root) of `--limit`, cached pages included: llama.cpp and qoff in
+turn, one sequence and then 64. llama.cpp runs with `mmap` and without repacking its weights, which
+would need memory for all of them; `python -m bench.peers llama.cpp` builds it.
+
+    python -m bench.experts_peers                                # 30 layers, 2 GiB: half an hour
+    python -m bench.experts_peers --layers 6 --limit 768MiB --rounds 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.experts_stream import QWEN3_MOE
+from bench.harness import Bar, Report
+from bench.peers import native
+from bench.peers.native import PeerNotBuiltError
+from bench.random_gguf import RandomGguf
+from bench.random_model import write_random_checkpoint
+from bench.sampling import torch_threads
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError
+from qoff.units import format_size, parse_size
+
+_GROUPS = Path("/sys/fs/cgroup/memory")
+_LAYER_BYTES = 360 << 20  # of one layer's weights, in each of the two files
+_BESIDE = 512 << 20  # of a limit: what Python, torch and caches of files take
+_SEQUENCES = 64
+_START_S, _ANSWER_S = 600, 3600  # that llama-server may take to load, and to answer
+BARS = {"one": 3.0, "many": 20.0}  # times llama.cpp
+DISK_BAR = 0.9
+
+
+@contextmanager
+def control_group(limit: int) -> Iterator[Path]:
+    """A memory control group of `limit` bytes. Raises ArgumentError where there can be none."""
+    group = _GROUPS / f"qoff-bench-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+    except OSError as error:
+        raise ArgumentError(f"{group}: {error.strerror}; this needs cgroup v1 and root") from error
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+class Contest:
+    """llama.cpp and qoff on the same weights, in the same memory."""
+
+    def __init__(self, folder: Path, group: Path, budget: int, threads: int) -> None:
+        self.checkpoint, self.gguf = folder / "checkpoint", folder / "model.gguf"
+        self._group, self._budget, self._threads = group, budget, threads
+
+    def qoff(self, which: str, prompt: int, tokens: int) -> dict[str, Any]:
+        """What `bench.experts_stream` finds: "one" sequence, or "many"."""
+        self._forget()
+        sizes = ["--prompt", str(prompt), "--tokens", str(tokens), "--only", which]
+        command = [sys.executable, "-m", "bench.experts_stream", "--json", *sizes]
+        command += ["--path", str(self.checkpoint), "--memory", str(self._budget)]
+        found: dict[str, Any] = json.loads(self._output(command))
+        return found
+
+    def llama_one(self, prompt: int, tokens: int) -> float:
+        """Tokens per second of decoding after a prompt, by llama-bench."""
+        self._forget()
+        tool, *options = self._llama("llama-bench")
+        sizes = ["-p", "0", "-n", str(tokens), "-d", str(prompt), "-r", "1", "-o", "json"]
+        out = self._output([tool, *options, "--repack", "0", "--no-warmup", *sizes])
+        return float(json.loads(out)[0]["avg_ts"])
+
+    def llama_many(self, prompt: int, tokens: int) -> float:
+        """Tokens per second of 64 sequences that decode together, by llama-server."""
+        self._forget()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = _SEQUENCES * (prompt + tokens + 8)
+        tool, *options = self._llama("llama-server")
+        options += ["--no-repack", "--no-warmup", "--port", str(port), "-np", str(_SEQUENCES)]
+        options += ["-c", str(context), "--no-webui", "--host", "127.0.0.1"]
+        server = subprocess.Popen(
+            [tool, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=self._join,
+        )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            _wait_for(server, f"{address}/health")
+            numbers = torch.Generator().manual_seed(2)
+            prompts = torch.randint(31000, (_SEQUENCES, prompt), generator=numbers).tolist()
+            with ThreadPoolExecutor(_SEQUENCES) as pool:
+                found = list(pool.map(lambda ids: _complete(address, ids, tokens), prompts))
+        finally:
+            server.terminate()
+            server.wait()
+        return sum(count for count, _ in found) / max(seconds for _, seconds in found)
+
+    def _llama(self, tool: str) -> list[str]:
+        path = native.llama_cpp(tool)
+        if path is None:
+            raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
+        return [str(path), "-m", str(self.gguf), "-t", str(self._threads), "-lm", "mmap"]
+
+    def _join(self) -> None:
+        (self._group / "cgroup.procs").write_text(str(os.getpid()))
+
+    def _output(self, command: Sequence[str]) -> str:
+        done = subprocess.run(
+            command,
+            check=False,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            preexec_fn=self._join,
+        )
+        if done.returncode:
+            raise ArgumentError(f"{' '.join(command)}: {done.returncode}: {done.stderr[-2000:]}")
+        return done.stdout
+
+    def _forget(self) -> None:
+        """Have no page of either model in memory."""
+        for path in (self.gguf, *self.checkpoint.iterdir()):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _wait_for(server: subprocess.Popen[bytes], health: str) -> None:
+    """Return when a server answers. Raises ArgumentError when it has ended, or does not."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(health, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise ArgumentError(f"llama-server did not start; exit status {server.poll()}")
+
+
+def _complete(address: str, ids: list[int], tokens: int) -> tuple[int, float]:
+    """Tokens after the first one, and the seconds that they took."""
+    asked = {
+        "prompt": ids,
+        "n_predict": tokens,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(
+        f"{address}/completion",
+        json.dumps(asked).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+        timings = json.load(answer)["timings"]
+    return timings["predicted_n"] - 1, timings["predicted_ms"] / 1e3
+
+
+def write_both(folder: Path, layers: int) -> None:
+    """Write the checkpoint and the GGUF file of the same weights into `folder`.
+
+    Raises ArgumentError where the disk has no room for them.
+    """
+    free, needed = shutil.disk_usage(folder).free, 2 * (layers * _LAYER_BYTES + (256 << 20))
+    if free < needed + (2 << 30):
+        raise ArgumentError(
+            f"{folder}: {format_size(needed)} are written, and {format_size(free)} are free"
+        )
+    config = QWEN3_MOE | {"num_hidden_layers": layers}
+    twin = RandomGguf(folder / "model.gguf", config)
+    embedding = config["hidden_size"] ** 0.5
+    with torch_threads(1):
+        write_random_checkpoint(folder / "checkpoint", config, embedding=embedding, twin=twin)
+    twin.close()
+
+
+def contest(both: Contest, rounds: int, tokens: int, steps: int) -> dict[str, list[Any]]:
+    """Samples of everything, in turn. tokens: of one sequence; steps: of 64."""
+    found: dict[str, list[Any]] = {}
+    for _ in range(rounds):
+        for name, sample in (
+            ("llama.cpp, one", lambda: both.llama_one(4, tokens)),
+            ("qoff, one", lambda: both.qoff("one", 4, tokens)),
+            ("llama.cpp, many", lambda: both.llama_many(1, steps)),
+            ("qoff, many", lambda: both.qoff("many", 1, 2 * steps)),
+        ):
+            start = time.perf_counter()
+            found.setdefault(name, []).append(sample())
+            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+    return found
+
+
+def report(found: dict[str, list[Any]], settings: dict[str, Any]) -> Report:
+    """The table, and the bars."""
+    keys = {"one": "tokens_per_s", "many": "decode_tokens_per_s"}
+    result = Report(
+        "experts_peers",
+        settings,
+        "a mixture of experts larger than memory; tokens per second, medians; of the disk: bytes "
+        "read a second, of what O_DIRECT reads of whole files get in the same process",
+        ("sequences", "llama.cpp", "qoff", "times", "read", "of the disk"),
+        measured=found,
+    )
+    for name, key in keys.items():
+        ours = statistics.median(one[key] for one in found[f"qoff, {name}"])
+        theirs = statistics.median(found[f"llama.cpp, {name}"])
+        read = statistics.median(one["read_bytes_per_s"] for one in found[f"qoff, {name}"])
+        of_disk = statistics.median(
+            one["read_bytes_per_s"] / one["raw_bytes_per_s"] for one in found[f"qoff, {name}"]
+        )
+        count = "1" if name == "one" else str(_SEQUENCES)
+        result.rows.append(
+            (
+                count,
+                f"{theirs:.3f}",
+                f"{ours:.2f}",
+                f"{ours / theirs:.1f}",
+                f"{read / 1e9:.2f} GB/s",
+                f"{100 * of_disk:.0f} %",
+            )
+        )
+        result.bars.append(Bar(f"times llama.cpp, {count}", BARS[name], ours / theirs))
+        result.bars.append(Bar(f"of the disk's bandwidth, {count}", DISK_BAR, of_disk))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--limit", default="2GiB", help="of the control group")
+    parser.add_argument("--path", type=Path, help="folder of both files, written if not there")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=16, help="of one sequence")
+    parser.add_argument("--steps", type=int, default=3, help="of 64 sequences, in llama.cpp")
+    parser.add_argument("--out", type=Path, help="JSON file; default in bench/results")
+    given = parser.parse_args()
+    limit, threads = parse_size(given.limit), len(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        folder = given.path or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "checkpoint" / "config.json").exists():
+            write_both(folder, given.layers)
+        size = sum(file.nbytes for file in Checkpoint.open(folder / "checkpoint").files)
+        print(f"{format_size(size)} of weights in {format_size(limit)}", flush=True)
+        group = stack.enter_context(control_group(limit))
+        both = Contest(folder, group, limit - _BESIDE, threads)
+        found = contest(both, given.rounds, given.tokens, given.steps)
+    settings = {"weights": size, "limit": limit, "threads": threads, "rounds": given.rounds}
+    report(found, settings).publish(given.out)
+
+
+if __name__ == "__main__":
+    main()
