@@ -158,6 +158,11 @@ def _units(model: nn.Module) -> tuple[list[nn.Module], list[FlatUnit]]:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layers that transformers names or lists"
         )
+    elsewhere = {str(p.device) for p in model.parameters() if not p.is_cpu}
+    if elsewhere:
+        raise ArgumentError(
+            f"training computes on the CPU, and this model is on {min(elsewhere)}; move it there"
+        )
     names = {id(p): name for name, p in model.named_parameters()}
     units = []
     for unit in found:
