@@ -25,6 +25,7 @@ from qoff.errors import (
     OpError,
     QoffError,
     QuantizationError,
+    TrainingError,
     UnsupportedModelError,
 )
 from qoff.hf.plugin.register import register_with_transformers
@@ -62,11 +63,13 @@ __all__ = [
     "QuantConfig",
     "QuantizationError",
     "SamplingParams",
+    "TrainingError",
     "UnsupportedModelError",
     "__version__",
     "convert",
     "dispatch",
     "load",
+    "train",
 ]
 
 _MODULES = {
@@ -87,6 +90,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "train":
+        return import_module("qoff.train")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'qoff' has no attribute {name!r}")

@@ -59,6 +59,10 @@ class DiskWriteError(QoffError, OSError):
     """Writing what does not fit the memory to disk failed."""
 
 
+class TrainingError(QoffError):
+    """A step of training cannot be taken: its loss or gradients are not finite."""
+
+
 @contextmanager
 def raised_as(kind: type[QoffError], what: str, advice: str = "") -> Iterator[None]:
     """Turn what the code of others raises over an input, Rust's panics too, into one line of ours.

@@ -39,6 +39,7 @@ RANK = {
             {"plan"},
             {"hf"},
             {"accelerate"},
+            {"train"},
             {"engine"},
             {"api"},
             {"jobs"},

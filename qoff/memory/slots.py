@@ -104,6 +104,13 @@ class SlotRing:
                 self._drop([load])
                 self._read_ahead()
 
+    def follow(self, order: Sequence[Unit]) -> None:
+        """Begin another cyclic order, which may have a unit more than once."""
+        with self._lock:
+            self._drop([load for load in self._loads if not load.holders])
+            self._order, self._next = tuple(order), 0
+            self._read_ahead()
+
     def close(self) -> None:
         """Read nothing more, forget everything; the transfers then stop what is under way."""
         with self._lock:

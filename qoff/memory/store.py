@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -148,6 +148,11 @@ class WeightStore:
             self.experts.release(self._waves.pop(unit))
         else:
             self._ring.release(unit)
+
+    def follow(self, order: Sequence[Unit]) -> None:
+        """Read ahead in this order from now on, again and again; every streamed unit is in it."""
+        self._check(order[0])
+        self._ring.follow([unit for unit in order if unit in self._streamed])
 
     @contextmanager
     def use(self, unit: Unit) -> Iterator[Weights]:

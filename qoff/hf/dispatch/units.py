@@ -77,17 +77,20 @@ class UnitPlace:
             parameters[own] = value
 
 
-def units_of(model: nn.Module, classes: Collection[str] | None = None) -> list[ModelUnit]:
+def units_of(
+    model: nn.Module, classes: Collection[str] | None = None, first_stays: bool = True
+) -> list[ModelUnit]:
     """The parts of a model that can stream, in the order of its modules.
 
     They are the modules of these classes (None: those that transformers does not split,
     `_no_split_modules`), or else the members of its lists of modules. Parameters that others share
-    stay where they are, and so does the part with the model's first parameter, whose device is the
-    model's. Raises ArgumentError for a model that is quantized, has no values, or streams already.
+    stay where they are, and so does (`first_stays`) the part with the model's first parameter,
+    whose device is the model's. Raises ArgumentError for a model that is quantized, has no values,
+    or streams already.
     """
     _check(model)
     users = Counter(_storage(p) for _, p in _all_parameters(model))
-    first = next((id(p) for p in model.parameters()), None)
+    first = next((id(p) for p in model.parameters()), None) if first_stays else None
     found: list[ModelUnit] = []
     if classes is None:
         classes = getattr(model, "_no_split_modules", None) or ()

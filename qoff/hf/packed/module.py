@@ -108,7 +108,11 @@ class PackedModule(CodesModule):
     @property
     def weight(self) -> PackedWeight:
         """Shape, dtype and device of the matrix; its values where an op reads it."""
-        return PackedWeight(self.qtensor, self.dtype_of_weight)
+        return PackedWeight(self.qtensor, self.dtype_of_weight, self.__dict__.get("_computes_on"))
+
+    def computes_on(self, device: torch.device) -> None:
+        """Where `weight` says it is, for a module whose codes are there only while it runs."""
+        self.__dict__["_computes_on"] = device
 
     @property
     def dtype_of_weight(self) -> torch.dtype:

@@ -23,15 +23,19 @@ class PackedWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, packed: QTensor, dtype: torch.dtype) -> PackedWeight:
+    def __new__(
+        cls, packed: QTensor, dtype: torch.dtype, device: torch.device | None = None
+    ) -> PackedWeight:
         made: PackedWeight = Tensor._make_wrapper_subclass(
-            cls, packed.shape, dtype=dtype, device=packed.device, requires_grad=False
+            cls, packed.shape, dtype=dtype, device=device or packed.device, requires_grad=False
         )
         made._packed = packed
         return made
 
-    def __init__(self, packed: QTensor, dtype: torch.dtype) -> None:
-        """packed: the codes. dtype: what the values are rounded to."""
+    def __init__(
+        self, packed: QTensor, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
+        """packed: the codes. dtype: what the values are rounded to. device: None: the codes'."""
 
     @property
     def data(self) -> PackedWeight:
@@ -57,7 +61,7 @@ class PackedWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            return cls(args[0]._packed, args[0].dtype)
+            return cls(args[0]._packed, args[0].dtype, args[0].device)
         if func._schema.is_mutable:
             raise _read_only()
         dense = tree_map_only(PackedWeight, _dense, (args, kwargs or {}))

@@ -72,10 +72,10 @@ class OffloadedLayer:
         places: Sequence[Place],
     ) -> None:
         """turn: one for all layers. unit: what the store calls this one."""
-        self._layer, self._own = layer, layer.forward
-        self._store, self._turn, self._unit = store, turn, unit
+        self._layer, self.own = layer, layer.forward
+        self.store, self._turn, self.unit = store, turn, unit
         self._places = places
-        functools.update_wrapper(self, self._own)
+        functools.update_wrapper(self, self.own)
         self._layer.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,21 +86,38 @@ class OffloadedLayer:
                     "a layer that streams has no backward pass; use torch.no_grad(), or load the "
                     "model without offloading to train adapters"
                 )
+        self.hold()
+        try:
+            return self.own(*args, **kwargs)
+        finally:
+            self.give_back()
+
+    def hold(self) -> None:
+        """Wait for the weights; `own` computes with them until `give_back`."""
         if not self._turn.acquire(blocking=False):
             raise ArgumentError(
                 "a model whose layers stream runs one forward pass at a time, and another thread "
                 "is in one; take turns, or load it with qoff.LLM"
             )
         try:
-            with self._store.use(self._unit) as weights:
-                try:
-                    for place in self._places:
-                        place.put(place.find(weights))
-                    return self._own(*args, **kwargs)
-                finally:  # before the slot is read into again
-                    for place in self._places:
-                        place.put(place.empty)
+            weights = self.store.acquire(self.unit)
+        except BaseException:
+            self._turn.release()
+            raise
+        try:
+            for place in self._places:
+                place.put(place.find(weights))
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Take the weights back: their slot may be read into again."""
+        try:
+            for place in self._places:
+                place.put(place.empty)
         finally:
+            self.store.release(self.unit)
             self._turn.release()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.checkpoint.layout import QuantEntry, TensorEntry, WeightFile
 from qoff.errors import ArgumentError, BudgetError
-from qoff.hf.packed.module import packing_for
+from qoff.hf.packed.module import PackedModule, packing_for
 from qoff.kernels.layout.packing import read_bits
 from qoff.memory import Residency, WeightStore, place_in_host, residency_of
 from qoff.memory.plan import is_expert, streamed_images
@@ -138,6 +138,9 @@ class Streaming:
         for unit, i in enumerate(numbers):
             streamed = [s for s in self._units[i] if self._streams(i, s)]
             places = list(packed_places(model, unit, streamed, files[i]))
+            for place in places:
+                if isinstance(place.module, PackedModule):
+                    place.module.computes_on(self.device)
             OffloadedLayer(model.get_submodule(self._paths[i]), store, turn, unit, places)
         paths = {self._paths[i]: place for i, place in self._places.items()}
         model.hf_device_map = {"": str(self.device), **paths}  # type: ignore[assignment]

@@ -1,0 +1,1 @@
+"""Optimizers on a CPU: one pass over weights, gradients and moments."""

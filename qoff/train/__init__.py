@@ -1,0 +1,7 @@
+"""Training of models that do not fit into memory: units stream forward and then in reverse."""
+
+from .offload import offload
+from .optimizers import SGD, Adam, AdamW, Lion, Optimizer
+from .training import Training
+
+__all__ = ["SGD", "Adam", "AdamW", "Lion", "Optimizer", "Training", "offload"]

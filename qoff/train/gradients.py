@@ -1,0 +1,131 @@
+"""Gradients of units, float32 and flat, from the first micro-batch to the update."""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor, nn
+
+from .homes import Home, Homes
+from .layout import FlatUnit
+
+
+class Gradients:
+    """Sums the gradients of a unit over micro-batches, and keeps them where they are clipped.
+
+    outer: of the last unit, from a step's begin to its end. buffers: that the others take turns in.
+    places: homes of the others' gradients, until their norm is known; None: none are kept.
+    """
+
+    def __init__(
+        self,
+        homes: Homes,
+        units: Sequence[FlatUnit],
+        outer: Tensor,
+        buffers: Sequence[Tensor],
+        places: Sequence[Home] | None,
+    ) -> None:
+        self._homes, self._units, self._outer, self._places = homes, units, outer, places
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        for buffer in buffers:
+            self._free.put(buffer)
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of bfloat16 parameters, that are bound
+        self._writes: dict[int, Future[None]] = {}
+        self._squares: list[float] = []
+        self._taken: dict[int, Tensor] = {}
+        for unit in units:
+            if unit.dtype != torch.float32:
+                for p in unit.parameters.values():
+                    p.register_post_accumulate_grad_hook(self._add)
+
+    def begin(self) -> Tensor:
+        """Forget the last step; returns the gradients of the last unit, which are bound."""
+        self._squares.clear()
+        return self._bind(self._units[-1], self._outer)
+
+    def open(self, i: int) -> None:
+        """Bind memory of zeros to a unit."""
+        home = None if self._places is None else self._places[i].memory
+        self._taken[i] = memory = self._free.get() if home is None else home
+        self._bind(self._units[i], memory)
+
+    def close(self, i: int) -> None:
+        """The unit is complete: take its gradients from the parameters."""
+        unit = self._units[i]
+        for p in unit.parameters.values():
+            p.grad = None
+            self._sums.pop(p, None)
+        if self._places is None:
+            return
+        memory = self._taken.pop(i)
+        self._squares.append(_square(self._flat(unit, memory)))
+        home = self._places[i]
+        if home.memory is None:
+            self._writes[i] = self._homes.write(
+                home, memory[: home.nbytes], lambda: self._free.put(memory)
+            )
+
+    def norm(self) -> float:
+        """The norm of all gradients."""
+        outer = self._flat(self._units[-1], self._outer)
+        return math.sqrt(math.fsum([*self._squares, _square(outer)]))
+
+    def take(self, i: int) -> Tensor:
+        """The complete gradients of a unit, until `give_back`; in any thread."""
+        unit = self._units[i]
+        if self._places is None:
+            return self._flat(unit, self._taken[i])
+        home = self._places[i]
+        if home.memory is not None:
+            return self._flat(unit, home.memory)
+        self._writes.pop(i).result()
+        self._taken[i] = memory = self._free.get()
+        self._homes.read(home, memory[: home.nbytes]).result()
+        return self._flat(unit, memory)
+
+    def give_back(self, i: int) -> None:
+        """The memory of a unit's gradients is free."""
+        memory = self._taken.pop(i, None)
+        if memory is not None and (self._places is None or self._places[i].memory is None):
+            self._free.put(memory)
+
+    def end(self) -> None:
+        """Let go of all, however the step has ended."""
+        for write in self._writes.values():
+            write.exception()
+        self._writes.clear()
+        for i in list(self._taken):
+            self.give_back(i)
+        self._sums.clear()
+        for unit in self._units:
+            for p in unit.parameters.values():
+                p.grad = None
+
+    def _bind(self, unit: FlatUnit, memory: Tensor) -> Tensor:
+        flat = self._flat(unit, memory).zero_()
+        for name, x in unit.views(flat).items():
+            p = unit.parameters[name]
+            if unit.dtype == torch.float32:
+                p.grad = x
+            else:
+                self._sums[p] = x
+        return flat
+
+    def _add(self, p: Tensor) -> None:
+        total = self._sums.get(p)  # type: ignore[call-overload]
+        if total is not None and p.grad is not None:
+            total += p.grad
+            p.grad = None
+
+    @staticmethod
+    def _flat(unit: FlatUnit, memory: Tensor) -> Tensor:
+        return memory[: 4 * unit.count].view(torch.float32)
+
+
+def _square(x: Tensor) -> float:
+    """The sum of squares, in float64 a piece at a time."""
+    return math.fsum(float(part.double().square().sum()) for part in x.split(1 << 20))

@@ -1,0 +1,77 @@
+"""Homes: where weights, states, gradients and hidden states lie between their uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from qoff.memory import DiskReader
+from qoff.memory.arena import PAGE, Arena, round_up
+from qoff.memory.io.spill import SpillFile
+
+
+@dataclass(frozen=True)
+class Home:
+    """Memory of the host, or a place in the spill file. what: is counted by this name."""
+
+    what: str
+    nbytes: int
+    memory: Tensor | None
+    offset: int = 0
+
+
+class Homes:
+    """The arenas of device and host, and the spill file behind them."""
+
+    def __init__(self, device: int, host: int, disk: int, folder: Path | None) -> None:
+        """Bytes of each. Raises BudgetError and DiskWriteError for what cannot be had."""
+        self.device, self.host = Arena("device", device), Arena("host", host)
+        self.moved: Counter[str] = Counter()  # bytes, by what and "read" or "written"
+        self._next, self._disk = 0, disk
+        self._resources = ExitStack()
+        self._spill: SpillFile | None = None
+        if disk:
+            assert folder is not None
+            reader = DiskReader()
+            self._resources.callback(reader.close)
+            try:
+                self._spill = SpillFile(folder, disk, reader)
+            except BaseException:
+                self._resources.close()
+                raise
+            self._resources.callback(self._spill.close)
+
+    def home(self, what: str, nbytes: int, in_memory: bool) -> Home:
+        """A new home of whole pages."""
+        size = round_up(nbytes, PAGE)
+        if in_memory:
+            return Home(what, size, self.host.alloc(size, what))
+        assert self._next + size <= self._disk
+        self._next += size
+        return Home(what, size, None, self._next - size)
+
+    def read(self, home: Home, into: Tensor) -> Future[None]:
+        """Start reading from disk; the first bytes of a home that is there."""
+        assert self._spill is not None
+        self.moved[f"{home.what} read"] += into.nbytes
+        return self._spill.read(home.offset, into)
+
+    def write(self, home: Home, source: Tensor, then: Callable[[], None]) -> Future[None]:
+        """Start writing to disk; `then` is called when it has ended, well or not."""
+        assert self._spill is not None
+        self.moved[f"{home.what} written"] += source.nbytes
+        future = self._spill.write(home.offset, source)
+        future.add_done_callback(lambda _: then())
+        return future
+
+    def close(self) -> None:
+        """Stop all moves and let go of all memory."""
+        self._resources.close()
+        for arena in (self.device, self.host):
+            arena.close()

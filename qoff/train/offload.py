@@ -1,0 +1,196 @@
+"""`qoff.train.offload`: train a model of transformers with what does not fit on disk."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qoff.budgets import memory_size
+from qoff.errors import ArgumentError, UnsupportedModelError
+from qoff.hf.dispatch.units import others, units_of
+from qoff.process import only_here
+from qoff.system_memory import refusals
+
+from .boundaries import STAGES, Boundaries
+from .frozen import FrozenWeights
+from .gradients import Gradients
+from .homes import Homes
+from .layout import FlatUnit, StateForm
+from .optimizers import AdamW, Optimizer
+from .placement import Placement, Sizes, placed
+from .slots import SLOTS, WeightSlots
+from .step import Engine, Parts
+from .training import Training
+from .updates import BUFFERS, Updater
+
+
+@refusals()
+def offload(
+    model: nn.Module | str | PathLike[str],
+    optimizer: Optimizer | None = None,
+    *,
+    tokens: int,
+    micro_batches: int = 1,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    disk: str | PathLike[str] | None = None,
+    max_norm: float | None = None,
+) -> Training:
+    """Return what trains a model of transformers on this CPU, one step after another.
+
+    model: in memory, float32 or bfloat16, or a path or hub id that transformers loads. Its
+    parameters that require gradients learn; it is changed, and computes as before. optimizer: None:
+    AdamW(). A step has up to `micro_batches` batches of up to `tokens` tokens each, padding
+    included. max_norm: clip gradients by their global norm.
+
+    device_memory bounds what a step works with: slots of weights, gradients, states and hidden
+    states on their way, and weights outside of layers. host_memory bounds what is kept between:
+    weights, states, the layers' inputs. Both in bytes or like "8GiB"; None: no bound. What goes
+    beyond host_memory is in a file without a name in the folder `disk`. What torch computes with
+    inside of one layer and in the loss, for one micro-batch, comes on top, as do frozen weights.
+
+    Raises BudgetError with the bytes wanted, ArgumentError, UnsupportedModelError for a model whose
+    layers are not known or do not run one after another.
+    """
+    optimizer = AdamW() if optimizer is None else optimizer
+    for name, value in (("tokens", tokens), ("micro_batches", micro_batches)):
+        if type(value) is not int or value < 1:
+            raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
+    if max_norm is not None and not max_norm > 0:
+        raise ArgumentError(f"max_norm is {max_norm!r}; use a number above 0, or None")
+    device = memory_size("device_memory", device_memory)
+    host = memory_size("host_memory", host_memory)
+    built = model if isinstance(model, nn.Module) else _loaded(model)
+    layers, units = _units(built)
+    forms = [StateForm.of(unit, optimizer) for unit in units]
+    hidden = tokens * _hidden_size(built) * 4
+    sizes = Sizes(units, forms, micro_batches, hidden, max_norm is not None)
+    placement = placed(sizes, device, host, disk is not None)
+    folder = None if disk is None else Path(disk)
+    homes = Homes(*placement.totals, folder)
+    try:
+        engine = _engine(built, layers, sizes, placement, homes)
+    except BaseException:
+        homes.close()
+        raise
+    training = Training(built, engine, optimizer, homes, placement, max_norm, micro_batches, hidden)
+    weakref.finalize(training, only_here(homes.close))  # the last is called first
+    weakref.finalize(training, only_here(engine.parts.updater.close))
+    return training
+
+
+def _engine(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    sizes: Sizes,
+    placement: Placement,
+    homes: Homes,
+) -> Engine:
+    """Move weights to their homes and make what computes steps."""
+    units, count, batches = sizes.units, len(layers), range(sizes.micro_batches)
+    rows = placement.device
+
+    def memory(what: str, parts: int) -> list[Tensor]:
+        each = rows[what] // parts
+        return [homes.device.alloc(each, what) for _ in range(parts)] if each else []
+
+    (outer,) = memory("weights outside of layers", 1) or [torch.empty(0, dtype=torch.uint8)]
+    (outer_grad,) = memory("their gradients", 1) or [torch.empty(0, dtype=torch.uint8)]
+    slots = memory("slots of weights", SLOTS)
+    at_work = memory("gradients at work", 2)
+    on_way = memory("states on their way", BUFFERS)
+    column = memory("hidden states", sizes.micro_batches)
+    stages = memory("inputs on their way", STAGES)
+    weights = [homes.home("weights", units[i].nbytes, i in placement.weights) for i in range(count)]
+    inputs = [
+        [homes.home("inputs of units", len(column[0]), i in placement.inputs) for _ in batches]
+        for i in range(count)
+    ]
+    gradients = (
+        [
+            homes.home("gradients", 4 * units[i].count, i in placement.gradients)
+            for i in range(count)
+        ]
+        if sizes.clips
+        else None
+    )
+    states = [
+        [homes.home("states", form.nbytes(b - a), i in placement.states) for a, b in unit.pieces()]
+        for i, (unit, form) in enumerate(zip(units, sizes.forms, strict=True))
+    ]
+    updater = Updater(homes, sizes.forms, states, on_way)
+    flat_outer = units[-1].flat(outer)
+    for i, unit in enumerate(units):
+        place = outer if i == count else weights[i].memory
+        flat = unit.flat(slots[0] if place is None else place)
+        for name, x in unit.views(flat.zero_()).items():
+            x.copy_(unit.parameters[name].data)
+        updater.begin(i, unit, flat)
+        if place is None:
+            homes.write(weights[i], slots[0][: weights[i].nbytes], lambda: None).result()
+        unit.bind(None if place is None else flat)
+    homes.moved.clear()
+    frozen = FrozenWeights(layers)
+    frozen.order()
+    parts = Parts(
+        model,
+        units,
+        flat_outer,
+        WeightSlots(homes, weights, slots),
+        frozen,
+        Boundaries(homes, column, inputs, stages),
+        Gradients(homes, units, outer_grad, at_work, gradients),
+        updater,
+    )
+    return Engine(parts, layers)
+
+
+def _units(model: nn.Module) -> tuple[list[nn.Module], list[FlatUnit]]:
+    """The layers of a model, and what learns in each and outside of them."""
+    found = units_of(model, first_stays=False)
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no layers that transformers names or lists"
+        )
+    elsewhere = {str(p.device) for p in model.parameters() if not p.is_cpu}
+    if elsewhere:
+        raise ArgumentError(
+            f"training computes on the CPU, and this model is on {min(elsewhere)}; move it there"
+        )
+    names = {id(p): name for name, p in model.named_parameters()}
+    units = []
+    for unit in found:
+        own = [m._parameters[own] for m, own in unit.owned.values()]
+        units.append(FlatUnit(unit.path, _learning(own, names)))
+    learns = _learning([kind[name] for kind, name in others(model, found)], names)
+    units.append(FlatUnit("outside of layers", learns))
+    if not any(unit.parameters for unit in units):
+        raise ArgumentError(
+            "no parameter of this model requires gradients; add an adapter, or call "
+            "model.requires_grad_()"
+        )
+    return [unit.module for unit in found], units
+
+
+def _learning(
+    tensors: Iterable[Tensor | None], names: Mapping[int, str]
+) -> dict[str, nn.Parameter]:
+    """The parameters among them that learn, by name; shared ones once."""
+    return {names[id(p)]: p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad}
+
+
+def _hidden_size(model: Any) -> int:
+    return int(model.config.get_text_config(decoder=True).hidden_size)
+
+
+def _loaded(path: str | PathLike[str]) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    found: nn.Module = AutoModelForCausalLM.from_pretrained(path)
+    return found

@@ -1,0 +1,122 @@
+"""The optimizers of training, with the names and defaults that torch has for them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from qoff.errors import ArgumentError
+from qoff.kernels.cpu.optim.update import Rule
+
+Rate: TypeAlias = float | Callable[[int], float]  # or of a step's number, from 0 on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(ABC):
+    """What all have. lr: a number, or a function of the step's number, from 0 on.
+
+    bits: of the moments, 32 or 8 (`kernels.cpu.optim`). Raises ArgumentError.
+    """
+
+    lr: Rate
+    weight_decay: float = 0.0
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 32):
+            raise ArgumentError(f"bits of the moments is {self.bits!r}; use 32 or 8")
+        if not callable(self.lr) and not self.lr >= 0:
+            raise ArgumentError(f"lr is {self.lr!r}; use a number from 0, like 1e-4")
+        if not self.weight_decay >= 0:
+            raise ArgumentError(f"weight_decay is {self.weight_decay!r}; use a number from 0")
+
+    @property
+    def second(self) -> bool:
+        """Whether there is a moment of squares."""
+        return False
+
+    def rate(self, step: int) -> float:
+        return float(self.lr(step) if callable(self.lr) else self.lr)
+
+    @abstractmethod
+    def rule(self, step: int, grad_scale: float) -> Rule:
+        """What step number `step`, from 0 on, does to gradients times `grad_scale`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam, as `torch.optim.Adam`: decay is part of the gradient."""
+
+    lr: Rate = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_betas(self.betas)
+
+    @property
+    def second(self) -> bool:
+        return True
+
+    def rule(self, step: int, grad_scale: float) -> Rule:
+        return self._rule(step, grad_scale, 1.0, self.weight_decay)
+
+    def _rule(self, step: int, grad_scale: float, keep: float, l2: float) -> Rule:
+        beta1, beta2 = self.betas
+        rate = self.rate(step) / (1 - beta1 ** (step + 1))
+        root = (1 - beta2 ** (step + 1)) ** -0.5
+        return Rule("adam", rate, beta1, beta2, keep, l2, root, self.eps, grad_scale=grad_scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """AdamW, as `torch.optim.AdamW`: decay apart from the gradient."""
+
+    weight_decay: float = 1e-2
+
+    def rule(self, step: int, grad_scale: float) -> Rule:
+        return self._rule(step, grad_scale, 1 - self.rate(step) * self.weight_decay, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """SGD with momentum, as `torch.optim.SGD`."""
+
+    lr: Rate = 1e-3
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def rule(self, step: int, grad_scale: float) -> Rule:
+        return Rule(
+            "sgd",
+            self.rate(step),
+            self.momentum,
+            l2=self.weight_decay,
+            nesterov=self.nesterov,
+            grad_scale=grad_scale,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(Optimizer):
+    """Lion (arXiv 2302.06675): steps by the sign of a mean."""
+
+    lr: Rate = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_betas(self.betas)
+
+    def rule(self, step: int, grad_scale: float) -> Rule:
+        rate = self.rate(step)
+        keep = 1 - rate * self.weight_decay
+        return Rule("lion", rate, *self.betas, keep=keep, grad_scale=grad_scale)
+
+
+def _check_betas(betas: tuple[float, float]) -> None:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ArgumentError(f"betas are {betas!r}; use two numbers from 0, below 1")

@@ -1,0 +1,120 @@
+"""What of a training run lies where, and what that takes of each tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qoff.errors import ArgumentError, BudgetError
+from qoff.memory.arena import PAGE, round_up
+
+from .boundaries import STAGES
+from .layout import PIECE, FlatUnit, StateForm
+from .slots import SLOTS
+from .updates import BUFFERS
+
+_GRADIENTS = 2  # of units at once: one is made while another is used
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The units of a run, decoder layers first and what is outside of them last, and its batches.
+
+    hidden: bytes of the hidden states of a micro-batch, at most. clips: gradients of all units are
+    kept until their norm is known.
+    """
+
+    units: Sequence[FlatUnit]
+    forms: Sequence[StateForm]
+    micro_batches: int
+    hidden: int
+    clips: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Units whose weights, inputs, gradients and states are in host memory, by number.
+
+    device, host, disk: bytes by purpose.
+    """
+
+    weights: frozenset[int]
+    inputs: frozenset[int]
+    gradients: frozenset[int]
+    states: frozenset[int]
+    device: dict[str, int]
+    host: dict[str, int]
+    disk: dict[str, int]
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Bytes of device, host and disk."""
+        device, host, disk = (sum(x.values()) for x in (self.device, self.host, self.disk))
+        return device, host, disk
+
+
+def placed(
+    sizes: Sizes, device_memory: int | None, host_memory: int | None, disk: bool
+) -> Placement:
+    """Fill host memory with what moves most for its bytes; the rest goes to disk.
+
+    Weights are read twice a step and written once, so they come first; then units' inputs and
+    gradients, and states last. Raises BudgetError with the bytes wanted, ArgumentError where
+    something goes to disk and there is none.
+    """
+    units, layers = sizes.units, len(sizes.units) - 1
+    region = round_up(sizes.hidden, PAGE)
+    wanted = {
+        "weights": [_whole(unit.nbytes) for unit in units[:-1]],
+        "inputs of units": [region * sizes.micro_batches] * layers,
+        "gradients": [_whole(4 * u.count) * sizes.clips for u in units[:-1]],
+        "states": [f.of_unit(u) for f, u in zip(sizes.forms, units, strict=True)],
+    }
+    left = host_memory
+    host, parked, kept = dict[str, int](), dict[str, int](), dict[str, frozenset[int]]()
+    for what, each in wanted.items():
+        chosen = set()
+        for i, nbytes in enumerate(each):
+            if left is None or nbytes <= left:
+                chosen.add(i)
+                left = None if left is None else left - nbytes
+        kept[what] = frozenset(chosen)
+        host[what] = sum(each[i] for i in chosen)
+        parked[what] = sum(each) - host[what]
+    largest = max(_whole(4 * unit.count) for unit in units[:-1])
+    outer = units[-1]
+    all_at_home = sizes.clips and not parked["gradients"]
+    piece = max(
+        form.nbytes(min(unit.count, PIECE)) for form, unit in zip(sizes.forms, units, strict=True)
+    )
+    device = {
+        "weights outside of layers": _whole(outer.nbytes),
+        "their gradients": _whole(4 * outer.count),
+        "slots of weights": SLOTS * max(wanted["weights"]) * bool(parked["weights"]),
+        "gradients at work": 0 if all_at_home else _GRADIENTS * largest,
+        "states on their way": BUFFERS * piece * bool(parked["states"]),
+        "hidden states": region * sizes.micro_batches,
+        "inputs on their way": STAGES * region * bool(parked["inputs of units"]),
+    }
+    total, to_disk = sum(device.values()), sum(parked.values())
+    if device_memory is not None and total > device_memory:
+        raise BudgetError(
+            f"device memory: {device_memory:,} bytes are too few by {total - device_memory:,}: "
+            f"{_listed(device)} take {total:,}; raise device_memory to that, or train with fewer "
+            "tokens or micro-batches"
+        )
+    if to_disk and not disk:
+        raise ArgumentError(
+            f"{_listed(parked)} go to disk, {to_disk:,} bytes; say where with disk=, or raise "
+            f"host_memory to {to_disk + sum(host.values()):,}"
+        )
+    weights, inputs, gradients, states = kept.values()
+    return Placement(weights, inputs, gradients, states, device, host, parked)
+
+
+def _whole(nbytes: int) -> int:
+    return round_up(nbytes, PAGE)
+
+
+def _listed(rows: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({nbytes:,})" for name, nbytes in rows.items() if nbytes)

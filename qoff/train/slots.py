@@ -1,0 +1,96 @@
+"""The weights of units that lie on disk, read ahead into a few slots in the order of a step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from .homes import Home, Homes
+
+SLOTS = 3  # one is computed with, one is read, one is written back
+
+
+class WeightSlots:
+    """Serves the weights of each unit: where they lie in memory, from a slot where they do not.
+
+    A slot that is given back takes the next unit of the order at once, when what was written of it
+    has been written.
+    """
+
+    def __init__(self, homes: Homes, places: Sequence[Home], slots: Sequence[Tensor]) -> None:
+        self.wait_s = 0.0  # that `acquire` waited
+        self._homes, self._places = homes, places
+        self._order: deque[int] = deque()
+        self._free = list(slots)
+        self._writes: list[Future[None]] = []
+        self._loads: dict[int, tuple[Tensor, Future[None]]] = {}
+        self._changed = threading.Condition()
+
+    def begin(self, order: Iterable[int]) -> None:
+        """Read these units ahead, of those on disk; none may be held."""
+        with self._changed:
+            self._order = deque(i for i in order if self._places[i].memory is None)
+            self._read_ahead()
+
+    def acquire(self, i: int) -> Tensor:
+        """Wait for a unit's weights, uint8; they stay until `release`. Raises DiskReadError."""
+        memory = self._places[i].memory
+        if memory is not None:
+            return memory
+        start = time.perf_counter()
+        with self._changed:
+            while i not in self._loads:
+                self._changed.wait()
+            slot, read = self._loads[i]
+        read.result()
+        self.wait_s += time.perf_counter() - start
+        return slot[: self._places[i].nbytes]
+
+    def moves(self, i: int) -> bool:
+        """Whether a unit's weights are on disk."""
+        return self._places[i].memory is None
+
+    def release(self, i: int) -> None:
+        """Give a unit back."""
+        if self.moves(i):
+            with self._changed:
+                self._free.append(self._loads.pop(i)[0])
+                self._read_ahead()
+
+    def write_back(self, i: int) -> None:
+        """Write a unit that was changed to where it came from, and give it back; in any thread."""
+        if self.moves(i):
+            place = self._places[i]
+            memory = self._loads[i][0][: place.nbytes]
+            self._writes.append(self._homes.write(place, memory, lambda: self.release(i)))
+
+    def settle(self) -> None:
+        """Wait until all that was written back is there. Raises DiskWriteError."""
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write.result()
+
+    def stop(self) -> None:
+        """Read nothing more, and wait for what is being read: the slots are free then."""
+        for write in self._writes:
+            write.exception()
+        self._writes.clear()
+        with self._changed:
+            self._order.clear()
+            loads = list(self._loads.values())
+            self._loads.clear()
+            self._free += [slot for slot, _ in loads]
+        for _, read in loads:
+            read.exception()
+
+    def _read_ahead(self) -> None:
+        while self._free and self._order and self._order[0] not in self._loads:
+            i = self._order.popleft()
+            slot, place = self._free.pop(), self._places[i]
+            self._loads[i] = slot, self._homes.read(place, slot[: place.nbytes])
+        self._changed.notify_all()

@@ -1,0 +1,142 @@
+"""A model in training, as its user has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.errors import ArgumentError, TrainingError
+
+from .homes import Homes
+from .optimizers import Optimizer
+from .placement import Placement
+from .step import Batch, Engine
+
+_IGNORED = -100  # as a label: this token has no loss
+
+
+@dataclass(frozen=True)
+class TrainingStats:
+    """What a training has done. moved: bytes to and from disk, like "weights read"."""
+
+    moved: dict[str, int]
+    frozen_read: int  # bytes of packed weights that were read, since the model was loaded
+    wait_s: float  # that steps waited for weights
+    device_peak: int  # bytes of the device arena in use
+    host_peak: int
+
+
+class Training:
+    """Trains `model` step by step; see `offload`. Use it from one thread.
+
+    steps: done so far. grad_norm: of the last step, where it is clipped.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        engine: Engine,
+        optimizer: Optimizer,
+        homes: Homes,
+        placement: Placement,
+        max_norm: float | None,
+        micro_batches: int,
+        hidden: int,
+    ) -> None:
+        self.model, self.optimizer, self.placement = model, optimizer, placement
+        self.steps = 0
+        self.grad_norm: float | None = None
+        self._engine, self._homes = engine, homes
+        self._max_norm, self._micro_batches = max_norm, micro_batches
+        self._hidden = hidden
+        model.train()
+
+    def step(self, batches: Sequence[Batch]) -> float:
+        """Train on the micro-batches of one step; returns the mean loss of their tokens.
+
+        batches: what the model's forward takes: `input_ids` [B, T], `attention_mask`, `labels`
+        (without: the ids that are not masked). Raises ArgumentError for batches that are too large,
+        TrainingError for a loss or a norm that is not finite, with weights as before the step.
+        """
+        if self._engine.changing:
+            raise ArgumentError(
+                "a step has failed half-way, so weights are of no one step; go on from the last "
+                "checkpoint"
+            )
+        given = [self._checked(batch) for batch in batches]
+        counts = [int((batch["labels"][:, 1:] != _IGNORED).sum()) for batch in given]
+        used = [(b, n) for b, n in zip(given, counts, strict=True) if n]
+        if not used or len(given) > self._micro_batches:
+            raise ArgumentError(
+                f"{len(given)} micro-batches, {len(used)} of them with labels; a step takes 1 to "
+                f"{self._micro_batches}"
+            )
+        total = sum(counts)
+        loss, self.grad_norm = self._engine.step(
+            [b for b, _ in used],
+            [n / total for _, n in used],
+            self.optimizer,
+            self.steps,
+            self._max_norm,
+        )
+        for what, value in (("loss", loss), ("norm of the gradients", self.grad_norm)):
+            if value is not None and not math.isfinite(value):
+                raise TrainingError(
+                    f"step {self.steps}: the {what} is {value}; weights are as before this step"
+                )
+        self.steps += 1
+        return loss
+
+    @property
+    def stats(self) -> TrainingStats:
+        """Counters since the start."""
+        parts = self._engine.parts
+        return TrainingStats(
+            dict(self._homes.moved),
+            parts.frozen.bytes_read,
+            parts.weights.wait_s,
+            self._homes.device.used,
+            self._homes.host.used,
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all weights that learn, by name."""
+        found: dict[str, Tensor] = {}
+        for _, unit, flat in self._engine.each_unit():
+            found |= {name: x.clone() for name, x in unit.views(flat).items()}
+        return found
+
+    def save_adapter(self, folder: str | PathLike[str]) -> None:
+        """Write the adapters of a PEFT model, as PEFT does. Raises ArgumentError for other models.
+
+        They are copied to memory for that.
+        """
+        if not hasattr(self.model, "peft_config"):
+            raise ArgumentError(f"{type(self.model).__name__} is no PEFT model; use state_dict")
+        self.model.save_pretrained(folder, state_dict=self.state_dict())
+
+    def _checked(self, batch: Batch) -> dict[str, Tensor]:
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
+            raise ArgumentError("a micro-batch is a dictionary with input_ids [B, T]")
+        ids = batch["input_ids"]
+        nbytes = ids.numel() * self._hidden_bytes
+        if ids.dim() != 2 or nbytes > self._hidden:
+            raise ArgumentError(
+                f"a micro-batch has {ids.numel():,} tokens {list(ids.shape)}; this training is for "
+                f"[B, T] of up to {self._hidden // self._hidden_bytes:,}: raise tokens"
+            )
+        made = dict(batch)
+        if "labels" not in made:
+            mask = made.get("attention_mask", torch.ones_like(ids))
+            made["labels"] = ids.masked_fill(mask == 0, _IGNORED)
+        return made
+
+    @property
+    def _hidden_bytes(self) -> int:
+        return 4 * int(self.model.config.get_text_config(decoder=True).hidden_size)

@@ -1,0 +1,111 @@
+"""Updates beside the backward pass: one thread steps units whose gradients are complete."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from torch import Tensor
+
+from qoff.kernels.cpu.optim.update import Rule, update
+from qoff.memory.io.workers import Workers
+
+from .homes import Home, Homes
+from .layout import FlatUnit, StateForm
+
+BUFFERS = 3  # pieces of states on their way: one is read, one changed, one written
+
+
+class Updater:
+    """Steps units one after another; the states of those on disk pass through a few buffers.
+
+    states: by unit, the home of each piece. buffers: each as large as the largest piece.
+    """
+
+    def __init__(
+        self,
+        homes: Homes,
+        forms: Sequence[StateForm],
+        states: Sequence[Sequence[Home]],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        self._homes, self._forms, self._states = homes, forms, states
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        for buffer in buffers:
+            self._free.put(buffer)
+        self._last: Future[None] | None = None
+        self._worker = Workers(1, "qoff-train")
+
+    def begin(self, i: int, unit: FlatUnit, weights: Tensor) -> None:
+        """Write the states of a unit before the first step. weights: flat."""
+        for (start, stop), home in zip(unit.pieces(), self._states[i], strict=True):
+            buffer = self._free.get() if home.memory is None else home.memory
+            self._forms[i].begin(buffer, weights[start:stop])
+            if home.memory is None:
+                source = buffer[: home.nbytes]
+                self._homes.write(home, source, partial(self._free.put, buffer)).result()
+
+    def submit(
+        self,
+        i: int,
+        unit: FlatUnit,
+        rule: Rule,
+        weights: Tensor,
+        grad: Callable[[], Tensor],
+        then: Callable[[], None],
+    ) -> Future[None]:
+        """Step a unit when those before it are done; then call `then`, whether it went well or not.
+
+        weights, and what `grad` returns: flat. `then` is called in the worker's thread.
+        """
+
+        def work() -> None:
+            try:
+                self._step(i, unit, rule, weights, grad())
+            finally:
+                then()
+
+        self._last = self._worker.submit(work)
+        return self._last
+
+    def wait(self) -> None:
+        """Wait until all units are done, well or not."""
+        if self._last is not None:
+            self._last.exception()
+
+    def close(self) -> None:
+        """Finish the unit at work and stop."""
+        self._worker.close()
+
+    def _step(self, i: int, unit: FlatUnit, rule: Rule, weights: Tensor, grad: Tensor) -> None:
+        homes, pieces = self._states[i], list(unit.pieces())
+        reads: list[tuple[Tensor, Future[None]]] = []
+        writes: list[Future[None]] = []
+        try:
+            for at, ((start, stop), home) in enumerate(zip(pieces, homes, strict=True)):
+                for ahead in homes[at + len(reads) : at + 2]:
+                    if ahead.memory is None:
+                        buffer = self._free.get()
+                        reads.append((buffer, self._homes.read(ahead, buffer[: ahead.nbytes])))
+                memory = home.memory
+                if memory is None:
+                    reads[0][1].result()
+                    memory = reads[0][0]
+                master, moments = self._forms[i].view(memory, stop - start)
+                own = weights[start:stop]
+                if master is None:
+                    update(rule, own, grad[start:stop], moments)
+                else:
+                    update(rule, master, grad[start:stop], moments, own)
+                if home.memory is None:
+                    buffer, _ = reads.pop(0)
+                    source = buffer[: home.nbytes]
+                    writes.append(self._homes.write(home, source, partial(self._free.put, buffer)))
+        finally:
+            for buffer, read in reads:
+                read.exception()
+                self._free.put(buffer)
+        for write in writes:
+            write.result()

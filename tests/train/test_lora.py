@@ -1,0 +1,87 @@
+"""Adapters on packed weights that stream: PEFT's training in memory, and its format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qoff import train
+from qoff.checkpoint import Checkpoint
+from tests.tiny_models import reference_model, tiny_checkpoint
+from tests.tolerances import DECODER_LOGITS, assert_close
+
+peft = pytest.importorskip("peft")
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 20, 21], [9, 8, 7, 6, 5, 4, 3, 22, 23, 24]])
+LR, EPS = 2e-3, 1e-6
+CURVE = 2e-3  # of losses, relative: activations of packed products have 16 bits
+
+
+def lora(model: Any) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+def batches(step: int) -> list[dict[str, Tensor]]:
+    ids = IDS + step % 2
+    return [{"input_ids": ids[i : i + 1], "labels": ids[i : i + 1]} for i in range(2)]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_losses_are_those_of_peft_on_dequantized_weights(
+    family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
+    model = lora(AutoModelForCausalLM.from_pretrained(path, device_map="disk"))
+    reference = lora(reference_model(path)).train()
+    training = train.offload(
+        model, train.AdamW(lr=LR, eps=EPS), tokens=IDS.shape[1], micro_batches=2
+    )
+    optimizer = torch.optim.AdamW(
+        [p for p in reference.parameters() if p.requires_grad], lr=LR, eps=EPS
+    )
+    losses, wanted = [], []
+    for step in range(8):
+        before = training.stats.frozen_read
+        losses.append(training.step(batches(step)))
+        if step:  # what was read ahead is as much at the end as at the start
+            layers = Checkpoint.open(path).layers
+            read = training.stats.frozen_read - before
+            assert 0 < read <= 2.6 * sum(file.nbytes for file in layers)
+        total = torch.stack([reference(**b).loss for b in batches(step)]).mean()
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(total.detach()))
+    assert losses == pytest.approx(wanted, rel=CURVE)
+    assert losses[-1] < losses[0]
+
+    training.save_adapter(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(reference_model(path), tmp_path / "adapter").eval()
+    model.eval()
+    with torch.no_grad():
+        assert_close(model(IDS).logits, again(IDS).logits, tolerance=5 * DECODER_LOGITS)
+
+
+def test_streamed_adapters_learn_as_in_memory(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """Where packed weights and adapters come from changes no bit."""
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+    found = []
+    for places in ({}, {"device_map": "disk"}):
+        model = lora(AutoModelForCausalLM.from_pretrained(path, **places))
+        options: dict[str, Any] = {"host_memory": 0, "disk": tmp_path} if places else {}
+        optimizer = train.AdamW(lr=LR, bits=8)
+        training = train.offload(model, optimizer, tokens=10, micro_batches=2, **options)
+        losses = [training.step(batches(step)) for step in range(3)]
+        found.append((losses, training.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(x, found[0][1][name]) for name, x in found[1][1].items())
