@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for n in lengths:
             plan = Plan(given.device_memory, batch_size=1, context=512, draft_tokens=n)
             llms[n] = opened.enter_context(LLM(checkpoint, plan))
+            if not llms[n].runtime.residency.slots:
+                raise SystemExit(f"in {given.device_memory} no weights stream: give it less")
             answered(llms[n], "warm up", 8)
         for text in paragraphs(given.prompts):
             wanted: tuple[int, ...] = ()

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from qoff.engine import LLM, Completion, SamplingParams
+from qoff.engine.batch import BatchSlots
 from qoff.engine.drafts import continued
 from qoff.errors import ArgumentError
-from qoff.kvcache import KVQuant
+from qoff.kvcache import KVQuant, PackedCache
+from qoff.kvcache.store.placement import KVPlacement
 from qoff.plan import Plan
 from tests.tiny_models import tiny_checkpoint
 
@@ -82,6 +84,43 @@ def test_a_continuation_that_is_given_takes_fewer_passes(checkpoint: Path) -> No
         found.append([x.cumulative_logprob or 0.0 for x in results])
     assert found[0] == pytest.approx(found[1], abs=1e-3)
     assert rounds[1] < rounds[0] / 3
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        replace(PLAN, kv=KVQuant(window=16, sinks=16), draft_tokens=5),
+        replace(PLAN, kv=KVQuant(window=0), draft_tokens=5, share_prefixes=True),
+        replace(PLAN, kv_placement=KVPlacement(0.3, 0.3), draft_tokens=70),
+    ],
+    ids=["sinks", "shared", "offloaded"],
+)
+def test_the_cache_remembers_what_was_accepted_alone(
+    plan: Plan, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every round; what is packed never has to be unpacked for it."""
+    rounds = 0
+
+    def forget(batch: BatchSlots) -> None:
+        nonlocal rounds
+        rounds += 1
+        forget_rejected(batch)
+        for slot, one in batch._slots.items():
+            if one.answer:
+                assert batch.cache.lengths[slot] == len(one.prompt) + len(one.answer) - 1
+
+    def unpack(*_: object) -> None:
+        raise AssertionError("a block is unpacked")
+
+    forget_rejected = BatchSlots.forget_rejected
+    monkeypatch.setattr(BatchSlots, "forget_rejected", forget)
+    monkeypatch.setattr(PackedCache, "unpack", unpack)
+    with LLM(checkpoint, plan) as llm:
+        found = answers(llm, temperature=0, stop_token_ids=[7])
+        assert sum(one.accepted for one in llm.rounds) > 0
+        assert all(llm.blocks.used(tier) == 0 for tier in ("device", "host", "disk"))
+    assert {x.finish_reason for x in found} <= {"length", "stop"}
+    assert rounds > 0
 
 
 @pytest.mark.parametrize(
