@@ -54,7 +54,7 @@ class BlockTable:
         for span in self.ragged.spans:
             count = counts[span.slot]
             past = span.past - (self.first[span.slot] if self.first else 0)
-            if count % BLOCK_TOKENS or not 0 <= count <= past:
+            if count % BLOCK_TOKENS or not 0 <= count <= max(0, past):  # none before `first`
                 raise OpError(
                     f"slot {span.slot}: {count} of {span.past} tokens cannot be packed in blocks"
                 )

@@ -124,6 +124,12 @@ def test_steps_over_blocks_that_move_are_replayed(
     assert [result.token_ids for result in found] == expected[:4]
 
 
+def test_a_prompt_shorter_than_the_sinks_is_read_beside_longer_ones(checkpoint: Path) -> None:
+    kv = KVQuant(window=16, sinks=48)
+    alone = answers(checkpoint, Plan(batch_size=1, context=CONTEXT, kv=kv))
+    assert answers(checkpoint, Plan(batch_size=7, context=CONTEXT, kv=kv)) == alone
+
+
 def test_places_are_refilled_and_short_answers_come_first(checkpoint: Path) -> None:
     plan = Plan(batch_size=2, context=CONTEXT, kv=QUANT)
     lengths = [40, 3, 9, 1, 20]
