@@ -19,7 +19,10 @@ THERE = {"torch", "triton", "numba", "numpy", "safetensors", "transformers", "hu
 TOOLS = {"build", "mypy", "pre-commit", "pytest", "ruff", "setuptools"}  # nothing imports them
 IMPORTS = {"lm-eval": "lm_eval", "pytest-timeout": "pytest_timeout", "pytest-xdist": "xdist"}
 # What needs one of the others by its nature.
-NEEDS = re.compile(r"qoff\.(accelerate|cli|eval|measure|serve)\b|qoff\.models\.modules\.passes$")
+NEEDS = re.compile(
+    r"qoff\.(accelerate|cli|eval|measure|serve|train|engine\.simulated)\b"
+    r"|qoff\.(models\.modules\.passes|memory\.io\.virtual)$"
+)
 
 
 def absent() -> list[str]:

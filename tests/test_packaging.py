@@ -85,7 +85,7 @@ def test_the_wheel_holds_every_source_and_no_top_level_kernels(wheel: Path) -> N
     expected |= {
         f"qoff/{p.relative_to(package)}" for p in package.glob("eval/*data/*") if p.is_file()
     }
-    assert found == expected | {"qoff/py.typed"}
+    assert found == expected | {"qoff/py.typed", "qoff/serve/page.html"}
 
 
 def test_a_wheel_built_from_the_sdist_is_the_same(tree: Path, wheel: Path, tmp_path: Path) -> None:
