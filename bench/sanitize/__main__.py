@@ -34,7 +34,7 @@ from .instrument import Sanitizer
 
 _TESTS = (
     "w4_linear", "attention", "pack_blocks", "packed_attention", "packed_select", "experts",
-    "embedding", "cpu_sampling", "pool", "recorder", "rotated", "simd",
+    "embedding", "cpu_sampling", "optim", "pool", "recorder", "rotated", "simd",
 )  # fmt: skip
 _DEFAULTS = {
     Sanitizer.ADDRESS: [
