@@ -140,8 +140,12 @@ class Soak:
             return None
         if not stream:
             return str(json.loads(body)["choices"][0]["text"])
-        lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: {")]
-        return "".join(c["text"] for line in lines for c in json.loads(line)["choices"])
+        lines = (line[6:] for line in body.split(b"\n") if line.startswith(b"data: {"))
+        events = [json.loads(line) for line in lines]
+        if failed := [event for event in events if "error" in event]:
+            self.wrong.append(f"honest: {failed[0]}")
+            return None
+        return "".join(choice["text"] for event in events for choice in event["choices"])
 
     async def _hostile(self, chance: random.Random) -> None:
         if chance.random() < 0.2:

@@ -235,6 +235,11 @@ class LLM:
         return self._rounds.waiting
 
     @property
+    def round_began(self) -> float | None:
+        """When the round that is computed began, by `time.perf_counter`; None: none is."""
+        return self._rounds.began
+
+    @property
     def kv_used(self) -> float:
         """Part of the packed KV blocks that is in use, 0 to 1."""
         blocks, pools = self.blocks, list[BlockPool]()

@@ -71,6 +71,7 @@ class Rounds:
         self._plan, self._executor, self._schedule = plan, executor, schedule
         self._finish = finish
         self.history: list[RoundStats] = []  # of the newest thousands
+        self.began: float | None = None  # the round that is computed, by `time.perf_counter`
         self._count = 0
         self.opener = Opener("this LLM")
         self._closed = False
@@ -178,7 +179,7 @@ class Rounds:
                     try:
                         self._sweep()
                     finally:
-                        self._worker = None
+                        self._worker = self.began = None
                         self._changed.notify_all()
 
     def leave(self, call: Call) -> None:
@@ -282,7 +283,8 @@ class Rounds:
 
     def _passes(self) -> None:
         clock = self._executor.instrumentation.clock
-        start, before = clock.now(), self._executor.counters()
+        self.began = start = clock.now()
+        before = self._executor.counters()
         passes: list[tuple[BatchSlots, ForwardPass]] = []
         for batch in self._batches:
             for run in (batch.decode(), batch.read(self._plan.prefill_tokens)):

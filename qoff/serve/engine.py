@@ -163,7 +163,7 @@ class Engine:
             return found | {"state": "stopping"}
         if (llm := self.llm) is None:
             return found
-        waiting = llm.waiting
+        waiting, began = llm.waiting, llm.round_began
         return found | {
             "state": "ready",
             "context": llm.plan.context,
@@ -174,7 +174,7 @@ class Engine:
                 "queue": self._max_queue,
             },
             "kv_used": llm.kv_used,
-            "recent": recent(llm.rounds, time.perf_counter()),
+            "recent": recent(llm.rounds, time.perf_counter(), began),
             "memory": memory(llm),
         }
 

@@ -14,12 +14,15 @@ WINDOW_S = 5.0
 _MOST = 4096  # rounds that are looked at
 
 
-def recent(rounds: Sequence[RoundStats], now: float) -> dict[str, Any]:
+def recent(rounds: Sequence[RoundStats], now: float, began: float | None = None) -> dict[str, Any]:
     """Rates per second, shares of the time and what limits, of rounds in the last seconds.
 
     now: of `time.perf_counter`. A round that takes longer than the window is spread over its time.
+    began: when the round began that is under way, if one is. What it does is known when it ends, so
+    the seconds are those before it; where nothing was computed in them, it counts as computing.
     """
-    last = [one for one in rounds[-_MOST:] if one.ended > now - WINDOW_S]
+    now = now if began is None else began
+    last = [one for one in rounds[-_MOST:] if now - WINDOW_S < one.ended <= now]
     start = min([now - WINDOW_S, *(one.ended - one.seconds for one in last[:1])])
     whole = now - start
     shares = {
@@ -27,10 +30,11 @@ def recent(rounds: Sequence[RoundStats], now: float) -> dict[str, Any]:
         "kv": sum(one.kv_wait_s for one in last) / whole,
         "activations": sum(one.activations_wait_s for one in last) / whole,
     }
-    busy = min(1.0, sum(one.seconds for one in last) / whole)
+    first = began is not None and not last
+    busy = 1.0 if first else min(1.0, sum(one.seconds for one in last) / whole)
     shares = {"compute": max(0.0, busy - sum(shares.values())), **shares, "idle": 1 - busy}
     read = sum(one.disk_bytes for one in last)
-    limit = "idle" if not last else max(list(shares)[:-1], key=shares.__getitem__)
+    limit = max(list(shares)[:-1], key=shares.__getitem__) if busy else "idle"
     if limit == "weights":
         limit = "disk" if read else "link"
     rates = {

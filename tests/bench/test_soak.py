@@ -36,6 +36,16 @@ def test_wrong_answers_and_what_is_left_are_told(checkpoint: Path) -> None:  # n
     assert len(check(sample, Sample(4, 4, 1 << 30))) == 3
 
 
+def test_an_error_in_a_stream_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object) -> tuple[int, bytes]:
+        return 200, b'data: {"error": {"message": "no memory"}}\n\ndata: [DONE]\n\n'
+
+    soak = Soak(Address("", MODEL), 0, 1, 1)
+    monkeypatch.setattr(soak, "_ask", fails)
+    assert asyncio.run(soak._answer("a", stream=True)) is None
+    assert "no memory" in soak.wrong[0]
+
+
 async def _other(prompt: str, stream: bool, seen: list[str] = []) -> str:  # noqa: B006
     seen.append(prompt)
     return str(len(seen))

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qoff.engine.rounds import RoundStats
+from qoff.kvcache.quant import KVFormat
+from qoff.kvcache.store.placement import DEVICE
+from qoff.plan import Plan
+from qoff.plan.gpu import device_block_plan
 from qoff.serve.page import PAGE
 from qoff.serve.stats import WINDOW_S, recent
 
@@ -61,10 +67,14 @@ def test_what_it_reads_is_there(served: Running) -> None:
     shares = re.search(r"const SHARES = {(.*?)};", TEXT, re.DOTALL)
     assert shares is not None
     assert re.findall(r"(\w+): \[", shares[1]) == list(stats["recent"]["shares"])
-    purposes = re.search(r"const PURPOSES = (\[.*?\])", TEXT)
+    purposes = re.search(r"const PURPOSES = (\[.*?\])", TEXT, re.DOTALL)
     assert purposes is not None
     device = stats["memory"]["device"]
-    assert set(json.loads(purposes[1])) == device["purposes"].keys()
+    forms = (KVFormat(64),)
+    on_gpu = device_block_plan(Plan(), forms, [1]).tier_bytes()[DEVICE]
+    names = json.loads(purposes[1])
+    assert set(names) >= device["purposes"].keys() | on_gpu.keys()
+    assert set(re.findall(r"--c(\d):", TEXT)) == {str(n + 1) for n in range(len(names))}
     assert device["used"] == sum(device["purposes"].values()) > 0
 
 
@@ -92,11 +102,45 @@ def test_rates_and_limits_are_of_the_last_seconds() -> None:
     assert sum(now["shares"].values()) == pytest.approx(1)
     assert recent([replace(rounds[-1], disk_bytes=0)], 100)["limit"] == "link"
     assert recent(rounds[-1:], 100)["limit"] == "disk"
-    assert recent(rounds, 200)["limit"] == "idle"
+    assert recent(rounds, 200)["limit"] == recent([], 200)["limit"] == "idle"
     long = recent([round_of(100, seconds=20, kv_wait_s=15)], 100)
     assert long["rates"]["generated_tokens"] == 1
     assert long["shares"]["kv"] == 0.75
     assert asdict(rounds[0])["ended"] == 90
+
+
+def test_a_server_in_a_long_round_is_not_idle() -> None:
+    rounds = [round_of(80, seconds=20), round_of(100, seconds=20, kv_wait_s=15)]
+    assert recent(rounds, 106, began=100) == recent(rounds, 100)
+    assert recent(rounds, 106)["limit"] == "idle"
+    ended = [*rounds, round_of(120, seconds=20)]  # since it was looked at when the round began
+    assert recent(ended, 120, began=100) == recent(rounds, 100)
+    first = recent(rounds, 206, began=200)
+    assert (first["limit"], first["shares"]["compute"], first["shares"]["idle"]) == (
+        "compute",
+        1,
+        0,
+    )
+    assert first["rates"]["generated_tokens"] == 0
+
+
+def test_it_is_known_when_a_round_is_under_way(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, seen = served.engine.llm, list[float | None]()
+    assert llm is not None
+    schedule: Any = llm._rounds._schedule
+    compute = schedule.round
+    monkeypatch.setattr(schedule, "round", lambda x: (seen.append(llm.round_began), compute(x))[1])
+    start = time.perf_counter()
+    status, _, _ = served.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    assert status == 200
+    assert seen[0] is not None
+    assert start < seen[0] < time.perf_counter()
+    until = start + 20
+    while llm.round_began is not None and time.perf_counter() < until:
+        time.sleep(0.001)
+    assert llm.round_began is None
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +200,11 @@ def test_errors_and_keys_in_a_browser(browser: Browser, checkpoint: Path) -> Non
     with running(checkpoint, options) as served:
         browser.open(home(served), width=390, height=844, dark=True)
         browser.wait("!document.getElementById('key-row').hidden")
+        browser.value("settings(false), setTimeout = (_, pause) => waits = pause, watch()")
+        assert browser.value("$('settings').hidden && waits >= 5000")  # it opens them once
         ask(browser, "Hi")
         browser.wait("document.querySelector('.wrong')")
+        assert browser.value("document.activeElement.id") == "key"
         assert "API key" in browser.value("document.querySelector('.wrong').textContent")
         browser.value("document.getElementById('key').focus()")
         browser.type("one")
@@ -167,3 +214,43 @@ def test_errors_and_keys_in_a_browser(browser: Browser, checkpoint: Path) -> Non
         browser.value("document.getElementById('strip').click()")
         assert browser.value("document.activeElement.id") == "close"
         assert browser.value("document.documentElement.scrollWidth") <= 390
+        focused = "$('prompt').focus(), document.activeElement.id"
+        assert browser.value(focused) == "close"  # what is covered takes no focus
+        browser.press(*ESCAPE)
+        assert browser.value(focused) == "prompt"
+        browser.value("document.getElementById('strip').click()")
+        browser.call("Emulation.setDeviceMetricsOverride", width=1280, height=800,
+                     deviceScaleFactor=1, mobile=False)  # fmt: skip
+        browser.wait("!document.querySelector('main').inert")
+
+
+_FETCH = """
+real ??= fetch, fetch = (url, options) => url === "/stats" ? real(url, options) :
+  new Promise((_, fail) => {
+    sent = JSON.parse(options.body).messages.map(message => message.content);
+    if (%s) fail(new Error("broken"));
+    options.signal.onabort = () => fail(options.signal.reason);
+  })"""
+
+
+def test_questions_without_answers_in_a_browser(browser: Browser, served: Running) -> None:
+    browser.open(home(served))
+    browser.value("$('new').click(), real = sent = null")
+    browser.value(_FETCH % "false")
+    ask(browser, "one")
+    browser.press(*ESCAPE)
+    browser.wait("$('prompt').value === 'one'")  # a draft again
+    assert browser.value("talk.length === 0 && !$('send').disabled")
+    browser.press(*ENTER)
+    browser.value("settings(true), $('system').focus(), stop()")
+    browser.wait("!$('send').hidden")
+    assert browser.value("document.activeElement.id") == "system"  # nobody is taken away
+    browser.value(_FETCH % "true")
+    browser.value("send()")
+    browser.wait("document.querySelector('.wrong')")
+    ask(browser, "two")
+    browser.wait("document.querySelector('.wrong') && running === null && sent[0] !== 'one'")
+    assert browser.value("sent") == ["two"]
+    browser.value("$('temperature').value = 0.75")
+    assert browser.value("$('temperature').checkValidity()")
+    browser.value("$('new').click()")
