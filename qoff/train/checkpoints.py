@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,12 +23,13 @@ from .homes import Home, Homes
 from .layout import FlatUnit
 from .optimizers import Optimizer
 
-_HEADER, _ENDING, _VERSION = "run.json", ".state", 1
+_HEADER, _VERSION = "run.json", 1
+_STATES = re.compile(r"step-[0-9]+-[0-9a-f]{8}\.state")
 _FIELDS: Fields = {
     "version": whole(1, 1, f"{_VERSION}, which this qoff reads"),
     "states": Kind(
         "the name of a file beside it",
-        lambda x: isinstance(x, str) and x.endswith(_ENDING) and Path(x).name == x,
+        lambda x: isinstance(x, str) and _STATES.fullmatch(x) is not None,
     ),
     "steps": whole(0),
     "random": TEXT,
@@ -73,7 +75,7 @@ def save(
     system. kept: homes, which are copied in this order. Raises DiskWriteError, ArgumentError for a
     position that JSON does not have.
     """
-    states = f"step-{now.steps}-{secrets.token_hex(4)}{_ENDING}"
+    states = f"step-{now.steps}-{secrets.token_hex(4)}.state"
     header = {
         "version": _VERSION,
         "states": states,
@@ -95,15 +97,15 @@ def save(
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.rename(folder / _HEADER)
         except BaseException:
             with suppress(OSError):
                 (folder / states).unlink()
             raise
+        beside.rename(folder / _HEADER)
         sync_directory(folder)
-        for file_name in os.listdir(folder):  # noqa: PTH208
-            if file_name.endswith(_ENDING) and file_name != states:
-                (folder / file_name).unlink()
+        for path in folder.iterdir():
+            if _STATES.fullmatch(path.name) and path.name != states:
+                path.unlink()
 
 
 @contextmanager
