@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,9 +84,8 @@ def finetune(
     rate = lr if lr is not None else 2e-4 if full is False else 2e-5
     name = str(path.resolve()) if path == Path(model) else model
     recipe = work.Recipe(name, chosen, sequence, micro_batches, rate, max_norm, seed)
-    work.seeded(seed)
     training = offload(
-        work.loaded(path, chosen, dtype),
+        work.loaded(path, recipe, dtype),
         AdamW(lr=rate),
         tokens=sequence,
         micro_batches=micro_batches,
@@ -101,8 +99,7 @@ def finetune(
         typer.echo(f"{run.checkpoint}: goes on after step {run.saved}", err=True)
     total = run.steps_of(epochs) if steps is None else steps
     try:
-        with ExitStack() as ends:
-            tell = ends.enter_context(step_progress(run.steps, total))
+        with step_progress(run.steps, total) as tell:
             run.go(steps, epochs, save_every, tell)
     except KeyboardInterrupt:
         stop_with(f"interrupted after step {run.steps}; {run.where}", 130)

@@ -70,14 +70,15 @@ class Told:
     tokens_per_s: float
 
 
-def loaded(path: Path, lora: Lora | None, dtype: str) -> Any:
+def loaded(path: Path, recipe: Recipe, dtype: str) -> Any:
     """The model to train, with adapters if they learn; a qoff checkpoint streams from its files.
 
+    Seeds torch's generator, from which adapters begin and dropout goes on.
     Raises ArgumentError for a qoff checkpoint without adapters, UnsupportedModelError.
     """
     from transformers import AutoModelForCausalLM
 
-    own = is_checkpoint(path)
+    own, lora = is_checkpoint(path), recipe.lora
     if own and lora is None:
         raise ArgumentError(
             f"{path} is a qoff checkpoint, whose packed weights do not learn; use --lora, or the "
@@ -85,7 +86,8 @@ def loaded(path: Path, lora: Lora | None, dtype: str) -> Any:
         )
     options: dict[str, Any] = {"device_map": "disk"} if own else {"dtype": dtype}
     with raised_as(UnsupportedModelError, f"{path}: cannot be loaded by transformers"):
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
+    torch.manual_seed(recipe.seed)
     if lora is None:
         return model
     try:
@@ -215,8 +217,3 @@ class Run:
             writer = csv.writer(file)
             writer.writerow(_COLUMNS)
             writer.writerows(row for row in rows if int(row[0]) <= self.steps)
-
-
-def seeded(seed: int) -> None:
-    """Have adapters and dropout begin the same for the same seed."""
-    torch.manual_seed(seed)
