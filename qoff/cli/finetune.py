@@ -12,7 +12,6 @@ from typer import Argument, Option
 from qoff.errors import ArgumentError
 
 from .options import command
-from .output import stop_with
 from .progress import step_progress
 
 _SHOWN = 10  # broken lines that are printed
@@ -78,7 +77,7 @@ def finetune(
     with ChatRenderer() as renderer:
         found = packed(examples(data, Encoder(tokenizer, renderer), report), sequence)
     if broken:
-        print(f"{data}: {broken:,} lines are broken and left out", file=sys.stderr)
+        print(f"{data}: broken lines left out: {broken:,}", file=sys.stderr)
     if not found.rows:
         raise ArgumentError(f"{data} has no example that something is learned from")
     rate = lr if lr is not None else 2e-4 if full is False else 2e-5
@@ -102,7 +101,7 @@ def finetune(
         with step_progress(run.steps, total) as tell:
             run.go(steps, epochs, save_every, tell)
     except KeyboardInterrupt:
-        stop_with(f"interrupted after step {run.steps}; {run.where}", 130)
+        raise KeyboardInterrupt(f"interrupted after step {run.steps}; {run.where}") from None
     run.export(tokenizer)
     what = "all weights" if full else "the adapter"
     typer.echo(f"{output}: {what} after {run.steps:,} steps")

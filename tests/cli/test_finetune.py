@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(
 
     def ended(self: Training, batches: Any) -> float:
         if self.steps == 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return step(self, batches)
 
     with monkeypatch.context() as patch:
@@ -103,6 +104,7 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(
     assert result.exit_code == 130
     assert "interrupted after step 3; the last checkpoint is" in result.output
     assert "of step 2" in result.output
+    assert result.output.count("interrupted") == 1
     assert len(log(parts)) == 3
     assert "goes on after step 2" in succeed(*options, "-o", parts).output
     assert [r["loss"] for r in log(parts)] == [r["loss"] for r in log(whole)]
