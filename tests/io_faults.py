@@ -27,6 +27,7 @@ _CALLS: dict[str, tuple[object, int]] = {
     "rmdir": (os, 0),
     "preadv": (os, 0),
     "pwritev": (os, 0),
+    "copy_file_range": (os, 1),
     "posix_fallocate": (os, 0),
     "flock": (fcntl, 0),
 }

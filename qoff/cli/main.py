@@ -1,4 +1,4 @@
-"""`qoff convert | generate | chat | batch | serve | plan | bench | eval | verify | env | run`."""
+"""`qoff`: convert, generate, chat, batch, serve, plan, bench, eval, finetune, verify, env, run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from qoff.units import format_size
 from .batch import batch
 from .bench import bench
 from .eval import evaluate
+from .finetune import finetune
 from .options import (
     CacheOptions,
     DrawOptions,
@@ -188,6 +189,7 @@ app.command()(serve)
 app.command()(plan)
 app.command()(bench)
 app.command("eval")(evaluate)
+app.command()(finetune)
 
 
 @app.command()

@@ -67,8 +67,8 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
                 run(**given)
         except (QoffError, OSError) as error:
             stop_with(str(error))
-        except KeyboardInterrupt:
-            stop_with("interrupted", 130)
+        except KeyboardInterrupt as error:
+            stop_with(str(error) or "interrupted", 130)
 
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {one.name: one.annotation for one in parameters}

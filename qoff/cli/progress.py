@@ -1,4 +1,4 @@
-"""How far a job is: a bar in terminals, now and then a line elsewhere."""
+"""How far a job or a training is: a bar in terminals, now and then a line elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
     from qoff.jobs.runner import Counts
+    from qoff.train.finetune import Told
 
 _EACH_S = 10.0  # a line, where there is no terminal
 
@@ -20,14 +21,37 @@ _EACH_S = 10.0  # a line, where there is no terminal
 @contextmanager
 def job_progress(total: int | None, quiet: bool) -> Iterator[Callable[[Counts], None]]:
     """Yield a function that shows, on standard error, what a job has done of `total` requests."""
+    with _showing(total, quiet) as show:
+        yield lambda counts: show(_words(counts, total), counts.skipped + counts.ended)
+
+
+@contextmanager
+def step_progress(before: int, total: int) -> Iterator[Callable[[Told], None]]:
+    """Yield a function that shows a step of training, of `total`; `before` were done."""
+    start = time.perf_counter()
+    with _showing(total, quiet=False) as show:
+
+        def tell(told: Told) -> None:
+            each = (time.perf_counter() - start) / (told.step - before)
+            show(
+                f"step {told.step:,} of {total:,}, loss {told.loss:.4f}, "
+                f"{told.tokens_per_s:,.0f} tokens/s, {_duration((total - told.step) * each)} left",
+                told.step,
+            )
+
+        yield tell
+
+
+@contextmanager
+def _showing(total: int | None, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """Yield a function that shows words and how many are done."""
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"))
     bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
     task, said = bar.add_task("", total=total), time.monotonic()
 
-    def notice(counts: Counts) -> None:
+    def show(text: str, done: int) -> None:
         nonlocal said
-        text, done = _words(counts, total), counts.skipped + counts.ended
         if not bar.disable:
             bar.start()
             bar.update(task, completed=done, description=text)
@@ -36,7 +60,7 @@ def job_progress(total: int | None, quiet: bool) -> Iterator[Callable[[Counts], 
             print(text, file=sys.stderr, flush=True)
 
     try:
-        yield notice
+        yield show
     finally:
         if bar.live.is_started:
             bar.stop()

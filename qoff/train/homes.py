@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qoff.memory import DiskReader
 from qoff.memory.arena import PAGE, Arena, round_up
+from qoff.memory.io.ranges import read_all, write_all
 from qoff.memory.io.spill import SpillFile
 
 
@@ -69,6 +70,20 @@ class Homes:
         future = self._spill.write(home.offset, source)
         future.add_done_callback(lambda _: then())
         return future
+
+    def save(self, home: Home, fd: int, place: int) -> None:
+        """Copy a home to a place of an open file. Raises OSError."""
+        if home.memory is not None:
+            write_all(fd, home.memory, place)
+        elif self._spill is not None:
+            self._spill.copy_to(fd, place, home.offset, home.nbytes)
+
+    def restore(self, home: Home, fd: int, place: int) -> None:
+        """Copy a place of an open file to a home. Raises OSError."""
+        if home.memory is not None:
+            read_all(fd, home.memory, place)
+        elif self._spill is not None:
+            self._spill.copy_from(fd, place, home.offset, home.nbytes)
 
     def close(self) -> None:
         """Stop all moves and let go of all memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from qoff.system_memory import refusals
 from .boundaries import STAGES, Boundaries
 from .frozen import FrozenWeights
 from .gradients import Gradients
-from .homes import Homes
+from .homes import Home, Homes
 from .layout import FlatUnit, StateForm
 from .optimizers import AdamW, Optimizer
 from .placement import Placement, Sizes, placed
@@ -138,6 +139,7 @@ def _engine(
     homes.moved.clear()
     frozen = FrozenWeights(layers)
     frozen.order()
+    kept = [*weights, Home("weights", len(outer), outer), *chain.from_iterable(states)]
     parts = Parts(
         model,
         units,
@@ -147,6 +149,7 @@ def _engine(
         Boundaries(homes, column, inputs, stages),
         Gradients(homes, units, outer_grad, at_work, gradients),
         updater,
+        kept,
     )
     return Engine(parts, layers)
 

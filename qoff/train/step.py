@@ -19,6 +19,7 @@ from qoff.errors import UnsupportedModelError
 from .boundaries import Boundaries
 from .frozen import FrozenWeights
 from .gradients import Gradients
+from .homes import Home
 from .layout import FlatUnit
 from .optimizers import Optimizer
 from .passes import Stop, StoppingLayer, TrainingPass
@@ -32,7 +33,7 @@ Batch = Mapping[str, Tensor]
 class Parts:
     """What a step works with. units: the layers', then that of what is outside of them.
 
-    outer: the flat weights of the last unit, which stay.
+    outer: the flat weights of the last unit, which stay. kept: homes of all weights and states.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Parts:
     boundaries: Boundaries
     gradients: Gradients
     updater: Updater
+    kept: Sequence[Home]
 
 
 class Engine:

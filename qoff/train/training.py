@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError, TrainingError
 
+from .checkpoints import Progress, kind_of_run, opened, restore, save
 from .homes import Homes
 from .optimizers import Optimizer
 from .placement import Placement
@@ -64,11 +66,7 @@ class Training:
         (without: the ids that are not masked). Raises ArgumentError for batches that are too large,
         TrainingError for a loss or a norm that is not finite, with weights as before the step.
         """
-        if self._engine.changing:
-            raise ArgumentError(
-                "a step has failed half-way, so weights are of no one step; go on from the last "
-                "checkpoint"
-            )
+        self._check_whole()
         given = [self._checked(batch) for batch in batches]
         counts = [int((batch["labels"][:, 1:] != _IGNORED).sum()) for batch in given]
         used = [(b, n) for b, n in zip(given, counts, strict=True) if n]
@@ -120,6 +118,43 @@ class Training:
         if not hasattr(self.model, "peft_config"):
             raise ArgumentError(f"{type(self.model).__name__} is no PEFT model; use state_dict")
         self.model.save_pretrained(folder, state_dict=self.state_dict())
+
+    def save(self, folder: str | PathLike[str], position: Any = None) -> None:
+        """Write a checkpoint, in place of the one in this folder as soon as it is whole.
+
+        It has weights, states, the number of steps and the state of torch's generator. position:
+        of the caller in its data, of what JSON has. What is on disk is copied by the system, on
+        file systems with shared blocks without writing it again. Raises DiskWriteError,
+        ArgumentError after a step that has failed half-way.
+        """
+        self._check_whole()
+        now = Progress(self.steps, torch.get_rng_state(), position)
+        parts = self._engine.parts
+        run = kind_of_run(parts.units, self.optimizer)
+        save(Path(folder), self._homes, parts.kept, run, now)
+
+    def resume(self, folder: str | PathLike[str]) -> Any:
+        """Go on from a checkpoint; returns the position that it was saved with.
+
+        Model and kind of optimizer must be those of the run, placement and budgets need not.
+        Raises ArgumentError for a checkpoint of another run, FormatError for none, DiskReadError.
+        """
+        engine, kept = self._engine, self._engine.parts.kept
+        run = kind_of_run(engine.parts.units, self.optimizer)
+        with opened(Path(folder), kept, run) as (fd, now):
+            engine.changing = True
+            restore(fd, self._homes, kept)
+            engine.changing = False
+        self.steps, self.grad_norm = now.steps, None
+        torch.set_rng_state(now.random)
+        return now.position
+
+    def _check_whole(self) -> None:
+        if self._engine.changing:
+            raise ArgumentError(
+                "a step has failed half-way, so weights are of no one step; go on from the last "
+                "checkpoint"
+            )
 
     def _checked(self, batch: Batch) -> dict[str, Tensor]:
         if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,15 +79,6 @@ def assert_same_weights(found: dict[str, Tensor], model: Any, tolerance: float =
     assert found.keys() == wanted.keys()
     for name, p in wanted.items():
         assert (found[name] - p).abs().max() < tolerance, name
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """More are slower on matrices of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def batches_of(step: int) -> list[dict[str, Tensor]]:

@@ -6,9 +6,9 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 from .direct import set_direct
 from .disk import DiskReader, ReadRequest
+from .ranges import copy_range
 
 Pwritev = Callable[[int, Sequence[memoryview], int], int]
 
@@ -81,6 +82,25 @@ class SpillFile:
         assert offset % PAGE == source.nbytes % PAGE == source.data_ptr() % PAGE == 0
         assert offset + source.nbytes <= self.nbytes
         return self._workers.submit(partial(self._write, offset, source))
+
+    def copy_to(self, fd: int, place: int, offset: int, nbytes: int) -> None:
+        """Copy what has been written to another file, in the calling thread. Raises OSError."""
+        with self._buffered() as own:
+            copy_range(own, offset, fd, place, nbytes)
+
+    def copy_from(self, fd: int, place: int, offset: int, nbytes: int) -> None:
+        """Copy from another file, in the calling thread. Raises OSError."""
+        with self._buffered() as own:
+            copy_range(fd, place, own, offset, nbytes)
+
+    @contextmanager
+    def _buffered(self) -> Iterator[int]:
+        """A descriptor of the file that takes any size and memory."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Wait for reads and running writes, fail the other writes, give the space back.

@@ -1,0 +1,107 @@
+"""`qoff finetune`: train a model, or adapters beside it, on lines of JSON."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Argument, Option
+
+from qoff.errors import ArgumentError
+
+from .options import command
+from .progress import step_progress
+
+_SHOWN = 10  # broken lines that are printed
+
+
+@command
+def finetune(
+    model: Annotated[
+        str, Argument(help="A directory or hub id of transformers; for --lora a qoff checkpoint.")
+    ],
+    data: Annotated[
+        Path,
+        Argument(exists=True, dir_okay=False, help="Lines of JSON: messages, prompt, or text."),
+    ],
+    output: Path = Option(..., "-o", "--output", help="Folder for result, checkpoint and log."),
+    lora: str | None = Option(None, help="Train adapters, like r=16 or r=16,alpha=32."),
+    full: bool = Option(False, "--full", help="Train all weights."),
+    sequence: int = Option(1024, min=2, help="Tokens of a sequence that examples are packed into."),
+    micro_batches: int = Option(8, min=1, help="Sequences of a step."),
+    epochs: float = Option(1.0, min=0, help="How often to go through the data."),
+    steps: int | None = Option(None, min=1, help="How many steps instead, of the whole run."),
+    lr: float | None = Option(
+        None, min=0, help="Of AdamW; default: 2e-4 for adapters, 2e-5 for all weights."
+    ),
+    max_norm: float | None = Option(None, min=0, help="Clip gradients by their global norm."),
+    device_memory: str | None = Option(None, help="Bound of what a step works with."),
+    host_memory: str | None = Option(None, help="Bound of what is kept between steps."),
+    disk: Path | None = Option(None, help="Folder for what does not fit."),
+    dtype: Literal["auto", "float32", "bfloat16"] = Option(
+        "auto", help="Of weights; auto: the model's."
+    ),
+    seed: int = Option(0, min=0, max=(1 << 31) - 1, help="Of order, adapters and dropout."),
+    save_every: int = Option(100, min=1, help="Steps between two checkpoints."),
+    strict: bool = Option(False, "--strict", help="End at the first line that is broken."),
+    overwrite: bool = Option(False, "--overwrite", help="Begin anew, whatever OUTPUT has."),
+) -> None:
+    """Fine-tune a model whose weights or optimizer states need not fit into memory.
+
+    A run that was ended goes on from its last checkpoint when the same command is given again.
+    """
+    from qoff.hf.chat import ChatRenderer
+    from qoff.hf.load import load_tokenizer, local_source
+    from qoff.train import AdamW, offload
+    from qoff.train import finetune as work
+    from qoff.train.data import Encoder, examples, packed
+
+    if (lora is None) != full:
+        raise ArgumentError("say what learns: --lora r=16, or --full")
+    chosen = None if lora is None else work.Lora.parse(lora)
+    work.check_place(output, overwrite)
+    path = local_source(model)
+    tokenizer = load_tokenizer(path)
+    broken = 0
+
+    def report(number: int, reason: str) -> None:
+        nonlocal broken
+        if strict:
+            raise ArgumentError(f"{data}: line {number}: {reason}")
+        broken += 1
+        if broken <= _SHOWN:
+            print(f"{data}: line {number}: {reason}", file=sys.stderr)
+
+    with ChatRenderer() as renderer:
+        found = packed(examples(data, Encoder(tokenizer, renderer), report), sequence)
+    if broken:
+        print(f"{data}: broken lines left out: {broken:,}", file=sys.stderr)
+    if not found.rows:
+        raise ArgumentError(f"{data} has no example that something is learned from")
+    rate = lr if lr is not None else 2e-4 if full is False else 2e-5
+    name = str(path.resolve()) if path == Path(model) else model
+    recipe = work.Recipe(name, chosen, sequence, micro_batches, rate, max_norm, seed)
+    training = offload(
+        work.loaded(path, recipe, dtype),
+        AdamW(lr=rate),
+        tokens=sequence,
+        micro_batches=micro_batches,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk=disk,
+        max_norm=max_norm,
+    )
+    run = work.Run(training, found, recipe, output, overwrite)
+    if run.saved is not None:
+        typer.echo(f"{run.checkpoint}: goes on after step {run.saved}", err=True)
+    total = run.steps_of(epochs) if steps is None else steps
+    try:
+        with step_progress(run.steps, total) as tell:
+            run.go(steps, epochs, save_every, tell)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted after step {run.steps}; {run.where}") from None
+    run.export(tokenizer)
+    what = "all weights" if full else "the adapter"
+    typer.echo(f"{output}: {what} after {run.steps:,} steps")

@@ -1,0 +1,186 @@
+"""Checkpoints of a run: a file of weights and states, and run.json, which says which it is."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qoff.checkpoint.staging import sync_directory
+from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, QoffError
+from qoff.schema import TEXT, Fields, Kind, check, read_object, whole
+
+from .homes import Home, Homes
+from .layout import FlatUnit
+from .optimizers import Optimizer
+
+_HEADER, _VERSION = "run.json", 1
+_STATES = re.compile(r"step-[0-9]+-[0-9a-f]{8}\.state")
+_FIELDS: Fields = {
+    "version": whole(1, 1, f"{_VERSION}, which this qoff reads"),
+    "states": Kind(
+        "the name of a file beside it",
+        lambda x: isinstance(x, str) and _STATES.fullmatch(x) is not None,
+    ),
+    "steps": whole(0),
+    "random": TEXT,
+    "run": Kind("an object", lambda x: isinstance(x, dict)),
+}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. random: of torch's generator. position: the caller's, in its data."""
+
+    steps: int
+    random: torch.Tensor
+    position: Any
+
+
+def kind_of_run(units: Sequence[FlatUnit], optimizer: Optimizer) -> dict[str, Any]:
+    """What a run and its checkpoint have in common: what learns, and the form of states."""
+    weights = [
+        [name, str(unit.dtype).removeprefix("torch."), list(shape)]
+        for unit in units
+        for name, shape in unit.shapes.items()
+    ]
+    return {
+        "optimizer": type(optimizer).__name__,
+        "bits": optimizer.bits,
+        "layers": len(units) - 1,
+        "weights": weights,
+    }
+
+
+def exists(folder: Path) -> bool:
+    """Whether a checkpoint of a run is there."""
+    return (folder / _HEADER).exists()
+
+
+def save(
+    folder: Path, homes: Homes, kept: Sequence[Home], run: Mapping[str, Any], now: Progress
+) -> None:
+    """Write a checkpoint; the one that is there stays until the new one is whole.
+
+    Each is a file of its own, and replacing run.json, which names it, is one operation of the file
+    system. kept: homes, which are copied in this order. Raises DiskWriteError, ArgumentError for a
+    position that JSON does not have.
+    """
+    states = f"step-{now.steps}-{secrets.token_hex(4)}.state"
+    header = {
+        "version": _VERSION,
+        "states": states,
+        "steps": now.steps,
+        "random": base64.b64encode(now.random.numpy().tobytes()).decode(),
+        "position": now.position,
+        "run": run,
+    }
+    try:
+        text = json.dumps(header, indent=1, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"a position is what JSON can hold: {error}") from error
+    with _io_errors(folder, DiskWriteError, "the checkpoint that was there is as before"):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            _write(folder / states, homes, kept)
+            beside = folder / f"{_HEADER}.new"
+            with beside.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            with suppress(OSError):
+                (folder / states).unlink()
+            raise
+        beside.rename(folder / _HEADER)
+        sync_directory(folder)
+        for path in folder.iterdir():
+            if _STATES.fullmatch(path.name) and path.name != states:
+                path.unlink()
+
+
+@contextmanager
+def opened(
+    folder: Path, kept: Sequence[Home], run: Mapping[str, Any]
+) -> Iterator[tuple[int, Progress]]:
+    """Give a checkpoint's file, to `restore` from, and how far it is, when it is of such a run.
+
+    Raises FormatError, DiskReadError, ArgumentError for a checkpoint of another run.
+    """
+    header = read_object(folder / _HEADER, "name a folder that training.save has written")
+    check(header, _FIELDS, folder / _HEADER)
+    _check_run(header["run"], run, folder)
+    random = _decoded(header["random"], folder)
+    path, wanted = folder / header["states"], sum(home.nbytes for home in kept)
+    with _io_errors(folder, DiskReadError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd).st_size
+            if found != wanted:
+                raise FormatError(f"{path}: {found:,} bytes, not {wanted:,}: it is not whole")
+            yield fd, Progress(header["steps"], random, header.get("position"))
+        finally:
+            os.close(fd)
+
+
+def restore(fd: int, homes: Homes, kept: Sequence[Home]) -> None:
+    """Copy all of a checkpoint's file to homes. Raises OSError."""
+    at = 0
+    for home in kept:
+        homes.restore(home, fd, at)
+        at += home.nbytes
+
+
+def _write(path: Path, homes: Homes, kept: Sequence[Home]) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        at = 0
+        for home in kept:
+            homes.save(home, fd, at)
+            at += home.nbytes
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _decoded(random: str, folder: Path) -> torch.Tensor:
+    try:
+        found = base64.b64decode(random, validate=True)
+    except ValueError:
+        found = b""
+    if len(found) != torch.get_rng_state().numel():
+        raise FormatError(f"{folder / _HEADER}: random is no state of torch's generator")
+    return torch.tensor(list(found), dtype=torch.uint8)
+
+
+def _check_run(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+    for name, value in wanted.items():
+        theirs = found.get(name)
+        if theirs == value:
+            continue
+        if isinstance(theirs, list) and isinstance(value, list):
+            pairs = ((a, b) for a, b in zip(theirs, value, strict=False) if a != b)
+            theirs, value = next(pairs, (len(theirs), len(value)))
+        raise ArgumentError(
+            f"{folder} is a checkpoint of another run: its {name} are {theirs}, here {value}"
+        )
+
+
+@contextmanager
+def _io_errors(folder: Path, kind: type[QoffError], more: str = "") -> Iterator[None]:
+    try:
+        yield
+    except QoffError:
+        raise
+    except OSError as error:
+        ending = f"; {more}" if more else ""
+        raise kind(f"{folder}: {error.strerror or error}{ending}") from error

@@ -1,0 +1,177 @@
+"""Examples of fine-tuning: lines of JSON, as tokens with labels, packed into sequences."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qoff.errors import ArgumentError, DiskReadError, FormatError, QoffError
+from qoff.hf.chat import ChatRenderer
+from qoff.schema import load_object
+
+IGNORED = -100  # as a label: nothing is learned
+_FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
+
+
+@dataclass(frozen=True)
+class Example:
+    """Tokens, and for each of them itself as a label or `IGNORED`."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Packed examples: rows of int64 [2, up to T], ids and labels."""
+
+    rows: list[Tensor]
+
+    @property
+    def digest(self) -> str:
+        """Of all tokens and labels."""
+        found = hashlib.sha256()
+        for row in self.rows:
+            found.update(row.numpy().tobytes())
+        return found.hexdigest()
+
+    def of_step(self, step: int, count: int, seed: int, most: int) -> list[dict[str, Tensor]]:
+        """The micro-batches of a step: `count` sequences, up to number `most` of the run.
+
+        Every epoch goes through all sequences in an order of its own.
+        """
+        return [self._batch(i, seed) for i in range(step * count, min(most, (step + 1) * count))]
+
+    def _batch(self, at: int, seed: int) -> dict[str, Tensor]:
+        epoch, place = divmod(at, len(self.rows))
+        generator = torch.Generator().manual_seed((seed << 20) + epoch)
+        order = torch.randperm(len(self.rows), generator=generator)
+        ids, labels = self.rows[int(order[place])]
+        return {"input_ids": ids[None], "labels": labels[None]}
+
+
+class Encoder:
+    """Turns a line into tokens. What is learned:
+
+    - `text`: everything;
+    - `prompt` and `completion`: the completion;
+    - `messages`: what the assistant says, with the template's end of it. Where the template writes
+      a conversation otherwise than its beginning, the last answer; if that too, everything.
+
+    The first two end with the tokenizer's end token, which is learned.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer) -> None:
+        """Raises ArgumentError for a tokenizer that does not know where its tokens begin."""
+        if not tokenizer.is_fast:
+            raise ArgumentError("this tokenizer cannot say where tokens begin in a text")
+        self._tokenizer, self._renderer = tokenizer, renderer
+
+    def encode(self, line: Mapping[str, Any]) -> Example:
+        """Raises FormatError, and ArgumentError for what the chat template refuses."""
+        keys = line.keys() & {"messages", "prompt", "completion", "text"}
+        if keys == {"messages"}:
+            text, learned = self._conversation(line["messages"])
+            return self._tokens(text, learned, whole=False)
+        if keys not in ({"text"}, {"prompt", "completion"}):
+            raise FormatError(f"a line is {_FORMS}")
+        parts = [line.get("prompt", ""), line.get("completion", line.get("text"))]
+        if not all(isinstance(part, str) for part in parts) or not parts[1]:
+            raise FormatError(f"{' and '.join(sorted(keys))} must be text that is not empty")
+        return self._tokens("".join(parts), [(len(parts[0]), len("".join(parts)))], whole=True)
+
+    def _conversation(self, messages: Any) -> tuple[str, list[tuple[int, int]]]:
+        if not isinstance(messages, list) or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+        ):
+            raise FormatError("messages must be a list of objects with a role")
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if not answers:
+            raise FormatError("there is no message of the assistant to learn")
+        text = self._text(messages, False)
+        learned: list[tuple[int, int] | None] = []
+        for i in answers:
+            before = self._text(messages[:i], True) if i else ""
+            end = text if i == len(messages) - 1 else self._text(messages[: i + 1], False)
+            same = text.startswith(before) and text.startswith(end)
+            learned.append((len(before), len(end)) if same else None)
+        found = [place for place in learned if place is not None]
+        if len(found) < len(learned):
+            found = [place for place in learned[-1:] if place is not None]
+        return text, found or [(0, len(text))]
+
+    def _text(self, messages: list[dict[str, Any]], prompt: bool) -> str:
+        return self._renderer.render(self._tokenizer, messages, add_generation_prompt=prompt)
+
+    def _tokens(self, text: str, learned: list[tuple[int, int]], whole: bool) -> Example:
+        found = self._tokenizer(
+            text, add_special_tokens=whole, return_offsets_mapping=True, verbose=False
+        )
+        ids, offsets = found["input_ids"], found["offset_mapping"]
+        labels = [
+            token if any(a <= start < b for a, b in learned) else IGNORED
+            for token, (start, _) in zip(ids, offsets, strict=True)
+        ]
+        end = self._tokenizer.eos_token_id
+        if whole and end is not None:
+            if ids and ids[-1] == end:
+                ids, labels = ids[:-1], labels[:-1]
+            ids, labels = [*ids, end], [*labels, end]
+        return Example(ids, labels)
+
+
+def examples(path: Path, encoder: Encoder, broken: Callable[[int, str], None]) -> Iterator[Example]:
+    """The examples of a file; `broken` is told the number and the fault of lines that are none.
+
+    Raises DiskReadError.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield encoder.encode(load_object(line))
+                except (FormatError, ArgumentError) as error:
+                    broken(number, str(error))
+                except QoffError:
+                    raise
+                except ValueError as error:
+                    broken(number, f"is not a JSON object ({error})")
+    except OSError as error:
+        raise DiskReadError(f"{path}: {error.strerror or error}") from error
+
+
+def packed(found: Iterable[Example], length: int) -> Sequences:
+    """Examples one behind the other in sequences of up to `length` tokens.
+
+    One that does not fit into the rest of a sequence begins another; only longer ones are cut. The
+    first token of each is not learned, as it would be from the example before. Sequences of which
+    nothing is learned are left out.
+    """
+    rows: list[Tensor] = []
+    ids: list[int] = []
+    labels: list[int] = []
+
+    def end() -> None:
+        if any(label != IGNORED for label in labels[1:]):
+            rows.append(torch.tensor([ids, labels]))
+        ids.clear()
+        labels.clear()
+
+    for one in found:
+        for at in range(0, len(one.ids), length):
+            piece = one.ids[at : at + length]
+            if len(ids) + len(piece) > length:
+                end()
+            ids += piece
+            labels += [IGNORED, *one.labels[at + 1 : at + length]]
+    end()
+    return Sequences(rows)

@@ -1,0 +1,153 @@
+"""`qoff finetune`: what it leaves, that it goes on, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from qoff.cli.main import app
+from qoff.train import Training
+from tests.tiny_models import tiny_checkpoint, tiny_model
+
+peft = pytest.importorskip("peft")
+SAYS = [f"the number {i} is followed by {i + 1}" for i in range(6)]
+QUICK = ["--sequence", 48, "--micro-batches", 2, "--steps", 4, "--save-every", 2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.getbasetemp(), "llama")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": x}) + "\n" for x in SAYS))
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["finetune", *map(str, arguments)])
+
+
+def succeed(*arguments: object) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def log(out: Path) -> list[dict[str, str]]:
+    with (out / "log.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_all_weights_learn_and_load_in_transformers(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    options = ["--full", "-o", out, *QUICK, "--lr", 1e-2, "--max-norm", 1, "--steps", 8]
+    said = succeed(model, data, *options, "--host-memory", 0, "--disk", tmp_path / "disk")
+    assert "all weights after 8 steps" in said.stdout
+    rows = log(out)
+    assert [row["step"] for row in rows] == [str(i) for i in range(1, 9)]
+    assert float(rows[-1]["loss"]) < 0.8 * float(rows[0]["loss"])
+    assert all(float(row["norm"]) > 0 for row in rows)
+    trained = AutoModelForCausalLM.from_pretrained(out)
+    before = AutoModelForCausalLM.from_pretrained(model)
+    theirs = dict(before.named_parameters())
+    assert all(not torch.equal(p, theirs[name]) for name, p in trained.named_parameters())
+    assert all(p.isfinite().all() for p in trained.parameters())
+    again = succeed(model, data, *options)  # nothing is left to do, wherever it lies
+    assert "goes on after step 8" in again.output
+
+
+def test_a_run_that_was_ended_goes_on_bit_for_bit(
+    data: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Adapters on a qoff checkpoint: Ctrl-C in the fourth step, after the second was saved."""
+    base = tmp_path_factory.getbasetemp()
+    path = tiny_checkpoint(base, "llama")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = [path, data, "--lora", "r=4,alpha=8,dropout=0.1", *QUICK, "--lr", 1e-2]
+    succeed(*options, "-o", whole)
+    step = Training.step
+
+    def ended(self: Training, batches: Any) -> float:
+        if self.steps == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "step", ended)
+        result = run(*options, "-o", parts)
+    assert result.exit_code == 130
+    assert "interrupted after step 3; the last checkpoint is" in result.output
+    assert "of step 2" in result.output
+    assert result.output.count("interrupted") == 1
+    assert len(log(parts)) == 3
+    assert "goes on after step 2" in succeed(*options, "-o", parts).output
+    assert [r["loss"] for r in log(parts)] == [r["loss"] for r in log(whole)]
+    ours, theirs = (load_file(x / "adapter_model.safetensors") for x in (parts, whole))
+    assert ours
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_model(base, "llama")), parts
+    )
+    assert loaded.peft_config["default"].lora_alpha == 8
+
+    other = run(*options, "-o", parts, "--seed", 5)
+    assert other.exit_code == 1
+    assert "is of another run: its seed is 0, here 5" in other.output
+    assert "begin anew with --overwrite" in other.output
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(model: Path, data: Path, tmp_path: Path) -> None:
+    options = ["--full", "-o", tmp_path / "out", *QUICK, "--lr", 1e30, "--save-every", 1]
+    result = run(model, data, *options)
+    assert result.exit_code == 1
+    assert "the loss is" in result.output
+    assert f"the last checkpoint is {tmp_path / 'out' / 'checkpoint'}, of step " in result.output
+
+
+def test_what_cannot_be_is_refused(
+    model: Path, data: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    out, bad = tmp_path / "out", tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+    full = ["--full", "-o", out]
+    for arguments, said in (
+        ([model, data, "-o", out], "say what learns: --lora r=16, or --full"),
+        ([model, data, "-o", out, "--lora", "16"], "--lora 16: use r=16, or"),
+        ([checkpoint, data, *full], "packed weights do not learn; use --lora"),
+        ([model, bad, *full, "--strict"], "bad.jsonl: line 1: a line is {"),
+        ([model, bad, *full], "bad.jsonl has no example that something is learned from"),
+        ([model, data, "--full", "-o", model], "is there, and no run of qoff"),
+        ([model, data, *full, "--host-memory", 0], "go to disk"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 1, arguments
+        assert said in result.output
+    assert "line 2: there is no message of the assistant" in run(model, bad, *full).output
+    assert not out.exists()

@@ -1,0 +1,158 @@
+"""A run goes on from its checkpoint bit for bit, and writing one never costs the one before."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qoff import train
+from qoff.errors import ArgumentError, FormatError, QoffError
+from tests.io_faults import SHORT, each_call
+from tests.tiny_models import tiny_checkpoint
+
+from .test_lora import batches as lora_batches
+from .test_lora import lora
+from .test_training import LR, PLACES, batch, model_of, offloaded
+
+
+def training_of(place: str, folder: Path, bits: int = 32) -> train.Training:
+    model = model_of("llama", torch.bfloat16, attention_dropout=0.2)
+    return offloaded(model, place, folder, optimizer=train.AdamW(lr=LR, bits=bits))
+
+
+def steps(training: train.Training, count: int) -> list[float]:
+    numbers = range(training.steps, training.steps + count)
+    return [training.step([batch(i), batch(i + 9)]) for i in numbers]
+
+
+def assert_same(a: train.Training, b: train.Training) -> None:
+    assert a.steps == b.steps
+    theirs = b.state_dict()
+    assert all(torch.equal(x, theirs[name]) for name, x in a.state_dict().items())
+
+
+def without_copies(*_: object) -> int:
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "bits", "copies"),
+    [
+        (PLACES[0], PLACES[0], 8, True),
+        (PLACES[1], PLACES[1], 32, True),
+        (PLACES[2], PLACES[2], 8, False),
+        (PLACES[0], PLACES[2], 32, True),
+    ],
+)
+def test_a_resumed_run_is_the_same_bit_for_bit(
+    before: str,
+    after: str,
+    bits: int,
+    copies: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not copies:
+        monkeypatch.setattr(os, "copy_file_range", without_copies)
+    torch.manual_seed(7)
+    whole = training_of(before, tmp_path, bits)
+    wanted = steps(whole, 4)
+    torch.manual_seed(7)
+    first = training_of(before, tmp_path, bits)
+    found = steps(first, 2)
+    first.save(tmp_path / "run", position={"line": 4})
+    steps(first, 1)  # what comes after it is not in it
+    torch.manual_seed(99)
+    second = training_of(after, tmp_path, bits)
+    assert second.resume(tmp_path / "run") == {"line": 4}
+    assert [*found, *steps(second, 2)] == wanted
+    assert_same(second, whole)
+
+
+def test_a_resumed_run_of_adapters_is_the_same(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+
+    def made() -> train.Training:
+        model = lora(AutoModelForCausalLM.from_pretrained(path, device_map="disk"))
+        options: dict[str, Any] = {"host_memory": 0, "disk": tmp_path}
+        return train.offload(model, train.AdamW(lr=LR), tokens=10, micro_batches=2, **options)
+
+    whole, first = made(), made()
+    wanted = [whole.step(lora_batches(i)) for i in range(4)]
+    found = [first.step(lora_batches(i)) for i in range(2)]
+    first.save(tmp_path / "run")
+    second = made()
+    assert second.resume(tmp_path / "run") is None
+    assert found + [second.step(lora_batches(i)) for i in (2, 3)] == wanted
+    assert_same(second, whole)
+
+
+@pytest.mark.parametrize("how", [errno.ENOSPC, SHORT], ids=["ENOSPC", "short"])
+def test_the_former_checkpoint_stays_until_the_new_one_is_whole(how: int, tmp_path: Path) -> None:
+    root, disk = tmp_path / "run", tmp_path / "disk"
+    training = training_of(PLACES[1], disk)
+    training.save(root, position=0)
+    former = training.state_dict()
+    steps(training, 1)
+    latter, reader, failed = training.state_dict(), training_of(PLACES[0], disk), 0
+    for error in each_call(root, how, partial(training.save, root, position=1), step=5):
+        assert error is None or isinstance(error, QoffError)
+        failed += error is not None
+        position = reader.resume(root)
+        assert position == reader.steps
+        wanted = latter if position else former
+        assert all(torch.equal(x, wanted[name]) for name, x in reader.state_dict().items())
+    assert failed > 2
+    assert sorted(p.suffix for p in root.iterdir()) == [".json", ".state"]  # nothing left over
+
+
+def test_a_run_that_is_killed_leaves_the_former_checkpoint(tmp_path: Path) -> None:
+    """The process ends at once in the middle of writing, or before the new one has its name."""
+    training = training_of(PLACES[0], tmp_path)
+    training.save(tmp_path / "run", position="former")
+    steps(training, 1)
+    for call in ("pwritev", "rename"):
+        pid = os.fork()
+        if pid == 0:
+            setattr(os, call, lambda *_: os._exit(9))
+            training.save(tmp_path / "run", position="latter")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        assert training_of(PLACES[0], tmp_path).resume(tmp_path / "run") == "former"
+    training.save(tmp_path / "run", position="latter")
+    assert training_of(PLACES[0], tmp_path).resume(tmp_path / "run") == "latter"
+    assert len(list((tmp_path / "run").iterdir())) == 2  # what was left behind is gone
+
+
+def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    training = training_of(PLACES[0], tmp_path)
+    with pytest.raises(FormatError, match=r"run.json: cannot be read .*training.save"):
+        training.resume(run)
+    with pytest.raises(ArgumentError, match="what JSON can hold"):
+        training.save(run, position=object())
+    training.save(run)
+    with pytest.raises(ArgumentError, match="another run: its bits are 32, here 8"):
+        training_of(PLACES[0], tmp_path, bits=8).resume(run)
+    other = offloaded(model_of("tied"), PLACES[0], tmp_path, optimizer=train.AdamW(lr=LR))
+    with pytest.raises(ArgumentError, match=r"another run: its weights are \['model.*bfloat16"):
+        other.resume(run)
+    (states,) = run.glob("*.state")
+    os.truncate(states, 4096)
+    with pytest.raises(FormatError, match=r"4,096 bytes, not [\d,]+: it is not whole"):
+        training.resume(run)
+    header = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(header | {"states": "../x.state"}))
+    with pytest.raises(FormatError, match="states"):
+        training.resume(run)
+    steps(training, 1)  # a checkpoint that is refused changes nothing
