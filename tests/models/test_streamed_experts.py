@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory import plan_residency
 from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.io.thread_transfers import ThreadTransfers
+from qoff.memory.io.transfers import UnitRead
+from qoff.memory.plan import ChosenExperts
 from qoff.memory.store import StoreStats
 from qoff.models.convert.convert import convert
 from qoff.models.native.decoder import Decoder
@@ -210,6 +214,26 @@ def test_on_the_ops_of_a_gpu(tmp_path: Path) -> None:
     with Runtime(path, kv=KV8, device_memory=everything - 1, instrumentation=hooks) as runtime:
         assert 0 < runtime.residency.expert_slots < 4
         assert greedy(runtime, 2) == expected
+
+
+@pytest.mark.parametrize(("owner", "call"), [(UnitRead, "settle"), (ThreadTransfers, "read_unit")])
+def test_a_request_that_ended_early_keeps_no_slot(
+    base: Path, owner: type, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(base, "mixtral")
+    least, everything = budgets(path)
+    expected = resident_logits(path)
+    with Runtime(path, device_memory=least + (everything - least) // 3) as runtime:
+        cache = runtime.store.experts
+        assert cache is not None
+        assert 1 < len(cache._free) <= 4
+        for request in range(2 * len(cache._free)):
+            chosen = ChosenExperts(request % len(cache.counts), (0, 1, 2, 3))
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, call, Mock(side_effect=[KeyboardInterrupt]))
+                with pytest.raises(KeyboardInterrupt):
+                    cache.acquire(chosen)
+        assert torch.equal(logits_of(runtime), expected)
 
 
 def test_a_damaged_expert_ends_the_first_pass(base: Path, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ class ExpertCache:
         self._guesses: tuple[Expert, ...] = ()
         self._doubtful: frozenset[Expert] = frozenset()  # guesses that were not there
         self._accuracy = 1.0  # of late, of these
-        self._guessed: list[_Held] = []  # under way because of them, not asked for yet
+        self._reading: list[_Held] = []  # whose slots are fixed until they have come
         self._matrices: dict[int, tuple[QExperts, QExperts]] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -217,7 +217,7 @@ class ExpertCache:
         missing = [expert for expert in wanted if expert not in self._held]
         self._make_room(len(missing), wanted)
         if missing and not self._free and not any(expert in self._held for expert in wanted):
-            self._give_up_guesses()
+            self._give_up()
         for expert in missing[: len(self._free)]:
             self._read(expert, guess=False)
 
@@ -234,7 +234,7 @@ class ExpertCache:
         count -= len(self._free)
         if count <= 0:
             return
-        self._unfix_guesses()
+        self._unfix()
         may = (self._keys >= 0) & ~self._fixed
         for expert in kept:
             held = self._held.get(expert)
@@ -246,22 +246,24 @@ class ExpertCache:
         for place in self.policy.leaving(self._keys[slots], min(count, len(slots))):
             self._leave(int(slots[place]))
 
-    def _unfix_guesses(self) -> None:
-        """Let guesses leave that have come, asked for or not."""
-        for held in [h for h in self._guessed if h.came or all(f.done() for f in h.read.futures)]:
-            self._guessed.remove(held)
-            if not held.came:  # else waves that have it hold it
-                self._fixed[held.slot] = False
+    def _unfix(self) -> None:
+        """Let leave what has been read, also where the pass that asked for it does so no more."""
+        for held in self._reading.copy():
+            if held.came or all(future.done() for future in held.read.futures):
+                self._reading.remove(held)
+                if not held.came:  # else waves that have it hold it
+                    self._fixed[held.slot] = False
 
     def _leave(self, slot: int) -> None:
         key = int(self._keys[slot])
         layer = int(self.policy.layer[key])
-        held = self._held.pop(Expert(layer, key - int(self.policy.first[layer])))
+        held = self._held[Expert(layer, key - int(self.policy.first[layer]))]
+        held.read.settle()
+        del self._held[held.expert]
         if held.guess and not held.came:
             self._stats = replace(self._stats, wrong=self._stats.wrong + 1)
-        if held in self._guessed:
-            self._guessed.remove(held)
-        held.read.settle()
+        if held in self._reading:
+            self._reading.remove(held)
         if held.host is not None:
             self._host.put_back(key, held.host)
         elif held.came and held.expert not in self._sources:
@@ -269,34 +271,40 @@ class ExpertCache:
         self._keys[slot], self._fixed[slot] = -1, False
         self._free.append((slot, self._transfers.recycle(self._memory[slot])))
 
-    def _give_up_guesses(self) -> None:
-        """Drop a guess that is being read: it is in the way."""
-        held = self._guessed[-1]  # the least likely one of them
+    def _give_up(self) -> None:
+        """Drop the newest read: nothing under way is wanted, and it is in the way."""
+        held = self._reading[-1]  # of guesses the least likely one
         held.read.abandon()
         self._leave(held.slot)
 
     def _read(self, expert: Expert, guess: bool) -> None:
         image = self._layers[expert.layer].image(expert.number)
-        slot, mark = self._free.pop(0)
-        memory, stamp = self._memory[slot][: image.nbytes], None
         key = int(self.policy.first[expert.layer]) + expert.number
+        slot, mark = self._free[0]
+        memory, stamp = self._memory[slot][: image.nbytes], None
         source = self._sources.get(expert)
         host = self._host.take(key) if source is None else None
         if host is not None:
             source = self._host.memory(host)[: image.nbytes]
-            self._stats = replace(self._stats, from_host=self._stats.from_host + 1)
-        if source is not None:
-            read = self._transfers.copy_unit(image, source, memory, mark)
-        else:
-            stamp = self._checks.stamp(image.file)
-            read = self._transfers.read_unit(image, memory, False, mark)
-        held = _Held(expert, slot, read, stamp, source is None, guess, host=host)
-        self._held[expert] = held
-        if guess:
-            self._guessed.append(held)
+        try:
+            if source is not None:
+                read = self._transfers.copy_unit(image, source, memory, mark)
+            else:
+                stamp = self._checks.stamp(image.file)
+                read = self._transfers.read_unit(image, memory, False, mark)
+        except BaseException:
+            if host is not None:
+                self._host.put_back(key, host)
+            raise
+        del self._free[0]
+        self._held[expert] = held = _Held(
+            expert, slot, read, stamp, source is None, guess, host=host
+        )
+        self._reading.append(held)
         self._keys[slot] = key
         self._fixed[slot] = True  # until it has come
         done = replace(self._stats, bytes=self._stats.bytes + image.nbytes)
+        done = replace(done, from_host=done.from_host + (host is not None))
         self._stats = replace(done, guessed=done.guessed + guess, misses=done.misses + (not guess))
 
     def _arrived(self, wanted: list[Expert]) -> list[_Held]:
