@@ -14,7 +14,7 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
 from qoff.memory.plan import Residency, plan_residency
 from qoff.memory.plan.residency import streamed_images
 
-from .cost import RESOURCES, Choices, CostModel, Phase, round_seconds
+from .cost import PLACED, RESOURCES, Choices, CostModel, Phase, round_seconds
 from .manual import Memory, Plan, Tier
 
 TIERS: tuple[Tier, ...] = (
@@ -198,13 +198,15 @@ class Certifier:
         moves = split[DISK] > 0 or (split[HOST] > 0 and not plan.attends_on_cpu)
         steps = cost.step_s if moves else 0.0
         count = work.at_once
+        saved = min(_kept(residency), weights[HOST]) / cost.weight_bytes
+        saved *= cost.machine.to_device.bytes_per_s / cost.machine.from_device.bytes_per_s
         return Certified(
             plan,
             memory,
             residency,
             weights,
-            _forecast(prefill, placed, count * work.prompt.mean, steps),
-            _forecast(decode, placed, count * work.answer.mean, steps),
+            _forecast(prefill, placed, count * work.prompt.mean, steps, saved),
+            _forecast(decode, placed, count * work.answer.mean, steps, saved),
         )
 
     def _weights(self, residency: Residency) -> dict[str, int]:
@@ -220,11 +222,16 @@ class Certifier:
             missed = 1 - residency.expert_slots / count
             of_all = self.cost.sizes.expert_bytes * count
             held = max(0, residency.host_weight_bytes - streamed[HOST])
-            held += residency.host_expert_slots * residency.expert_bytes
-            streamed[HOST] += int(missed * held)
-            streamed[DISK] += int(missed * (of_all - held))
+            kept = min(_kept(residency), int(missed * of_all))  # none of these is on the device
+            streamed[HOST] += int(missed * held) + kept
+            streamed[DISK] += max(0, int(missed * (of_all - held)) - kept)
         resident = max(0, self.cost.weight_bytes - streamed[HOST] - streamed[DISK])
         return {DEVICE: resident, **streamed}
+
+
+def _kept(residency: Residency) -> int:
+    """Bytes of the slots in host memory for experts that left the device."""
+    return residency.host_expert_slots * residency.expert_bytes
 
 
 _TRIES = 24
@@ -239,9 +246,17 @@ def _placed(plan: Plan, host: float, disk: float) -> Plan:
     return replace(plan, kv_placement=KVPlacement(device, on_host / blocks))
 
 
-def _forecast(phase: Phase, placed: np.ndarray, tokens: float, step_s: float) -> Forecast:
-    """step_s: seconds of the CPU for each layer of a pass."""
+def _forecast(
+    phase: Phase, placed: np.ndarray, tokens: float, step_s: float, saved: float
+) -> Forecast:
+    """step_s: seconds of the CPU for each layer of a pass.
+
+    saved: seconds of the link back, in those of all weights on their way to the device: an expert
+    that comes from a slot in host memory leaves it to one from the device.
+    """
     busy = phase.busy(placed)
+    to_device = phase.each[:, RESOURCES.index("to device"), PLACED.index("weights on host")]
+    busy[:, RESOURCES.index("from device")] += saved * to_device
     busy[:, RESOURCES.index("cpu")] += step_s * (phase.units - 1) * phase.passes
     seconds = round_seconds(busy, phase.units)
     named = dict(zip(RESOURCES, map(float, busy[0]), strict=True))

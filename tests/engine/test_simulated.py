@@ -161,6 +161,20 @@ def test_machines_that_are_not_here_are_simulated() -> None:
     assert found.decode.seconds < 1.5 * best.decode.seconds
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_an_expert_that_is_kept_in_host_memory_takes_the_link_back(on_gpu: bool) -> None:
+    on = machine(on_gpu, device=GIB, host=GIB)
+    memory = torch.empty(MIB, dtype=torch.uint8)
+    with Simulation(sizes(on_gpu), replace(PLAIN_PLAN, device_memory=GIB), on) as run:
+        here = run.machine
+        there, back = here.to_device.bytes, here.from_device.bytes
+        run.executor.runtime.store._transfers.save(memory, memory)
+        here.to_device.move(1)  # behind it on a GPU, too
+        assert here.from_device.bytes - back == MIB
+        assert here.to_device.bytes - there == 1
+        assert here.clock.now() >= MIB / 1e9
+
+
 def test_links_that_wait_for_each_other_take_longer_than_either() -> None:
     """With one sequence and two slots the seams of a round are seen."""
     on = machine(device=6 * MIB)

@@ -114,9 +114,7 @@ class _SimulatedCpu(_Simulated, CpuExecutor):
 
 class _SimulatedGpu(_Simulated, GpuExecutor):
     def _transfers(self) -> Transfers:
-        machine = self.machine
-        reader = SimulatedReader(machine)
-        return CudaTransfers(_CPU, reader, stream=lambda device: SimulatedStream(machine))
+        return _SimulatedStreams(self.machine)
 
     def _memory_of(self, tiled: bool) -> Memory:
         plan, recorded = self.plan, self.plan.batch_size  # as on a GPU that is there
@@ -124,6 +122,22 @@ class _SimulatedGpu(_Simulated, GpuExecutor):
 
     def _new_queue(self, *arguments: Any) -> WriteBackQueue:
         return SimulatedWriteBack(self.machine, *arguments)
+
+
+class _SimulatedStreams(CudaTransfers):
+    """Transfers to a GPU."""
+
+    def __init__(self, machine: VirtualMachine) -> None:
+        stream = SimulatedStream(machine)
+        super().__init__(_CPU, SimulatedReader(machine), stream=lambda device: stream)
+        self._machine = machine
+
+    def save(self, memory: Tensor, host: Tensor) -> None:
+        to_device, from_device = self._machine.to_device, self._machine.from_device
+        from_device.follow(to_device)  # all copies are on one stream
+        from_device.ask()
+        from_device.start(memory.nbytes)
+        to_device.follow(from_device)
 
 
 class _SimulatedThreads(ThreadTransfers):

@@ -71,6 +71,10 @@ class VirtualLink:
             self._stolen.add(begin, end, nbytes * self._taken)
         return end if self._through is None else max(end, self._through.start(nbytes))
 
+    def follow(self, other: VirtualLink) -> None:
+        """Move nothing more before what is on the way over the other has arrived."""
+        self._free_at = max(self._free_at, other._free_at)
+
     def move(self, nbytes: int) -> None:
         """Move bytes, and wait until they have arrived."""
         self._clock.sleep_until(self.start(nbytes))

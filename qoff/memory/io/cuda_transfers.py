@@ -102,9 +102,14 @@ class CudaTransfers(Transfers):
 
     def save(self, memory: Tensor, host: Tensor) -> None:
         used = self.stream.recycle(memory, poison=False)
-        ended = self.stream.copy(memory, host, used, timed=False).ended
+        self._instrumentation.on_copy(memory.nbytes)
+        timed = self._instrumentation.timeline is not None
+        copy = self.stream.copy(memory, host, used, timed)
+        if timed:
+            watch = partial(self._watch, copy, "device to host", "expert", memory.nbytes)
+            self._watchers.submit(watch)
         if self._instrumentation.poison:  # which is on the current stream
-            self.stream.order_after(ended)
+            self.stream.order_after(copy.ended)
 
     def recycle(self, memory: Tensor) -> Mark:
         return self.stream.recycle(memory, self._instrumentation.poison)
@@ -144,10 +149,11 @@ class CudaTransfers(Transfers):
         copy = self.stream.copy(source, read.memory, after, timed)
         self.copied_bytes += source.nbytes
         if timed:
-            self._watchers.submit(partial(self._watch, copy, read.image.label, source.nbytes))
+            label, nbytes = read.image.label, source.nbytes
+            self._watchers.submit(partial(self._watch, copy, "host to device", label, nbytes))
         return copy.ended
 
-    def _watch(self, copy: Copy, label: str, nbytes: int) -> None:
+    def _watch(self, copy: Copy, lane: str, label: str, nbytes: int) -> None:
         """Note a copy in the timeline when it has ended."""
         timeline = self._instrumentation.timeline
         assert copy.started is not None
@@ -155,7 +161,7 @@ class CudaTransfers(Transfers):
         copy.started.synchronize()
         start = self.clock.now()
         copy.ended.synchronize()
-        timeline.arrived("host to device", label, start, nbytes)
+        timeline.arrived(lane, label, start, nbytes)
 
 
 def clip(ranges: Sequence[FileRange], at: int, stop: int) -> list[FileRange]:

@@ -54,7 +54,7 @@ class ThreadTransfers(Transfers):
         return read
 
     def save(self, memory: Tensor, host: Tensor) -> None:
-        self._copies.copy([(host, memory)])
+        self.clock.result(self._copies.submit([(host, memory)], "device to host", "expert"))
 
     def recycle(self, memory: Tensor) -> Mark:
         if self._instrumentation.poison:
