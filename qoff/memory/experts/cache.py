@@ -214,6 +214,9 @@ class ExpertCache:
 
     def _start(self, wanted: list[Expert]) -> None:
         """Start to read what is wanted and not under way, as far as there is room."""
+        for held in [self._held[expert] for expert in wanted if expert in self._held]:
+            if held.read.abandoned:  # by a `_give_up` that was interrupted
+                self._leave(held.slot)
         missing = [expert for expert in wanted if expert not in self._held]
         self._make_room(len(missing), wanted)
         if missing and not self._free and not any(expert in self._held for expert in wanted):

@@ -76,7 +76,7 @@ class UnitRead:
         self.futures: list[Future[Any]] = []
         self.requests: list[ReadRequest] = []
         self._transfers = transfers
-        self._abandoned = False
+        self.abandoned = False
 
     def wait(self) -> None:
         """Return when computations may use the weights. Raises what went wrong on the way."""
@@ -92,7 +92,7 @@ class UnitRead:
 
     def abandon(self) -> None:
         """Do no more of it than is already started; `wait` then raises DiskReadError."""
-        self._abandoned = True
+        self.abandoned = True
         for request in self.requests:
             request.abandon()
 
@@ -108,12 +108,12 @@ class UnitRead:
     def add(self, request: ReadRequest) -> None:
         """Take note of reads that an `abandon` has to reach."""
         self.requests.append(request)
-        if self._abandoned:
+        if self.abandoned:
             request.abandon()
 
     def check(self) -> None:
         """Raise DiskReadError when this was abandoned."""
-        if self._abandoned:
+        if self.abandoned:
             raise DiskReadError(f"{self.image.file.path}: the read was abandoned")
 
     def _event(self) -> Event | None:
