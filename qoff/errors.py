@@ -23,6 +23,10 @@ class ArgumentError(QoffError, ValueError):
     """An argument of a function is out of its range, or its object was closed."""
 
 
+class ClosedError(ArgumentError):
+    """An object was closed, and is asked for more."""
+
+
 class OpError(QoffError, ValueError):
     """An op was given an operand of the wrong dtype, shape, stride, group or device."""
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from qoff.budgets import device_guard
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, ClosedError
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.interrupts import check as check_interrupts
 from qoff.kernels.sampling import DRAWS_AHEAD
@@ -157,7 +157,7 @@ class Rounds:
         if self._worker == threading.get_ident():
             raise ArgumentError("an LLM cannot be called in the middle of its own round")
         if self._closed:
-            raise ArgumentError("this LLM is closed")
+            raise ClosedError("this LLM is closed")
 
     def _turn(self, ready: Callable[[], object]) -> None:
         """Compute a round as soon as no other thread does and there is something; or be `ready`."""

@@ -93,8 +93,8 @@ class FileJob:
             block=self._sink.block,
             noticed=noticed,
         )
-        runner.start()
         try:
+            runner.start()
             llm.work(runner.ended.is_set)
         finally:
             with whole():
@@ -124,7 +124,8 @@ class FileJob:
         return copy
 
     def _journal(self, output: Path, says: dict[str, Any], overwrite: bool) -> Journal:
-        errors = self._asked.errors or output.with_suffix(".errors.jsonl")
+        stem = str(output).removesuffix(".jsonl")  # another suffix may tell two outputs apart
+        errors = self._asked.errors or Path(f"{stem}.errors.jsonl")
         places = Places(output, errors)
         used = [self._asked.requests, output, errors, places.header, places.sorting]
         if len({path.resolve() for path in used}) < len(used):
@@ -156,7 +157,7 @@ class FileJob:
             job = self._sink.job
             return OpenAIReader(llm, asked.model, job)
         chats = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
-        return PromptReader(asked.params, chats and not asked.raw)
+        return PromptReader(asked.params, chats and not asked.raw, self._sink.job)
 
     def __enter__(self) -> Self:
         return self

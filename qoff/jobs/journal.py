@@ -26,7 +26,7 @@ from .lines import Bits
 
 BLOCK = 64  # requests whose answers are forced to disk together, at most
 _VERSION = 1
-_ID = re.compile(r"batch_req_\w+_(\d{1,15})")
+_ID = re.compile(r"batch_req_(\w+)_(\d{1,15})")
 _ANEW = "--overwrite starts anew"
 
 
@@ -102,6 +102,7 @@ class Journal:
             os.fsync(self._lock)
             for path in (places.output, places.errors):
                 path.unlink(missing_ok=True)
+                sync_directory(path.parent)  # no old answers beside the new header
             self.job = secrets.token_hex(8)
             header = {"version": _VERSION, "job": self.job, "block": BLOCK, **says}
             with places.header.open("wb") as file:
@@ -116,7 +117,7 @@ class Journal:
         count = end = bad = after = 0
         with _io_errors(path, DiskReadError), path.open("rb") as file:
             for at, line in enumerate(file, 1):
-                number = None if bad else _number(line, samples)
+                number = None if bad else self._number(path, line)
                 if number is None:
                     bad, after = bad or at, after + bool(bad)
                 elif number >= 0:
@@ -167,7 +168,7 @@ class Journal:
         with _io_errors(places.output, DiskWriteError), places.output.open("rb") as file:
             ordered, last, start = True, -1, 0
             for line in file:
-                number = _number(line, self._samples)
+                number = self._number(places.output, line)
                 if number is None or number < 0:
                     continue
                 while len(starts) <= number:
@@ -188,27 +189,39 @@ class Journal:
             places.sorting.rename(places.output)
             sync_directory(places.output.parent)
 
+    def _number(self, path: Path, line: bytes) -> int | None:
+        """The request that a line completes; -1: none yet; None: the line is no whole one.
+
+        Raises FormatError for a line of another job.
+        """
+        if not line.endswith(b"}\n"):
+            return None
+        try:
+            found: Any = json.loads(line)
+            if "index" in found:
+                whole = "error" in found or found["sample"] == self._samples - 1
+                job, number = found.get("job", self.job), found["index"] if whole else -1
+            else:
+                match = _ID.fullmatch(found["id"])
+                if match is None:
+                    return None
+                job, number = match[1], match[2]
+            number = int(number)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        if job != self.job:
+            raise FormatError(
+                f"{path}: has lines of another job than {self.places.header}; choose another file, "
+                f"or {_ANEW}"
+            )
+        return number
+
     def close(self) -> None:
         """Let other processes have the job; idempotent."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             with suppress(OSError):  # nothing was written through it that is not on disk
                 os.close(lock)
-
-
-def _number(line: bytes, samples: int) -> int | None:
-    """The request that a line completes; -1: none yet; None: the line is no whole one."""
-    if not line.endswith(b"}\n"):
-        return None
-    try:
-        found: Any = json.loads(line)
-        if "index" in found:
-            whole = "error" in found or found["sample"] == samples - 1
-            return int(found["index"]) if whole else -1
-        match = _ID.fullmatch(found["id"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return None if match is None else int(match[1])
 
 
 def _locked(path: Path) -> int:

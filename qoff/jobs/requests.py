@@ -61,19 +61,21 @@ class Reader(Protocol):
 class PromptReader:
     """Lines with a prompt each: text, a JSON string or {"prompt": ...}.
 
-    chats: whether they are put into the model's chat template. params: of all of them.
+    chats: whether they are put into the model's chat template. params: of all of them. job: part of
+    the lines of what fails.
     """
 
     params: SamplingParams
     chats: bool
+    job: str
 
     def read(self, line: Line) -> Request | Bad:
         try:
             text = prompt(line)
         except QoffError as error:
-            return Bad(line, _prompt_error(line, error))
+            return Bad(line, _prompt_error(line, error, self.job))
         wanted = Chat([{"role": "user", "content": text}]) if self.chats else text
-        return PromptRequest(line, wanted, self.params)
+        return PromptRequest(line, wanted, self.params, self.job)
 
     def skip(self, line: Line) -> None:
         pass
@@ -86,6 +88,7 @@ class PromptRequest:
     line: Line
     prompts: Any
     params: SamplingParams
+    job: str
 
     def answered(self, answers: Sequence[Completion], prompt_tokens: int) -> list[bytes]:
         for one in answers:
@@ -94,7 +97,7 @@ class PromptRequest:
         return [self._line(one, prompt_tokens) for one in answers]
 
     def failed(self, error: Exception) -> bytes:
-        return _prompt_error(self.line, error)
+        return _prompt_error(self.line, error, self.job)
 
     def _line(self, answer: Completion, prompt_tokens: int) -> bytes:
         """An answer without its prompt, of which only the number of tokens is told."""
@@ -117,8 +120,12 @@ class OpenAIReader:
         self._ids = IdSet()
 
     def skip(self, line: Line) -> None:
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            self._ids.add(json.loads(line.data or b"")["custom_id"])
+        from pydantic import ValidationError
+
+        from qoff.api.protocol import BatchLine
+
+        with suppress(ValidationError):  # as `read` does it: a wrong line's id does not count
+            self._ids.add(BatchLine.model_validate_json(line.data or b"").custom_id)
 
     def read(self, line: Line) -> Request | Bad:
         from pydantic import ValidationError
@@ -197,8 +204,8 @@ class OpenAIRequest:
         return self._known.error(as_api_error(error))
 
 
-def _prompt_error(line: Line, error: Exception) -> bytes:
-    said = {"index": line.number, "line": line.at, "finish_reason": "error"}
+def _prompt_error(line: Line, error: Exception, job: str) -> bytes:
+    said = {"index": line.number, "line": line.at, "job": job, "finish_reason": "error"}
     return _encoded({**said, "error": str(error)})
 
 

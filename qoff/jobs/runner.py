@@ -17,7 +17,14 @@ from qoff.engine import LLM, Completion
 from qoff.engine.calls import Call
 from qoff.engine.prompts import prompt_list
 from qoff.engine.request import Sequence
-from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, QoffError
+from qoff.errors import (
+    ArgumentError,
+    ClosedError,
+    DiskReadError,
+    DiskWriteError,
+    FormatError,
+    QoffError,
+)
 
 from .journal import BLOCK
 from .lines import Bits, Line
@@ -25,6 +32,7 @@ from .requests import Bad, Reader, Request
 
 _LOOK_S = 0.25  # between looks for room that others have left
 _HELD_S = 1.0  # answers wait so long for others of their block
+_ALIKE = 3  # requests in a row that fail alone in the same way: it is not their fault
 _OF_MACHINE = (DiskReadError, DiskWriteError, FormatError)  # and of no request
 
 
@@ -56,7 +64,8 @@ class Runner:
     room: for how many answers there is room beside those given in flight; below 0: so many are to
     give up their places, and are asked for again later. most: answers of a request. block: requests
     whose answers are written together, at most. noticed: called by the thread after each block.
-    A request whose round fails is computed once more, alone; `error` is what ends the job.
+    A request whose round fails is computed once more, alone; `error` is what ends the job: faults
+    of the machine, among them the third request in a row that fails alone in the same way.
     """
 
     def __init__(
@@ -82,6 +91,8 @@ class Runner:
         self._running: list[_Asked] = []  # in the order in which they were submitted
         self._again: deque[_Asked] = deque()
         self._finished: deque[_Asked] = deque()  # by threads that compute rounds
+        self._alike = 0  # requests that failed alone, the last ones, by errors of one type:
+        self._broken: type[BaseException] | None = None
         self._held: tuple[list[int], list[bytes], list[bytes]] = [], [], []
         self._oldest = 0.0  # when the first of these came
         self._thread = threading.Thread(target=self.run, name="qoff-job")
@@ -160,7 +171,10 @@ class Runner:
             if one is None:
                 return False
             alone = one.again_alone or any(other.again_alone for other in self._running)
-            if self._running and (one.count > free or alone):
+            never = self._most is not None and one.count > self._most  # which `_submit` says
+            # Alone and on nobody else's cost, a request may wait for some of its own places.
+            wide = one.count > free and (self._running or self._most is not None)
+            if (wide and not never) or (self._running and alone):
                 self._again.appendleft(one)
                 return True
             self._submit(one)
@@ -190,7 +204,9 @@ class Runner:
                 )
             lengths = self._llm.submit(one.request.prompts, one.request.params, one)
             one.prompt_tokens = sum(lengths)
-        except QoffError as error:
+        except (ArgumentError, ApiError) as error:
+            if isinstance(error, ClosedError):
+                raise
             self._running.remove(one)
             self._add(one.request.line.number, [], one.request.failed(error))
 
@@ -220,6 +236,7 @@ class Runner:
         except (ApiError, QoffError) as error:
             self._add(number, [], one.request.failed(error))
             return
+        self._alike = 0
         self.counts.prompt_tokens += one.prompt_tokens
         self.counts.tokens += sum(len(answer.token_ids) for answer in answers)
         self._add(number, lines, None)
@@ -231,6 +248,10 @@ class Runner:
         if isinstance(error, _OF_MACHINE) or not isinstance(error, Exception):
             raise error
         if one.again_alone:
+            self._alike = self._alike + 1 if type(error) is self._broken else 1
+            self._broken = type(error)
+            if self._alike >= _ALIKE:
+                raise error
             self._add(one.request.line.number, [], one.request.failed(error))
         else:
             self._again.append(one.again(alone=True))

@@ -29,6 +29,7 @@ from .files import FileStore, write_json
 logger = logging.getLogger("qoff.serve")
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 _MOST = 10_000  # batches
+_AGAIN_S = 5.0  # between attempts to save how a batch has ended
 _ENDED = ("completed", "failed", "cancelled")
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
@@ -135,7 +136,8 @@ class Batches:
     def remove_file(self, file_id: str) -> None:
         """Forget a file. Raises ApiError where a batch needs it, and where there is none."""
         for one in self.all():
-            if one["input_file_id"] == file_id and one["status"] not in _ENDED:
+            needed = (one["input_file_id"], one["output_file_id"], one["error_file_id"])
+            if file_id in needed and one["status"] not in _ENDED:
                 raise ApiError(409, f"the batch {one['id']} needs the file", code="file_in_use")
         self.files.remove(file_id)
 
@@ -171,20 +173,27 @@ class Batches:
         return next((one for one in self._known.values() if one["status"] not in _ENDED), None)
 
     def _fail(self, said: dict[str, Any], why: str) -> None:
-        """End a batch by an error; what was answered of it is published."""
+        """End a batch by an error; what was answered of it is published.
+
+        Where the disk does not take that, the batch stays the next one, to be ended a while later.
+        """
         fields = {"batch": said["id"], "error": why}
         logger.error("batch failed", extra={"fields": fields})
-        errors = [{"code": "failed", "message": why[:500], "line": None, "param": None}]
+        error = {"code": "failed", "message": why[:500], "line": None, "param": None}
+        errors = self.get(said["id"])["errors"] or {"object": "list", "data": [error]}
         try:
-            ids = self._published(said)
-        except OSError as error:
-            errors.append({**errors[0], "message": str(error)})
-            ids = {}
-        self._turn(said, "failed", errors={"object": "list", "data": errors}, **ids)
+            self._publish(said, errors)
+        except OSError as reason:
+            fields = {"batch": said["id"], "error": str(reason), "again_s": _AGAIN_S}
+            logger.error("batch cannot be saved", extra={"fields": fields})
+            with self._changed:
+                now = self._known[said["id"]]
+                self._known[said["id"]] = {**now, "status": "finalizing", "errors": errors}
+                self._changed.wait_for(lambda: self._stopped, _AGAIN_S)
 
     def _run(self, said: dict[str, Any]) -> None:
-        batch_id, status = said["id"], said["status"]
-        if status != "finalizing":
+        batch_id = said["id"]
+        if said["status"] != "finalizing":  # then the journal may have been published
             with self.files.path(said["input_file_id"]).open("rb") as file:
                 seen = overview(file)
                 if not seen.lines:
@@ -204,10 +213,7 @@ class Batches:
                     journal.close()
             if self._stopped:
                 return
-        cancelled = self.get(batch_id)["status"] == "cancelling"
-        if not cancelled:
-            self._turn(said, "finalizing")
-        self._turn(said, "cancelled" if cancelled else "completed", **self._published(said))
+        self._publish(said, self.get(batch_id)["errors"])
         fields = {"batch": batch_id, **self.get(batch_id)["request_counts"]}
         logger.info("batch ended", extra={"fields": fields})
 
@@ -246,25 +252,34 @@ class Batches:
     def _places_of(self, batch_id: str) -> Places:
         return Places(self._folder / f"{batch_id}.jsonl", self._folder / f"{batch_id}.errors.jsonl")
 
-    def _published(self, said: dict[str, Any]) -> dict[str, str]:
-        """Make files of what is answered; their ids by field. A kill between is made up for."""
-        places, now = self._places_of(said["id"]), self._known[said["id"]]
-        found: dict[str, str] = {}
-        for field, path in (("output_file_id", places.output), ("error_file_id", places.errors)):
-            given = now[field]
-            if given is None and path.exists() and path.stat().st_size:
-                given = self.files.new_id()
-            if given is not None:
-                found[field] = given
-        self._save({**now, **found})
-        for field, path in (("output_file_id", places.output), ("error_file_id", places.errors)):
-            if field in found:
-                name = f"{said['id']}_{field.removesuffix('_file_id')}.jsonl"
-                self.files.add(path, name, "batch_output", found[field])
+    def _publish(self, said: dict[str, Any], errors: dict[str, Any] | None) -> None:
+        """End a batch: make files of what is answered.
+
+        The first write says all that is needed to do so again where a kill comes between: the
+        files' ids and, by `errors` and `cancelling_at`, how it ends.
+        """
+        places = self._places_of(said["id"])
+        found: dict[str, Path] = {}
+        with self._changed:
+            now, ids = self._known[said["id"]], {}
+            for field, path in (
+                ("output_file_id", places.output),
+                ("error_file_id", places.errors),
+            ):
+                ids[field] = now[field]
+                if now[field] is None and path.exists() and path.stat().st_size:
+                    ids[field] = self.files.new_id()
+                if ids[field] is not None:
+                    found[field] = path
+            self._turn(said, "finalizing", errors=errors, **ids)
+        for field, path in found.items():
+            name = f"{said['id']}_{field.removesuffix('_file_id')}.jsonl"
+            self.files.add(path, name, "batch_output", ids[field])
         for path in (places.output, places.errors, places.header, Path(f"{places.output}.sorting")):
             with suppress(FileNotFoundError):
                 path.unlink()
-        return found
+        ended = "cancelled" if now["cancelling_at"] else "completed"
+        self._turn(said, "failed" if errors else ended)
 
 
 def open_batches(

@@ -58,11 +58,13 @@ class FileStore:
     def _read(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for path in self._files.glob("*.json"):
-            if _ID.fullmatch(path.stem) and path.with_suffix("").exists():
+            if not path.with_suffix("").exists():
+                path.unlink()  # a process was killed before the file came here
+            elif _ID.fullmatch(path.stem):
                 found[path.stem] = read_object(path)
         for path in self._files.iterdir():
             if path.suffix != ".json" and path.name not in found:
-                path.unlink()  # a process was killed before it could tell what it is
+                path.unlink()  # a process was killed while it wrote or removed it
         return dict(sorted(found.items(), key=lambda one: (one[1]["created_at"], one[0])))
 
     def close(self) -> None:
@@ -97,21 +99,22 @@ class FileStore:
     def add(self, path: Path, name: str, purpose: str, file_id: str) -> dict[str, Any]:
         """Take over a file that lies in this folder; doing so twice changes nothing."""
         place = self._files / file_id
-        if path.exists():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            path.rename(place)
-            sync_directory(self._files)
+        new = path.exists()
         said = {
             "id": file_id,
             "object": "file",
-            "bytes": place.stat().st_size,
+            "bytes": (path if new else place).stat().st_size,
             "created_at": int(time.time()),
             "filename": name[:_NAME],
             "purpose": purpose,
             "status": "processed",
         }
-        write_json(place.with_suffix(".json"), said)
+        write_json(place.with_suffix(".json"), said)  # first: data of which nothing is said goes
+        if new:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            path.rename(place)
+            sync_directory(self._files)
         with self._changing:
             self._known[file_id] = said
         return said

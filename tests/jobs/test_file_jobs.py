@@ -6,6 +6,7 @@ import errno
 import json
 import resource
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ import pytest
 
 from bench.batch_kills import answers
 from qoff.engine import LLM, Completion, SamplingParams
-from qoff.errors import ArgumentError, DiskReadError, FormatError, QoffError
+from qoff.errors import ArgumentError, ClosedError, DiskReadError, FormatError, QoffError
 from qoff.jobs.file import Asked, FileJob
 from qoff.jobs.journal import BLOCK, Journal, Places
 from qoff.jobs.lines import IdSet, Line, prompt, read_lines
@@ -184,6 +185,69 @@ def test_damage_before_the_last_block_is_refused(job: Callable[..., int], tmp_pa
     assert len(answers(output)) == BLOCK + 3
 
 
+def test_ids_of_done_lines_count_as_they_did(job: Callable[..., int], tmp_path: Path) -> None:
+    """Also those of lines that are none: the answers do not depend on where a run has ended."""
+    wrong = [json.dumps(json.loads(line(0)) | {"custom_id": one}) for one in (5, None)]
+    half = json.dumps({"custom_id": "id 4", "method": "POST", "url": "/v1/completions"})
+    write(tmp_path, *wrong, half, line(3), line(4), line(4))
+    assert job() == 4
+    output = tmp_path / "out.jsonl"
+    wanted = answers(output)
+    output.write_bytes(b"")
+    assert job() == 4
+    assert answers(output) == wanted
+
+
+def test_outputs_do_not_share_their_errors(job: Callable[..., int], tmp_path: Path) -> None:
+    """And answers of another job are not taken for those of this one, whatever their form."""
+    for lines in (["{}", "first"], ["{", line(1)]):
+        write(tmp_path, *lines)
+        one, other = tmp_path / "out-t0.5", tmp_path / "out-t0.7"
+        assert job(output=one, overwrite=True) == job(output=other, overwrite=True) == 1
+        found = [Path(f"{path}.errors.jsonl") for path in (one, other)]
+        found[0].write_bytes(found[1].read_bytes())
+        with pytest.raises(FormatError, match="lines of another job"):
+            job(output=one)
+
+
+def test_old_answers_are_gone_before_a_new_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = Places(tmp_path / "out", tmp_path / "other" / "errors")
+    places.errors.parent.mkdir()
+    forced: list[Path] = []
+
+    def synced(folder: Path) -> None:
+        assert forced or not places.header.stat().st_size
+        forced.append(folder)
+
+    monkeypatch.setattr("qoff.jobs.journal.sync_directory", synced)
+    Journal(places, {}).close()
+    assert forced[:2] == [places.output.parent, places.errors.parent]
+
+
+def test_a_job_interrupted_at_its_start_ends(
+    llm: LLM, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Runner] = []
+    start = Runner.start
+
+    def interrupted(runner: Runner) -> None:
+        begun.append(runner)
+        start(runner)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "start", interrupted)
+    write(tmp_path, line(0))
+    asked = Asked(
+        tmp_path / "in.jsonl", tmp_path / "out.jsonl", None, "tiny", PARAMS, True, False, False
+    )
+    with FileJob(asked, checkpoint, PLAN, overwrite=False) as opened:
+        with pytest.raises(KeyboardInterrupt):
+            opened.run(llm, lambda _: None)
+        assert begun[0].ended.is_set()
+
+
 def test_two_processes_do_not_share_a_job(tmp_path: Path) -> None:
     places = Places(tmp_path / "out", tmp_path / "errors")
     first = Journal(places, {})
@@ -204,7 +268,7 @@ def test_every_call_on_files_fails_once(how: int, tmp_path: Path) -> None:
         try:
             for number in range(6):
                 if number not in journal.done:
-                    text = json.dumps({"id": f"batch_req_a_{number}"}).encode() + b"\n"
+                    text = json.dumps({"id": f"batch_req_{journal.job}_{number}"}).encode() + b"\n"
                     wrong = number % 3 == 0
                     journal.write([number], [] if wrong else [text], [text] if wrong else [])
                     said.add(number)
@@ -228,8 +292,8 @@ def test_every_call_on_files_fails_once(how: int, tmp_path: Path) -> None:
             assert all(number in found.done for number in written)
             found.close()
             run()
-            numbers = [one["id"] for path in (places.output, places.errors) for one in read(path)]
-            assert sorted(numbers) == [f"batch_req_a_{i}" for i in range(6)]
+            ids = [one["id"] for path in (places.output, places.errors) for one in read(path)]
+            assert sorted(one.rpartition("_")[2] for one in ids) == [*"012345"]
         clear()
     assert failed > 15
 
@@ -259,8 +323,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with path.open("rb") as file:
         runner = Runner(
-            llm, read_lines(file), PromptReader(PARAMS, False), journal, lambda mine: 8 - mine,
-            block=1000,
+            llm, read_lines(file), PromptReader(PARAMS, False, journal.job), journal,
+            lambda mine: 8 - mine, block=1000,
         )  # fmt: skip
         runner.start()
         assert runner.ended.wait(60)
@@ -307,7 +371,11 @@ def test_a_request_that_breaks_rounds_harms_no_other(of_machine: bool, tmp_path:
     journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
     with (tmp_path / "in").open("rb") as file:
         runner = Runner(
-            llm, read_lines(file), PromptReader(PARAMS, False), journal, lambda n: 3 - n
+            llm,
+            read_lines(file),
+            PromptReader(PARAMS, False, journal.job),
+            journal,
+            lambda n: 3 - n,
         )
         runner.start()
         while not runner.ended.wait(0.002):
@@ -322,6 +390,57 @@ def test_a_request_that_breaks_rounds_harms_no_other(of_machine: bool, tmp_path:
         assert (wrong["index"], wrong["error"]) == (2, "a broken round")
 
 
+def ran(tmp_path: Path, llm: Any, prompts: str, room: int = 3, **more: Any) -> Runner:
+    """A runner that has ended. llm: has rounds, if it needs them."""
+    (tmp_path / "in").write_text(prompts)
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    with (tmp_path / "in").open("rb") as file:
+        reader = PromptReader(more.pop("params", PARAMS), False, journal.job)
+        runner = Runner(llm, read_lines(file), reader, journal, lambda n: room - n, **more)
+        runner.start()
+        end = time.monotonic() + 20
+        while not runner.ended.wait(0.002) and time.monotonic() < end:
+            if isinstance(llm, Stubborn):
+                llm.round()
+        runner.stop()
+    journal.close()
+    return runner
+
+
+@pytest.mark.parametrize("error", [ClosedError("closed"), QoffError("no process can be started")])
+def test_faults_of_the_machine_are_not_of_requests(error: QoffError, tmp_path: Path) -> None:
+    class Refusing(Instant):
+        def submit(self, prompt: str, params: SamplingParams, call: Any) -> list[int]:
+            raise error
+
+    runner = ran(tmp_path, Refusing(), "one\ntwo\n")
+    assert runner.error is error
+    assert not (tmp_path / "errors").exists()
+
+
+def test_a_job_ends_where_all_requests_break_their_rounds(tmp_path: Path) -> None:
+    error = RuntimeError("the device is gone")
+    assert ran(tmp_path, Stubborn(error), "poison\n" * 9).error is error
+    assert len(read(tmp_path / "errors")) == 2
+
+
+def test_a_request_waits_until_there_is_room_for_all_its_answers(tmp_path: Path) -> None:
+    """It is not submitted for places that clients need, only to be withdrawn at once."""
+    (tmp_path / "in").write_text("one\n")
+    llm: Any = Stubborn(RuntimeError())
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    params = SamplingParams(n=3)
+    with (tmp_path / "in").open("rb") as file:
+        reader = PromptReader(params, False, journal.job)
+        runner = Runner(llm, read_lines(file), reader, journal, lambda n: 1 - n, most=4)
+        assert runner._feed()
+        assert llm._calls == []
+        runner._room = lambda n: 3 - n
+        assert runner._feed()
+    assert len(llm._calls) == 1
+    journal.close()
+
+
 def test_requests_give_way_and_come_back(tmp_path: Path) -> None:
     """Where there is no room any more, the youngest give up their places."""
     (tmp_path / "in").write_text("".join(f"{i}\n" for i in range(6)))
@@ -330,7 +449,11 @@ def test_requests_give_way_and_come_back(tmp_path: Path) -> None:
     room = 4
     with (tmp_path / "in").open("rb") as file:
         runner = Runner(
-            llm, read_lines(file), PromptReader(PARAMS, False), journal, lambda mine: room - mine
+            llm,
+            read_lines(file),
+            PromptReader(PARAMS, False, journal.job),
+            journal,
+            lambda mine: room - mine,
         )
         runner.start()
         for wanted in (4, 1, 3):

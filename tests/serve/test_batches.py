@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,11 @@ import openai
 import pytest
 from openai import OpenAI
 
+from qoff.api.errors import ApiError
 from qoff.engine import SamplingParams
 from qoff.errors import ArgumentError
-from qoff.serve.batches import open_batches
+from qoff.serve.batches import Batches, open_batches
+from qoff.serve.files import FileStore
 
 from .conftest import MODEL, OPTIONS, Running, running
 
@@ -223,6 +229,99 @@ def test_a_batch_goes_on_after_a_restart(checkpoint: Path, tmp_path: Path) -> No
         with pytest.raises(ArgumentError, match="another server"):
             open_batches(tmp_path, MODEL, 1, 1)
         assert [path.name for path in (tmp_path / "batches").iterdir()] == [f"{made.id}.json"]
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def ends_at(monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException) -> None:
+    """Have the call of number `nth`, from 0, on what changes the disk fail, and all after it."""
+    calls = count()
+
+    def failing(works: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if next(calls) >= nth:
+                raise error
+            return works(*args, **more)
+
+        return call
+
+    for name in ("rename", "unlink"):
+        monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
+
+
+def unended(folder: Path, **more: Any) -> tuple[Batches, dict[str, Any]]:
+    """A batch with an answer and an error, none of which is published."""
+    batches = Batches(FileStore(folder, 1 << 20, 3 << 20), MODEL)
+    (batches.files.uploads / "in").write_bytes(b"requests")
+    file = batches.files.add(batches.files.uploads / "in", "in", "batch", batches.files.new_id())
+    said = {**batches.create(file["id"], CHATS, "24h", None), **more}
+    batches._save(said)
+    places = batches._places_of(said["id"])
+    places.output.write_bytes(b"answer")
+    places.errors.write_bytes(b"error")
+    return batches, said
+
+
+ERRORS = {"object": "list", "data": [{"code": "failed", "message": "a fault"}]}
+
+
+@pytest.mark.parametrize("nth", range(9))
+@pytest.mark.parametrize(
+    ("errors", "cancelling_at", "status"),
+    [(None, None, "completed"), (None, 1, "cancelled"), (ERRORS, None, "failed")],
+)
+def test_a_kill_while_answers_are_published_loses_none(
+    errors: Any, cancelling_at: int | None, status: str, nth: int, tmp_path: Path
+) -> None:
+    """Nor does it change how the batch ends; nothing is left beside the files."""
+    before = "cancelling" if cancelling_at else "in_progress"
+    batches, said = unended(tmp_path, status=before, cancelling_at=cancelling_at)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ends_at(monkeypatch, nth, Killed())
+        with suppress(Killed):
+            batches._publish(said, errors)
+    batches.files.close()
+    batches = Batches(FileStore(tmp_path, 1 << 20, 3 << 20), MODEL)
+    now = batches.get(said["id"])
+    if now["status"] == "finalizing":
+        batches._run(now)
+    elif now["status"] == before:  # killed before it was to end
+        batches._publish(now, errors)
+    found = batches.get(said["id"])
+    assert (found["status"], found["errors"]) == (status, errors)
+    data = [batches.files.path(found[f"{one}_file_id"]).read_bytes() for one in ("output", "error")]
+    assert data == [b"answer", b"error"]
+    batches.files.close()
+    assert [path.stem for path in (tmp_path / "batches").iterdir()] == [said["id"]]
+    assert len(list((tmp_path / "files").iterdir())) == 6
+
+
+def test_a_full_disk_does_not_end_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch ends when there is room again, by its error and with its answers."""
+    monkeypatch.setattr("qoff.serve.batches._AGAIN_S", 0.01)
+    batches, said = unended(tmp_path, status="in_progress")
+    thread = threading.Thread(target=batches._work, daemon=True)
+    with pytest.MonkeyPatch.context() as full:
+        ends_at(full, 0, OSError(errno.ENOSPC, "the disk is full"))
+        full.setattr(batches, "_run", lambda _: batches._publish(said, None))
+        thread.start()
+        end = time.monotonic() + 10
+        while batches.get(said["id"])["errors"] is None and time.monotonic() < end:
+            time.sleep(0.005)
+        with pytest.raises(ApiError, match="needs the file"):
+            batches.remove_file(said["input_file_id"])
+    while batches.get(said["id"])["status"] != "failed":
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    batches._thread = thread
+    batches.stop()
+    found = batches.get(said["id"])
+    assert "the disk is full" in found["errors"]["data"][0]["message"]
+    assert batches.files.path(found["output_file_id"]).read_bytes() == b"answer"
 
 
 def slowly_begun(client: OpenAI, served: Running) -> Any:
