@@ -156,7 +156,7 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
     for kind in (ApiError, QoffError, ValidationError, RequestValidationError, HTTPException,
                  TimeoutError, Exception):  # fmt: skip
         app.add_exception_handler(kind, failed)
-    guarded = Guard(app, options.api_keys)
+    guarded = Guard(app, options.api_keys, options.cors_origins)
     if not options.cors_origins:
         return guarded
     return CORSMiddleware(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -51,15 +50,9 @@ class BatchRoutes:
     async def upload(self, request: Request) -> dict[str, Any]:
         store, headers = self._batches.files, request.headers
         form = UploadForm(headers.get("content-type", ""), store.uploads, store.max_file_bytes)
-        size = headers.get("content-length", "")
-        most = min(int(size) if size.isdecimal() else store.max_file_bytes, store.max_file_bytes)
         try:
-            with ExitStack() as ends:
-                try:
-                    ends.enter_context(store.coming(most))
-                except ApiError as error:
-                    form.refuse(error)
-                got = await form.read(request, self._options.read_timeout_s)
+            with store.coming() as more:
+                got = await form.read(request, self._options.read_timeout_s, more)
                 if got.purpose not in _PURPOSES:
                     message = f"purpose is {got.purpose[:64]!r}; use one of {', '.join(_PURPOSES)}"
                     raise ApiError(400, message, param="purpose")

@@ -88,8 +88,7 @@ class Batches:
         """Queue a batch. Raises ApiError where there is no such file."""
         if self.files.get(file_id)["purpose"] != "batch":
             raise ApiError(400, "the purpose of the file is not batch", param="input_file_id")
-        if len(self._known) >= _MOST:
-            raise ApiError(429, f"the server keeps {_MOST} batches", code="too_many_batches")
+        self._make_room()
         said = {
             "id": f"batch_{secrets.token_hex(16)}",
             "object": "batch",
@@ -108,6 +107,19 @@ class Batches:
         }
         self._save(said)
         return said
+
+    def _make_room(self) -> None:
+        """Forget the batches that were made first of those that ended; their files stay.
+
+        Raises ApiError where too many have not ended.
+        """
+        with self._changed:
+            ended = [one for one, said in self._known.items() if said["status"] in _ENDED]
+            for batch_id in ended[: max(0, len(self._known) + 1 - _MOST)]:
+                (self._folder / f"{batch_id}.json").unlink(missing_ok=True)
+                del self._known[batch_id]
+            if len(self._known) >= _MOST:
+                raise ApiError(429, f"{_MOST} batches have not ended", code="too_many_batches")
 
     def get(self, batch_id: str) -> dict[str, Any]:
         """A batch as it is now. Raises ApiError where there is none."""

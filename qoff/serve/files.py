@@ -13,7 +13,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,16 +79,22 @@ class FileStore:
         return f"file-{secrets.token_hex(16)}"
 
     @contextmanager
-    def coming(self, nbytes: int) -> Iterator[None]:
-        """Keep room for a file of up to so many bytes. Raises ApiError where there is none."""
-        with self._changing:
-            self._check_room(nbytes)
-            self._coming += nbytes
+    def coming(self) -> Iterator[Callable[[int], None]]:
+        """A function that keeps room for so many bytes more; it raises ApiError without room."""
+        mine = 0
+
+        def more(nbytes: int) -> None:
+            nonlocal mine
+            with self._changing:
+                self._check_room(nbytes)
+                self._coming += nbytes
+                mine += nbytes
+
         try:
-            yield
+            yield more
         finally:
             with self._changing:
-                self._coming -= nbytes
+                self._coming -= mine
 
     def _check_room(self, nbytes: int) -> None:
         used = self._coming + sum(one["bytes"] for one in list(self._known.values()))

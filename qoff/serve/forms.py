@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from qoff.api.errors import ApiError
 from .bodies import DISCARDED, too_slow
 
 _PARTS, _FIELD = 16, 4096  # of a form, and bytes of one that is no file
+_LEAST = 16 << 10  # bytes per second
 _BESIDE = 64 << 10  # bytes of a form beside its file
 
 
@@ -41,7 +43,6 @@ class UploadForm:
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise ApiError(400, "a file comes as multipart/form-data")
         self._most, self._path = most, folder / secrets.token_hex(16)
-        self._file = self._path.open("xb")
         self._fields: dict[str, bytearray] = {}
         self._field: bytearray | None = None  # the present part, if it is not the file
         self._name: str | None = None  # of the file, as soon as it has begun
@@ -49,30 +50,43 @@ class UploadForm:
         self._disposition = b""
         self._parts = 0
         self._refused: ApiError | None = None
-        self._parser = MultipartParser(
-            options[b"boundary"],
-            {
-                "on_part_begin": self._begin,
-                "on_header_field": lambda data, i, j: self._head.extend(data[i:j]),
-                "on_header_value": lambda data, i, j: self._value.extend(data[i:j]),
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
-                "on_part_data": self._take,
-            },
-        )
+        self._whole = False  # its last boundary has come
+        self._parser = self._new_parser(options[b"boundary"])
+        self._file = self._path.open("xb")
 
-    async def read(self, request: Request, pause_s: float) -> Upload:
-        """The file. pause_s: between two pieces of the body, at most.
+    def _new_parser(self, boundary: bytes) -> MultipartParser:
+        def end() -> None:
+            self._whole = True
+
+        calls = {
+            "on_part_begin": self._begin,
+            "on_header_field": lambda data, i, j: self._head.extend(data[i:j]),
+            "on_header_value": lambda data, i, j: self._value.extend(data[i:j]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._end_headers,
+            "on_part_data": self._take,
+            "on_end": end,
+        }
+        try:
+            return MultipartParser(boundary, calls)
+        except FormParserError as error:
+            raise ApiError(400, f"the form is wrong: {error}") from error
+
+    async def read(self, request: Request, pause_s: float, keep: Callable[[int], None]) -> Upload:
+        """The file. pause_s: between two pieces of the body, at most; keep: room for a piece.
+
+        The body as a whole has as much time, and that of its bytes at a rate of `_LEAST`.
 
         Raises ApiError for a form that is too large, slow or wrong.
         """
         size, total = request.headers.get("content-length", ""), 0
         if size.isdecimal() and int(size) > self._most + _BESIDE:
             self.refuse(self._too_large())
-        pieces = aiter(request.stream())
+        pieces, now = aiter(request.stream()), asyncio.get_running_loop().time
+        start = now() + pause_s
         try:
             while True:
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout_at(min(now() + pause_s, start + total / _LEAST)):
                     piece = await anext(pieces, None)
                 if piece is None:
                     break
@@ -80,12 +94,19 @@ class UploadForm:
                 if total > self._most + _BESIDE:
                     self.refuse(self._too_large())
                 if self._refused is None:
+                    try:
+                        keep(len(piece))
+                    except ApiError as error:
+                        self.refuse(error)
+                if self._refused is None:
                     self._parser.write(piece)
                 elif total > DISCARDED * self._most:
                     break
             if self._refused is not None:
                 raise self._refused
             self._parser.finalize()
+            if not self._whole:
+                raise FormParserError("it ends before its last boundary")
         except FormParserError as error:
             raise ApiError(400, f"the form is wrong: {error}") from error
         except TimeoutError as error:

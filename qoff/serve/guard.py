@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -27,10 +28,11 @@ _GONE = 499  # nginx's status for clients that hang up
 
 
 class Guard:
-    """Checks the key of a request, and has its end logged, whatever it is."""
+    """Checks the key and the origin of a request, and has its end logged, whatever it is."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], origins: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in api_keys]
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,6 +46,7 @@ class Guard:
             await send(message)
 
         try:
+            self._check_origin(scope)
             self._check_key(scope)
             await self._app(scope, receive, noted)
         except (ClientGone, ClientDisconnect):
@@ -66,6 +69,17 @@ class Guard:
                 "client": (scope.get("client") or ("",))[0],
             }
             logger.log(level, "request", extra={"fields": {**fields, **said}})
+
+    def _check_origin(self, scope: Scope) -> None:
+        """Refuse what a page of another origin has a browser send, which asks nobody for a form."""
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if not origin or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return
+        own = urlsplit(origin).netloc == headers.get(b"host", b"").decode("latin-1")
+        if not own and not {origin, "*"} & set(self._origins):
+            raise ApiError(403, "pages of this origin may not ask; see --cors-origin",
+                           code="origin_not_allowed")  # fmt: skip
 
     def _check_key(self, scope: Scope) -> None:
         if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":

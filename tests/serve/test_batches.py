@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
@@ -17,12 +18,14 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from starlette.requests import Request
 
 from qoff.api.errors import ApiError
 from qoff.engine import SamplingParams
 from qoff.errors import ArgumentError
 from qoff.serve.batches import Batches, open_batches
 from qoff.serve.files import FileStore
+from qoff.serve.forms import UploadForm
 
 from .conftest import MODEL, OPTIONS, Running, running
 
@@ -130,8 +133,12 @@ def test_wrong_forms_are_refused(
 def test_bodies_that_are_no_form_are_refused(served: Running) -> None:
     for kind in ("", "text/plain", "multipart/form-data"):
         assert served.ask("/v1/files", b"data", {"content-type": kind})[0] == 400
-    _, headers = form()
+    data, headers = form((FILE, b"half of the data"), (PURPOSE, b"batch"))
     assert served.ask("/v1/files", b"no form", headers)[0] == 400
+    assert served.ask("/v1/files", data[:90], headers)[0] == 400  # cut off
+    assert served.ask("/v1/files", *form(boundary="x" * 300))[0] == 400
+    assert served.engine.batches is not None
+    assert list(served.engine.batches.files.uploads.iterdir()) == []
     assert served.ask("/v1/files?limit=many")[0] == 400
     assert served.ask("/v1/batches", {"input_file_id": 1})[0] == 400
 
@@ -322,6 +329,51 @@ def test_a_full_disk_does_not_end_the_thread(
     found = batches.get(said["id"])
     assert "the disk is full" in found["errors"]["data"][0]["message"]
     assert batches.files.path(found["output_file_id"]).read_bytes() == b"answer"
+
+
+def test_room_is_kept_for_what_has_come(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, 100, 100)
+    with store.coming() as one, store.coming() as other:
+        one(10)
+        other(90)
+        with pytest.raises(ApiError, match="no more files"):
+            one(1)
+    with store.coming() as one:
+        one(100)
+    store.close()
+
+
+def test_an_upload_has_a_time_limit_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little there is between two pieces of it."""
+    data, headers = form((FILE, b"x" * 200), (PURPOSE, b"batch"))
+
+    async def receive() -> dict[str, Any]:
+        nonlocal data
+        await asyncio.sleep(0.01)
+        piece, data = data[:1], data[1:]
+        return {"type": "http.request", "body": piece, "more_body": bool(data)}
+
+    async def upload() -> None:
+        request = Request({"type": "http", "headers": []}, receive)
+        await UploadForm(headers["content-type"], tmp_path, 1000).read(request, 0.1, lambda _: None)
+
+    monkeypatch.setattr("qoff.serve.forms._LEAST", 1e6)
+    with pytest.raises(ApiError, match="in time"):
+        asyncio.run(upload())
+
+
+def test_the_oldest_ended_batch_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qoff.serve.batches._MOST", 2)
+    batches, first = unended(tmp_path, status="completed")
+    second = batches.create(first["input_file_id"], CHATS, "24h", None)
+    third = batches.create(first["input_file_id"], CHATS, "24h", None)
+    assert [one["id"] for one in batches.all()] == [second["id"], third["id"]]
+    assert not (tmp_path / "batches" / f"{first['id']}.json").exists()
+    with pytest.raises(ApiError, match="have not ended"):
+        batches.create(first["input_file_id"], CHATS, "24h", None)
+    batches.stop()
 
 
 def slowly_begun(client: OpenAI, served: Running) -> Any:

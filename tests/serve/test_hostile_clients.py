@@ -358,11 +358,16 @@ def test_keys_are_asked_for_but_for_health(checkpoint: Path) -> None:
         assert served.ask("/health")[0] == served.ask("/metrics")[0] == 200
         headers = {"Authorization": "Bearer one", "Origin": "https://a.example"}
         assert served.ask("/v1/models", None, headers)[2]["access-control-allow-origin"]
+        assert served.ask("/tokenize", {"prompt": "a"}, headers)[0] == 200
 
 
 def test_no_other_page_may_ask_by_default(served: Running) -> None:
     found = served.ask("/v1/models", None, {"Origin": "https://a.example"})[2]
     assert "access-control-allow-origin" not in found
+    host = f"127.0.0.1:{served.server.port}"
+    for origin, status in (("https://a.example", 403), ("null", 403), (f"http://{host}", 200)):
+        headers = {"Origin": origin, "Host": host}
+        assert served.ask("/tokenize", {"prompt": "a"}, headers)[0] == status
 
 
 def test_nothing_is_left_of_many_clients(served: Running, client: OpenAI) -> None:
