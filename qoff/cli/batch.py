@@ -153,7 +153,9 @@ def batch(
     )
     path = how.checkpoint(model)
     with FileJob(asked, path, plan, overwrite=not resume) as job:
-        if job.left != 0:
+        if job.left == 0:
+            typer.echo(f"{output}: nothing is left to do; --overwrite begins anew", err=True)
+        else:
             with LLM(path, plan, trace=trace, **opening) as llm:
                 with job_progress(job.total, quiet=output is None) as noticed:
                     job.run(llm, noticed)

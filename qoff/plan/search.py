@@ -7,6 +7,7 @@ the placement of tensors and blocks does, and counted exactly.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -31,7 +32,7 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)
 _PREFILL = (64, 256, 512, 1024, 2048, 4096)
 _LPS, _FINALISTS = 50, 6
-_SIMULATED = 3
+_SIMULATED, _SIMULATION_S = 3, 2.0  # plans, and seconds after which no other one is begun
 Simulate: TypeAlias = Callable[[Certified], Certified]
 _NEAR, _MOST = 1.1, 100  # LPs are solved until the best is so near the bound, so many at most
 _TRIED = 100  # choices, where no plan is found
@@ -83,7 +84,9 @@ def find_plan(
     if not finalists:
         alone = min(one.decode.seconds for one in least(certifier, choices))
         raise BudgetError(too_slow(workload.token_s or 0.0, alone))
-    best = _best_simulated(finalists, simulate) if simulate else finalists[0]
+    best = finalists[0]
+    if simulate is not None:
+        best = _best_simulated(finalists, simulate, workload.token_s or np.inf)
     return replace(best, bound=float(min(bound, best.seconds)))
 
 
@@ -105,11 +108,22 @@ def _possible(
     return [one for one in found if one.decode.seconds <= token_s]
 
 
-def _best_simulated(finalists: list[Certified], simulate: Simulate) -> Certified:
-    """Of those that the model thinks almost as good as the first, the fastest in virtual time."""
+def _best_simulated(finalists: list[Certified], simulate: Simulate, token_s: float) -> Certified:
+    """Of those that the model thinks almost as good as the first, the fastest in virtual time.
+
+    Those that keep a bound on latency there, too, come first. Where experts come one by one it is
+    the first: simulating takes seconds for each layer then.
+    """
+    if finalists[0].residency.expert_slots:
+        return finalists[0]
     near = [one for one in finalists if one.seconds <= _NEAR * finalists[0].seconds]
-    timed = [replace(one, simulated=simulate(one)) for one in near[:_SIMULATED]]
-    return min(timed, key=lambda one: one.simulated.seconds if one.simulated else np.inf)
+    start, timed = time.perf_counter(), list[tuple[bool, float, Certified]]()
+    for one in near[:_SIMULATED]:
+        if timed and time.perf_counter() - start > _SIMULATION_S:
+            break
+        found = simulate(one)
+        timed.append((found.decode.seconds > token_s, found.seconds, replace(one, simulated=found)))
+    return min(timed, key=lambda one: one[:2])[2]
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def test_another_job_is_refused_and_begun_anew_on_request(
     with pytest.raises(ArgumentError, match="name was 'tiny' and is 'other'"):
         job(model="other")
     write(tmp_path, line(0), line(1))
-    with pytest.raises(ArgumentError, match="requests was"):
+    with pytest.raises(ArgumentError, match="requests have other contents"):
         job()
     assert (tmp_path / "out.jsonl").read_bytes() == before
     assert job(overwrite=True) == 0
