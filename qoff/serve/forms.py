@@ -58,17 +58,19 @@ class UploadForm:
         def end() -> None:
             self._whole = True
 
-        calls = {
-            "on_part_begin": self._begin,
-            "on_header_field": lambda data, i, j: self._head.extend(data[i:j]),
-            "on_header_value": lambda data, i, j: self._value.extend(data[i:j]),
-            "on_header_end": self._end_header,
-            "on_headers_finished": self._end_headers,
-            "on_part_data": self._take,
-            "on_end": end,
-        }
         try:
-            return MultipartParser(boundary, calls)
+            return MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin,
+                    "on_header_field": lambda data, i, j: self._head.extend(data[i:j]),
+                    "on_header_value": lambda data, i, j: self._value.extend(data[i:j]),
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_part_data": self._take,
+                    "on_end": end,
+                },
+            )
         except FormParserError as error:
             raise ApiError(400, f"the form is wrong: {error}") from error
 
