@@ -6,6 +6,7 @@ import queue
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from qoff.memory.arena import PAGE, round_up
 from .homes import Home, Homes
 
 STAGES = 3  # on their way to disk, or from there
+_Form: TypeAlias = tuple[torch.Size, torch.dtype]
 
 
 class Boundaries:
@@ -37,7 +39,8 @@ class Boundaries:
         self._writes: dict[tuple[int, int], Future[None]] = {}
         self._reads: deque[tuple[tuple[int, int], Tensor, Future[None]]] = deque()
         self._held = False  # the first of the reads, by who called `load`
-        self._forms: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self._forms: dict[int, _Form] = {}  # of what is in the column
+        self._saved: dict[tuple[int, int], _Form] = {}  # of inputs, by unit and micro-batch
 
     def put(self, m: int, hidden: Tensor) -> Tensor:
         """Take hidden states, or a gradient of them, into the column; returns the copy."""
@@ -48,16 +51,17 @@ class Boundaries:
 
     def at(self, m: int) -> Tensor:
         """What is in the column."""
-        return self._view(self._column[m], m)
+        return _view(self._column[m], self._forms[m])
 
     def save(self, i: int, m: int) -> None:
         """Keep what is in the column as the input of unit i."""
         home, now = self._inputs[i][m], self.at(m)
+        self._saved[i, m] = form = self._forms[m]
         if home.memory is not None:
-            self._view(home.memory, m).copy_(now)
+            _view(home.memory, form).copy_(now)
             return
         stage = self._free.get()
-        self._view(stage, m).copy_(now)
+        _view(stage, form).copy_(now)
         self._writes[i, m] = self._homes.write(
             home, stage[: self._whole(now)], lambda: self._free.put(stage)
         )
@@ -74,11 +78,11 @@ class Boundaries:
                 self._read(unit, batch)
         home = self._inputs[i][m]
         if home.memory is not None:
-            return self._view(home.memory, m)
+            return _view(home.memory, self._saved[i, m])
         _, stage, read = self._reads[0]
         self._held = True
         read.result()
-        return self._view(stage, m)
+        return _view(stage, self._saved[i, m])
 
     def stop(self) -> None:
         """Wait for all that is on its way, and forget it."""
@@ -93,7 +97,7 @@ class Boundaries:
         if home.memory is None:
             self._writes.pop((i, m)).result()
             stage = self._free.get()
-            nbytes = self._whole(self._view(stage, m))
+            nbytes = self._whole(_view(stage, self._saved[i, m]))
             self._reads.append(((i, m), stage, self._homes.read(home, stage[:nbytes])))
 
     def _drop(self) -> None:
@@ -102,11 +106,12 @@ class Boundaries:
         read.exception()
         self._free.put(stage)
 
-    def _view(self, memory: Tensor, m: int) -> Tensor:
-        shape, dtype = self._forms[m]
-        # `data`: with a version counter of its own, not that of the whole arena.
-        return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape).data
-
     @staticmethod
     def _whole(x: Tensor) -> int:
         return round_up(x.nbytes, PAGE)
+
+
+def _view(memory: Tensor, form: _Form) -> Tensor:
+    shape, dtype = form
+    # `data`: with a version counter of its own, not that of the whole arena.
+    return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape).data

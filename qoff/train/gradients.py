@@ -48,7 +48,9 @@ class Gradients:
         return self._bind(self._units[-1], self._outer)
 
     def open(self, i: int) -> None:
-        """Bind memory of zeros to a unit."""
+        """Bind memory of zeros to a unit, if anything learns in it."""
+        if not self._units[i].count:
+            return
         home = None if self._places is None else self._places[i].memory
         self._taken[i] = memory = self._free.get() if home is None else home
         self._bind(self._units[i], memory)
@@ -59,7 +61,7 @@ class Gradients:
         for p in unit.parameters.values():
             p.grad = None
             self._sums.pop(p, None)
-        if self._places is None:
+        if self._places is None or not unit.count:
             return
         memory = self._taken.pop(i)
         self._squares.append(_square(self._flat(unit, memory)))
@@ -77,6 +79,8 @@ class Gradients:
     def take(self, i: int) -> Tensor:
         """The complete gradients of a unit, until `give_back`; in any thread."""
         unit = self._units[i]
+        if not unit.count:
+            return torch.empty(0)
         if self._places is None:
             return self._flat(unit, self._taken[i])
         home = self._places[i]

@@ -64,12 +64,25 @@ class Homes:
         return self._spill.read(home.offset, into)
 
     def write(self, home: Home, source: Tensor, then: Callable[[], None]) -> Future[None]:
-        """Start writing to disk; `then` is called when it has ended, well or not."""
+        """Start writing to disk; `then` is called when it has ended, well or not.
+
+        The future is done after `then`: who waits for it sees what that has changed.
+        """
         assert self._spill is not None
         self.moved[f"{home.what} written"] += source.nbytes
-        future = self._spill.write(home.offset, source)
-        future.add_done_callback(lambda _: then())
-        return future
+        ended: Future[None] = Future()
+
+        def end(write: Future[None]) -> None:
+            try:
+                then()
+                write.result()
+            except BaseException as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        self._spill.write(home.offset, source).add_done_callback(end)
+        return ended
 
     def save(self, home: Home, fd: int, place: int) -> None:
         """Copy a home to a place of an open file. Raises OSError."""

@@ -127,7 +127,13 @@ class Engine:
                 hidden = boundaries.put(m, y)
                 del y
                 if i < last:
+                    version = hidden._version
                     stop = self._stop_of(one.advance(whole(hidden)), i + 1)
+                    if not _is_same(stop.hidden, hidden) or hidden._version != version:
+                        raise UnsupportedModelError(
+                            f"this model changes hidden states between layer {i} and the next; "
+                            "it cannot be trained by streaming"
+                        )
                     self._stops[i + 1, m] = stop._replace(hidden=_NONE)
                     continue
                 hidden = hidden.data.requires_grad_()
@@ -263,6 +269,16 @@ class Engine:
 
 
 _NONE = torch.empty(0)
+
+
+def _is_same(found: Tensor, given: Tensor) -> bool:
+    """Whether these are the same elements in the same memory."""
+    return (found.data_ptr(), found.shape, found.stride(), found.dtype) == (
+        given.data_ptr(),
+        given.shape,
+        given.stride(),
+        given.dtype,
+    )
 
 
 def _nothing() -> None:

@@ -104,7 +104,11 @@ class Training:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all weights that learn, by name."""
+        """Copies of all weights that learn, by name.
+
+        Raises ArgumentError after a step that has failed half-way.
+        """
+        self._check_whole()
         found: dict[str, Tensor] = {}
         for _, unit, flat in self._engine.each_unit():
             found |= {name: x.clone() for name, x in unit.views(flat).items()}
@@ -152,8 +156,8 @@ class Training:
     def _check_whole(self) -> None:
         if self._engine.changing:
             raise ArgumentError(
-                "a step has failed half-way, so weights are of no one step; go on from the last "
-                "checkpoint"
+                "a step has failed half-way, so weights are of no one step; begin again from what "
+                "was saved last"
             )
 
     def _checked(self, batch: Batch) -> dict[str, Tensor]:

@@ -1,0 +1,87 @@
+"""What a step does not expect: it is computed rightly, or refused, and nothing hangs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qoff import train
+from qoff.errors import ArgumentError, DiskWriteError, UnsupportedModelError
+from qoff.train.boundaries import STAGES, Boundaries
+from qoff.train.homes import Homes
+
+from .test_training import LR, PLACES, batch, model_of, offloaded
+
+
+@pytest.mark.timeout(60, method="thread")
+def test_layers_in_which_nothing_learns(tmp_path: Path) -> None:
+    model = model_of("llama")
+    model.model.layers.requires_grad_(False)
+    training = offloaded(model, PLACES[2], tmp_path, optimizer=train.Lion(lr=LR))
+    losses = [training.step([batch(0), batch(1)]) for _ in range(2)]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_changes_hidden_states_between_layers_is_refused(in_place: bool) -> None:
+    model = model_of("llama")
+    training = train.offload(model, tokens=12)
+    layer = model.model.layers[1]
+    own = layer.forward
+    layer.forward = lambda x, **options: own(x.mul_(0.5) if in_place else x * 0.5, **options)
+    with pytest.raises(UnsupportedModelError, match="between layer 0 and the next"):
+        training.step([batch(0)])
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_inputs_of_units_keep_their_dtypes(in_memory: bool, tmp_path: Path) -> None:
+    homes = Homes((1 + STAGES) * 4096, 2 * 4096, 2 * 4096, tmp_path)
+    column, *stages = [homes.device.alloc(4096, "hidden states") for _ in range(1 + STAGES)]
+    inputs = [[homes.home("inputs of units", 4096, in_memory)] for _ in range(2)]
+    boundaries = Boundaries(homes, [column], inputs, stages)
+    given = [torch.randn(2, 3).to(dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for i, x in enumerate(given):
+        boundaries.put(0, x)
+        boundaries.save(i, 0)
+    for i in (1, 0):
+        found = boundaries.load(i, 0, [])
+        assert found.dtype == given[i].dtype
+        assert torch.equal(found, given[i])
+    boundaries.stop()
+    homes.close()
+
+
+def test_a_write_is_done_after_what_follows_it(tmp_path: Path) -> None:
+    homes = Homes(4096, 0, 4096, tmp_path)
+    home, source = homes.home("weights", 4096, False), homes.device.alloc(4096, "weights")
+    called = []
+
+    def then() -> None:
+        time.sleep(0.05)
+        called.append(True)
+
+    homes.write(home, source, then).result()
+    assert called == [True]
+    homes.close()
+
+
+def test_half_a_step_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = train.offload(model_of("llama"), tokens=12)
+    updater = training._engine.parts.updater
+    own = updater._step
+
+    def step(i: int, *rest: Any) -> None:
+        if i == 1:
+            raise DiskWriteError("full")
+        own(i, *rest)
+
+    monkeypatch.setattr(updater, "_step", step)
+    with pytest.raises(DiskWriteError):
+        training.step([batch(0)])
+    for use in (training.state_dict, lambda: training.step([batch(0)])):
+        with pytest.raises(ArgumentError, match="half-way"):
+            use()
