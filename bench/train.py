@@ -85,7 +85,7 @@ def measured(n: int, rounds: int) -> dict[str, tuple[float, float]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    args = arguments(__doc__, argv, optimizers=(bool, False, "optimizer steps alone"))
+    args = arguments(__doc__, argv)
     n, rounds = (1 << 22, 3) if args.quick else (50_003_968, 15)
     found = measured(n, rounds)
     bound = max(n * size / s for name, (size, s) in found.items() if name.startswith("memory"))

@@ -156,6 +156,12 @@ def _engine(
 
 def _units(model: nn.Module) -> tuple[list[nn.Module], list[FlatUnit]]:
     """The layers of a model, and what learns in each and outside of them."""
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "output_router_logits: the loss of routers is not there in training by streaming; "
+            "set it to False in the config"
+        )
     found = units_of(model, first_stays=False)
     if not found:
         raise UnsupportedModelError(

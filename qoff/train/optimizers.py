@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,11 +39,15 @@ class Optimizer(ABC):
         return False
 
     def rate(self, step: int) -> float:
-        return float(self.lr(step) if callable(self.lr) else self.lr)
+        """Of a step. Raises ArgumentError for what a function gives that is none."""
+        found = float(self.lr(step) if callable(self.lr) else self.lr)
+        if not 0 <= found < math.inf:
+            raise ArgumentError(f"lr of step {step} is {found!r}; use a number from 0, like 1e-4")
+        return found
 
     @abstractmethod
-    def rule(self, step: int, grad_scale: float) -> Rule:
-        """What step number `step`, from 0 on, does to gradients times `grad_scale`."""
+    def rule(self, step: int, rate: float, grad_scale: float) -> Rule:
+        """What step number `step`, from 0 on, does at a rate to gradients times `grad_scale`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +66,12 @@ class Adam(Optimizer):
     def second(self) -> bool:
         return True
 
-    def rule(self, step: int, grad_scale: float) -> Rule:
-        return self._rule(step, grad_scale, 1.0, self.weight_decay)
+    def rule(self, step: int, rate: float, grad_scale: float) -> Rule:
+        return self._rule(step, rate, grad_scale, 1.0, self.weight_decay)
 
-    def _rule(self, step: int, grad_scale: float, keep: float, l2: float) -> Rule:
+    def _rule(self, step: int, rate: float, grad_scale: float, keep: float, l2: float) -> Rule:
         beta1, beta2 = self.betas
-        rate = self.rate(step) / (1 - beta1 ** (step + 1))
+        rate /= 1 - beta1 ** (step + 1)
         root = (1 - beta2 ** (step + 1)) ** -0.5
         return Rule("adam", rate, beta1, beta2, keep, l2, root, self.eps, grad_scale=grad_scale)
 
@@ -77,8 +82,8 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
 
-    def rule(self, step: int, grad_scale: float) -> Rule:
-        return self._rule(step, grad_scale, 1 - self.rate(step) * self.weight_decay, 0.0)
+    def rule(self, step: int, rate: float, grad_scale: float) -> Rule:
+        return self._rule(step, rate, grad_scale, 1 - rate * self.weight_decay, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +91,20 @@ class SGD(Optimizer):
     """SGD with momentum, as `torch.optim.SGD`."""
 
     lr: Rate = 1e-3
-    momentum: float = 0.9
+    momentum: float = 0.0
     nesterov: bool = False
 
-    def rule(self, step: int, grad_scale: float) -> Rule:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ArgumentError(f"momentum is {self.momentum!r}; use a number from 0, below 1")
+        if self.nesterov and not self.momentum:
+            raise ArgumentError("nesterov needs momentum")
+
+    def rule(self, step: int, rate: float, grad_scale: float) -> Rule:
         return Rule(
             "sgd",
-            self.rate(step),
+            rate,
             self.momentum,
             l2=self.weight_decay,
             nesterov=self.nesterov,
@@ -111,8 +123,7 @@ class Lion(Optimizer):
         super().__post_init__()
         _check_betas(self.betas)
 
-    def rule(self, step: int, grad_scale: float) -> Rule:
-        rate = self.rate(step)
+    def rule(self, step: int, rate: float, grad_scale: float) -> Rule:
         keep = 1 - rate * self.weight_decay
         return Rule("lion", rate, *self.betas, keep=keep, grad_scale=grad_scale)
 

@@ -60,7 +60,11 @@ class StoppingLayer:
 
     def compute(self, hidden: Tensor, stop: Stop) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """The layer's hidden states, and what makes its whole result of others like them."""
+        given = (stop.args, dict(stop.kwargs))
+        before = [id(x) for x in tree_leaves(given) if isinstance(x, Tensor)]
         result = self.own(hidden, *stop.args, **stop.kwargs)
+        if [id(x) for x in tree_leaves(given) if isinstance(x, Tensor)] != before:
+            _refuse("leaves tensors for others in what it is given")  # without gradients
         if isinstance(result, Tensor):
             return result, lambda x: x
         if not isinstance(result, tuple) or not isinstance(result[0], Tensor):

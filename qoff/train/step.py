@@ -83,7 +83,8 @@ class Engine:
             if not math.isfinite(loss):
                 return loss, None
             clips, random = max_norm is not None, torch.get_rng_state()
-            rule = optimizer.rule(number, 1.0)
+            rate = optimizer.rate(number)
+            rule = optimizer.rule(number, rate, 1.0)
             done = self._backward(len(passes), None if clips else partial(self._update, rule))
             torch.set_rng_state(random)
             for m, edge in self._edges.items():
@@ -92,7 +93,8 @@ class Engine:
             if max_norm is not None and norm is not None:
                 if not math.isfinite(norm):
                     return loss, norm
-                rule = optimizer.rule(number, min(1.0, max_norm / (norm + 1e-6)))  # as torch's
+                scale = min(1.0, max_norm / (norm + 1e-6))  # as torch's
+                rule = optimizer.rule(number, rate, scale)
                 done = self._update_all(partial(self._update, rule))
             self.changing = True
             unit = parts.units[-1]

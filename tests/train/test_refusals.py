@@ -8,13 +8,30 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from qoff import train
 from qoff.errors import ArgumentError, DiskWriteError, UnsupportedModelError
 from qoff.train.boundaries import STAGES, Boundaries
 from qoff.train.homes import Homes
+from qoff.train.passes import Stop, StoppingLayer
 
 from .test_training import LR, PLACES, batch, model_of, offloaded
+
+
+def test_layers_that_leave_each_other_keys_are_refused() -> None:
+    given = {"shared": {}, "mask": None}
+    layer = nn.Module()
+
+    def forward(x: torch.Tensor, shared: dict[str, torch.Tensor], mask: None) -> torch.Tensor:
+        shared["keys"] = x
+        return x
+
+    layer.forward = forward
+    stopping = StoppingLayer(layer, 0, forward)
+    x = torch.ones(2)
+    with pytest.raises(UnsupportedModelError, match="leaves tensors for others"):
+        stopping.compute(x, Stop(0, x, (), given))
 
 
 @pytest.mark.timeout(60, method="thread")
@@ -85,3 +102,30 @@ def test_half_a_step_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for use in (training.state_dict, lambda: training.step([batch(0)])):
         with pytest.raises(ArgumentError, match="half-way"):
             use()
+
+
+def test_a_schedule_is_asked_once_a_step() -> None:
+    asked = []
+
+    def rate(step: int) -> float:
+        asked.append(step)
+        return 1e-3 if step < 1 else float("nan")
+
+    training = train.offload(model_of("llama"), train.AdamW(lr=rate), tokens=12, max_norm=1.0)
+    training.step([batch(0)])
+    assert asked == [0]
+    with pytest.raises(ArgumentError, match="lr of step 1 is nan"):
+        training.step([batch(0)])
+
+
+@pytest.mark.parametrize("wrong", [{"momentum": 1.0}, {"momentum": -0.1}, {"nesterov": True}])
+def test_what_torch_refuses_of_sgd_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="momentum"):
+        train.SGD(**wrong)
+
+
+def test_losses_of_routers_are_refused() -> None:
+    model = model_of("mixtral")
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedModelError, match="output_router_logits"):
+        train.offload(model, tokens=12)

@@ -115,7 +115,7 @@ def test_other_families(name: str, tmp_path: Path) -> None:
     if name == "gpt2":  # its dropout is on: without, as masks of another order are others
         model.eval(), reference.eval()
     options = {"tokens": TOKENS, "micro_batches": 3, "host_memory": 0, "disk": tmp_path}
-    training = train.offload(model, train.SGD(lr=LR), **options)
+    training = train.offload(model, train.SGD(lr=LR, momentum=0.9), **options)
     model.train(name != "gpt2")
     theirs = torch.optim.SGD(reference.parameters(), lr=LR, momentum=0.9)
     for step in range(3):
@@ -128,7 +128,9 @@ def test_other_families(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
 def test_clipping_is_by_the_norm_of_all_gradients(place: str, tmp_path: Path) -> None:
     model, reference = model_of("tied"), model_of("tied")
-    training = offloaded(model, place, tmp_path, optimizer=train.SGD(lr=LR), max_norm=0.1)
+    training = offloaded(
+        model, place, tmp_path, optimizer=train.SGD(lr=LR, momentum=0.9), max_norm=0.1
+    )
     theirs = torch.optim.SGD(reference.parameters(), lr=LR, momentum=0.9)
     for step in range(4):
         batches = [batch(step), batch(step + 50)]
@@ -143,7 +145,7 @@ OPTIMIZERS: dict[str, Callable[[], train.Optimizer]] = {
     "adamw": lambda: train.AdamW(lr=1e-3),
     "adamw, 8 bits": lambda: train.AdamW(lr=1e-3, bits=8),
     "lion": lambda: train.Lion(lr=1e-3),
-    "sgd, scheduled": lambda: train.SGD(lr=lambda step: LR / (step + 1)),
+    "sgd, scheduled": lambda: train.SGD(momentum=0.9, lr=lambda step: LR / (step + 1)),
 }
 
 
@@ -210,7 +212,7 @@ def test_dropout_is_the_same_in_backward(tmp_path: Path) -> None:
     model = model_of("llama", attention_dropout=0.3)
     reference = model_of("llama", attention_dropout=0.3)
     training = offloaded(model, PLACES[0], tmp_path, optimizer=train.SGD(lr=LR))
-    theirs = torch.optim.SGD(reference.parameters(), lr=LR, momentum=0.9)
+    theirs = torch.optim.SGD(reference.parameters(), lr=LR)
     for step in range(3):
         torch.manual_seed(step)
         wanted = torch_step(reference, theirs, [batch(step)], None)

@@ -58,7 +58,7 @@ class _Place(NamedTuple):
 
 
 class OffloadedLayer:
-    """Takes the place of a layer's `forward`, which can be neither trained nor copied then.
+    """Takes the place of a layer's `forward`, which cannot be copied then; `qoff.train` trains it.
 
     Raises ArgumentError where a backward pass would need it, and for a second thread in any layer.
     """
@@ -83,8 +83,8 @@ class OffloadedLayer:
             given = [*args, *kwargs.values(), *self._layer.parameters()]
             if any(isinstance(x, Tensor) and x.requires_grad for x in given):
                 raise ArgumentError(
-                    "a layer that streams has no backward pass; use torch.no_grad(), or load the "
-                    "model without offloading to train adapters"
+                    "a layer that streams has no backward pass; use torch.no_grad(), or train "
+                    "adapters by qoff.train.offload"
                 )
         self.hold()
         try:
