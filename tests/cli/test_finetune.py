@@ -98,9 +98,13 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(
             signal.raise_signal(signal.SIGINT)
         return step(self, batches)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Training, "step", ended)
-        result = run(*options, "-o", parts)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Training, "step", ended)
+            result = run(*options, "-o", parts)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130
     assert "interrupted after step 3; the last checkpoint is" in result.output
     assert "of step 2" in result.output
