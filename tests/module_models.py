@@ -148,8 +148,12 @@ def module_checkpoint(base: Path, name: str, packing: str = "rows16") -> Path:
 
 def module_reference(base: Path, name: str) -> Any:
     """transformers' model, in float32, with the dequantized weights of the checkpoint."""
-    checkpoint = Checkpoint.open(module_checkpoint(base, name))
-    source = module_source(base, name)
+    return dequantized(module_source(base, name), module_checkpoint(base, name))
+
+
+def dequantized(source: Path, path: Path) -> Any:
+    """transformers' model of a source, in float32, with the dequantized weights of a checkpoint."""
+    checkpoint = Checkpoint.open(path)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     structure = Structure.of(model)
     with torch.no_grad():

@@ -1,15 +1,17 @@
 """Rounding a matrix so that the errors of its outputs cancel, given what its inputs look like.
 
 After Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers" (2022): columns are rounded one after another, and what rounding one of them does to
-the outputs is made up for by the columns that are still to come. Those with the strongest inputs
-come first. Scale and minimum of each group are chosen before, so that groups are those of
-neighbouring columns all the same, as every kernel here reads them.
+Transformers" (2022), in the form of Chee et al., "QuIP" (2023), which gives the same codes with one
+factorization and no inverse: with H = (U + 1) D (U + 1)^T, U strictly upper triangular, a column is
+rounded after adding to it the errors of those before, times its column of U. Those with the
+strongest inputs come first. Scale and minimum of each group are chosen before, so that groups are
+those of neighbouring columns all the same, as every kernel here reads them.
 """
 
 from __future__ import annotations
 
 import torch
+from scipy.linalg import blas
 from torch import Tensor
 
 from qoff.errors import OpError, QuantizationError
@@ -22,6 +24,13 @@ from .solvers import mse
 DAMPING = 0.01  # of the mean of the diagonal of the Hessian
 _BLOCK = 128  # columns whose errors reach the columns behind them together
 _TRIES = 6  # each with ten times the damping
+_CHUNK = 1 << 18  # weights whose range is chosen at a time
+
+
+def moments(x: Tensor) -> Tensor:
+    """The sum of x x^T over inputs x, float32 [M, K]: float32 [K, K], in half the products."""
+    found = torch.from_numpy(blas.ssyrk(1.0, x.contiguous().numpy().T, lower=1).T)
+    return found.triu_().add_(found.triu(1).T)
 
 
 @torch.no_grad()
@@ -35,72 +44,77 @@ def compensated(
 ) -> QTensor:
     """Quantize a matrix [N, K] whose inputs x [K] have the second moments E[x x^T] `hessian`.
 
-    hessian: float32 [K, K], up to a factor. The result is in packing split32. Memory: three more
-    matrices [K, K] and four [N, K] in float32. Raises QuantizationError for NaN and infinity, for
+    hessian: float32 [K, K], up to a factor. The result is in packing split32. Memory: two more
+    matrices [K, K] and three [N, K] in float32. Raises QuantizationError for NaN and infinity, for
     groups that do not divide K, and for a range that `scale_dtype` cannot hold.
     """
     n, k = w.shape
     try:
         check_format((n, k), form.bits, form.group_size, "split32")
         importance = hessian.diagonal().float().clamp_min(0)
-        groups = w.float().view(n, -1, form.group_size)
-        weighted = importance.view(-1, form.group_size)
-        # Groups of inputs that are always 0 keep their values.
-        positive = weighted + weighted.mean().clamp_min(1e-30) * 1e-4
-        scale, minimum = mse(groups, form.bits, scale_dtype, positive)
+        scale, minimum = _ranges(w, importance, form, scale_dtype)
     except (OpError, QuantizationError) as error:
         raise QuantizationError(f"{name}: {error}") from error
-    order = importance.argsort(descending=True)
-    factor = _inverse_factor(hessian[order][:, order], name)
-    codes = _rounded(w.float().T[order], factor, scale.T, minimum.T, order, form)
-    packed = pack_codes(codes.T.contiguous(), form.bits, "split32")
+    order = importance.argsort()  # the last one first
+    feedback = _feedback(hessian[order][:, order], name)
+    codes = _rounded(w.float(), feedback, scale, minimum, order, form)
+    packed = pack_codes(codes, form.bits, "split32")
     scale_min = pack_scale_min(scale, minimum, "split32")
     return QTensor(packed, scale_min, (n, k), form.bits, form.group_size, "split32")
 
 
-def _inverse_factor(hessian: Tensor, name: str) -> Tensor:
-    """The upper Cholesky factor of the inverse of a Hessian, damped as much as it takes."""
-    wide = hessian.double()
-    wide = (wide + wide.T) / 2
-    mean = float(wide.diagonal().mean()) or 1.0
-    damping = DAMPING
+def _ranges(
+    w: Tensor, importance: Tensor, form: Format, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scale and minimum of each group, [N, G], of least squared error weighted by importance."""
+    weighted = importance.view(-1, form.group_size)
+    # Groups of inputs that are always 0 keep their values.
+    positive = weighted + weighted.mean().clamp_min(1e-30) * 1e-4
+    groups = w.float().view(len(w), -1, form.group_size)
+    parts = groups.split(max(1, _CHUNK // w.shape[1]))
+    found = [mse(part, form.bits, scale_dtype, positive) for part in parts]
+    return torch.cat([scale for scale, _ in found]), torch.cat([least for _, least in found])
+
+
+def _feedback(hessian: Tensor, name: str) -> Tensor:
+    """The unit lower triangular factor of a Hessian, damped as much as it takes; changes it."""
+    diagonal = hessian.diagonal()
+    mean, damping, added = float(diagonal.mean()) or 1.0, DAMPING, 0.0
     for _ in range(_TRIES):
-        damped = wide + damping * mean * torch.eye(len(wide), dtype=wide.dtype)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        diagonal += (damping - added) * mean
+        lower, failed = torch.linalg.cholesky_ex(hessian)
         if not int(failed):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not int(failed):
-                return upper.float()
-        damping *= 10
+            return lower.div_(lower.diagonal().clone())
+        added, damping = damping, damping * 10
     raise QuantizationError(
         f"{name}: the second moments of its inputs are no such matrix; they hold NaN, or infinity"
     )
 
 
 def _rounded(
-    columns: Tensor, factor: Tensor, scale: Tensor, minimum: Tensor, order: Tensor, form: Format
+    w: Tensor, feedback: Tensor, scale: Tensor, minimum: Tensor, order: Tensor, form: Format
 ) -> Tensor:
-    """Codes, uint8 [K, N], of columns [K, N] in the order they are rounded in, which it changes.
+    """Codes, uint8 [N, K], of a matrix whose columns are rounded from the last of `order` on.
 
-    scale, minimum: [G, N]. order: the place of each column in the matrix, and of its codes.
+    scale, minimum: [N, G].
     """
-    k, n = columns.shape
+    n, k = w.shape
     most = 2**form.bits - 1
     places = order.tolist()
-    wide, low = scale.float(), minimum.float()
+    wide, low = scale.float().T.contiguous(), minimum.float().T.contiguous()
     inverse = torch.where(wide == 0, 0, 1 / wide)
+    columns = w.T[order]  # [K, N]; rounded ones become their errors
     codes = torch.empty(k, n, dtype=torch.uint8)
-    for start in range(0, k, _BLOCK):
+    for start in reversed(range(0, k, _BLOCK)):
         stop = min(start + _BLOCK, k)
-        block, part = columns[start:stop], factor[start:stop, start:stop]
-        errors = torch.empty_like(block)
-        for i in range(stop - start):
+        block, within = columns[start:stop], feedback[start:stop, start:stop]
+        block.addmm_(feedback[stop:, start:stop].T, columns[stop:])
+        own = w.T[order[start:stop]]
+        for i in reversed(range(stop - start)):
             place = places[start + i]
             group = place // form.group_size
             level = (block[i] - low[group]).mul_(inverse[group]).round_().clamp_(0, most)
-            codes[place] = level.to(torch.uint8)
-            value = level.mul_(wide[group]).add_(low[group])
-            errors[i] = (block[i] - value) / part[i, i]
-            block[i + 1 :].addr_(part[i, i + 1 :], errors[i], alpha=-1)
-        columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    return codes
+            codes[place] = level
+            torch.sub(own[i], level.mul_(wide[group]).add_(low[group]), out=block[i])
+            block[:i].addr_(within[i, :i], block[i])
+    return codes.T.contiguous()

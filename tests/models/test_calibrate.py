@@ -11,19 +11,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
-from qoff.errors import ArgumentError, QuantizationError, UnsupportedModelError
+from qoff.errors import ArgumentError, QuantizationError
 from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.convert import convert
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
+from qoff.models.names import POSITIONS
 from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
-from tests.module_models import module_source
-from tests.tiny_models import EXPERTS, FAMILIES, VOCAB, reference_model, tiny_model
+from tests.module_models import dequantized, module_source
+from tests.tiny_models import FAMILIES, VOCAB, reference_model, tiny_model
 from tests.tolerances import DECODER_LOGITS, assert_close
 
-DENSE = sorted(set(FAMILIES) - set(EXPERTS))
 GPTQ = QuantConfig(group_size=32, solver="gptq")
 
 
@@ -43,7 +43,7 @@ def divergence(wanted: Any, found: Any, ids: Tensor) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_layer_at_a_time_is_the_whole_model(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -53,11 +53,12 @@ def test_a_layer_at_a_time_is_the_whole_model(
     ids = texts(3, 20)
     run = Layerwise(model.spec, ids)
     outer = {w.name: builder.floats(w) for w in model.units[-1][1]}
-    hidden = run.embedded(outer[EMBEDDING])
+    hidden = run.embedded(outer[EMBEDDING][ids.flatten()])
     for layer, (prefix, weights) in enumerate(model.units[:-1]):
         # tables of positions are looked up, and come quantized only
         built = {
-            w.name: builder.build(prefix, w) if w.sensitive else builder.floats(w) for w in weights
+            w.name: builder.build(prefix, w) if w.name == POSITIONS else builder.floats(w)
+            for w in weights
         }
         before = hidden.clone()
         hidden = run.run(layer, built, hidden)
@@ -68,7 +69,7 @@ def test_a_layer_at_a_time_is_the_whole_model(
     assert_close(found, wanted, tolerance=0.02 if family.startswith("opt") else DECODER_LOGITS)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gemma2", "mixtral"])
 def test_solving_on_a_text_loses_less_of_it(
     family: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -106,7 +107,6 @@ def test_formats_are_those_asked_for_in_both_packings(
     [
         ("llama", GPTQ, None, QuantizationError, "needs a text to calibrate on"),
         ("llama", QuantConfig(group_size=32), texts(2, 8), QuantizationError, "no calibration"),
-        ("mixtral", GPTQ, texts(2, 8), UnsupportedModelError, "mixture of experts cannot be"),
         ("opt", GPTQ, texts(1, 300), ArgumentError, "up to 256 tokens"),
         ("llama", GPTQ, texts(2, 8)[0], ArgumentError, r"\[texts, tokens\], not \[8\]"),
         ("llama", GPTQ, texts(2, 0), ArgumentError, r"\[texts, tokens\], not \[2, 0\]"),
@@ -128,9 +128,19 @@ def test_what_cannot_be_calibrated_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_models_of_transformers_modules_cannot_be_calibrated(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt2", "deepseek_v3"])
+def test_models_of_transformers_modules_are_solved_too(
+    family: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    source = module_source(tmp_path_factory.getbasetemp(), "gpt2")
-    with pytest.raises(QuantizationError, match="cannot be calibrated; use hqq"):
-        convert(source, tmp_path / "out", quant=GPTQ, calibration=texts(2, 8))
+    source, ids = module_source(tmp_path_factory.getbasetemp(), family), texts(16, 48)
+    wanted = reference(source)(ids).logits
+    lost = []
+    for solver in ("gptq", "hqq"):
+        quant = QuantConfig(group_size=GPTQ.group_size, solver=solver)
+        given = ids if solver == "gptq" else None
+        path = convert(source, tmp_path / solver, quant=quant, calibration=given)
+        verify(path)
+        found = dequantized(source, path)(ids).logits
+        lost.append(float((found - wanted).square().mean()))
+    assert lost[0] < 0.8 * lost[1]

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qoff.errors import QuantizationError
+from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.layerwise import Layerwise
@@ -56,12 +56,18 @@ class Sensitivities:
     """Measures one model on texts, int64 [texts, tokens].
 
     quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn. Raises
-    as `Layerwise` does, and QuantizationError for weights that are quantized already.
+    as `Layerwise` does, QuantizationError for weights that are quantized already, and
+    UnsupportedModelError for mixtures of experts.
     """
 
     def __init__(
         self, model: Unconverted, ids: Tensor, quant: QuantConfig | None = None, seed: int = 0
     ) -> None:
+        if model.spec.experts is not None:
+            raise UnsupportedModelError(
+                f"{model.spec.model_type}: a mixture of experts is given one format; choose it by "
+                "bits and group size"
+            )
         self._source, self._units = model.source, model.units
         self._quant = replace(quant or QuantConfig(), weights={})
         self._floats = Builder(model.source, self._quant, requantize=True)
@@ -84,7 +90,7 @@ class Sensitivities:
     @torch.no_grad()
     def _forward(self) -> None:
         """Run the model as it is; hidden states before each layer go to a file without a name."""
-        hidden = self._run.embedded(self._outer[EMBEDDING])
+        hidden = self._run.embedded(self._outer[EMBEDDING][self._run.ids.flatten()])
         shape = (self._run.spec.num_layers, *hidden.shape)
         with tempfile.TemporaryFile() as file:
             self._states = np.memmap(file, np.float32, "w+", shape=shape)
@@ -136,7 +142,7 @@ class Sensitivities:
         builder = Builder(self._source, replace(self._quant, weights=weights), True)
         stored = {w.name: builder.build("", w) for w in self._units[-1][1]}
         outer = {n: w.dequantize() if isinstance(w, QTensor) else w for n, w in stored.items()}
-        hidden = self._run.embedded(outer[EMBEDDING])
+        hidden = self._run.embedded(outer[EMBEDDING][self._run.ids.flatten()])
         for layer, (prefix, parts) in enumerate(self._units[:-1]):
             built = {
                 w.name: builder.build(prefix, w)

@@ -87,6 +87,16 @@ class Builder:
             values = piece.dequantize() if isinstance(piece, QTensor) else _floats(piece, name)
             yield rows, _finite(values, name)
 
+    def rows(self, table: Weight, ids: Tensor) -> Tensor:
+        """Some rows of a matrix as the source has them, float32 [len(ids), columns]."""
+        found = torch.empty(len(ids), table.columns or 0)
+        for rows, piece in self.pieces(table):
+            place = torch.full((table.rows,), -1)
+            place[rows] = torch.arange(len(rows))
+            here = (place[ids] >= 0).nonzero()[:, 0]
+            found[here] = piece[place[ids[here]]]
+        return found
+
     def description(self) -> dict[str, Any]:
         """Return the `quantization_config` of what was built."""
         (form, imported), _ = self.formats.most_common(1)[0]

@@ -27,7 +27,7 @@ from qoff.quant.matrix import CALIBRATED
 from qoff.system_memory import refusals, refused_tier
 
 from .builder import Builder, with_uniform_experts
-from .layerwise import Calibration
+from .calibration import Calibration
 from .loss import LossProbe
 from .modules import ModulesJob
 from .unconverted import Unconverted
@@ -63,7 +63,7 @@ def convert(
     checkpoint.
 
     Memory holds one layer, or the outer weights, as written; for calibration see
-    `layerwise.Calibration`. An architecture without a spec is converted for transformers' own
+    `calibration.Calibration`. An architecture without a spec is converted for transformers' own
     modules, with one layer, or the outer weights, in float32 in memory.
 
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
@@ -80,12 +80,6 @@ def convert(
         if isinstance(source, GGUFModulesSource) or (
             isinstance(source, SafetensorsSource) and not is_native(config)
         ):
-            if calibration is not None:
-                raise QuantizationError(
-                    f"{source.path}: "
-                    "runs through transformers' modules, which cannot be calibrated; "
-                    "use hqq, mse or rtn"
-                )
             if quant.weights:
                 raise QuantizationError(
                     f"{source.path}: "
@@ -94,7 +88,7 @@ def convert(
                 )
             if isinstance(source, GGUFModulesSource) and source.quantized and not requantize:
                 quant = replace(quant, bits=8, head_bits=8, group_size=GROUP_SIZE)
-            job = ModulesJob(source, config, quant, trust_remote_code)
+            job = ModulesJob(source, config, quant, trust_remote_code, calibration)
         else:
             job = _NativeJob(source, quant, requantize, calibration, probe)
         files = {**source.files(), **(own_code(source_path) if trust_remote_code else {})}

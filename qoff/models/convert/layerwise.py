@@ -6,59 +6,63 @@ Weights come from who calls, as floats or quantized, and may be others each time
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from qoff.errors import ArgumentError, UnsupportedModelError
+from qoff.errors import ArgumentError
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
 from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.reference.experts import activate
 from qoff.kernels.reference.linear import ended, normalized
 from qoff.kvcache import CachePass, PlainCache
+from qoff.memory import Weights
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.native.decoder import head_shapes, logits_ending
+from qoff.models.native.experts import MATRICES, Experts
 from qoff.models.native.layer import Layer
 from qoff.models.native.linear import norm_of
 from qoff.models.native.rope import RotaryTable
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor
-from qoff.quant.compensated import compensated
 
-from .builder import Builder
-from .unconverted import Unconverted
+from .solving import Unsolved
 
 Seen = Callable[[object, Tensor, Tensor], None]  # a matrix, its input [M, K], its output [M, N]
+
+
+Given = QTensor | Tensor | Unsolved
 _LOGITS = 1 << 24  # computed at a time
+
+
+def check_ids(ids: Tensor, vocabulary: int) -> None:
+    """Raise ArgumentError for what are no texts of tokens below `vocabulary`."""
+    if ids.dim() != 2 or not ids.numel():
+        raise ArgumentError(f"texts to calibrate on are [texts, tokens], not {list(ids.shape)}")
+    low, high = (int(x) for x in torch.aminmax(ids))
+    if low < 0 or high >= vocabulary:
+        raise ArgumentError(
+            f"token ids are 0 to {vocabulary - 1}, not {low} to {high}; use the model's "
+            "own tokenizer"
+        )
 
 
 class Layerwise:
     """Runs layers of a native model on texts, int64 [texts, tokens], from their first token on.
 
-    Raises UnsupportedModelError for mixtures of experts, ArgumentError for texts that are empty or
-    longer than the model's positions.
+    Raises ArgumentError for texts that are empty or longer than the model's positions.
     """
 
     def __init__(self, spec: DecoderSpec, ids: Tensor) -> None:
-        if spec.experts is not None:
-            raise UnsupportedModelError(
-                f"{spec.model_type}: a mixture of experts cannot be calibrated; convert it with "
-                "hqq, mse or rtn, and formats of your choice"
-            )
-        if ids.dim() != 2 or not ids.numel():
-            raise ArgumentError(f"texts to calibrate on are [texts, tokens], not {list(ids.shape)}")
-        low, high = (int(x) for x in torch.aminmax(ids))
-        if low < 0 or high >= spec.vocab_size:
-            raise ArgumentError(
-                f"token ids are 0 to {spec.vocab_size - 1}, not {low} to {high}; use the model's "
-                "own tokenizer"
-            )
+        check_ids(ids, spec.vocab_size)
         spec.check_positions(ids.shape[1])
         self.spec, self.ids = spec, ids
         self._shapes = head_shapes(spec)
@@ -68,25 +72,24 @@ class Layerwise:
         tables = {rope: RotaryTable(spec, rope).upto(tokens) for rope in ropes if rope is not None}
         self._rotary = [None if rope is None else tables[rope] for rope in ropes]
 
-    def embedded(self, table: Tensor, ids: Tensor | None = None) -> Tensor:
+    def embedded(self, rows: Tensor) -> Tensor:
         """Hidden states before the first layer, float32 [texts * tokens, hidden_size].
 
-        ids: the row of each token, int64 [texts * tokens], where it is not its number.
+        rows: of the embedding, that of each token.
         """
-        rows = table[self.ids.flatten() if ids is None else ids]
         return rows * self.spec.embedding_scale if self.spec.embedding_scale != 1 else rows
 
     def run(
         self,
         layer: int,
-        weights: Mapping[str, QTensor | Tensor],
+        weights: Mapping[str, Given],
         hidden: Tensor,
         seen: Seen | None = None,
     ) -> Tensor:
         """Return the hidden states after a layer; those before it stay as they are.
 
-        weights: by the names inside a layer. seen: is told every product before a bias or an
-        activation.
+        weights: by the names inside a layer. seen: is told every product with floats before a bias
+        or an activation.
         """
         ragged = self._ragged
         run = ForwardPass(
@@ -100,8 +103,8 @@ class Layerwise:
             positions=ragged.positions,
             hidden=hidden.clone(),
         )
-        decoder_layer = Layer(self.spec, cast(Ops, _DenseOps(seen)), self._shapes)
-        unit = next(decoder_layer.steps(layer, dict(weights), run), None)
+        decoder_layer = _WholeLayer(self.spec, cast(Ops, _DenseOps(seen)), self._shapes)
+        unit = next(decoder_layer.steps(layer, cast(Weights, weights), run), None)
         assert unit is None  # waits for no tile
         return run.input
 
@@ -124,75 +127,45 @@ class Layerwise:
         return max(1, _LOGITS // self.spec.vocab_size)
 
 
-class Calibration:
-    """Solves the matrices of a model on what goes into them, layer after layer.
+class _DenseExperts(Experts):
+    """Computes experts one after another, whose matrices are what `_DenseOps` takes."""
 
-    The inputs of a layer are those behind layers that are quantized already, so that each layer
-    makes up for what those before it lost. ids: int64 [texts, tokens]. Besides one layer in float32
-    and as it is written, memory holds the hidden states of all tokens twice, and the second moments
-    of the inputs of each matrix of a layer, [K, K] float32; of one of them a few times over. Raises
-    as `Layerwise` does.
-    """
-
-    def __init__(self, model: Unconverted, builder: Builder, ids: Tensor) -> None:
-        self._builder, self._units = builder, model.units
-        self._run = Layerwise(model.spec, ids)
-        _, outer = model.units[-1]
-        table = next(w for w in outer if w.name == EMBEDDING)
-        self._hidden = self._run.embedded(builder.floats(table))
-
-    @torch.no_grad()
-    def layer(self, index: int) -> dict[str, QTensor | Tensor]:
-        """Return a layer's weights by their full names, as they are written. Layers go in order."""
-        prefix, weights = self._units[index]
-        builder = self._builder
-        solved = [w for w in weights if builder.calibrates(prefix, w)]
-        built: dict[str, QTensor | Tensor] = {
-            w.name: builder.floats(w) if w in solved else builder.build(prefix, w) for w in weights
-        }
-        moments = self._moments(index, built, [w.name for w in solved])
-        for weight in solved:
-            values = built[weight.name]
-            assert isinstance(values, Tensor)
-            built[weight.name] = compensated(
-                values,
-                moments.pop(weight.name),
-                builder.note(prefix, weight),
-                scale_dtype=builder.quant.scale_dtype,
-                name=f"{prefix}{weight.name}",
+    def compute(self, x: Tensor, scores: Tensor, weights: Weights, hidden: Tensor) -> None:
+        """See `Experts.compute`."""
+        ids, shares = self.route(scores)
+        biases = self._biases(weights)
+        for e in ids.unique().tolist():
+            token, place = (ids == e).nonzero(as_tuple=True)
+            gate_up, down = (
+                partial(
+                    self._ops.w4_linear,
+                    weight=cast(QTensor, weights[f"mlp.experts.{e}.{name}"]),
+                    bias=None if bias is None else bias[e],
+                )
+                for name, bias in zip(MATRICES, biases, strict=True)
             )
-        self._hidden = self._run.run(index, built, self._hidden)
-        packing = builder.quant.packing
-        return {
-            f"{prefix}{name}": x.to_packing(packing) if isinstance(x, QTensor) else x
-            for name, x in built.items()
-        }
+            y = down(activate(gate_up(x[token]), self.spec.activation))
+            hidden.index_add_(0, token, y * shares[token, place, None])
 
-    def _moments(
-        self, index: int, weights: dict[str, QTensor | Tensor], matrices: list[str]
-    ) -> dict[str, Tensor]:
-        """The mean of x x^T over the inputs of each of some matrices, float32 [K, K]."""
-        called = {id(weights[name]): name for name in matrices}
-        total: dict[str, Tensor] = {}
 
-        def seen(found: object, x: Tensor, _: Tensor) -> None:
-            name = called.get(id(found))
-            if name is not None:
-                into = total.setdefault(name, x.new_zeros(x.shape[1], x.shape[1]))
-                into.addmm_(x.T, x)
+class _WholeLayer(Layer):
+    """All tokens go through each matrix at once, whatever memory that takes."""
 
-        self._run.run(index, weights, self._hidden, seen)
-        return {name: sums.div_(len(self._hidden)) for name, sums in total.items()}
+    MIXTURE = _DenseExperts
+
+    def _together(self, count: int, weights: Weights) -> int:
+        return count
 
 
 class _DenseOps:
-    """`kernels.ops.Ops`, but for experts, of matrices that are QTensors or float tensors [N, K].
+    """`kernels.ops.Ops`, but for experts, of matrices that are `Given`, float tensors [N, K] too.
 
-    Differentiable. Without gradients, attention is the CPU's own op.
+    Differentiable. Without gradients, packed matrices and attention are left to the CPU's own ops.
     """
 
     PACKING, CACHE, USES_OUT, RECORDER = "split32", "host", False, None
     norm = staticmethod(reference_ops.norm)
+    route = staticmethod(reference_ops.route)
 
     def __init__(self, seen: Seen | None) -> None:
         self._seen = seen
@@ -200,7 +173,7 @@ class _DenseOps:
     def w4_linear(
         self,
         x: Tensor,
-        weight: QTensor | Tensor,
+        weight: Given,
         *,
         norm: Norm | None = None,
         bias: Tensor | None = None,
@@ -211,7 +184,12 @@ class _DenseOps:
         """See `kernels.reference.ops.w4_linear`."""
         if norm is not None:
             x = normalized(x, norm)
-        matrix = weight.dequantize() if isinstance(weight, QTensor) else weight
+        if not isinstance(weight, Tensor) and not torch.is_grad_enabled():
+            packed = weight if isinstance(weight, QTensor) else weight.solved(x)
+            return _cpu().w4_linear(
+                x, packed.to_packing("rows16"), bias=bias, residual=residual, end=end, out=out
+            )
+        matrix = weight.dequantize() if isinstance(weight, QTensor) else cast(Tensor, weight)
         y = x @ matrix.T
         if self._seen is not None:
             self._seen(weight, x, y)
@@ -224,9 +202,13 @@ class _DenseOps:
         """See `kernels.reference.ops.attention`."""
         if torch.is_grad_enabled():
             return reference_ops.attention(*operands, **options)
-        from qoff.kernels.cpu import ops as cpu
+        return _cpu().attention(*operands, **options)
 
-        return cpu.attention(*operands, **options)
+
+def _cpu() -> Any:
+    from qoff.kernels.cpu import ops as cpu
+
+    return cpu
 
 
 class _OneLayer(CachePass):

@@ -47,8 +47,7 @@ class LossProbe:
 
     loss: once the conversion is done; None where nothing is quantized, for a text with tokens that
     the model has not, where it would take minutes, or a layer in float32 much of the memory that is
-    free, and for models whose layers cannot be computed one by one from the source's weights:
-    mixtures of experts, and those that run through transformers' modules.
+    free, and for models that run through transformers' modules.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -67,8 +66,7 @@ class LossProbe:
         layer = max(sum(_floats(w) for w in unit) for at, unit in model.units if at)
         held, free = layer + 2 * max(_floats(w) for at, w in matrices if at), free_memory()
         if (
-            model.spec.experts
-            or imported
+            imported
             or int(ids.max()) >= model.spec.vocab_size
             or len(ids) * weights > _MANY_PRODUCTS
             or (free is not None and held > free // 2)
@@ -78,12 +76,10 @@ class LossProbe:
         self._builder, self._units = builder, model.units
         table = next(w for w in model.units[-1][1] if w.name == EMBEDDING)
         form, imported = builder.format("", table)
-        own = self._rows(table, self._run.ids.flatten())
+        own = builder.rows(table, self._run.ids.flatten())
         # Codes that are taken over have the source's values.
         written = own if imported else builder.quantized(own, form, EMBEDDING).dequantize()
-        chosen = torch.arange(len(own))
-        self._own = self._run.embedded(own, chosen)
-        self._written = self._run.embedded(written, chosen)
+        self._own, self._written = self._run.embedded(own), self._run.embedded(written)
 
     @torch.no_grad()
     def layer(self, index: int, built: Mapping[str, QTensor | Tensor]) -> None:
@@ -114,16 +110,6 @@ class LossProbe:
         found = divergence.result()
         error = float(found.std()) / math.sqrt(len(found))
         self.loss = Loss(float(found.mean()), error, len(found))
-
-    def _rows(self, table: Weight, ids: Tensor) -> Tensor:
-        """Some rows of the embedding as the source has them, float32 [len(ids), columns]."""
-        found = torch.empty(len(ids), table.columns or 0)
-        for rows, piece in self._builder.pieces(table):
-            place = torch.full((table.rows,), -1)
-            place[rows] = torch.arange(len(rows))
-            here = (place[ids] >= 0).nonzero()[:, 0]
-            found[here] = piece[place[ids[here]]]
-        return found
 
     def _heads(self, head: Weight, built: QTensor | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of the head, the source's and those written, some at a time."""

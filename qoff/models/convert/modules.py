@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -19,8 +20,12 @@ from qoff.errors import ConversionError, FormatError, QuantizationError
 from qoff.models.modules.configs import DTYPE, LAYOUT, build, read_config
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
 from qoff.models.sources import ModulesSource
-from qoff.quant import QTensor, QuantConfig, quantize
+from qoff.quant import Format, QTensor, QuantConfig, quantize
 from qoff.quant.matrix import ROUTER_BITS
+
+from .layerwise import check_ids
+from .module_calibration import ModuleCalibration
+from .solving import Moments, Unsolved, results
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -49,6 +54,7 @@ class ModulesJob:
         config: Mapping[str, Any],
         quant: QuantConfig,
         trust_remote_code: bool,
+        calibration: Tensor | None = None,
     ) -> None:
         self._source, self._quant = source, quant
         self._config = dict(config)
@@ -60,15 +66,18 @@ class ModulesJob:
         self.units = len(self._structure.layers) + 1
         weights = self._structure.model.parameters()
         self.expected = sum(x.numel() * quant.bits // 8 for x in weights)
+        self._calibration = None if calibration is None else self._calibrated(calibration)
 
     def build(self, unit: int) -> dict[str, QTensor | Tensor]:
         """Return the weights of a unit by their names, floats first."""
         structure, group, outer = self._structure, self._quant.group_size, unit + 1 == self.units
+        calibration = None if outer else self._calibration
+        moments = Moments()
         tables = [place for place in (structure.embedding, structure.head) if place is not None]
         places = [*structure.outer(), *tables] if outer else structure.layer(unit)
         loaded = self._load(None if outer else unit, places)
         floats: dict[str, QTensor | Tensor] = {}
-        packed: dict[str, QTensor | Tensor] = {}
+        packed: dict[str, QTensor | Unsolved] = {}
         for place in places:
             name, weight = structure.stored_as(place), loaded[place.name]
             if place in tables:
@@ -79,11 +88,19 @@ class ModulesJob:
                 matrices = matrices_of(place, group)
             bits = self._quant.head_bits if place in tables else self._quant.bits
             for matrix in matrices:
-                matrix_bits = ROUTER_BITS if matrix.routes else bits
-                packed[matrix.name] = self._quantized(matrix, weight, matrix_bits)
+                if calibration is not None and not matrix.routes:
+                    packed[matrix.name] = self._unsolved(matrix, weight, moments)
+                else:
+                    matrix_bits = ROUTER_BITS if matrix.routes else bits
+                    packed[matrix.name] = self._quantized(matrix, weight, matrix_bits)
             if not matrices:
                 floats[name] = _as_narrow_as_exact(weight)
-        return {**floats, **packed}
+        given = {**floats, **packed}
+        if calibration is not None:
+            calibration.layer(unit, given)
+        elif self._calibration is not None:
+            self._calibration.close()
+        return results(given, self._quant.packing)
 
     def config(self) -> dict[str, Any]:
         """The `config.json` of the checkpoint."""
@@ -100,10 +117,35 @@ class ModulesJob:
         }
 
     def _open(self) -> None:
+        self._structure = self._described()
+        self._units = self._units_of_sources()
+
+    def _described(self) -> Structure:
+        """The model without weights."""
         source, tensors = self._source, len(self._source.names())
         full = read_config(self._config, source.path, self._trust, tensors=tensors)
-        self._structure = Structure.of(build(full, self._trust))
-        self._units = self._units_of_sources()
+        return Structure.of(build(full, self._trust))
+
+    def _calibrated(self, ids: Tensor) -> ModuleCalibration:
+        """What solves the matrices of layers on texts."""
+        structure, group = self._structure, self._quant.group_size
+        quantized = [
+            {matrix.name for place in structure.layer(i) for matrix in matrices_of(place, group)}
+            for i in range(len(structure.layers))
+        ]
+        outer = self._load(None, [*structure.outer(), structure.embedding])
+        table, seen = outer.pop(structure.embedding.name), ids.unique()
+        check_ids(ids, len(table))
+        rows = table[seen]
+        return ModuleCalibration(
+            self._described(), outer, lambda x: rows[torch.searchsorted(seen, x)], quantized, ids
+        )
+
+    def _unsolved(self, matrix: Matrix, weight: Tensor, moments: Moments) -> Unsolved:
+        quant = self._quant
+        form = Format(quant.bits, quant.group_size)
+        read = partial(matrix.of, weight)
+        return Unsolved(matrix.name, matrix.shape, form, quant.scale_dtype, moments, read)
 
     def _quantized(self, matrix: Matrix, weight: Tensor, bits: int) -> QTensor:
         quant = self._quant
@@ -111,7 +153,7 @@ class ModulesJob:
             matrix.of(weight),
             bits,
             quant.group_size,
-            quant.solver,
+            quant.data_free,
             quant.packing,
             quant.scale_dtype,
             name=matrix.name,

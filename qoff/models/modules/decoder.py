@@ -230,7 +230,7 @@ class ModuleDecoder:
         for i, file in enumerate(checkpoint.layers):
             quantized = {n for n, entry in file.weights.items() if isinstance(entry, QuantEntry)}
             binder = WeightBinder(structure, i, quantized, multiply)
-            _wait_for_weights(structure.layers[i], binder)
+            wait_for_weights(structure.layers[i], binder)
         head = Head(structure.outputs, Multiply(exact(self._ops)))
         self.model.set_output_embeddings(head)
 
@@ -251,7 +251,7 @@ def _width(layer: nn.Module, config: Any) -> int:
     return total + (experts if topk is None else min(experts, 3 * topk * most))
 
 
-def _wait_for_weights(layer: nn.Module, binder: WeightBinder) -> None:
+def wait_for_weights(layer: nn.Module, binder: WeightBinder) -> None:
     """Let a layer ask for its weights before it runs, and give them back after it."""
     own = layer.forward
 

@@ -19,7 +19,7 @@ from qoff.models.spec_parts import ExpertsSpec
 
 from .linear import Steps, vector, wait_for
 
-_MATRICES = ("gate_up_proj", "down_proj")
+MATRICES = ("gate_up_proj", "down_proj")
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Experts:
 
     def _biases(self, weights: Weights) -> list[Tensor | None]:
         """Those of gate and up and those of down, of all experts, [E, rows]; None for none."""
-        found = (vector(weights, f"mlp.experts.{name}.bias") for name in _MATRICES)
+        found = (vector(weights, f"mlp.experts.{name}.bias") for name in MATRICES)
         return [None if bias is None else bias.view(self.spec.count, -1) for bias in found]
 
     def _biases_of(self, wave: ExpertWave, weights: Weights) -> list[Tensor | None]:
@@ -146,6 +146,6 @@ class Experts:
                 QExperts.of(
                     [cast(QTensor, weights[f"mlp.experts.{e}.{name}"]) for e in range(last + 1)]
                 )
-                for name in _MATRICES
+                for name in MATRICES
             ]
         return self._views[key]

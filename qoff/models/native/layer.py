@@ -28,13 +28,15 @@ _NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 class Layer:
     """Computes a layer of a forward pass, in place of its hidden states."""
 
+    MIXTURE = Experts
+
     def __init__(self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape]) -> None:
         self._spec, self._ops, self._shapes = spec, ops, shapes
         self._on_gpu = ops.CACHE == "device"
         self._linear = Linear(ops)
         self._exact_ops = exact(ops)  # for scores that decide
         self._exact_linear = Linear(self._exact_ops)
-        self._experts = None if spec.experts is None else Experts(spec.experts, ops)
+        self._experts = None if spec.experts is None else self.MIXTURE(spec.experts, ops)
         self._activation = Ending(spec.activation, spec.gated)
 
     def steps(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
@@ -100,7 +102,7 @@ class Layer:
         attended: of a parallel attention, what the MLP's output is added to in their place.
         """
         count = len(run.input)
-        step = max(1, mlp_tokens(count, tiled(weights), self._on_gpu))
+        step = self._together(count, weights)
         end, norm = self._ending(weights, "mlp"), self._norm_before(weights, "mlp")
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
@@ -111,6 +113,10 @@ class Layer:
                 residual=residual, out="hidden", end=end, part=part,
             )  # fmt: skip
         return run.input
+
+    def _together(self, count: int, weights: Weights) -> int:
+        """Tokens that go through the MLP together."""
+        return max(1, mlp_tokens(count, tiled(weights), self._on_gpu))
 
     def _inner(
         self,
@@ -138,7 +144,7 @@ class Layer:
         experts = self._experts
         assert experts is not None
         count, module = len(run.input), "mlp.shared_expert"
-        step = max(1, mlp_tokens(count, tiled(weights), self._on_gpu))
+        step = self._together(count, weights)
         parts = [slice(first, min(first + step, count)) for first in range(0, count, step)]
         norm = self._norm_before(weights, "mlp")
         assert norm is not None

@@ -1,0 +1,60 @@
+"""Solving the matrices of a model on a text that goes through it, layer after layer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qoff.memory.plan import EMBEDDING
+from qoff.models.names import Weight
+from qoff.quant import QTensor
+
+from .builder import Builder, with_uniform_experts
+from .layerwise import Layerwise
+from .solving import Moments, Unsolved, results
+from .unconverted import Unconverted
+
+
+class Calibration:
+    """Solves the matrices of a native model on what goes into them, one after another.
+
+    The inputs of a matrix come from matrices that are quantized already, so that each makes up for
+    what those before it lost; and the text goes through each layer once. ids: int64 [texts,
+    tokens]. Memory holds one layer as it is written, what `compensated` takes for one matrix, and
+    what the tokens take in a layer. Raises as `Layerwise` does.
+    """
+
+    def __init__(self, model: Unconverted, builder: Builder, ids: Tensor) -> None:
+        self._builder, self._units = builder, model.units
+        self._run = Layerwise(model.spec, ids)
+        table = next(w for w in model.units[-1][1] if w.name == EMBEDDING)
+        self._hidden = self._run.embedded(builder.rows(table, ids.flatten()))
+
+    @torch.no_grad()
+    def layer(self, index: int) -> dict[str, QTensor | Tensor]:
+        """Return a layer's weights by their full names, as they are written. Layers go in order."""
+        prefix, weights = self._units[index]
+        builder, moments = self._builder, Moments()
+        given = {
+            w.name: self._unsolved(prefix, w, moments)
+            if builder.calibrates(prefix, w)
+            else builder.build(prefix, w)
+            for w in weights
+        }
+        self._hidden = self._run.run(index, given, self._hidden)
+        found = results(given, builder.quant.packing)
+        return with_uniform_experts({f"{prefix}{name}": x for name, x in found.items()})
+
+    def _unsolved(self, prefix: str, weight: Weight, moments: Moments) -> Unsolved:
+        builder = self._builder
+        assert weight.columns is not None
+        return Unsolved(
+            f"{prefix}{weight.name}",
+            (weight.rows, weight.columns),
+            builder.note(prefix, weight),
+            builder.quant.scale_dtype,
+            moments,
+            partial(builder.floats, weight),
+        )

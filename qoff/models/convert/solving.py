@@ -1,0 +1,80 @@
+"""Matrices that are solved when their inputs are known, while a text goes through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.quant import Format, quantize
+from qoff.quant.compensated import compensated, moments
+
+_PACKING = "rows16"  # of the kernel that multiplies by it at once
+
+
+@dataclass
+class Moments:
+    """Second moments of the inputs that were seen last: matrices that share them come in a row."""
+
+    _key: tuple[int, ...] = ()
+    _inputs: Tensor | None = None  # kept, so that no other's are at their address
+    _found: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """The sum of x x^T over rows, float32 [K, K]. x: float32 [M, K]."""
+        key = x.data_ptr(), *x.shape, x._version
+        if key != self._key or self._found is None:
+            self._key, self._inputs, self._found = key, x, None  # the last one is free before this
+            self._found = moments(x)
+        return self._found
+
+
+@dataclass
+class Unsolved:
+    """A matrix of the source, solved for the first inputs it meets.
+
+    read: its values, float32. name: what errors call it.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    form: Format
+    scale_dtype: torch.dtype
+    moments: Moments
+    read: Callable[[], Tensor]
+    _found: QTensor | None = field(default=None, init=False)
+
+    def solved(self, x: Tensor) -> QTensor:
+        """The matrix [N, K] in packing rows16. x: float32 [M, K]."""
+        if self._found is None:
+            found = compensated(
+                self.read(),
+                self.moments.of(x),
+                self.form,
+                scale_dtype=self.scale_dtype,
+                name=self.name,
+            )
+            self._found = found.to_packing(_PACKING)
+        return self._found
+
+    def dequantize(self) -> Tensor:
+        """Its values as they are now, for code that looks into it."""
+        return self.read() if self._found is None else self._found.dequantize()
+
+    def result(self) -> QTensor:
+        """What it became; without its inputs if there were none."""
+        if self._found is not None:
+            return self._found
+        form, dtype = self.form, self.scale_dtype
+        return quantize(self.read(), form.bits, form.group_size, scale_dtype=dtype, name=self.name)
+
+
+def results(
+    given: Mapping[str, QTensor | Tensor | Unsolved], packing: str
+) -> dict[str, QTensor | Tensor]:
+    """What matrices became, in a packing."""
+    found = {k: x.result() if isinstance(x, Unsolved) else x for k, x in given.items()}
+    return {k: x.to_packing(packing) if isinstance(x, QTensor) else x for k, x in found.items()}
