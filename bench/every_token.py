@@ -2,7 +2,8 @@
 
 A real cache keeps the newest tokens unpacked, which hides some of what its form loses. To compare
 forms, every block of 64 tokens of a window is packed and unpacked before anything attends to it;
-the tokens left over are a block of their own. Caches of llama.cpp are simulated the same way.
+the tokens left over are a block of their own. Caches of llama.cpp are simulated the same way. With
+a window, each token attends to the newest tokens as they are, as with a real cache.
 """
 
 from __future__ import annotations
@@ -35,26 +36,37 @@ RoundTrip = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def every_token(
-    checkpoint: Path, round_trip: RoundTrip, before_rope: bool = False
+    checkpoint: Path,
+    round_trip: RoundTrip,
+    before_rope: bool = False,
+    window: int | None = None,
 ) -> Instrumentation:
-    """For a `Runtime` on the CPU: K and V of every token go through `round_trip`."""
+    """For a `Runtime` on the CPU: K and V of every token go through `round_trip`.
+
+    window: newest tokens that each token sees as they are, as `KVQuant.window`; None: none.
+    """
     layers = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).num_layers
     ops = ops_for(torch.device("cpu"))
-    return Instrumentation(ops=EveryTokenOps(ops, round_trip, layers, before_rope))
+    return Instrumentation(ops=EveryTokenOps(ops, round_trip, layers, before_rope, window))
 
 
 class EveryTokenOps:
     """The ops of a CPU, with attention to packed tokens alone.
 
     before_rope: K is packed before it is rotated. Windows must be read whole, through all `layers`
-    in their order.
+    in their order. window: see `every_token`; without sinks, soft caps and sliding windows then.
     """
 
     def __init__(
-        self, ops: Ops, round_trip: RoundTrip, layers: int, before_rope: bool = False
+        self,
+        ops: Ops,
+        round_trip: RoundTrip,
+        layers: int,
+        before_rope: bool = False,
+        window: int | None = None,
     ) -> None:
         self._ops, self._round_trip, self._layers = ops, round_trip, layers
-        self._before_rope = before_rope
+        self._before_rope, self._window = before_rope, window
         self._calls = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -88,6 +100,7 @@ class EveryTokenOps:
             q = rope(q, ragged.positions, *rotary)
         if rotary is not None and not self._before_rope:
             k = rope(k, ragged.positions, *rotary)
+        exact = k, v
         pairs = [
             self._round_trip(k[s.start : s.start + s.count], v[s.start : s.start + s.count], layer)
             for s in ragged.spans
@@ -95,8 +108,49 @@ class EveryTokenOps:
         k, v = (torch.cat([pair[i] for pair in pairs]) for i in range(2))
         if rotary is not None and self._before_rope:
             k = rope(k, ragged.positions, *rotary)
+            exact = rope(exact[0], ragged.positions, *rotary), exact[1]
+        if self._window is not None:
+            if sinks is not None or shape.soft_cap or shape.window is not None:
+                raise ArgumentError("a window of unpacked tokens is for plain attention alone")
+            parts = [
+                seen_as_they_are(*(x[s.start : s.start + s.count] for x in (q, *exact, k, v)),
+                                 self._window, shape.scale)
+                for s in ragged.spans
+            ]  # fmt: skip
+            found = torch.cat(parts).flatten(1)
+            return found if out is None else out.copy_(found)
         changed = torch.cat((q, k, v), dim=1).flatten(1)
         return self._ops.attention(changed, shape, cache, ragged, sinks=sinks, out=out)
+
+
+def seen_as_they_are(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed_k: Tensor,
+    packed_v: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Causal attention of a sequence, [T, heads, D], whose newest keys and values are exact.
+
+    A block of 64 tokens is packed once `window` tokens are behind it.
+    """
+    tokens, heads = q.shape[:2]
+    k, v, packed_k, packed_v = (
+        x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v, packed_k, packed_v)
+    )
+    at = torch.arange(tokens)
+    behind = (at // BLOCK_TOKENS + 1) * BLOCK_TOKENS + window
+    old = behind[None, :] <= at[:, None] + 1  # [queries, keys]
+    scores = torch.where(
+        old, torch.einsum("qhd,khd->hqk", q, packed_k), torch.einsum("qhd,khd->hqk", q, k)
+    )
+    scores = (scale * scores).masked_fill(at[None, :] > at[:, None], -torch.inf)
+    part = scores.softmax(-1)
+    return torch.einsum("hqk,khd->qhd", part * old, packed_v) + torch.einsum(
+        "hqk,khd->qhd", part * ~old, v
+    )
 
 
 def packed(quant: KVQuant) -> RoundTrip:

@@ -3,7 +3,8 @@
 K and V of whole windows of a text are packed and unpacked before attention, so that every token
 attends to packed tokens alone, itself and its neighbours included: no recent window helps. The
 second half of each window is scored against the same model with K and V as they are, token by
-token. `--layers` packs one layer at a time, which says where more bits would pay.
+token. `--layers` packs one layer at a time, which says where more bits would pay. `--window 64` has
+the newest tokens unpacked, as in use.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def spread_windows(total: int, count: int) -> list[Window]:
 class Judge:
     """A checkpoint, and a text with the predictions that it makes with K and V as they are."""
 
-    def __init__(self, checkpoint: Path, sample: Sample, folder: Path) -> None:
-        self._checkpoint, self._sample = checkpoint, sample
+    def __init__(
+        self, checkpoint: Path, sample: Sample, folder: Path, window: int | None = None
+    ) -> None:
+        self._checkpoint, self._sample, self._window = checkpoint, sample, window
         self.layers = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).num_layers
         with Runtime(checkpoint) as runtime:
             subject = QoffSubject(runtime, "as it is", None)
@@ -61,7 +64,7 @@ class Judge:
 
     def judge(self, scheme: Scheme) -> Divergence:
         """What a scheme costs."""
-        packed = every_token(self._checkpoint, scheme.round_trip, scheme.before_rope)
+        packed = every_token(self._checkpoint, scheme.round_trip, scheme.before_rope, self._window)
         with Runtime(self._checkpoint, instrumentation=packed) as runtime:
             subject = QoffSubject(runtime, scheme.name, None)
             found = summarize(evaluate(subject, self._sample, self.reference)).divergence
@@ -124,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         __doc__, argv, text=(Path, None, "a text file, prose of 10,000 words or more"),
         windows=(int, 12, f"windows of {WINDOW} tokens"), only=(str, "", "schemes, with ; between"),
         layers=(bool, False, "each layer alone, too"),
+        window=(int, None, "newest tokens that are not packed; default: all are"),
     )  # fmt: skip
     if args.text is None:
         raise SystemExit("kv_accuracy: --text FILE is missing: the text that is scored")
@@ -132,12 +136,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     windows = spread_windows(len(ids), 1 if args.quick else args.windows)
     result = Report(
         "kv_accuracy",
-        {"text": args.text.name, "windows": len(windows), "window": WINDOW, "block": BLOCK_TOKENS},
+        {
+            "text": args.text.name,
+            "windows": len(windows),
+            "window": WINDOW,
+            "block": BLOCK_TOKENS,
+            "unpacked": args.window,
+        },
         "K and V packed, against the same model with both in float32; second halves scored",
         ("scheme", "bits", "perplexity", "± %", "mean KL", "99 % KL", "same top token"),
     )
     with tempfile.TemporaryDirectory() as folder:
-        judge = Judge(checkpoint, Sample(ids, windows), Path(folder))
+        judge = Judge(checkpoint, Sample(ids, windows), Path(folder), args.window)
         with closing(judge.reference):
             add_rows(result, judge, wanted)
             if args.layers:

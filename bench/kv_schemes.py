@@ -67,6 +67,7 @@ def schemes() -> list[Scheme]:
         Scheme("4 and 4, both per token, as they are", 4.5, both(token, token)),
         Scheme("4 and 4, both per token, rotated", 4.5, both(turned, turned)),
         Scheme("llama.cpp's q4_0", 4.5, ggml("q4_0")),
+        *fewer_bits(),
         values("", token),
         values(", least squares", per_token(least_squares)),
         values(", clipped", per_token(clipped)),
@@ -82,6 +83,21 @@ def schemes() -> list[Scheme]:
         keys(", clipped", per_channel(clipped)),
         keys(", groups of 32", per_channel(min_max, tokens=32), 5.0),
         keys(", per token, rotated", turned),
+    ]
+
+
+def fewer_bits() -> list[Scheme]:
+    """Less than 4 bits for K or V: K per channel but for the first token, V per token, rotated."""
+
+    def scheme(k: int, v: int, before_rope: bool = False) -> Scheme:
+        keys = without_first(per_channel(min_max, k), 1)
+        name = f"{k} and {v}, simulated" + (", before RoPE" if before_rope else "")
+        bits = (k + v) / 2 + _STORED - 4
+        return Scheme(name, bits, both(keys, per_token(min_max, v, rotated=True)), before_rope)
+
+    return [
+        *(scheme(*bits) for bits in ((4, 4), (4, 3), (3, 4), (3, 3), (4, 2), (3, 2), (2, 2))),
+        *(scheme(*bits, before_rope=True) for bits in ((4, 3), (3, 3), (3, 2))),
     ]
 
 

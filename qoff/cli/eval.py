@@ -11,7 +11,15 @@ from typer import Argument, Context, Option
 
 from qoff.errors import ArgumentError
 
-from .options import FormOptions, Json, QuantOptions, RunOptions, TextOptions, command
+from .options import (
+    FormOptions,
+    Json,
+    QuantOptions,
+    ReferenceOptions,
+    RunOptions,
+    TextOptions,
+    command,
+)
 
 _GRID = "bits=4,8 group=64,128 solver=hqq kv=float,4:4,8:4 window=0,64"
 
@@ -22,8 +30,8 @@ def _names(*kinds: type) -> set[str]:
 
 # What an evaluation takes beside the model; "" is that of a text.
 _TAKES = {
-    "": _names(TextOptions, RunOptions, QuantOptions, FormOptions) | {"reference", "batch"},
-    "sweep": _names(TextOptions) | {"reference", "grid", "out"},
+    "": _names(TextOptions, RunOptions, QuantOptions, FormOptions, ReferenceOptions) | {"batch"},
+    "sweep": _names(TextOptions) | {"reference", "reference_memory", "grid", "out"},
     "tasks": _names(RunOptions, QuantOptions, FormOptions) | {"limit", "shots", "seed"},
     "needle": _names(RunOptions, QuantOptions)
     | {"lengths", "caches", "repetitions", "seed", "out"},
@@ -40,9 +48,7 @@ def evaluate(
     weights: QuantOptions,
     cache: FormOptions,
     how: RunOptions,
-    reference: str | None = Option(
-        None, help="Original model to compare with; its predictions are kept on disk."
-    ),
+    original: ReferenceOptions,
     batch: int = Option(1, min=1, help="Windows read together, for weights that stream."),
     sweep: bool = Option(False, "--sweep", help="Evaluate a grid of settings."),
     grid: str = Option("", help=f"Grid of --sweep, like '{_GRID}'; axes have defaults."),
@@ -83,9 +89,11 @@ def evaluate(
         asked_for = (lengths, repetitions, seed)
         work.run_needle(model, asked_for, caches, quant, how, out, as_json)
     elif sweep:
-        work.run_sweep(model, texts, grid, out, reference, as_json)
+        work.run_sweep(model, texts, grid, out, original, as_json)
     else:
-        work.evaluate_one(model, texts, cache, how, quant, reference, batch, as_json)
+        from .evaluate_text import evaluate_one
+
+        evaluate_one(model, texts, cache, how, quant, original, batch, as_json)
 
 
 def _refuse_others(context: Context, mode: str, taken: Iterable[str]) -> None:

@@ -2,132 +2,45 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from qoff.budgets import resolve_device
 from qoff.checkpoint.layout import CONFIG_FILE
 from qoff.errors import ArgumentError, FormatError
-from qoff.eval.kv import kv_bytes_per_token, kv_name
 from qoff.eval.needle.prompts import NeedleSettings
 from qoff.eval.needle.result import CacheSetting
 from qoff.eval.needle.run import NeedleResources
 from qoff.eval.needle.run import run as ask_for_needles
-from qoff.eval.perplexity.metrics import Summary, summarize
-from qoff.eval.perplexity.models import (
-    PIECE_TOKENS,
-    bits_per_weight,
-    cached_reference,
-    open_runtime,
-)
-from qoff.eval.perplexity.reference import Reference
-from qoff.eval.perplexity.scoring import Sample, evaluate
-from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.sweep import cells as tables
 from qoff.eval.sweep.grid import Grid
 from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.eval.tasks.run import markdown, run_tasks
-from qoff.eval.texts import CALIBRATION_TEXT
-from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
+from qoff.eval.texts import CALIBRATION_TEXT, digest
+from qoff.hf.load import is_checkpoint, load_tokenizer, local_source, source_stamps
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
 from qoff.schema import read_object
-from qoff.units import format_size
 
 from .convert import calibration_ids
-from .options import FormOptions, RunOptions, TextOptions
-from .output import print_json, print_table, progress_bar
+from .evaluate_text import stored
+from .options import FormOptions, ReferenceOptions, RunOptions, TextOptions
+from .output import print_json, progress_bar
 
 _FLOAT = "float"
 _CACHE = "float, or bits like 8,4 and then disk=0.5, host=0.5, top=0.25 or window=128"
 
 
-@contextmanager
-def _reference(
-    path: str | None, sample: Sample, tokenizer: PreTrainedTokenizerBase, quiet: bool
-) -> Iterator[Reference | None]:
-    """The reference's predictions, computed if they have not been yet; None without a path."""
-    if path is None:
-        yield None
-        return
-    with progress_bar("reference", quiet) as progress:
-        found = cached_reference(local_source(path), sample, tokenizer, progress=progress)
-    with closing(found):
-        yield found
-
-
-def evaluate_one(
-    model: str,
-    texts: TextOptions,
-    cache: FormOptions,
-    how: RunOptions,
-    quant: QuantConfig,
-    reference: str | None,
-    batch: int,
-    as_json: bool,
-) -> None:
-    """Evaluate one model and print a table."""
-    checkpoint = how.checkpoint(model, quant, as_json)
-    tokenizer = load_tokenizer(checkpoint, how.trust_remote_code)
-    sample = texts.sample(tokenizer)
-    read = sum(window.stop - window.start for window in sample.windows)
-    longest = max(len(sample.tokens(window)) for window in sample.windows)
-    options = {**how.opening(), "kv": cache.quant(), "length": longest, "batch_size": batch}
-    with (
-        _reference(reference, sample, tokenizer, as_json) as truth,
-        open_runtime(checkpoint, **options) as runtime,
-        progress_bar("evaluating", quiet=as_json) as progress,
-    ):
-        start = time.perf_counter()
-        subject = QoffSubject(runtime, model, PIECE_TOKENS)
-        summary = summarize(evaluate(subject, sample, truth, batch=batch, progress=progress))
-        found = {
-            "model": model,
-            "windows": len(sample.windows),
-            "kv": kv_name(runtime.kv),
-            "bits_per_weight": bits_per_weight(checkpoint),
-            "kv_bytes_per_token": kv_bytes_per_token(runtime.kv, runtime.spec),
-            "tokens_per_s": read / (time.perf_counter() - start),
-            **summary.as_dict(),
-        }
-    if as_json:
-        print_json(found)
-    else:
-        print_table("", _rows(found, summary))
-
-
-def _rows(found: dict[str, Any], summary: Summary) -> list[tuple[str, str]]:
-    rows = [
-        ("tokens scored", f"{summary.tokens} in {found['windows']} windows"),
-        ("perplexity", str(summary.perplexity)),
-    ]
-    far = summary.divergence
-    if far is not None:
-        rows += [
-            ("perplexity of the reference", str(far.reference_perplexity)),
-            ("ratio of the two", str(far.perplexity_ratio)),
-            ("mean KL, nats", str(far.mean_kl)),
-            ("median, 99 %, largest", f"{far.median_kl:.5f}, {far.kl_99:.4f}, {far.max_kl:.3f}"),
-            ("same likeliest token", f"{far.same_top.value:.2%} ± {far.same_top.error:.2%}"),
-        ]
-    return [
-        *rows,
-        ("bits per weight", f"{found['bits_per_weight']:.2f}"),
-        ("KV cache", f"{found['kv']}, {format_size(round(found['kv_bytes_per_token']))} a token"),
-        ("read", f"{found['tokens_per_s']:.0f} tok/s"),
-    ]
-
-
 def run_sweep(
-    model: str, texts: TextOptions, grid: str, out: Path, reference: str | None, as_json: bool
+    model: str, texts: TextOptions, grid: str, out: Path, original: ReferenceOptions, as_json: bool
 ) -> None:
-    """Evaluate a grid, and write table.md, table.csv, results.json and plots to `out`."""
+    """Evaluate a grid, and write table.md, table.csv, results.json and plots to `out`.
+
+    All cells are compared with what a file there has of the original's predictions.
+    """
     source = local_source(model)
     convertible = not is_checkpoint(source)
     if convertible:
@@ -135,11 +48,17 @@ def run_sweep(
     cells = Grid.parse(grid).cells(convertible)
     tokenizer = load_tokenizer(source)
     sample = texts.sample(tokenizer)
-    if reference is None and convertible:
-        reference = model
+    named = local_source(original.reference) if original.reference else None
+    named = source if named is None and convertible else named
     out.mkdir(parents=True, exist_ok=True)
     solvers = {cell.weights.solver for cell in cells if cell.weights is not None}
-    with _reference(reference, sample, tokenizer, as_json) as truth:
+    with ExitStack() as stack:
+        truth = None
+        if named is not None:
+            where = out / f"reference-{digest(source_stamps(named), sample.digest)}"
+            truth = stack.enter_context(
+                stored(named, sample, tokenizer, where, memory=original.memory)
+            )
         calibrated = bool(solvers & set(CALIBRATED))
         calibration = calibration_ids(source, CALIBRATION_TEXT) if calibrated else None
         sweep = Sweep(

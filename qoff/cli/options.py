@@ -239,6 +239,28 @@ class TextOptions:
 
 
 @dataclass(frozen=True)
+class ReferenceOptions:
+    """What a model is compared with."""
+
+    reference: str | None = Option(
+        None, help="Original model to compare with; it reads each window beside the other."
+    )
+    reference_memory: str | None = Option(
+        None, help="Bound of its weights, like 8GiB; more come layer by layer from its files."
+    )
+    reference_file: Path | None = Option(
+        None, help="File of its likeliest tokens: used if it is there, made by --reference."
+    )
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of --reference-memory. Raises ArgumentError for text that is no size."""
+        from qoff.units import parse_size
+
+        return None if self.reference_memory is None else parse_size(self.reference_memory)
+
+
+@dataclass(frozen=True)
 class FormOptions(CacheOptions):
     """How the KV cache is packed, and more of it than other commands have."""
 

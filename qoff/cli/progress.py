@@ -1,4 +1,4 @@
-"""How far a job or a training is: a bar in terminals, now and then a line elsewhere."""
+"""How far a job, a training or an evaluation is: a bar in terminals, elsewhere a line at times."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
+    from qoff.eval.perplexity.scoring import Tell
     from qoff.jobs.runner import Counts
     from qoff.train.finetune import Told
 
@@ -43,19 +44,48 @@ def step_progress(before: int, total: int) -> Iterator[Callable[[Told], None]]:
 
 
 @contextmanager
-def _showing(total: int | None, quiet: bool) -> Iterator[Callable[[str, int], None]]:
-    """Yield a function that shows words and how many are done."""
+def score_progress(what: str) -> Iterator[Tell]:
+    """Yield a function that shows how many tokens are scored, and what that has come to.
+
+    Those that were done before count as done, not for the time that is left.
+    """
+    from qoff.eval.perplexity.metrics import Scores, summarize
+
+    begun: tuple[float, int] | None = None
+    said: tuple[Scores | None, str] = (None, "")
+    with _showing(None, quiet=False) as show:
+
+        def tell(done: int, total: int, scores: Scores | None) -> None:
+            nonlocal begun, said
+            now = time.perf_counter()
+            begun = begun or (now, done)  # the first piece is not in the rate
+            if scores is not None and scores is not said[0]:
+                found = summarize(scores)
+                far = "" if found.divergence is None else f", KL {found.divergence.mean_kl}"
+                said = scores, f", perplexity {found.perplexity}{far}"
+            words = f"{what}: {done:,} of {total:,} tokens{said[1]}"
+            if done > begun[1]:
+                left = (total - done) * (now - begun[0]) / (done - begun[1])
+                words += f", {_duration(left)} left"
+            show(words, done, total)
+
+        yield tell
+
+
+@contextmanager
+def _showing(total: int | None, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Yield a function that shows words, how many are done and, if it is known now, of how many."""
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"))
     bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
     task, said = bar.add_task("", total=total), time.monotonic()
 
-    def show(text: str, done: int) -> None:
+    def show(text: str, done: int, whole: int | None = total) -> None:
         nonlocal said
         if not bar.disable:
             bar.start()
-            bar.update(task, completed=done, description=text)
-        elif not quiet and (time.monotonic() - said > _EACH_S or done == total):
+            bar.update(task, completed=done, total=whole, description=text)
+        elif not quiet and (time.monotonic() - said > _EACH_S or done == whole):
             said = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench import kv_accuracy, kv_schemes
+from bench.every_token import seen_as_they_are
 from bench.kv_schemes import least_squares, min_max, per_channel
 from tests.tiny_models import tiny_checkpoint
 from tests.tolerances import assert_close
@@ -33,7 +34,7 @@ def test_all_have_names_of_their_own_and_keep_shapes(x: Tensor) -> None:
         k, v = scheme.round_trip(x, x, 0)
         for kept in (k, v):
             assert kept.shape == x.shape
-            assert error(kept, x) < 0.05 * float(x.var())
+            assert error(kept, x) < (0.05 if scheme.bits > 4 else 0.3) * float(x.var())
         assert (k is x) + (v is x) <= 1
         assert ("alone" in scheme.name) == (k is x or v is x)
 
@@ -71,3 +72,18 @@ def test_the_bench_runs(
     assert found["K alone, before RoPE"]["kl"] > 0
     layers = [found[f"layer {i}"] for i in range(2)]
     assert all(0 < layer[what] < found["4 and 4"]["kl"] for layer in layers for what in "KV")
+
+
+@pytest.mark.parametrize("window", [0, 64, 100, 1000])
+def test_a_query_sees_what_a_cache_has_packed_by_then(window: int) -> None:
+    tokens, q = 300, torch.randn(300, 4, 16)
+    k, v, other_k, other_v = torch.randn(4, tokens, 2, 16).unbind()
+    found = seen_as_they_are(q, k, v, other_k, other_v, window, 0.25)
+    for at in (0, 63, 64, 127, 128, 227, 299):
+        packed = max(0, at + 1 - window) // 64 * 64
+        keys, values = (
+            torch.cat((b[:packed], a[packed : at + 1])).repeat_interleave(2, 1)
+            for a, b in ((k, other_k), (v, other_v))
+        )
+        part = (torch.einsum("hd,khd->hk", q[at], keys) * 0.25).softmax(-1)
+        assert_close(found[at], torch.einsum("hk,khd->hd", part, values))

@@ -7,8 +7,11 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from qoff.cli import progress
+from qoff.eval.perplexity.metrics import Scores
 from tests.cli.test_cli import fail, succeed
 from tests.tiny_models import load_budgets, tiny_checkpoint, tiny_model
 
@@ -57,19 +60,28 @@ def test_json_has_the_same_numbers_for_any_budget(checkpoint: Path, text: list[o
         assert "at least" in fail("eval", checkpoint, *text, *more, "--device-memory", bound)
 
 
-def test_a_reference_is_computed_once(
+def test_a_model_is_compared_beside_its_original_or_with_a_file_of_it(
     checkpoint: Path, source: Path, text: list[object], tmp_path: Path
 ) -> None:
-    options = ["eval", checkpoint, *text, "--reference", source, "--json"]
-    found = json.loads(succeed(*options))
-    (made,) = (tmp_path / "cache" / "references").iterdir()
-    stamp = made.stat().st_mtime_ns
+    plain = ["eval", checkpoint, *text, "--json"]
+    found = json.loads(succeed(*plain, "--reference", source))
     assert found["mean_kl"] > 0
     assert found["perplexity_ratio"] == pytest.approx(
         found["perplexity"] / found["reference_perplexity"]
     )
-    assert json.loads(succeed(*options, "--kv", "4", "--kv-window", "0"))["mean_kl"] > 0
-    assert made.stat().st_mtime_ns == stamp
+    small = json.loads(succeed(*plain, "--reference", source, "--reference-memory", "1MiB"))
+    assert small["mean_kl"] == pytest.approx(found["mean_kl"], rel=1e-3)
+    assert not [*(tmp_path / "cache").rglob("*")][1:]  # no window of what is done is kept
+
+    file = tmp_path / "likeliest"
+    made = json.loads(succeed(*plain, "--reference", source, "--reference-file", file))
+    stamp = file.stat().st_mtime_ns
+    again = json.loads(succeed(*plain, "--reference-file", file))
+    assert again["mean_kl"] == made["mean_kl"]
+    assert file.stat().st_mtime_ns == stamp
+    assert made["kl_at_least"] <= found["mean_kl"] * 1.0001
+    assert found["mean_kl"] <= made["kl_at_most"] * 1.0001
+    assert "other tokens" in fail(*plain, "--reference-file", file, "--limit", 1)
 
 
 def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_path: Path) -> None:
@@ -170,3 +182,19 @@ def test_a_task_with_its_data_in_the_package_runs_within_a_budget(checkpoint: Pa
     least, _ = load_budgets(checkpoint, batch_size=8)
     streamed = json.loads(succeed("eval", checkpoint, *options, "--device-memory", least))
     assert streamed["results"] == found["results"]
+
+
+def test_a_log_says_how_far_an_evaluation_is_and_what_it_comes_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_EACH_S", -1.0)
+    nll, kl = np.array([1.0, 2.0]), np.array([0.1, 0.3])
+    with progress.score_progress("reading") as tell:
+        tell(10, 40, None)
+        tell(20, 40, Scores(nll, nll, kl, kl > 0))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "reading: 10 of 40 tokens"
+    assert re.fullmatch(
+        r"reading: 20 of 40 tokens, perplexity 4\.5 ± 2\.2, KL 0\.20 ± 0\.10, \d+ s left",
+        second.replace("4.48", "4.5").replace("2.24", "2.2"),
+    )

@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from qoff.errors import ArgumentError, FormatError
+from qoff.errors import ArgumentError, BudgetError, DiskReadError, FormatError
 from qoff.eval.perplexity.metrics import Scores, summarize
-from qoff.eval.perplexity.models import PIECE_TOKENS, open_runtime
-from qoff.eval.perplexity.reference import Reference, ReferenceMeta, write_reference
-from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
-from qoff.eval.perplexity.subjects import QoffSubject, TransformersSubject
+from qoff.eval.perplexity.models import PIECE_TOKENS, open_runtime, opened_original
+from qoff.eval.perplexity.records import Records
+from qoff.eval.perplexity.reference import Reference, Rows
+from qoff.eval.perplexity.scoring import Original, Sample, evaluate, make_reference
+from qoff.eval.perplexity.subjects import (
+    LayerwiseSubject,
+    Predictions,
+    QoffSubject,
+    TransformersSubject,
+)
 from qoff.eval.perplexity.windows import cut
 from qoff.kvcache import KVQuant
+from qoff.models.convert.unconverted import Unconverted
 from qoff.models.runtime import Runtime
-from tests.tiny_models import VOCAB, reference_model, tiny_checkpoint
+from qoff.models.sources import open_source
+from tests.tiny_models import VOCAB, reference_model, tiny_checkpoint, tiny_model
 
 FAMILY = "llama-head64"
-META = ReferenceMeta("m", VOCAB, "text")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), FAMILY)
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(base: Path) -> Path:
+    return tiny_checkpoint(base, FAMILY)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +110,7 @@ def test_a_model_does_not_differ_from_itself(runtime: Runtime, tmp_path: Path) -
     assert scores.same_top is not None
     assert scores.kl.max() < 1e-6
     assert scores.same_top.mean() > 0.99  # equal but for ties
-    np.testing.assert_allclose(scores.nll, reference.nll, atol=1e-4)
+    np.testing.assert_allclose(scores.nll, scores.reference_nll, atol=1e-4)
     found = summarize(scores).divergence
     assert found is not None
     assert found.perplexity_ratio.value == pytest.approx(1, abs=1e-4)
@@ -122,41 +138,161 @@ def test_divergence_is_what_its_definition_says(
     assert scores.kl.mean() > 1e-3
 
 
-def test_a_reference_keeps_log_probabilities_to_a_thousandth(tmp_path: Path) -> None:
-    logits = torch.randn(5, VOCAB) * 6
-    logits[0, 0] = -300.0
-    write_reference(tmp_path / "r", META, [(logits, torch.arange(5))])
-    reference = Reference(tmp_path / "r")
-    wanted = torch.log_softmax(logits, -1)
-    wanted = wanted.clamp_min(wanted.amax(1, keepdim=True) - 40)
-    assert (reference.log_probabilities(0, 5) - wanted).abs().max() < 1e-3
-    assert (reference.log_probabilities(3, 2) - wanted[3:]).abs().max() < 1e-3
-    exact = torch.log_softmax(logits, -1).diagonal()
-    np.testing.assert_allclose(reference.nll, -exact.numpy(), rtol=1e-5)
+@given(
+    st.integers(0, 2**31), st.integers(1, 40), st.integers(2, 40), st.floats(0.1, 8),
+    st.floats(0, 3),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_what_is_stored_bounds_the_divergence(
+    seed: int, likeliest: int, drawn: int, sharp: float, apart: float
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 40, generator=random) * sharp
+    other = torch.log_softmax((logits + apart * torch.randn(3, 40, generator=random)).double(), -1)
+    exact = torch.log_softmax(logits.double(), -1)
+    kl = (exact.exp() * (exact - other)).sum(1)
+    rows = Rows.of(logits, torch.arange(3), likeliest, drawn, seed)
+    found = rows.compare(other, likeliest)
+    assert (found.low <= kl + 1e-9).all()
+    assert (kl <= found.high + 1e-9).all()
+    torch.testing.assert_close(found.nll, -exact.diagonal())
+    assert (found.same_top == (exact.argmax(1) == other.argmax(1))).all()
+    if likeliest == 40:
+        torch.testing.assert_close(found.kl, kl, atol=1e-9, rtol=0)
+        assert (found.error == 0).all()
 
 
-def test_a_reference_that_was_not_finished_leaves_nothing(tmp_path: Path) -> None:
-    parts = [(torch.randn(2, VOCAB), torch.arange(2)), (torch.randn(2, VOCAB), torch.tensor(1))]
-    with pytest.raises(IndexError):
-        write_reference(tmp_path / "r", META, parts)
-    assert not list(tmp_path.iterdir())
+def test_draws_estimate_the_divergence_without_bias() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 300, generator=random) * 2
+    other = torch.log_softmax((logits + torch.randn(2, 300, generator=random)).double(), -1)
+    exact = torch.log_softmax(logits.double(), -1)
+    kl = (exact.exp() * (exact - other)).sum(1)
+    wanted = torch.zeros(2, dtype=torch.int64)
+    found = [Rows.of(logits, wanted, 10, 8, seed).compare(other, 10) for seed in range(400)]
+    kls, errors = (torch.stack([getattr(x, name) for x in found]) for name in ("kl", "error"))
+    spread = kls.std(0)
+    assert ((kls.mean(0) - kl).abs() < 4 * spread / 20).all()
+    assert (spread < 1.3 * errors.mean(0)).all()  # systematic draws are no worse than free ones
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "row", "all"])
-def test_a_damaged_reference_is_refused(damage: str, tmp_path: Path) -> None:
-    path = tmp_path / "r"
-    write_reference(path, META, [(torch.randn(3, VOCAB), torch.arange(3))])
+def test_beside_the_original_and_against_its_file_a_model_scores_alike(
+    runtime: Runtime, model: Any, tmp_path: Path
+) -> None:
+    text, subject = sample(stride=60), QoffSubject(runtime, "x", 32)
+    truth = TransformersSubject(model, "r")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.3)
+        beside = evaluate(subject, text, Original(truth), batch=2)
+        stored = make_reference(truth, text, tmp_path / "r", likeliest=50, drawn=100)
+        model.lm_head.weight.div_(1.3)
+    from_file = evaluate(subject, text, stored)
+    exact, near = summarize(beside).divergence, summarize(from_file).divergence
+    assert exact is not None
+    assert near is not None
+    assert exact.kl_at_least == exact.mean_kl.value == exact.kl_at_most
+    assert near.kl_at_least < exact.mean_kl.value < near.kl_at_most
+    assert abs(near.mean_kl.value - exact.mean_kl.value) < 4 * near.kl_draws_error
+    assert 0 < near.kl_draws_error < 0.05 * exact.mean_kl.value
+    assert from_file.reference_nll is not None
+    np.testing.assert_allclose(from_file.reference_nll, beside.reference_nll, atol=1e-4)
+
+
+class Killed(BaseException):
+    """What a test ends an evaluation with."""
+
+
+class Dying(QoffSubject):
+    """Dies at its piece number `left`; windows: how many were begun."""
+
+    left = windows = 0
+
+    def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
+        Dying.windows += len(windows)
+        for found in super().predict(windows, place):
+            Dying.left -= 1
+            if not Dying.left:
+                raise Killed
+            yield found
+
+
+def test_an_evaluation_that_was_killed_goes_on_by_window(runtime: Runtime, tmp_path: Path) -> None:
+    text = sample(tokens=240, length=60)  # of two pieces each
+
+    def run(path: Path, left: int = 0, **says: object) -> Scores:
+        Dying.left, Dying.windows = left, 0
+        with closing(Records(path, {"of": "this", **says})) as journal:
+            return evaluate(Dying(runtime, "x", 32), text, journal=journal)
+
+    whole = run(tmp_path / "whole")
+    for left in (4, 2):
+        with pytest.raises(Killed):
+            run(tmp_path / "killed", left)
+    with (tmp_path / "killed").open("ab") as file:
+        file.write(b"torn")
+    again = run(tmp_path / "killed")
+    assert Dying.windows == 3
+    np.testing.assert_array_equal(again.nll, whole.nll)
+    with pytest.raises(ArgumentError, match="of was 'this', is 'that'"):
+        run(tmp_path / "killed", of="that")
+
+
+def test_a_reference_that_was_not_finished_goes_on_by_window(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    text, told = sample(tokens=240, length=60), list[tuple[int, int]]()
+    path, subject = tmp_path / "r", Dying(runtime, "x", 32)
+    for left, windows in ((4, 2), (0, 3), (0, 0)):
+        Dying.left, Dying.windows = left, 0
+        with suppress(Killed):
+            make_reference(subject, text, path, tell=lambda *x: told.append(x[:2])).close()
+        assert Dying.windows == windows
+        if left:
+            with closing(Reference(path)) as some, pytest.raises(ArgumentError, match="lacks 3 of"):
+                evaluate(subject, text, some)
+    assert told[-1] == (236, 236)
+    with closing(Reference(path)) as found:
+        scores = evaluate(subject, text, found)
+    assert scores.kl is not None
+    assert abs(scores.kl).max() < 1e-6
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    with (
+        closing(Records(tmp_path / "r", {})),
+        pytest.raises(ArgumentError, match="another process"),
+    ):
+        Records(tmp_path / "r", {})
+
+
+@pytest.mark.parametrize("damage", ["missing", "header", "row", "other"])
+def test_a_damaged_reference_is_refused(damage: str, runtime: Runtime, tmp_path: Path) -> None:
+    path, text = tmp_path / "r", sample(100, 100)
+    make_reference(QoffSubject(runtime, "x"), text, path).close()
     data = bytearray(path.read_bytes())
     path.unlink()
-    if damage == "short":
-        path.write_bytes(data[: len(data) // 2])
-    elif damage == "row":
-        data[100] ^= 255  # in the first row's numbers
-        path.write_bytes(data)
-    elif damage == "all":
-        path.write_bytes(bytes(255 - x for x in data))
-    with pytest.raises(FormatError, match="damaged"):
-        Reference(path).log_probabilities(0, 3)
+    if damage != "missing":
+        data[0 if damage == "header" else len(data) // 2] ^= 255
+        path.write_bytes(data if damage != "other" else b"{}\n")
+    said = {"missing": "No such file", "row": "lacks 1 of 1 windows"}.get(damage, "remove it")
+    with pytest.raises((FormatError, ArgumentError, DiskReadError), match=said):
+        evaluate(QoffSubject(runtime, "x"), text, Reference(path))
+
+
+def test_a_model_read_from_its_files_layer_by_layer_is_the_same(base: Path) -> None:
+    source, text = tiny_model(base, FAMILY), sample(170, 60, stride=50)
+    whole, least = LayerwiseSubject.nbytes(Unconverted.of(open_source(source)))
+    found = {}
+    for memory in (whole, least):
+        with opened_original(source, text, 2, memory) as subject:
+            found[type(subject)] = evaluate(subject, text, batch=2).nll
+    assert set(found) == {TransformersSubject, LayerwiseSubject}
+    np.testing.assert_allclose(*found.values(), atol=1e-4)
+    with (
+        pytest.raises(BudgetError, match="raise --reference-memory"),
+        opened_original(source, text, 2, least - 1),
+    ):
+        pass
 
 
 def test_a_reference_of_something_else_is_refused(

@@ -13,7 +13,7 @@ import torch
 
 from qoff.errors import ArgumentError
 from qoff.eval.kv import kv_name
-from qoff.eval.perplexity.models import cached_reference
+from qoff.eval.perplexity.models import stored_reference
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample
 from qoff.eval.perplexity.windows import cut
@@ -44,7 +44,7 @@ def sample() -> Sample:
 
 @pytest.fixture(scope="module")
 def reference(source: Path, sample: Sample, base: Path) -> Reference:
-    return cached_reference(source, sample, load_tokenizer(source), folder=base / "references")
+    return stored_reference(source, sample, load_tokenizer(source), base / "reference")
 
 
 def result(kv: str = "float32", kv_bytes: float = 1024.0, **found: float) -> CellResult:
@@ -127,23 +127,13 @@ def test_a_checkpoint_is_swept_as_it_is(base: Path, sample: Sample, tmp_path: Pa
         sweep.run(Grid.parse(GRID).cells(convertible=True))
 
 
-def test_a_damaged_reference_is_computed_again(
-    source: Path, sample: Sample, reference: Reference, base: Path
-) -> None:
-    tokenizer = load_tokenizer(source)
-    before = reference.nll.copy()
-    reference.path.write_bytes(b"no")
-    again = cached_reference(source, sample, tokenizer, folder=base / "references")
-    assert (again.nll == before).all()
-
-
 def test_a_reference_with_another_tokenizer_is_refused(
     source: Path, sample: Sample, base: Path
 ) -> None:
     other = load_tokenizer(source)
     other.add_tokens(["quick brown"])
     with pytest.raises(ArgumentError, match="another tokenizer"):
-        cached_reference(source, sample, other, folder=base / "references")
+        stored_reference(source, sample, other, base / "other")
 
 
 def test_a_rate_is_of_tokens_a_second(base: Path, sample: Sample) -> None:

@@ -20,12 +20,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scores:
-    """What the model made of each scored token."""
+    """What the model made of each scored token.
+
+    Where the reference is a stored part of its predictions, kl is an estimate: kl_error is its
+    standard error, and the divergence lies between kl_low and kl_high for certain. None: it is
+    exact.
+    """
 
     nll: Floats  # -log of its probability
     reference_nll: Floats | None = None
     kl: Floats | None = None
     same_top: NDArray[np.bool_] | None = None
+    kl_error: Floats | None = None
+    kl_low: Floats | None = None
+    kl_high: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,9 @@ class Divergence:
     max_kl: float
     same_top: Estimate
     reference_perplexity: Estimate
+    kl_draws_error: float = 0.0  # of mean_kl, from what a stored reference has not; part of its own
+    kl_at_least: float = 0.0  # for certain
+    kl_at_most: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,14 +89,26 @@ def summarize(scores: Scores) -> Summary:
         raise ValueError("no tokens were scored")
     divergence = None
     if scores.kl is not None and scores.reference_nll is not None and scores.same_top is not None:
+        kl = scores.kl
+        error, low, high = (
+            x if found is None else found
+            for x, found in zip(
+                (np.zeros_like(kl), kl, kl),
+                (scores.kl_error, scores.kl_low, scores.kl_high),
+                strict=True,
+            )
+        )
         divergence = Divergence(
             _exp_mean(scores.nll - scores.reference_nll),
-            _mean(scores.kl),
-            float(np.median(scores.kl)),
-            float(np.quantile(scores.kl, 0.99)),
-            float(scores.kl.max()),
+            _mean(kl),
+            float(np.median(kl)),
+            float(np.quantile(kl, 0.99)),
+            float(kl.max()),
             _mean(scores.same_top.astype(np.float64)),
             _exp_mean(scores.reference_nll),
+            float(np.linalg.norm(error)) / len(kl),
+            float(low.mean()),
+            float(high.mean()),
         )
     return Summary(len(scores.nll), _exp_mean(scores.nll), divergence)
 

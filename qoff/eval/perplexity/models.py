@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,19 +15,20 @@ from transformers.utils import logging as transformers_logging
 
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry
-from qoff.errors import ArgumentError, FormatError
+from qoff.errors import ArgumentError, BudgetError, FormatError, UnsupportedModelError
 from qoff.eval.texts import digest
 from qoff.hf.budget import Scoring
 from qoff.hf.load import exists, is_checkpoint, load_tokenizer, source_stamps
 from qoff.hf.load import open_runtime as open_checkpoint
 from qoff.kvcache import KVQuant
+from qoff.models.convert.unconverted import Unconverted
 from qoff.models.runtime import Runtime
 from qoff.models.sources import open_source
-from qoff.settings import cache_directory
+from qoff.system_memory import free_memory
 
-from .reference import VERSION, Reference
-from .scoring import Progress, Sample, make_reference
-from .subjects import QoffSubject, TransformersSubject
+from .reference import Reference
+from .scoring import Sample, Tell, make_reference
+from .subjects import LayerwiseSubject, QoffSubject, Subject, TransformersSubject
 
 PIECE_TOKENS = 64  # of a window, that are read at a time
 # Text on which tokenizers differ, if they do.
@@ -67,21 +69,50 @@ def open_float(path: str | Path) -> Any:
     return model.eval()
 
 
-def cached_reference(
-    source: Path,
-    sample: Sample,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    folder: Path | None = None,
-    progress: Progress | None = None,
-) -> Reference:
-    """The predictions of a text by a model, from `folder` (by default in qoff's cache directory).
+@contextmanager
+def opened_original(
+    source: Path, sample: Sample, batch: int = 1, memory: int | None = None
+) -> Iterator[Subject]:
+    """A model to compare with: a qoff checkpoint as it is, anything else in float32.
 
-    A qoff checkpoint runs as it is, anything else in float32 through transformers. The predictions
-    are found by the files of the model and by the text's tokens and windows, and computed if they
-    are missing or damaged. tokenizer: of what is to be compared; ArgumentError if the reference's
-    own splits text differently. Other errors are those of loading the model.
+    transformers computes it where its weights take `memory` bytes at most (None: half of what is
+    free); else it is read layer by layer from its files. Raises BudgetError where that takes more,
+    too, UnsupportedModelError for what cannot be read so, and the errors of loading it.
     """
+    if exists(source) and is_checkpoint(source):
+        options: dict[str, Any] = {"batch_size": batch, "device_memory": memory}
+        with open_runtime(source, length=sample.longest, **options) as runtime:
+            yield QoffSubject(runtime, source.name, PIECE_TOKENS)
+        return
+    free = free_memory()
+    bound = memory if memory is not None else None if free is None else free // 2
+    if bound is None or (model := _too_large(source, bound)) is None:
+        yield TransformersSubject(open_float(source), source.name)
+    else:
+        yield LayerwiseSubject(model, source.name)
+
+
+def _too_large(source: Path, bound: int) -> Unconverted | None:
+    """The model, if its weights do not fit but come layer by layer; None if they fit, or may."""
+    try:
+        model = Unconverted.of(open_source(source))
+    except (UnsupportedModelError, FormatError):  # runs through transformers' modules alone
+        return None
+    total, least = LayerwiseSubject.nbytes(model)
+    if total <= bound:
+        return None
+    if model.spec.experts is not None or least > bound:
+        raise BudgetError(
+            f"the reference {source} takes {total:,} bytes in float32"
+            + (f", layer by layer {least:,}" if model.spec.experts is None else "")
+            + f", more than {bound:,}; raise --reference-memory, or make a --reference-file on a "
+            "larger machine"
+        )
+    return model
+
+
+def check_tokenizers(source: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ArgumentError if a model's own tokenizer splits text differently."""
     ours, theirs = (
         t.encode(_PROBE, add_special_tokens=False) for t in (tokenizer, tokenizer_of(source))
     )
@@ -89,19 +120,35 @@ def cached_reference(
         raise ArgumentError(
             f"the reference {source} has another tokenizer; compare a model with its own original"
         )
-    parent = folder or cache_directory() / "references"
-    path = parent / digest(source_stamps(source), sample.digest, VERSION)
-    try:
+
+
+def stored_reference(
+    source: Path | None,
+    sample: Sample,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    *,
+    memory: int | None = None,
+    batch: int = 1,
+    tell: Tell | None = None,
+) -> Reference:
+    """The predictions in a file, to which a model adds those of windows that it lacks.
+
+    source, memory: see `opened_original`; source None: the file has to have all of them. tokenizer:
+    of what is to be compared. Raises ArgumentError for a file of something else.
+    """
+    if source is None:
         return Reference(path)
-    except FormatError:  # there is none yet, or it is damaged
-        pass
-    if exists(source) and is_checkpoint(source):
-        with open_runtime(source) as runtime:
-            subject = QoffSubject(runtime, source.name, 256)
-            return make_reference(subject, sample, path, progress)
-    return make_reference(
-        TransformersSubject(open_float(source), source.name), sample, path, progress
-    )
+    check_tokenizers(source, tokenizer)
+    made_of = digest(source_stamps(source))
+    if path.exists() and path.stat().st_size:
+        with closing(Reference(path)) as found:
+            said = found.says["made_of"], found.text
+            complete = said == (made_of, sample.digest) and not found.lacks(len(sample.windows))
+        if complete:
+            return Reference(path)
+    with opened_original(source, sample, batch, memory) as subject:
+        return make_reference(subject, sample, path, made_of=made_of, batch=batch, tell=tell)
 
 
 def tokenizer_of(source: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -1,105 +1,159 @@
-"""A reference model's predictions of a text, kept on disk so that they are computed once.
+"""A reference model's predictions of a text in a file, so that they are computed once.
 
-A ZIP file, which checks what it holds: `meta.json`; `nll`, float64 of each scored token; and for
-each of them, by its number, the log-probabilities of all next tokens as 16-bit integers between
-their own least and largest (two float32 before them; what is 40 nats below the largest is set
-there), first all high bytes, then all low ones, deflated.
+Of each scored token it has the `likeliest` next tokens with their log-probabilities, the exact
+log-probability of all others together (the tail), `drawn` tokens of the tail, and the exact loss.
+The draws are a systematic sample by probability: so KL(reference || model) is estimated without
+bias, with an error that is small where the model is near the reference, and bounded for certain by
+what the tail's mass allows.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from qoff.errors import FormatError
+from qoff.errors import ArgumentError, FormatError
 
-VERSION = 2
-_LEVELS = 65535
-_DEPTH = 40.0  # nats below the likeliest token that are told apart
-_LEVEL = 1  # of zlib: the low bytes are noise
+from .records import Records
+
+LIKELIEST, DRAWN = 512, 128
+VERSION = 1
+_ROWS = 16  # stored at a time
 
 
-@dataclass(frozen=True)
-class ReferenceMeta:
-    """What a reference is of."""
+class Compared(NamedTuple):
+    """What some tokens have lost against a reference, float64 [r] each.
 
-    model: str
-    vocab_size: int
-    text: str  # digest of the token ids and windows
-    version: int = VERSION
+    error: the standard error of kl that the draws leave; low, high: what kl is for certain.
+    """
+
+    nll: Tensor  # of the reference
+    kl: Tensor
+    same_top: Tensor  # bool
+    error: Tensor
+    low: Tensor
+    high: Tensor
+
+
+class Rows(NamedTuple):
+    """What is stored of some tokens; tokens and logs: the likeliest ones, then those drawn."""
+
+    tokens: Tensor  # int64 [r, likeliest + drawn]
+    logs: Tensor  # float64 [r, likeliest + drawn]
+    tail: Tensor  # float64 [r], -inf: nothing is left
+    nll: Tensor  # float64 [r]
+
+    @classmethod
+    def of(cls, logits: Tensor, wanted: Tensor, likeliest: int, drawn: int, seed: int) -> Rows:
+        """Of logits, float32 [r, vocab_size], which predict the tokens `wanted`, int64 [r]."""
+        random = torch.Generator().manual_seed(seed)
+        parts = zip(logits.split(_ROWS), wanted.split(_ROWS), strict=True)
+        found = [cls._of(some, tokens, likeliest, drawn, random) for some, tokens in parts]
+        return cls(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+    @classmethod
+    def _of(
+        cls, logits: Tensor, wanted: Tensor, likeliest: int, drawn: int, random: torch.Generator
+    ) -> Rows:
+        logs = torch.log_softmax(logits.double(), dim=-1)
+        nll = -logs.gather(1, wanted[:, None])[:, 0]
+        top = logs.topk(min(likeliest, logs.shape[1]), dim=1)
+        if top.indices.shape[1] == logs.shape[1]:
+            return cls(top.indices, top.values, torch.full_like(nll, -math.inf), nll)
+        rest = logs.scatter(1, top.indices, -math.inf)
+        mass = rest.exp().cumsum(1)
+        start = torch.rand(len(logs), 1, generator=random, dtype=torch.float64)
+        steps = (torch.arange(drawn, dtype=torch.float64) + start) / drawn
+        at = torch.searchsorted(mass, steps * mass[:, -1:], right=True)
+        at = torch.minimum(
+            at, torch.searchsorted(mass, mass[:, -1:].contiguous())
+        )  # a rounding beyond the end
+        tokens = torch.cat((top.indices, at), 1)
+        return cls(tokens, torch.cat((top.values, rest.gather(1, at)), 1), rest.logsumexp(1), nll)
+
+    def compare(self, logs: Tensor, likeliest: int) -> Compared:
+        """Compare with a model's log-probabilities, float32 or float64 [r, vocab_size]."""
+        ours = logs.double()
+        apart = self.logs - ours.gather(1, self.tokens)
+        kept, drawn = apart[:, :likeliest], apart[:, likeliest:]
+        sure = (self.logs[:, :likeliest].exp() * kept).sum(1)
+        same = self.tokens[:, 0] == ours.argmax(1)
+        mass, count = self.tail.exp(), drawn.shape[1]
+        if not count or bool((mass == 0).all()):
+            return Compared(self.nll, sure, same, torch.zeros_like(sure), sure, sure)
+        rest = ours.scatter(1, self.tokens[:, :likeliest], -math.inf)
+        low = sure + _times(mass, self.tail - rest.logsumexp(1))
+        least = ours.scatter(1, self.tokens[:, :likeliest], math.inf).amin(1)
+        most = torch.minimum(self.logs[:, likeliest - 1], self.tail)  # of one token of the tail
+        high = sure + _times(mass, most - least)
+        spread = drawn.std(1) if count > 1 else torch.full_like(mass, math.inf)
+        error = _times(mass, spread / math.sqrt(count))
+        return Compared(self.nll, sure + _times(mass, drawn.mean(1)), same, error, low, high)
+
+
+def _times(mass: Tensor, value: Tensor) -> Tensor:
+    """Their product; nothing where there is no mass."""
+    return torch.where(mass > 0, mass * value, 0.0)
 
 
 class Reference:
-    """A reference that was written before. Raises FormatError where it is damaged."""
+    """Predictions that are stored in a file, of all windows of a text or of the first ones.
+
+    Raises FormatError for what is no such file, DiskReadError.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with self._damage():
-            self._file = ZipFile(path)
-            self.meta = ReferenceMeta(**json.loads(self._file.read("meta.json")))
-            self.nll: Any = np.frombuffer(self._file.read("nll"))
+        self._records = Records(path)
+        self.says = self._records.says
+        try:
+            self.name, self.text = str(self.says["model"]), str(self.says["text"])
+            self.vocab_size = int(self.says["vocab_size"])
+            self._likeliest = int(self.says["likeliest"])
+            if (self.says["kind"], self.says["version"]) != ("reference", VERSION):
+                raise ValueError("another version")
+        except (KeyError, ValueError, TypeError) as error:
+            self.close()
+            raise FormatError(f"{path}: no reference of this version; remove it") from error
+        self.path, self._held = path, (-1, Rows(*[torch.empty(0)] * 4))
 
-    def log_probabilities(self, first: int, count: int) -> Tensor:
-        """float32 [count, vocab_size] of scored tokens from number `first` on."""
-        numbers, size = range(first, first + count), self.meta.vocab_size
-        with self._damage():
-            rows = [_decode(self._file.read(str(number)), size) for number in numbers]
-        return torch.log_softmax(torch.stack(rows), dim=-1)
+    def begin(self, numbers: list[int], tokens: Tensor, place: int) -> None:
+        """Get ready for windows; their predictions are in the file."""
+
+    def compare(self, number: int, first: int, logits: Tensor, logs: Tensor) -> Compared:
+        """See `scoring.Truth`."""
+        if self._held[0] != number:
+            self._held = number, self._read(number)
+        rows = Rows(*(x[first : first + len(logs)] for x in self._held[1]))
+        return rows.compare(logs, self._likeliest)
+
+    def lacks(self, windows: int) -> int:
+        """How many of a text's first windows are not there."""
+        return len(set(range(windows)) - set(self._records.windows))
 
     def close(self) -> None:
-        self._file.close()
+        self._records.close()
 
-    @contextmanager
-    def _damage(self) -> Iterator[None]:
+    def _read(self, number: int) -> Rows:
+        if number not in self._records.windows:
+            raise ArgumentError(f"{self.path}: has no window {number}; complete it first")
+        found = self._records.read(number)
         try:
-            yield
-        except (OSError, ValueError, TypeError, KeyError, BadZipFile, zlib.error) as error:
-            what = f"not a reference, or damaged ({error}); remove it"
-            raise FormatError(f"{self.path}: {what}") from error
+            columns: list[NDArray[Any]] = [found[name] for name in Rows._fields]
+        except KeyError as error:
+            raise FormatError(f"{self.path}: window {number} lacks {error}; remove it") from error
+        tokens, *floats = map(torch.from_numpy, columns)
+        return Rows(tokens.long(), *(x.double() for x in floats))
 
 
-def write_reference(
-    path: Path, meta: ReferenceMeta, found: Iterable[tuple[Tensor, Tensor]]
-) -> None:
-    """Write predictions, float32 [r, vocab_size], of tokens int64 [r]; all of them or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    nll: list[float] = []
-    try:
-        with ZipFile(partial, "w", ZIP_DEFLATED, compresslevel=_LEVEL) as file:
-            for logits, tokens in found:
-                logs = torch.log_softmax(logits.double(), dim=-1)
-                for number, row in enumerate(logs.float(), len(nll)):
-                    file.writestr(str(number), _encode(row))
-                nll += (-logs.gather(1, tokens[:, None])[:, 0]).tolist()
-            file.writestr("nll", np.array(nll).tobytes())
-            file.writestr("meta.json", json.dumps(asdict(meta)))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _encode(row: Tensor) -> bytes:
-    top = float(row.max())
-    low = max(float(row.min()), top - _DEPTH)
-    scale = (top - low) / _LEVELS or 1.0
-    codes = ((row.clamp_min(low) - low) / scale).round().numpy().astype("<u2")
-    planes = np.concatenate((codes >> 8, codes & 255)).astype(np.uint8)
-    return np.array([low, top], dtype="<f4").tobytes() + planes.tobytes()
-
-
-def _decode(data: bytes, vocab_size: int) -> Tensor:
-    low, top = np.frombuffer(data[:8], dtype="<f4")
-    high, rest = np.frombuffer(data[8:], dtype=np.uint8).reshape(2, vocab_size).astype(np.float32)
-    scale = (float(top) - float(low)) / _LEVELS
-    return torch.from_numpy((high * 256 + rest) * np.float32(scale) + low)
+def stored_rows(rows: list[Rows]) -> Mapping[str, NDArray[Any]]:
+    """A window's rows as the file has them."""
+    tokens, logs, tail, nll = (torch.cat(column) for column in zip(*rows, strict=True))
+    small = (tokens.int().numpy(), logs.float().numpy(), tail.numpy(), nll.numpy())
+    return dict(zip(Rows._fields, map(np.ascontiguousarray, small), strict=True))

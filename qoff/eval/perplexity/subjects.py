@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.ragged import Ragged
+from qoff.memory.plan import EMBEDDING
+from qoff.models.convert.builder import Builder
+from qoff.models.convert.layerwise import Layerwise
+from qoff.models.convert.unconverted import Unconverted
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime
+from qoff.quant import QuantConfig
 
 PIECE = 256  # tokens read at a time
 _LOGITS = 1 << 26  # at a time, at most (256 MiB), where rows can be chosen
@@ -98,3 +103,38 @@ class TransformersSubject:
             if end >= place:
                 for number, found in enumerate(out.logits.float().cpu()):
                     yield Predictions(number, end - kept + 1, found)
+
+
+class LayerwiseSubject:
+    """A model that is not converted, read from its files layer by layer, in float32.
+
+    Memory holds the weights outside of layers, one layer and the hidden states of the windows that
+    are read together. For dense models of a family that the native decoder runs.
+    """
+
+    def __init__(self, model: Unconverted, name: str) -> None:
+        self.name, self._model = name, model
+        self._builder = Builder(model.source, QuantConfig(), requantize=True)
+        self._outer = {w.name: self._builder.floats(w) for w in model.units[-1][1]}
+        self.vocab_size = model.spec.vocab_size
+
+    @staticmethod
+    def nbytes(model: Unconverted) -> tuple[int, int]:
+        """Bytes of all weights in float32, and of those that memory holds at a time."""
+        *layers, outer = (
+            sum(4 * w.rows * (w.columns or 1) for w in unit) for _, unit in model.units
+        )
+        return sum(layers) + outer, max(layers) + outer
+
+    @torch.inference_mode()
+    def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
+        count, read_at_all = len(windows), windows.shape[1] - 1
+        run = Layerwise(self._model.spec, windows[:, :-1])
+        hidden = run.embedded(self._outer[EMBEDDING])
+        for index, (_, unit) in enumerate(self._model.units[:-1]):
+            hidden = run.run(index, {w.name: self._builder.floats(w) for w in unit}, hidden)
+        rows = hidden.view(count, read_at_all, -1)
+        for first in range(place - 1, read_at_all, run.logit_rows):
+            for number in range(count):
+                some = rows[number, first : first + run.logit_rows]
+                yield Predictions(number, first + 1, run.logits(self._outer, some))

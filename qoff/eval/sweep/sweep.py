@@ -19,7 +19,7 @@ from qoff.eval.kv import kv_bytes_per_token, kv_name
 from qoff.eval.perplexity.metrics import summarize
 from qoff.eval.perplexity.models import PIECE_TOKENS, bits_per_weight, open_runtime
 from qoff.eval.perplexity.reference import Reference
-from qoff.eval.perplexity.scoring import Progress, Sample, evaluate
+from qoff.eval.perplexity.scoring import Sample, evaluate
 from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.texts import digest
 from qoff.hf.load import is_checkpoint, source_stamps
@@ -34,9 +34,10 @@ from qoff.quant.matrix import CALIBRATED
 from .cells import CellResult
 from .grid import Cell
 
+Progress = Callable[[int, int], None]  # cells done, cells in all
 Rate = Callable[[Path, KVQuant | None, Tensor], float]
 _PROMPT, _NEW, _ROUNDS = 256, 32, 3  # of the rate: tokens before, tokens of a round, rounds
-_VERSION = 3  # of the files of cells
+_VERSION = 4  # of the files of cells
 
 
 class Sweep:
@@ -86,7 +87,7 @@ class Sweep:
     def _result(self, cell: Cell, weights: QuantConfig | None, converted: Path) -> CellResult:
         """Of one cell, whose weights are, or will be, at `converted` if they are quantized."""
         ids = self._calibration if weights is not None and weights.solver in CALIBRATED else None
-        reference = None if self._reference is None else self._reference.meta
+        reference = None if self._reference is None else self._reference.says
         made_of = source_stamps(self._source), self._sample.digest, reference
         key = digest(_VERSION, *made_of, self._rate is not None, repr(cell), ids)
         file = self._folder / "cells" / f"{key}.json"
