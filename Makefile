@@ -107,7 +107,7 @@ format: $(INSTALLED)
 lock: $(BIN)/python
 	$(BIN)/python -m venv --clear build/lock
 	build/lock/bin/python -m pip install $(TORCH)
-	build/lock/bin/python -m pip install '.[bench,dev,eval,serve]'
+	build/lock/bin/python -m pip install '.[bench,dev,eval,ray,serve]'
 	{ grep '^#' constraints.txt; build/lock/bin/python -m pip freeze --all \
 	    | grep -v -e '^pip==' -e '^qoff' \
 	    | sed -e 's/+cpu$$//' -e 's/^triton==/triton>=$(TORCH_TRITON),<=/'; } > build/constraints.txt

@@ -43,6 +43,7 @@ RANK = {
             {"engine"},
             {"api"},
             {"jobs"},
+            {"ray"},
             {"measure"},
             {"eval"},
             {"serve"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,8 @@ from .progress import job_progress
 
 if TYPE_CHECKING:
     from qoff.engine import LLM
+    from qoff.jobs.file import FileJob
+    from qoff.jobs.runner import Counts
     from qoff.plan import Plan
 
 
@@ -126,6 +129,12 @@ def batch(
     served_model_name: str | None = Option(
         None, help="The model's name in OpenAI's lines; default: MODEL's."
     ),
+    ray: str | None = Option(
+        None, help="Answer on a Ray cluster: auto or HOST:PORT; local: on this machine's parts."
+    ),
+    ray_workers: int | None = Option(
+        None, min=1, help="Of --ray; default: one for each GPU, or for each machine without."
+    ),
     raw: Raw = False,
     trace: Trace = None,
     stats: bool = Option(False, "--stats", help="Print what each round waited for."),
@@ -140,6 +149,8 @@ def batch(
 
     if (prompts is None) == (input_file is None):
         raise ArgumentError("give one file of requests: qoff batch MODEL FILE, or -i FILE")
+    if ray is not None and (trace is not None or stats):
+        raise ArgumentError("--trace and --stats are of one process; leave them out with --ray")
     plan, opening = planned.plan(how, cache)
     asked = Asked(
         prompts or input_file or Path(),
@@ -155,6 +166,10 @@ def batch(
     with FileJob(asked, path, plan, overwrite=not resume) as job:
         if job.left == 0:
             typer.echo(f"{output}: nothing is left to do; --overwrite begins anew", err=True)
+        elif ray is not None:
+            opening["plan"] = plan
+            with job_progress(job.total, quiet=output is None) as noticed:
+                _run_on_ray(job, ray, ray_workers, str(path), opening, noticed)
         else:
             with LLM(path, plan, trace=trace, **opening) as llm:
                 with job_progress(job.total, quiet=output is None) as noticed:
@@ -164,6 +179,25 @@ def batch(
         failed = job.finish()
     if failed:
         raise typer.Exit(1)
+
+
+def _run_on_ray(
+    job: FileJob,
+    address: str,
+    workers: int | None,
+    model: str,
+    options: dict[str, Any],
+    noticed: Callable[[Counts], None],
+) -> None:
+    from qoff.jobs.file import fingerprint
+    from qoff.ray import ProcessorConfig
+    from qoff.ray.job import cluster, run
+    from qoff.ray.worker import Opening
+
+    config = ProcessorConfig(model, concurrency=workers)
+    opening = Opening(model, options, fingerprint(Path(model)))
+    with cluster(address):
+        run(job, config, opening, noticed)
 
 
 def _defaults(options: type) -> dict[str, Any]:

@@ -40,6 +40,25 @@ class Asked:
     keep_order: bool
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How lines of a job become requests. job: its name; the rest as in `Asked`."""
+
+    openai: bool
+    model: str
+    params: SamplingParams
+    raw: bool
+    job: str
+
+    def reader(self, llm: LLM) -> Reader:
+        """What makes requests for a model. Raises QoffError where pydantic is missing."""
+        if self.openai:
+            _need_pydantic()
+            return OpenAIReader(llm, self.model, self.job)
+        chats = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
+        return PromptReader(self.params, chats and not self.raw, self.job)
+
+
 class FileJob:
     """A job on a file. checkpoint: of the model; plan: None for the default one.
 
@@ -54,7 +73,7 @@ class FileJob:
         if asked.output is None and asked.keep_order:
             raise ArgumentError("--keep-order needs a file for the answers: -o FILE")
         self.total: int | None = None  # requests; None: nobody knows
-        self._sink: Journal | _Printed = _Printed()
+        self.sink: Journal | _Printed = _Printed()
         self._lines: Iterator[Line]
         try:
             file = self._opened()
@@ -71,7 +90,7 @@ class FileJob:
                 self._check_options()
                 if asked.output is not None:
                     says = self._says(seen.sha256, checkpoint, plan or Plan())
-                    self._sink = self._journal(asked.output, says, overwrite)
+                    self.sink = self._journal(asked.output, says, overwrite)
         except BaseException:
             self._ends.close()
             raise
@@ -79,18 +98,31 @@ class FileJob:
     @property
     def left(self) -> int | None:
         """Requests that are to be answered; None: nobody knows."""
-        done = self._sink.completed + self._sink.failed
+        done = self.sink.completed + self.sink.failed
         return None if self.total is None else self.total - done
+
+    @property
+    def requests(self) -> Path:
+        """The file of requests. Raises ArgumentError for standard input."""
+        if str(self._asked.requests) == "-":
+            raise ArgumentError("requests for many machines are in a file, not standard input")
+        return self._asked.requests
+
+    @property
+    def reading(self) -> Reading:
+        """How its lines become requests."""
+        asked = self._asked
+        return Reading(self._openai, asked.model, asked.params, asked.raw, self.sink.job)
 
     def run(self, llm: LLM, noticed: Callable[[Counts], None]) -> None:
         """Answer what is left; `noticed` is called, by another thread, after each block."""
         runner = Runner(
             llm,
             self._lines,
-            self._reader(llm),
-            self._sink,
+            self.reading.reader(llm),
+            self.sink,
             lambda mine: max(0, 2 * llm.plan.batches * llm.plan.batch_size - mine),
-            block=self._sink.block,
+            block=self.sink.block,
             noticed=noticed,
         )
         try:
@@ -104,9 +136,9 @@ class FileJob:
 
     def finish(self) -> int:
         """Bring the answers into order, if that was asked for; how many requests have failed."""
-        if self._asked.keep_order and isinstance(self._sink, Journal):
-            self._sink.sort()
-        return self._sink.failed
+        if self._asked.keep_order and isinstance(self.sink, Journal):
+            self.sink.sort()
+        return self.sink.failed
 
     def _opened(self) -> BinaryIO:
         """The file of requests; standard input in a copy, where the job may have to go on."""
@@ -149,15 +181,6 @@ class FileJob:
                 "OpenAI's lines say themselves how they are answered; leave out --raw and the "
                 "options of sampling"
             )
-
-    def _reader(self, llm: LLM) -> Reader:
-        asked = self._asked
-        if self._openai:
-            _need_pydantic()
-            job = self._sink.job
-            return OpenAIReader(llm, asked.model, job)
-        chats = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
-        return PromptReader(asked.params, chats and not asked.raw, self._sink.job)
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from .lines import IdSet, Line, prompt
 
 if TYPE_CHECKING:  # needs pydantic
     from qoff.api.errors import ApiError
+    from qoff.api.protocol import BatchLine
     from qoff.api.requests import Asked
 
 _ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
@@ -107,15 +108,15 @@ class PromptRequest:
         return _encoded({**said, "index": self.line.number, "prompt_tokens": prompt_tokens})
 
 
-class OpenAIReader:
-    """OpenAI's batch lines: `custom_id`, `method`, `url`, `body`.
+class OpenAILines:
+    """The frame of OpenAI's batch lines: `custom_id`, `method`, `url`; needs no model.
 
-    model: the name that the lines have to give, if they give one. job: part of the answers' ids.
-    endpoint: the only `url` that is right; None: any of those that there are.
+    job: part of the answers' ids. endpoint: the only `url` that is right; None: any of those that
+    there are.
     """
 
-    def __init__(self, llm: LLM, model: str, job: str, endpoint: str | None = None) -> None:
-        self._llm, self.model, self._job = llm, model, job
+    def __init__(self, job: str, endpoint: str | None = None) -> None:
+        self._job = job
         self._endpoints = _ENDPOINTS if endpoint is None else (endpoint,)
         self._ids = IdSet()
 
@@ -124,15 +125,15 @@ class OpenAIReader:
 
         from qoff.api.protocol import BatchLine
 
-        with suppress(ValidationError):  # as `read` does it: a wrong line's id does not count
+        with suppress(ValidationError):  # as `check` does it: a wrong line's id does not count
             self._ids.add(BatchLine.model_validate_json(line.data or b"").custom_id)
 
-    def read(self, line: Line) -> Request | Bad:
+    def check(self, line: Line) -> tuple[Known, BatchLine] | Bad:
+        """A line whose frame is right and whose id is new, or what is wrong with it."""
         from pydantic import ValidationError
 
-        from qoff.api.errors import ApiError, as_api_error
-        from qoff.api.protocol import BatchLine, ChatRequest, CompletionRequest, wrong_body
-        from qoff.api.requests import asked, check_model
+        from qoff.api.errors import ApiError
+        from qoff.api.protocol import BatchLine, wrong_body
 
         known = Known(line, f"batch_req_{self._job}_{line.number}", None)
         try:
@@ -148,6 +149,27 @@ class OpenAIReader:
         except (ApiError, ValidationError) as error:
             wrong = wrong_body(error) if isinstance(error, ValidationError) else error
             return Bad(line, known.bad(wrong))
+        return known, given
+
+
+class OpenAIReader(OpenAILines):
+    """OpenAI's batch lines. model: the name that the lines have to give, if they give one."""
+
+    def __init__(self, llm: LLM, model: str, job: str, endpoint: str | None = None) -> None:
+        super().__init__(job, endpoint)
+        self._llm, self.model = llm, model
+
+    def read(self, line: Line) -> Request | Bad:
+        from pydantic import ValidationError
+
+        from qoff.api.errors import ApiError, as_api_error
+        from qoff.api.protocol import ChatRequest, CompletionRequest, wrong_body
+        from qoff.api.requests import asked, check_model
+
+        found = self.check(line)
+        if isinstance(found, Bad):
+            return found
+        known, given = found
         try:
             kind = ChatRequest if given.url == _ENDPOINTS[0] else CompletionRequest
             body = kind.model_validate(given.body)

@@ -25,17 +25,22 @@ _BESIDE = 256 << 20  # bytes beside the weights that one sequence takes, at leas
 _SHARE = 0.1  # of the weights, where that is more
 
 
-def default_plan(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Plan:
+def default_plan(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, share: float = 1.0
+) -> Plan:
     """`Plan()` where it fits the memory that is free; else the planner's, and a line says why.
 
-    The planner assumes prompts and answers that fill `Plan().context`. Raises BudgetError, in a
-    line, where nothing fits.
+    share: of what is free but on a GPU, where other processes have the rest. The planner assumes
+    prompts and answers that fill `Plan().context`. Raises BudgetError, in a line, where nothing
+    fits.
     """
     plain = Plan()
     if not is_native(checkpoint.config):
         return plain  # of transformers' modules nothing is known without them
     sizes, spill = ModelSizes.of_checkpoint(checkpoint), _spill_folder()
-    usable = usable_memory(device, spill)
+    free = usable_memory(device, spill)
+    own = {DEVICE} if device.type == "cuda" else set()
+    usable = {tier: free[tier] if tier in own else int(free[tier] * share) for tier in free}
     try:
         if device.type == "cuda":
             from .gpu import memory_on_gpu  # needs Triton

@@ -1,0 +1,176 @@
+"""A job on a file, answered by many machines: this one reads, and keeps the journal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.data import DataContext
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from qoff.errors import ArgumentError, QoffError
+from qoff.jobs.file import FileJob, Reading
+from qoff.jobs.journal import BLOCK
+from qoff.jobs.lines import Bits, read_lines
+from qoff.jobs.requests import Bad, OpenAILines
+from qoff.jobs.runner import Counts
+
+from .ledger import Answers
+from .processor import ProcessorConfig, answered
+from .worker import Opening, Worker
+
+_COLUMN = "block"  # of datasets whose rows are pickled blocks
+
+
+@contextmanager
+def cluster(address: str) -> Iterator[None]:
+    """Ray, connected to a cluster; "local": one of this machine alone, which ends with it.
+
+    Raises ArgumentError for a client's address, QoffError for a cluster that does not answer.
+    """
+    if "://" in address:
+        raise ArgumentError(
+            f"--ray {address}: the journal and the requests are read on a machine of the cluster; "
+            "run the command there, with --ray auto"
+        )
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nobody is told what runs here
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise QoffError(f"--ray {address}: {str(error).strip().splitlines()[0]}") from error
+    try:
+        with suppress(ValueError):  # of a thread, to which no signal comes
+            signal.signal(signal.SIGTERM, handler)  # not Ray's
+        yield
+    finally:
+        ray.shutdown()
+
+
+def run(
+    job: FileJob,
+    config: ProcessorConfig,
+    opening: Opening,
+    noticed: Callable[[Counts], None],
+    worker: type[LineWorker] | None = None,
+) -> None:
+    """Answer what is left of a job on the cluster that Ray is connected to. worker: a `LineWorker`.
+
+    Raises what `FileJob.run` does, and QoffError for what ends the workers.
+    """
+    counts, sink = Counts(), job.sink
+    counts.skipped = sink.completed + sink.failed
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.target_max_block_size = 1  # a row is a task of Ray, and they go out one by one
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    source = LineSource(job.requests, job.reading, sink.done, min(config.batch_size, BLOCK))
+    lines = ray.data.read_datasource(
+        source, num_cpus=0, override_num_blocks=1, ray_remote_args={"scheduling_strategy": here}
+    )
+    more = {"reading": job.reading}
+    kind = worker or LineWorker
+    found = answered(lines, kind, config, opening, batch_size=1, more=more, spare=0.0)
+    with _in_a_line():
+        for row in found.iter_rows():
+            answers: Answers = pickle.loads(row[_COLUMN])
+            if answers.numbers[0] in sink.done:
+                continue  # of a task that Ray has repeated
+            sink.write(answers.numbers, answers.output, answers.errors)
+            counts.failed += len(answers.errors)
+            counts.completed += len(answers.numbers) - len(answers.errors)
+            counts.prompt_tokens += answers.prompt_tokens
+            counts.tokens += answers.tokens
+            noticed(counts)
+
+
+class LineSource(Datasource):
+    """The lines of a file that are not done, `block` of them in a row, read on this machine."""
+
+    def __init__(self, path: Path, reading: Reading, done: Bits, block: int) -> None:
+        super().__init__()
+        self._path, self._reading, self._done, self._block = path, reading, done, block
+
+    def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
+        """One task, which reads as fast as its rows are taken."""
+        unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+        return [ReadTask(lambda: map(_table, self._blocks()), unknown)]
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def _blocks(self) -> Iterator[list[_Found]]:
+        with self._path.open("rb") as file:
+            left = self._left(read_lines(file))
+            while block := list(islice(left, self._block)):
+                yield block
+
+    def _left(self, lines: Iterator[Any]) -> Iterator[_Found]:
+        """What is not done; ids that occur twice are found here, where all lines are seen."""
+        frames = OpenAILines(self._reading.job) if self._reading.openai else None
+        for line in lines:
+            if line.number in self._done:
+                if frames is not None:
+                    frames.skip(line)
+                continue
+            wrong = None if frames is None else frames.check(line)
+            yield _Found(line, wrong.text if isinstance(wrong, Bad) else None)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A line, and what is said of it if it is no request."""
+
+    line: Any
+    wrong: bytes | None
+
+
+class LineWorker(Worker):
+    """Answers blocks of a file's lines."""
+
+    def __init__(self, opening: Opening, ledger: Any, reading: Reading) -> None:
+        super().__init__(opening, ledger)
+        self._reading = reading
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        (block,) = (pickle.loads(one.as_py()) for one in table[_COLUMN])
+        wrong = [(one.line.number, one.wrong) for one in block if one.wrong is not None]
+        found = Answers([number for number, _ in wrong], [], [text for _, text in wrong])
+        lines = [one.line for one in block if one.wrong is None]
+        if lines:
+            found.add(self.answer(lambda: self._reading.reader(self.llm), lines))
+        return _table(found)
+
+
+def _table(block: Any) -> pa.Table:
+    return pa.table({_COLUMN: pa.array([pickle.dumps(block)], pa.large_binary())})
+
+
+@contextmanager
+def _in_a_line() -> Iterator[None]:
+    """What ends workers, without the traceback of another machine."""
+    try:
+        yield
+    except QoffError:
+        raise
+    except RayError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, QoffError):
+            cause = getattr(cause, "cause", None) or cause.__cause__
+        text = str(cause or error).strip().splitlines()[-1]
+        raise QoffError(f"the workers cannot go on: {text}") from error

@@ -1,0 +1,136 @@
+"""An actor of Ray with a `qoff.LLM`: blocks of requests in, their answers out."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from qoff.budgets import resolve_device, resolve_dtype
+from qoff.checkpoint import Checkpoint
+from qoff.engine import LLM
+from qoff.errors import DiskReadError, DiskWriteError, FormatError, QoffError
+from qoff.hf.load import find_checkpoint
+from qoff.jobs.file import fingerprint
+from qoff.jobs.lines import Bits, Line
+from qoff.jobs.requests import Bad, Reader
+from qoff.jobs.runner import Runner
+from qoff.plan.default import default_plan
+
+from .ledger import MOST, Answers, groups
+
+_OF_MACHINE = (DiskReadError, DiskWriteError, FormatError)
+_BOUNDS = ("plan", "device_memory", "host_memory", "max_memory")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The model of a worker. options: of `qoff.LLM`; wanted: its fingerprint, if it is known.
+
+    part: of its machine's main memory, where nothing bounds it.
+    """
+
+    model: str
+    options: dict[str, Any]
+    wanted: str | None = None
+    part: float = 1.0
+
+
+class Worker:
+    """Answers blocks of requests. ledger: of the run, where deaths are known.
+
+    Raises the errors of `qoff.LLM`, and QoffError for another model than the one wanted.
+    """
+
+    def __init__(self, opening: Opening, ledger: Any) -> None:
+        self.llm = open_llm(opening)
+        self._ledger = ledger
+        self._here = threading.local()  # two threads answer a block each, so places are never empty
+
+    def answer(self, new_reader: Callable[[], Reader], lines: Sequence[Line]) -> Answers:
+        """The answers to a block. A request that ends this process again and again is an error."""
+        key = self._key()
+        by_number = {line.number: line for line in lines}
+        known = ray.get(self._ledger.open.remote(key, [*by_number]))
+        found, left = known.kept, by_number.keys() - set(known.kept.numbers)
+        for group in groups(sorted(left), known.begun):
+            times = known.begun[group[0]]
+            if times:
+                ray.get(self._ledger.begin.remote(key, group))
+            chosen = [by_number[number] for number in group]
+            reader = new_reader()
+            answers = _given_up(reader, chosen) if times >= MOST else self._run(reader, chosen, key)
+            if times:
+                ray.get(self._ledger.keep.remote(key, answers))
+            found.add(answers)
+        ray.get(self._ledger.close.remote(key))
+        return found
+
+    def _key(self) -> tuple[str, int]:
+        """The name of a block, the same when Ray repeats its task."""
+        task, here = ray.get_runtime_context().get_task_id() or "", self._here
+        if task != getattr(here, "task", None):
+            here.task, here.numbers = task, count()
+        return task, next(here.numbers)
+
+    def _run(self, reader: Reader, lines: list[Line], key: tuple[str, int]) -> Answers:
+        sink, places = _Kept(), self.llm.plan.batches * self.llm.plan.batch_size
+        room = lambda mine: max(0, 2 * places - mine)  # noqa: E731
+        runner = Runner(self.llm, iter(lines), reader, sink, room)
+        runner.start()
+        try:
+            self.llm.work(runner.ended.is_set)
+        finally:
+            runner.stop()
+        if isinstance(runner.error, _OF_MACHINE):
+            # Another machine, or this one later, is to answer; Ray starts the worker again.
+            text = f"{ray.util.get_node_ip_address()}: {runner.error}"
+            ray.get(self._ledger.fault.remote(key, [line.number for line in lines], text))
+            print(text, file=sys.stderr, flush=True)
+            os._exit(1)
+        if runner.error is not None:
+            raise runner.error
+        sink.answers.prompt_tokens = runner.counts.prompt_tokens
+        sink.answers.tokens = runner.counts.tokens
+        return sink.answers
+
+
+class _Kept:
+    """A sink in memory."""
+
+    def __init__(self) -> None:
+        self.done, self.answers = Bits(), Answers()
+
+    def write(self, numbers: list[int], output: list[bytes], errors: list[bytes]) -> None:
+        self.answers.add(Answers(numbers, output, errors))
+
+
+def _given_up(reader: Reader, lines: Sequence[Line]) -> Answers:
+    """What is said of requests that ended their process each time."""
+    error = QoffError(f"the process that answered this ended, {MOST} times")
+    read = {line.number: reader.read(line) for line in lines}
+    told = [one.text if isinstance(one, Bad) else one.failed(error) for one in read.values()]
+    return Answers([*read], [], told)
+
+
+def open_llm(opening: Opening) -> LLM:
+    """The model, on this worker's part of its machine, as the planner divides that."""
+    options = dict(opening.options)
+    names = ("cache_dir", "revision", "trust_remote_code")
+    device = resolve_device(options.get("device", "auto"))
+    found = {name: options[name] for name in names if name in options}
+    path = find_checkpoint(opening.model, for_cpu=device.type == "cpu", **found)
+    if opening.wanted is not None and fingerprint(Path(path)) != opening.wanted:
+        raise QoffError(f"{path} on {ray.util.get_node_ip_address()} is another model")
+    if all(options.get(name) is None for name in _BOUNDS):
+        checkpoint = Checkpoint.open(path)
+        dtype = resolve_dtype(options.get("dtype", "auto"), checkpoint.config, device)
+        options["plan"] = default_plan(checkpoint, device, dtype, share=opening.part)
+    return LLM(path, **options)

@@ -1,0 +1,201 @@
+"""Jobs on a cluster of two machines, one of which is killed; all with one cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from typer.testing import CliRunner
+
+from qoff.cli.main import app
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError, QoffError
+from qoff.jobs.file import Asked, FileJob, fingerprint
+from qoff.plan import Plan
+from qoff.ray import ProcessorConfig, build_processor
+from qoff.ray.job import LineWorker, cluster, run
+from qoff.ray.ledger import MOST, Answers, Ledger, groups
+from qoff.ray.worker import Opening, open_llm
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+PLAN = Plan(batch_size=4, context=100, prefill_tokens=64)
+PARAMS = SamplingParams(temperature=0, max_tokens=3)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def machines(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch_module.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch_module.setenv("PYTHONPATH", str(ROOT))  # of the workers
+    size = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    found = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    try:
+        found.other = found.add_node(**size)
+        yield found
+    finally:
+        found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patched:
+        yield patched
+
+
+def asked(folder: Path, name: str) -> Asked:
+    return Asked(
+        folder / "in.jsonl", folder / f"{name}.jsonl", None, "tiny", PARAMS, True, False, False
+    )
+
+
+def line(number: int, prompt: str) -> str:
+    body = {"prompt": prompt, "max_tokens": 1 + number % 3, "temperature": 0}
+    said = {"custom_id": f"id {number}", "method": "POST", "url": "/v1/completions"}
+    return json.dumps({**said, "body": body})
+
+
+def said(path: Path) -> dict[str, Any]:
+    """Answers by id, without what every job names anew."""
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert max(Counter(one["custom_id"] for one in found).values()) == 1
+    return {one["custom_id"]: one["response"]["body"]["choices"] for one in found}
+
+
+class Mortal(LineWorker):
+    """Dies of a prompt, as of a fault in compiled code."""
+
+    def _run(self, reader: Any, lines: Any, key: Any) -> Answers:
+        if any(b"poison" in one.data for one in lines):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._run(reader, lines, key)
+
+
+def test_killed_workers_and_machines_cost_no_answer(
+    machines: Cluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A request that kills its worker each time is an error, and the others are answered."""
+    prompts = [f"text {i}" for i in range(40)]
+    prompts[5] = "poison"
+    lines = [line(i, prompt) for i, prompt in enumerate(prompts)]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, lines[3], "{"]) + "\n")
+    opening = Opening(str(checkpoint), {"plan": PLAN}, fingerprint(checkpoint))
+    counts = []
+
+    def noticed(found: Any) -> None:
+        counts.append(found.ended)
+        if len(counts) == 2:
+            machines.remove_node(machines.other, allow_graceful=False)
+
+    with (
+        cluster(machines.address),
+        FileJob(asked(tmp_path, "out"), checkpoint, PLAN, overwrite=False) as job,
+    ):
+        run(job, ProcessorConfig(str(checkpoint), batch_size=4), opening, noticed, Mortal)
+        assert job.left == 0
+        assert job.finish() == 3
+    with (
+        LLM(checkpoint, PLAN) as llm,
+        FileJob(asked(tmp_path, "alone"), checkpoint, PLAN, overwrite=False) as job,
+    ):
+        job.run(llm, lambda _: None)
+    wanted = said(tmp_path / "alone.jsonl")
+    del wanted["id 5"]
+    assert said(tmp_path / "out.jsonl") == wanted
+    wrong = (tmp_path / "out.errors.jsonl").read_text().splitlines()
+    told = {one["line"]: one for one in map(json.loads, wrong)}
+    assert set(told) == {6, 41, 42}
+    assert f"ended, {MOST} times" in told[6]["response"]["body"]["error"]["message"]
+    assert told[41]["error"]["code"] == "duplicate_custom_id"
+
+
+def test_a_dataset_goes_through_a_processor_once(
+    machines: Cluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    config = ProcessorConfig(
+        str(checkpoint), {"plan": PLAN}, batch_size=4, id_column="id",
+        checkpoint_path=str(tmp_path / "checkpoint"),
+    )  # fmt: skip
+
+    def ask(row: dict[str, Any]) -> dict[str, Any]:
+        params = {"temperature": 0.0, "max_tokens": 1 + row["id"] % 3}
+        return {"id": row["id"], "prompt": texts[row["id"]], "sampling_params": params}
+
+    def keep(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: row[name] for name in ("id", "generated_text", "__inference_error__")}
+
+    texts = [f"text {i}" for i in range(6)] + ["x" * 200]
+    with cluster(machines.address):
+        for count in (4, 7):
+            source = ray.data.range(count, override_num_blocks=1)
+            build_processor(config, ask, keep)(source).write_parquet(str(tmp_path / "out"))
+        rows = sorted(ray.data.read_parquet(str(tmp_path / "out")).take_all(), key=_id)
+    assert [row["id"] for row in rows] == [*range(7)]
+    with LLM(checkpoint, PLAN) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=1 + i % 3) for i in range(6)]
+        wanted = [one.text for one in llm.generate(texts[:6], params)]
+    assert [row["generated_text"] for row in rows[:6]] == wanted
+    assert [row["__inference_error__"] for row in rows[:6]] == [None] * 6
+    assert "no room" in rows[6]["__inference_error__"]
+
+
+def _id(row: dict[str, Any]) -> int:
+    return int(row["id"])
+
+
+def test_the_command_goes_on_on_a_cluster(
+    machines: Cluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    """With what a job on this machine alone has begun."""
+    (tmp_path / "in.jsonl").write_text("".join(line(i, f"text {i}") + "\n" for i in range(9)))
+    output = tmp_path / "out.jsonl"
+    command = ["batch", str(checkpoint), "-i", str(tmp_path / "in.jsonl"), "-o", str(output)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    whole = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(whole[:4]))
+    done = CliRunner().invoke(app, [*command, "--ray", machines.address])
+    assert done.exit_code == 0, done.output
+    assert sorted(said(output)) == [f"id {i}" for i in range(9)]
+    assert output.read_bytes().splitlines(keepends=True)[:4] == whole[:4]
+
+
+def test_what_cannot_be_is_said_in_a_line(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match="on a machine of the cluster"), cluster("ray://x:1"):
+        pass
+    with pytest.raises(QoffError, match="is another model"):
+        open_llm(Opening(str(checkpoint), {}, "0" * 64))
+    with pytest.raises(ArgumentError, match="both: id_column and checkpoint_path"):
+        ProcessorConfig("m", id_column="id")
+    with pytest.raises(ArgumentError, match="concurrency is 0"):
+        ProcessorConfig("m", concurrency=0)
+
+
+def test_what_was_begun_often_is_begun_with_few() -> None:
+    begun = Counter({1: 2, 2: 1, 3: 1, 4: 4})
+    assert groups([*range(12)], begun) == [[0, *range(5, 12)], [2, 3], [1], [4]]
+    assert groups([*range(20)], Counter(dict.fromkeys(range(20), 1))) == [
+        [*range(8)], [*range(8, 16)], [*range(16, 20)],
+    ]  # fmt: skip
+
+
+def test_a_ledger_ends_a_run_whose_machines_are_at_fault() -> None:
+    ledger, key = Ledger(workers=1), ("task", 0)
+    assert ledger.open(key, [0, 1]).begun == {}
+    ledger.fault(key, [0, 1], "the disk is broken")
+    assert set(ledger.open(key, [0, 1]).begun.values()) == {0}
+    ledger.keep(key, Answers([0], [b"x"]))
+    assert ledger.open(key, [0, 1]).kept.numbers == [0]
+    for _ in range(5):
+        ledger.open(key, [1])
+    with pytest.raises(RuntimeError, match="died one after another: the disk is broken"):
+        ledger.open(key, [1])
+    ledger.close(key)
+    assert ledger.open(key, [0, 1]).kept.numbers == []
