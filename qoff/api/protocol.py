@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from qoff.engine import SamplingParams, StructuredOutputs
+from qoff.engine import PoolingParams, SamplingParams, StructuredOutputs
 from qoff.engine.prompts import Chat
 from qoff.errors import ArgumentError, raised_as
 
@@ -21,6 +21,12 @@ Count = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # Of a list only the first thing that is wrong is told: there may be a million.
 First = Field(fail_fast=True)
+Input = (
+    str
+    | Annotated[list[str], First]
+    | Annotated[list[int], First]
+    | Annotated[list[Annotated[list[int], First]], First]
+)
 Stop = Annotated[str, Field(max_length=1000)]
 
 
@@ -266,12 +272,7 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: (
-        str
-        | Annotated[list[str], First]
-        | Annotated[list[int], First]
-        | Annotated[list[Annotated[list[int], First]], First]
-    )
+    prompt: Input
     logprobs: Count | None = None
     echo: Literal[False] | None = None
     suffix: None = None
@@ -282,6 +283,22 @@ class CompletionRequest(Generation):
         return self.params(
             replace(defaults, max_tokens=16), logprobs=self.logprobs, max_tokens=self.max_tokens
         )
+
+
+class EmbeddingRequest(Body):
+    """Texts or token ids, of each of which a vector is wanted."""
+
+    model: str | None = None
+    input: Input
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    normalize: bool | None = None  # vLLM's
+    pooling: Literal["mean", "last", "first"] | None = None
+
+    def params(self) -> PoolingParams:
+        """How they are pooled. Raises ArgumentError for values out of range."""
+        return PoolingParams(self.pooling, self.dimensions, self.normalize)
 
 
 class BatchLine(Body):

@@ -2,6 +2,15 @@
 
 from .grammar import StructuredOutputs
 from .llm import LLM
+from .pooling import Embedding, PoolingParams
 from .request import Completion, Logprob, SamplingParams
 
-__all__ = ["LLM", "Completion", "Logprob", "SamplingParams", "StructuredOutputs"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "Embedding",
+    "Logprob",
+    "PoolingParams",
+    "SamplingParams",
+    "StructuredOutputs",
+]

@@ -10,6 +10,7 @@ from qoff.errors import ArgumentError, QoffError, raised_as
 from qoff.plan import Plan
 
 from .grammar import Grammars
+from .pooling import Pooled, PoolingParams
 from .prompts import PromptReader, token_ids
 from .request import Completion, SamplingParams, Sequence
 
@@ -75,6 +76,16 @@ class Admission:
                 yield self._sequences(index, text, tokens, wanted, after)
             except QoffError as error:
                 yield Completion(index, 0, text, tokens, "", (), "error", error=str(error))
+
+    def pooled(self, prompts: list[Any], params: PoolingParams, size: int) -> list[list[Sequence]]:
+        """A sequence of each prompt, whose hidden states, `size` floats each, are pooled.
+
+        params: complete ones. Raises ArgumentError for a prompt that cannot be read.
+        """
+        groups = self.groups(prompts, SamplingParams(max_tokens=1))
+        for (one,) in groups:
+            one.pooled = Pooled(params, size)
+        return groups
 
     def groups(self, prompts: list[Any], params: SamplingParams) -> list[list[Sequence]]:
         """The sequences of each prompt. Raises ArgumentError where one cannot be answered."""

@@ -16,7 +16,15 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # 
 
 
 def completion(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> Completion | None:
-    """The answer of a sequence, if it is done; its text is empty without a tokenizer."""
+    """The answer of a sequence, if it is done; its text is empty without a tokenizer.
+
+    One that is pooled has an answer without a token.
+    """
+    if sequence.pooled is not None:
+        if not sequence.decoding:
+            return None
+        wrong, of = sequence.pooled.error, (sequence.index, 0, sequence.text, sequence.prompt)
+        return Completion(*of, "", (), "error" if wrong else "stop", error=wrong)
     kept, params = sequence.answer, sequence.params
     text: str | None = None
     reason: FinishReason = "given" if sequence.given else "length"

@@ -12,6 +12,7 @@ from qoff.kvcache.slots import SlotCache, SlotSubset
 from qoff.models.forward_pass import ForwardPass
 
 from .drafts import PromptLookup
+from .pooling import PassPooling
 from .prefixes import PrefixIndex
 from .request import Sequence
 from .sampling import LogitsRow, Sampler
@@ -151,6 +152,9 @@ class BatchSlots:
     def read(self, most: int) -> ForwardPass | None:
         """A pass with pieces of prompts: together at most `most` tokens, as if all were as long."""
         waiting = [(i, one) for i, one in sorted(self._slots.items()) if self._reads(i, one)]
+        # Of one kind: those that are pooled want hidden states, the others logits.
+        pools = bool(waiting) and waiting[0][1].pooled is not None
+        waiting = [(i, one) for i, one in waiting if (one.pooled is not None) == pools]
         chosen: list[tuple[int, Sequence, int]] = []
         longest = 0
         for i, s in waiting:
@@ -166,8 +170,12 @@ class BatchSlots:
         cache = self.cache.subset([i for i, _, _ in chosen])
         ragged = Ragged.of([count for _, _, count in chosen], [s.read for _, s, _ in chosen])
         tokens = torch.tensor([t for _, s, n in chosen for t in s.prompt[s.read : s.read + n]])
-        done = [s.read + n == len(s.prompt) for _, s, n in chosen]
-        return ForwardPass(tokens, ragged, cache, ragged.last_rows[torch.tensor(done)])
+        done = [s.read + n == len(s.prompt) and not pools for _, s, n in chosen]
+        run = ForwardPass(tokens, ragged, cache, ragged.last_rows[torch.tensor(done)])
+        if pools:
+            spans = [(span.start, span.count) for span in ragged.spans]
+            run.states = PassPooling(spans, [s.pooled for _, s, _ in chosen if s.pooled])
+        return run
 
     def take(self, run: ForwardPass, logits: Tensor) -> tuple[int, list[Continuation]]:
         """Note what a pass has read of prompts; how many tokens, and what next ones come from."""
@@ -184,7 +192,7 @@ class BatchSlots:
                 continue
             read += span.count
             sequence.read += span.count
-            if sequence.decoding:
+            if sequence.decoding and sequence.pooled is None:
                 row = next(rows)
                 for at in self._with_forks(slot):
                     mine = [LogitsRow(self._first_place + at, self._slots[at], row)]

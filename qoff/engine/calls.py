@@ -27,3 +27,16 @@ class Call:
     def failed(self, error: BaseException) -> None:
         """A round failed; none of the caller's sequences goes on."""
         self.error = error
+
+
+class Vectors(Call):
+    """A call whose sequences are pooled. vectors: what they gave, by the prompts' numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors: dict[int, list[float]] = {}
+
+    def grew(self, sequence: Sequence, answer: Completion | None) -> None:
+        if answer is not None and not answer.error and sequence.pooled is not None:
+            self.vectors[sequence.index] = sequence.pooled.vector().tolist()
+        super().grew(sequence, answer)

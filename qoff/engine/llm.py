@@ -22,6 +22,7 @@ from qoff.kvcache.store.pool import BlockPool
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
 from qoff.models.modules.decoder import is_modules
+from qoff.models.native.decoder import Decoder
 from qoff.plan import Plan
 from qoff.plan.default import default_plan
 from qoff.plan.saved import read_plan
@@ -31,8 +32,9 @@ from qoff.system_memory import refusals
 
 from .admission import Admission
 from .answers import completion, default_params, end_tokens
-from .calls import Call
+from .calls import Call, Vectors
 from .executor import CpuExecutor, Executor
+from .pooling import Embedding, PoolingParams, complete
 from .prompts import Prompt, PromptReader, conversations, prompt_list
 from .request import Completion, SamplingParams, Sequence
 from .rounds import Rounds
@@ -205,15 +207,50 @@ class LLM:
                 groups.append(found)
         yield from self._rounds.answers(groups)
 
+    def embed(
+        self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingParams | None = None
+    ) -> list[Embedding]:
+        """The vectors of prompts, in their order: hidden states after the final norm, pooled.
+
+        Prompts take places in batches as others do. Raises ArgumentError for a prompt that cannot
+        be read, for more dimensions than the model has, and for an architecture that runs through
+        transformers' modules; FormatError for a pooling of the model's that is none of ours.
+        """
+        found = Vectors()
+        groups = self._pooled(prompt_list(prompts), pooling_params or PoolingParams())
+        for answer in self._rounds.answers(groups, found):
+            if answer.error:
+                raise ArgumentError(f"prompt {answer.index}: {answer.error}")
+        return [
+            Embedding(one.index, one.text, one.prompt, tuple(found.vectors[one.index]))
+            for (one,) in groups
+        ]
+
+    def _pooled(self, prompts: list[Prompt], params: PoolingParams) -> list[list[Sequence]]:
+        if not isinstance(self.runtime.decoder, Decoder):
+            raise ArgumentError(
+                "this architecture runs through transformers' modules, which qoff does not pool; "
+                "embeddings are those of its own decoder"
+            )
+        size, checkpoint = self.runtime.spec.hidden_size, self.runtime.checkpoint
+        return self._admission.pooled(prompts, complete(params, checkpoint, size), size)
+
     def submit(
-        self, prompts: Prompt | Iterable[Prompt], sampling_params: SamplingParams, call: Call
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | PoolingParams,
+        call: Call,
     ) -> list[int]:
         """Have prompts answered by the rounds of threads in `work`, and return at once.
 
         `call` hears of each sequence after each round. Returns how many tokens each prompt has.
         Raises ArgumentError where one cannot be answered; then none is.
         """
-        groups = self._admission.groups(prompt_list(prompts), sampling_params)
+        found = prompt_list(prompts)
+        if isinstance(params, PoolingParams):
+            groups = self._pooled(found, params)
+        else:
+            groups = self._admission.groups(found, params)
         self._rounds.submit(groups, call)
         return [len(group[0].prompt) for group in groups]
 

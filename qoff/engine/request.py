@@ -11,6 +11,7 @@ from qoff.errors import ArgumentError
 from qoff.schema import is_number, shown
 
 from .grammar import Matcher, StructuredOutputs
+from .pooling import Pooled
 
 _ABOVE_0 = math.nextafter(0, 1)
 COLDEST = 0.01  # logits divided by less may overflow
@@ -183,6 +184,7 @@ class Sequence:
     ended: bool = False
     given: tuple[int, ...] = ()  # the answer, where it is known
     grammar: Matcher | None = None  # of what the answer must match
+    pooled: Pooled | None = None  # what is wanted instead of an answer
     error: str = ""  # why it cannot go on
 
     @property
@@ -197,3 +199,5 @@ class Sequence:
         if self.grammar is not None:
             self.grammar.reset()
         self.logprobs.clear()
+        if self.pooled is not None:
+            self.pooled.begin_again()

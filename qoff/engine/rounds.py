@@ -91,12 +91,14 @@ class Rounds:
             for first in range(0, places, plan.batch_size)
         ]
 
-    def answers(self, groups: Iterable[list[Sequence]]) -> Iterator[Completion]:
+    def answers(
+        self, groups: Iterable[list[Sequence]], call: Call | None = None
+    ) -> Iterator[Completion]:
         """The answers of sequences, those of a prompt together, as they are done.
 
         Raises ArgumentError once closed or in another process, and what fails in a round.
         """
-        call = Call()
+        call = call or Call()
         self.submit(groups, call)
         try:
             while call.left:
@@ -250,7 +252,8 @@ class Rounds:
         for batch in sorted(self._batches, key=lambda batch: -batch.free):
             while self._waiting and batch.free >= len(self._waiting[0]):
                 for sequence in self._waiting.popleft():
-                    if self._plan.share_prefixes and sequence.waits_for is None:
+                    reads = sequence.waits_for is None and sequence.pooled is None
+                    if self._plan.share_prefixes and reads:
                         sequence.begins_like = self._alike(sequence)
                     batch.add(sequence)
 
@@ -317,6 +320,8 @@ class Rounds:
         for (batch, run), logits in zip(passes, found, strict=True):
             tokens, more = batch.take(run, logits)
             read, continued = read + tokens, continued + more
+        if any(run.states is not None for _, run in passes):
+            self._finish_done()
         return read, *self._continue(continued)
 
     def _continue(self, found: list[Continuation]) -> tuple[int, int, int]:

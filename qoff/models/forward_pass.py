@@ -39,6 +39,15 @@ class Activations(Protocol):
         """Start to bring what `load` will return."""
 
 
+class HiddenStates(Protocol):
+    """Who wants the hidden states of a pass after the final norm."""
+
+    ROWS: int  # at a time
+
+    def take(self, start: int, rows: Tensor) -> None:
+        """Take those of the tokens from `start` on, [m, hidden_size]."""
+
+
 class ResidentActivations:
     """Hidden states that stay on the device."""
 
@@ -112,6 +121,7 @@ class ForwardPass:
     activations: Activations = field(default_factory=ResidentActivations)
     workspace: LayerWorkspace | None = None
     name: str = "pass"
+    states: HiddenStates | None = None  # beside the logits
     # What the decoder sets on the way.
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates

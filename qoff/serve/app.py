@@ -20,6 +20,7 @@ from qoff.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
     wrong_body,
 )
@@ -29,6 +30,7 @@ from qoff.errors import ArgumentError, QoffError, raised_as
 
 from .batch_routes import BatchRoutes
 from .bodies import read_data
+from .embeddings import Embedded
 from .engine import Engine
 from .generation import Generated
 from .guard import Guard
@@ -54,12 +56,8 @@ class Routes:
     def _generated(self, body: ChatRequest | CompletionRequest) -> Response:
         return Generated(self._engine, asked(body, self._engine.name, self._engine.ready()))
 
-    async def embeddings(self) -> Response:
-        raise ApiError(
-            400,
-            f"{self._engine.name} is served to generate text; it has no embeddings",
-            code="embeddings_not_supported",
-        )
+    async def embeddings(self, request: Request) -> Response:
+        return Embedded(self._engine, await self._read(request, EmbeddingRequest))
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         body, llm = await self._read(request, TokenizeRequest), self._engine.ready()

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from qoff.api.errors import ApiError, ClientGone
-from qoff.engine import LLM, Completion, Logprob, SamplingParams
-from qoff.engine.calls import Call
+from qoff.engine import LLM, Completion, Logprob, PoolingParams, SamplingParams
+from qoff.engine.calls import Vectors
 from qoff.engine.prompts import Chat, prompt_list
 from qoff.engine.request import Sequence
 
@@ -39,7 +39,7 @@ class Piece:
     answer: Completion | None  # when it is done
 
 
-class Answers(Call):
+class Answers(Vectors):
     """The answers to a request's prompts, n for each, as they come into an event loop."""
 
     def __init__(self, prompts: int, n: int, deadline: float) -> None:
@@ -112,6 +112,7 @@ class Engine:
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._readers = ThreadPoolExecutor(_READERS, "qoff-serve-reader")
+        self._disk = ThreadPoolExecutor(1, "qoff-serve-disk")  # its waits are no reader's
         self._lasts_s = 1.0  # an answer, lately
         self.failure: BaseException | None = None
         self.ended = threading.Event()  # it has failed, and computes no more
@@ -131,6 +132,7 @@ class Engine:
         """Compute no more, after the present round; its threads end. Closes the LLM."""
         self._stopped = True
         self._readers.shutdown(cancel_futures=True)
+        self._disk.shutdown(cancel_futures=True)
         if self.batches is not None:
             self.batches.stop()
         if self.llm is not None:
@@ -224,7 +226,10 @@ class Engine:
 
     @asynccontextmanager
     async def answering(
-        self, prompts: str | list[Any] | Chat, params: SamplingParams, receive: Receive
+        self,
+        prompts: str | list[Any] | Chat,
+        params: SamplingParams | PoolingParams,
+        receive: Receive,
     ) -> AsyncIterator[Answers]:
         """Have prompts answered. Leaving gives up what is not done; so does a client that hangs up.
 
@@ -262,6 +267,10 @@ class Engine:
     async def beside(self, work: Callable[[], _T]) -> _T:
         """What a function returns, computed in a thread beside the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    async def on_disk(self, work: Callable[[], _T]) -> _T:
+        """The same of a function that waits for the disk; these take turns."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
 
 async def _watch(receive: Receive, answers: Answers) -> None:

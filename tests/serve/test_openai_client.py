@@ -157,7 +157,19 @@ def test_clients_share_rounds(served: Running, client: OpenAI) -> None:
     assert rounds[-1].number - before < 180
 
 
-def test_embeddings_are_refused(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="no embeddings") as refused:
-        client.embeddings.create(model=MODEL, input="Hi")
-    assert refused.value.code == "embeddings_not_supported"
+def test_embeddings(client: OpenAI, served: Running) -> None:
+    assert served.engine.llm is not None
+    wanted = [one.embedding for one in served.engine.llm.embed(["Hi", "there"])]
+    found = client.embeddings.create(model=MODEL, input=["Hi", "there"])  # asks for base64
+    assert [one.index for one in found.data] == [0, 1]
+    assert [one.embedding for one in found.data] == [pytest.approx(one) for one in wanted]
+    assert found.usage.prompt_tokens == found.usage.total_tokens > 0
+    ids = [list(served.engine.llm.encode("Hi"))]
+    plain = client.embeddings.create(model=MODEL, input=ids, encoding_format="float")
+    assert plain.data[0].embedding == pytest.approx(wanted[0])
+    few = client.embeddings.create(model=MODEL, input="Hi", dimensions=4)
+    assert sum(x * x for x in few.data[0].embedding) == pytest.approx(1)
+    assert len(few.data[0].embedding) == 4
+    for wrong in ({"dimensions": 100_000}, {"input": []}, {"input": "x" * 500}):
+        with pytest.raises(openai.BadRequestError):
+            client.embeddings.create(model=MODEL, **{"input": "Hi", **wrong})  # type: ignore

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.ending import PLAIN, Ending
+from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kernels.reference.linear import ended
@@ -21,7 +21,13 @@ from qoff.kvcache.host.mixed import host_cache
 from qoff.memory import HEAD, Weights
 from qoff.memory.plan import LM_HEAD
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass, LayerWorkspace, ResidentActivations, mlp_tokens
+from qoff.models.forward_pass import (
+    ForwardPass,
+    HiddenStates,
+    LayerWorkspace,
+    ResidentActivations,
+    mlp_tokens,
+)
 from qoff.models.spec import DecoderSpec
 
 from .following import Following, check_ids
@@ -171,7 +177,7 @@ class Decoder:
         if self.replays is not None:
             if on_gpu is not None and on_gpu.rows > len(ids):
                 ids = pad(ids, (0, on_gpu.rows - len(ids)))
-            key = cached.replay_key()
+            key = None if run.states is not None else cached.replay_key()
         if key is not None:
             tables = [table.whole for table in self._rotary]
             run.workspace = run.workspace or self._steady_workspace(len(ids))
@@ -195,7 +201,8 @@ class Decoder:
         None, and nothing is done, unless that is a recorded pass over all weights whose recording
         computes this one, too.
         """
-        logits = None if self._following is None else self._following.logits(run)
+        follows = self._following is not None and run.states is None
+        logits = self._following.logits(run) if follows and self._following else None
         return None if logits is None else _taken(logits, run.logit_rows)
 
     def follow_with_tokens(self, run: ForwardPass, *choosing: Any) -> list[list[int]]:
@@ -237,11 +244,19 @@ class Decoder:
                 self._replayed(layer, weights, run, key)
             activations.store(run.input)
         weights = yield HEAD
+        norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
+        if run.states is not None:
+            self._hand_over(run.states, activations.load()[: run.ragged.tokens], norm)
         rows = _taken(activations.load(), logit_rows)
         run.hidden = None
-        norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
         end = logits_ending(self.spec) if self._scaled else PLAIN
         return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm, end=end))
+
+    def _hand_over(self, states: HiddenStates, hidden: Tensor, norm: Norm | None) -> None:
+        """Give hidden states after the final norm to who wants them, some rows at a time."""
+        for start in range(0, len(hidden), states.ROWS):
+            rows = hidden[start : start + states.ROWS]
+            states.take(start, rows if norm is None else self._ops.norm(rows, norm))
 
     def _replayed(self, layer: int, weights: Weights, run: ForwardPass, key: Hashable) -> None:
         """Compute a layer as its recording, or record it."""

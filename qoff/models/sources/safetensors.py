@@ -28,7 +28,9 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "modules.json",
 )
+POOLING = "pooling.json"  # what sentence-transformers calls 1_Pooling/config.json
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ONE_BYTE = ("BOOL", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0")
@@ -128,7 +130,9 @@ class SafetensorsSource:
         return data.view(len(rows), *stored.shape[1:])
 
     def files(self) -> Mapping[str, bytes | Path]:
-        return {name: self.path / name for name in COMPANIONS if (self.path / name).is_file()}
+        paths = {name: self.path / name for name in COMPANIONS}
+        paths[POOLING] = self.path / "1_Pooling" / "config.json"
+        return {name: path for name, path in paths.items() if path.is_file()}
 
     def _open_sharded(self) -> None:
         index = self.path / _INDEX
