@@ -56,7 +56,7 @@ class BatchRoutes:
                 if got.purpose not in _PURPOSES:
                     message = f"purpose is {got.purpose[:64]!r}; use one of {', '.join(_PURPOSES)}"
                     raise ApiError(400, message, param="purpose")
-                return await self._engine.beside(
+                return await self._engine.on_disk(
                     lambda: store.add(got.path, got.name, got.purpose, store.new_id())
                 )
         finally:
@@ -80,27 +80,27 @@ class BatchRoutes:
 
     async def remove(self, file_id: str) -> dict[str, Any]:
         batches = self._batches
-        await self._engine.beside(lambda: batches.remove_file(file_id))
+        await self._engine.on_disk(lambda: batches.remove_file(file_id))
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def create(self, request: Request) -> dict[str, Any]:
         batches = self._batches
         body = BatchRequest.model_validate_json(await read_data(request, self._options))
-        return await self._engine.beside(
+        return await self._engine.on_disk(
             lambda: batches.create(
                 body.input_file_id, body.endpoint, body.completion_window, body.metadata
             )
         )
 
     async def batches(self, limit: int = 20, after: str | None = None) -> dict[str, Any]:
-        return _page(self._batches.all()[::-1], limit, after)
+        return _page(self._batches.store.all()[::-1], limit, after)
 
     async def batch(self, batch_id: str) -> dict[str, Any]:
-        return self._batches.get(batch_id)
+        return self._batches.store.get(batch_id)
 
     async def cancel(self, batch_id: str) -> dict[str, Any]:
         batches = self._batches
-        return await self._engine.beside(lambda: batches.cancel(batch_id))
+        return await self._engine.on_disk(lambda: batches.cancel(batch_id))
 
 
 def _page(found: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,17 +18,13 @@ from qoff.jobs.journal import Journal, Places
 from qoff.jobs.lines import overview, read_lines
 from qoff.jobs.requests import OpenAIReader
 from qoff.jobs.runner import Counts, Runner
-from qoff.schema import read_object
 from qoff.settings import cache_directory
 
-from .files import FileStore, write_json
+from .batch_store import ENDED, BatchStore
+from .files import FileStore
 
 logger = logging.getLogger("qoff.serve")
-_ID = re.compile(r"batch_[0-9a-f]{32}")
-_MOST = 10_000  # batches
 _AGAIN_S = 5.0  # between attempts to save how a batch has ended
-_ENDED = ("completed", "failed", "cancelled")
-_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 Room = Callable[[int], int]
 
@@ -41,12 +34,8 @@ class Batches:
 
     def __init__(self, files: FileStore, name: str) -> None:
         self.files, self._name = files, name
-        self._folder = files.folder / "batches"
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        found = [read_object(p) for p in self._folder.glob("*.json") if _ID.fullmatch(p.stem)]
-        found.sort(key=lambda one: (one["created_at"], one["id"]))
-        self._known: dict[str, dict[str, Any]] = {one["id"]: one for one in found}
-        self._changed = threading.Condition()
+        self.store = BatchStore(files.folder / "batches")
+        self._changed = self.store.changed
         self._runner: Runner | None = None
         self._running = ""  # the id of its batch
         self._stopped = False
@@ -88,89 +77,33 @@ class Batches:
         """Queue a batch. Raises ApiError where there is no such file."""
         if self.files.get(file_id)["purpose"] != "batch":
             raise ApiError(400, "the purpose of the file is not batch", param="input_file_id")
-        self._make_room()
-        said = {
-            "id": f"batch_{secrets.token_hex(16)}",
-            "object": "batch",
-            "endpoint": endpoint,
-            "errors": None,
-            "input_file_id": file_id,
-            "completion_window": window,
-            "status": "validating",
-            "output_file_id": None,
-            "error_file_id": None,
-            "created_at": int(time.time()),
-            "expires_at": None,
-            **{f"{status}_at": None for status in _TIMES},
-            "request_counts": {"total": 0, "completed": 0, "failed": 0},
-            "metadata": metadata,
-        }
-        self._save(said)
-        return said
-
-    def _make_room(self) -> None:
-        """Forget the batches that were made first of those that ended; their files stay.
-
-        Raises ApiError where too many have not ended.
-        """
-        with self._changed:
-            ended = [one for one, said in self._known.items() if said["status"] in _ENDED]
-            for batch_id in ended[: max(0, len(self._known) + 1 - _MOST)]:
-                (self._folder / f"{batch_id}.json").unlink(missing_ok=True)
-                del self._known[batch_id]
-            if len(self._known) >= _MOST:
-                raise ApiError(429, f"{_MOST} batches have not ended", code="too_many_batches")
-
-    def get(self, batch_id: str) -> dict[str, Any]:
-        """A batch as it is now. Raises ApiError where there is none."""
-        found = self._known.get(batch_id)
-        if found is None:
-            raise ApiError(404, f"there is no batch {batch_id[:100]!r}", code="batch_not_found")
-        return found
-
-    def all(self) -> list[dict[str, Any]]:
-        """All batches, the oldest first."""
-        with self._changed:
-            return list(self._known.values())
+        return self.store.create(file_id, endpoint, window, metadata)
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
         """Give a batch up; what is answered of it by then is kept. Raises ApiError if it ended."""
         with self._changed:
-            said = self.get(batch_id)
-            if said["status"] in (*_ENDED, "finalizing"):
+            said = self.store.get(batch_id)
+            if said["status"] in (*ENDED, "finalizing"):
                 raise ApiError(409, f"the batch is {said['status']}", code="batch_ended")
             if said["status"] != "cancelling":
-                self._turn(said, "cancelling")
+                self.store.turn(said, "cancelling")
             if self._running == batch_id and self._runner is not None:
                 self._runner.stop()
-        return self.get(batch_id)
+        return self.store.get(batch_id)
 
     def remove_file(self, file_id: str) -> None:
         """Forget a file. Raises ApiError where a batch needs it, and where there is none."""
-        for one in self.all():
+        for one in self.store.all():
             needed = (one["input_file_id"], one["output_file_id"], one["error_file_id"])
-            if file_id in needed and one["status"] not in _ENDED:
+            if file_id in needed and one["status"] not in ENDED:
                 raise ApiError(409, f"the batch {one['id']} needs the file", code="file_in_use")
         self.files.remove(file_id)
-
-    def _save(self, said: dict[str, Any]) -> None:
-        with self._changed:
-            write_json(self._folder / f"{said['id']}.json", said)
-            self._known[said["id"]] = said
-            self._changed.notify_all()
-
-    def _turn(self, said: dict[str, Any], status: str, **more: Any) -> None:
-        """Have another status from now on; clients are given whole documents."""
-        with self._changed:
-            now = self._known[said["id"]]
-            when = {f"{status}_at": now[f"{status}_at"] or int(time.time())}
-            self._save({**now, "status": status, **when, **more})
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopped or self._next() is not None)
-                said = self._next()
+                self._changed.wait_for(lambda: self._stopped or self.store.next() is not None)
+                said = self.store.next()
                 if self._stopped or said is None:
                     return
             try:
@@ -181,9 +114,6 @@ class Batches:
                 logger.exception("batch failed", extra={"fields": {"batch": said["id"]}})
                 self._fail(said, "internal error")
 
-    def _next(self) -> dict[str, Any] | None:
-        return next((one for one in self._known.values() if one["status"] not in _ENDED), None)
-
     def _fail(self, said: dict[str, Any], why: str) -> None:
         """End a batch by an error; what was answered of it is published.
 
@@ -192,15 +122,14 @@ class Batches:
         fields = {"batch": said["id"], "error": why}
         logger.error("batch failed", extra={"fields": fields})
         error = {"code": "failed", "message": why[:500], "line": None, "param": None}
-        errors = self.get(said["id"])["errors"] or {"object": "list", "data": [error]}
+        errors = self.store.get(said["id"])["errors"] or {"object": "list", "data": [error]}
         try:
             self._publish(said, errors)
         except OSError as reason:
             fields = {"batch": said["id"], "error": str(reason), "again_s": _AGAIN_S}
             logger.error("batch cannot be saved", extra={"fields": fields})
             with self._changed:
-                now = self._known[said["id"]]
-                self._known[said["id"]] = {**now, "status": "finalizing", "errors": errors}
+                self.store.note(said["id"], status="finalizing", errors=errors)
                 self._changed.wait_for(lambda: self._stopped, _AGAIN_S)
 
     def _run(self, said: dict[str, Any]) -> None:
@@ -220,49 +149,51 @@ class Batches:
                 }
                 journal = Journal(self._places_of(batch_id), says)
                 try:
-                    self._answer(said, read_lines(file), journal, seen.lines)
+                    with self.files.coming() as more:
+                        self._answer(said, read_lines(file), _Bounded(journal, more), seen.lines)
                 finally:
                     journal.close()
             if self._stopped:
                 return
-        self._publish(said, self.get(batch_id)["errors"])
-        fields = {"batch": batch_id, **self.get(batch_id)["request_counts"]}
+        self._publish(said, self.store.get(batch_id)["errors"])
+        fields = {"batch": batch_id, **self.store.get(batch_id)["request_counts"]}
         logger.info("batch ended", extra={"fields": fields})
 
-    def _answer(self, said: dict[str, Any], lines: Any, journal: Journal, total: int) -> None:
+    def _answer(self, said: dict[str, Any], lines: Any, sink: _Bounded, total: int) -> None:
         """Answer what is left of a batch. Raises what ends it."""
+        journal = sink.journal
         before = Counts()
 
         def noticed(counts: Counts) -> None:
             self._count(counts.prompt_tokens - before.prompt_tokens, counts.tokens - before.tokens)
             before.prompt_tokens, before.tokens = counts.prompt_tokens, counts.tokens
-            with self._changed:
-                self._known[said["id"]] = {**self._known[said["id"]], "request_counts": tell()}
+            self.store.note(said["id"], request_counts=tell())
 
         def tell() -> dict[str, int]:
             done = {"completed": journal.completed, "failed": journal.failed}
             return {"total": total, **done}
 
         reader = OpenAIReader(self._llm, self._name, journal.job, said["endpoint"])
-        runner = Runner(self._llm, lines, reader, journal, self._room,
+        runner = Runner(self._llm, lines, reader, sink, self._room,
                         most=self._places, noticed=noticed)  # fmt: skip
         with self._changed:
-            if self._stopped or self._known[said["id"]]["status"] == "cancelling":
+            if self._stopped or self.store.get(said["id"])["status"] == "cancelling":
                 return
-            self._turn(said, "in_progress", request_counts=tell())
+            self.store.turn(said, "in_progress", request_counts=tell())
             self._runner, self._running = runner, said["id"]
         try:
             runner.run()
         finally:
             with self._changed:
                 self._runner, self._running = None, ""
-                now = {**self._known[said["id"]], "request_counts": tell()}
-                self._save(now)
+                self.store.save({**self.store.get(said["id"]), "request_counts": tell()})
         if runner.error is not None:
             raise runner.error
 
     def _places_of(self, batch_id: str) -> Places:
-        return Places(self._folder / f"{batch_id}.jsonl", self._folder / f"{batch_id}.errors.jsonl")
+        return Places(
+            self.store.folder / f"{batch_id}.jsonl", self.store.folder / f"{batch_id}.errors.jsonl"
+        )
 
     def _publish(self, said: dict[str, Any], errors: dict[str, Any] | None) -> None:
         """End a batch: make files of what is answered.
@@ -273,7 +204,7 @@ class Batches:
         places = self._places_of(said["id"])
         found: dict[str, Path] = {}
         with self._changed:
-            now, ids = self._known[said["id"]], {}
+            now, ids = self.store.get(said["id"]), {}
             for field, path in (
                 ("output_file_id", places.output),
                 ("error_file_id", places.errors),
@@ -283,7 +214,7 @@ class Batches:
                     ids[field] = self.files.new_id()
                 if ids[field] is not None:
                     found[field] = path
-            self._turn(said, "finalizing", errors=errors, **ids)
+            self.store.turn(said, "finalizing", errors=errors, **ids)
         for field, path in found.items():
             name = f"{said['id']}_{field.removesuffix('_file_id')}.jsonl"
             self.files.add(path, name, "batch_output", ids[field])
@@ -291,7 +222,20 @@ class Batches:
             with suppress(FileNotFoundError):
                 path.unlink()
         ended = "cancelled" if now["cancelling_at"] else "completed"
-        self._turn(said, "failed" if errors else ended)
+        self.store.turn(said, "failed" if errors else ended)
+
+
+class _Bounded:
+    """A journal that grows while there is room for files. keep: keeps room, or raises ApiError."""
+
+    def __init__(self, journal: Journal, keep: Callable[[int], None]) -> None:
+        self.journal, self.done, self._keep = journal, journal.done, keep
+        places = (journal.places.output, journal.places.errors)
+        keep(sum(path.stat().st_size for path in places if path.exists()))
+
+    def write(self, numbers: list[int], output: list[bytes], errors: list[bytes]) -> None:
+        self._keep(sum(map(len, output)) + sum(map(len, errors)))
+        self.journal.write(numbers, output, errors)
 
 
 def open_batches(

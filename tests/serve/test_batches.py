@@ -264,7 +264,7 @@ def unended(folder: Path, **more: Any) -> tuple[Batches, dict[str, Any]]:
     (batches.files.uploads / "in").write_bytes(b"requests")
     file = batches.files.add(batches.files.uploads / "in", "in", "batch", batches.files.new_id())
     said = {**batches.create(file["id"], CHATS, "24h", None), **more}
-    batches._save(said)
+    batches.store.save(said)
     places = batches._places_of(said["id"])
     places.output.write_bytes(b"answer")
     places.errors.write_bytes(b"error")
@@ -291,12 +291,12 @@ def test_a_kill_while_answers_are_published_loses_none(
             batches._publish(said, errors)
     batches.files.close()
     batches = Batches(FileStore(tmp_path, 1 << 20, 3 << 20), MODEL)
-    now = batches.get(said["id"])
+    now = batches.store.get(said["id"])
     if now["status"] == "finalizing":
         batches._run(now)
     elif now["status"] == before:  # killed before it was to end
         batches._publish(now, errors)
-    found = batches.get(said["id"])
+    found = batches.store.get(said["id"])
     assert (found["status"], found["errors"]) == (status, errors)
     data = [batches.files.path(found[f"{one}_file_id"]).read_bytes() for one in ("output", "error")]
     assert data == [b"answer", b"error"]
@@ -317,16 +317,16 @@ def test_a_full_disk_does_not_end_the_thread(
         full.setattr(batches, "_run", lambda _: batches._publish(said, None))
         thread.start()
         end = time.monotonic() + 10
-        while batches.get(said["id"])["errors"] is None and time.monotonic() < end:
+        while batches.store.get(said["id"])["errors"] is None and time.monotonic() < end:
             time.sleep(0.005)
         with pytest.raises(ApiError, match="needs the file"):
             batches.remove_file(said["input_file_id"])
-    while batches.get(said["id"])["status"] != "failed":
+    while batches.store.get(said["id"])["status"] != "failed":
         assert time.monotonic() < end
         time.sleep(0.005)
     batches._thread = thread
     batches.stop()
-    found = batches.get(said["id"])
+    found = batches.store.get(said["id"])
     assert "the disk is full" in found["errors"]["data"][0]["message"]
     assert batches.files.path(found["output_file_id"]).read_bytes() == b"answer"
 
@@ -365,15 +365,28 @@ def test_an_upload_has_a_time_limit_as_a_whole(
 
 
 def test_the_oldest_ended_batch_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qoff.serve.batches._MOST", 2)
+    monkeypatch.setattr("qoff.serve.batch_store._MOST", 2)
     batches, first = unended(tmp_path, status="completed")
     second = batches.create(first["input_file_id"], CHATS, "24h", None)
     third = batches.create(first["input_file_id"], CHATS, "24h", None)
-    assert [one["id"] for one in batches.all()] == [second["id"], third["id"]]
+    assert [one["id"] for one in batches.store.all()] == [second["id"], third["id"]]
     assert not (tmp_path / "batches" / f"{first['id']}.json").exists()
     with pytest.raises(ApiError, match="have not ended"):
         batches.create(first["input_file_id"], CHATS, "24h", None)
     batches.stop()
+
+
+def test_answers_take_no_more_room_than_files_may(checkpoint: Path, tmp_path: Path) -> None:
+    with running(checkpoint, files=tmp_path) as served, served.client() as client:
+        assert served.engine.batches is not None
+        files = served.engine.batches.files
+        lines = "\n".join(line(i) for i in range(8)).encode()
+        file = client.files.create(file=("in.jsonl", lines), purpose="batch")
+        files._max_bytes = len(lines) + 1000
+        made = client.batches.create(input_file_id=file.id, endpoint=CHATS, completion_window="24h")
+        found = ended(client, made.id, "failed")
+        assert "keeps no more files" in found.errors.data[0].message
+        assert sum(one["bytes"] for one in files.all()) <= files._max_bytes
 
 
 def slowly_begun(client: OpenAI, served: Running) -> Any:

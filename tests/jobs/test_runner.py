@@ -1,0 +1,192 @@
+"""Runs of a job: the engine is kept full, and what breaks harms no other request."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from qoff.engine import Completion, SamplingParams
+from qoff.errors import ClosedError, DiskReadError, QoffError
+from qoff.jobs.journal import Journal, Places
+from qoff.jobs.lines import read_lines
+from qoff.jobs.requests import PromptReader
+from qoff.jobs.runner import Runner
+
+from .test_file_jobs import PARAMS, read
+
+
+class Instant:
+    """An `LLM` that answers at once."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+
+    def submit(self, prompt: str, params: SamplingParams, call: Any) -> list[int]:
+        self.submitted += 1
+        call.grew(None, Completion(0, 0, prompt, (1,), "text", (1,), "stop"))
+        return [1]
+
+    def cancel(self, call: Any) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    path, lines = tmp_path / "in", 30_000
+    with path.open("w") as file:
+        file.writelines(f"prompt number {i} of many, some text long\n" for i in range(lines))
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    llm: Any = Instant()
+    seen: list[int] = []  # resident bytes after each block
+    with path.open("rb") as file:
+        runner = Runner(
+            llm, read_lines(file), PromptReader(PARAMS, False, journal.job), journal,
+            lambda mine: 8 - mine, block=1000,
+            noticed=lambda _: seen.append(psutil.Process().memory_info().rss),
+        )  # fmt: skip
+        runner.start()
+        assert runner.ended.wait(60)
+    journal.close()
+    assert runner.error is None
+    assert (journal.completed, llm.submitted) == (lines, lines)
+    assert max(seen[5:]) - seen[4] < 4 << 20
+
+
+class Stubborn(Instant):
+    """Its rounds fail while two requests are in them, or whenever `poison` is."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error, self._calls = error, list[tuple[str, Any]]()
+        self._lock = threading.Lock()
+
+    def submit(self, prompt: str, params: SamplingParams, call: Any) -> list[int]:
+        with self._lock:
+            self._calls.append((prompt, call))
+        return [1]
+
+    def cancel(self, call: Any) -> None:
+        with self._lock:
+            self._calls = [one for one in self._calls if one[1] is not call]
+
+    def round(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, []
+        if any(prompt == "poison" for prompt, _ in calls):
+            for _, call in calls:
+                call.failed(self._error)
+            return
+        for text, call in calls:
+            call.grew(None, Completion(0, 0, text, (1,), "text", (1,), "stop"))
+
+
+@pytest.mark.parametrize("of_machine", [False, True])
+def test_a_request_that_breaks_rounds_harms_no_other(of_machine: bool, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("one\ntwo\npoison\nthree\nfour\n")
+    error = DiskReadError("the disk is broken") if of_machine else RuntimeError("a broken round")
+    llm: Any = Stubborn(error)
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    with (tmp_path / "in").open("rb") as file:
+        runner = Runner(
+            llm,
+            read_lines(file),
+            PromptReader(PARAMS, False, journal.job),
+            journal,
+            lambda n: 3 - n,
+        )
+        runner.start()
+        while not runner.ended.wait(0.002):
+            llm.round()
+    journal.close()
+    if of_machine:
+        assert isinstance(runner.error, DiskReadError)
+    else:
+        assert runner.error is None
+        assert sorted(one["index"] for one in read(tmp_path / "out")) == [0, 1, 3, 4]
+        (wrong,) = read(tmp_path / "errors")
+        assert (wrong["index"], wrong["error"]) == (2, "a broken round")
+
+
+def ran(tmp_path: Path, llm: Any, prompts: str, room: int = 3, **more: Any) -> Runner:
+    """A runner that has ended. llm: has rounds, if it needs them."""
+    (tmp_path / "in").write_text(prompts)
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    with (tmp_path / "in").open("rb") as file:
+        reader = PromptReader(more.pop("params", PARAMS), False, journal.job)
+        runner = Runner(llm, read_lines(file), reader, journal, lambda n: room - n, **more)
+        runner.start()
+        end = time.monotonic() + 20
+        while not runner.ended.wait(0.002) and time.monotonic() < end:
+            if isinstance(llm, Stubborn):
+                llm.round()
+        runner.stop()
+    journal.close()
+    return runner
+
+
+@pytest.mark.parametrize("error", [ClosedError("closed"), QoffError("no process can be started")])
+def test_faults_of_the_machine_are_not_of_requests(error: QoffError, tmp_path: Path) -> None:
+    class Refusing(Instant):
+        def submit(self, prompt: str, params: SamplingParams, call: Any) -> list[int]:
+            raise error
+
+    runner = ran(tmp_path, Refusing(), "one\ntwo\n")
+    assert runner.error is error
+    assert not (tmp_path / "errors").exists()
+
+
+def test_a_job_ends_where_all_requests_break_their_rounds(tmp_path: Path) -> None:
+    error = RuntimeError("the device is gone")
+    assert ran(tmp_path, Stubborn(error), "poison\n" * 9).error is error
+    assert len(read(tmp_path / "errors")) == 2
+
+
+def test_a_request_waits_until_there_is_room_for_all_its_answers(tmp_path: Path) -> None:
+    """It is not submitted for places that clients need, only to be withdrawn at once."""
+    (tmp_path / "in").write_text("one\n")
+    llm: Any = Stubborn(RuntimeError())
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    params = SamplingParams(n=3)
+    with (tmp_path / "in").open("rb") as file:
+        reader = PromptReader(params, False, journal.job)
+        runner = Runner(llm, read_lines(file), reader, journal, lambda n: 1 - n, most=4)
+        assert runner._feed()
+        assert llm._calls == []
+        runner._room = lambda n: 3 - n
+        assert runner._feed()
+    assert len(llm._calls) == 1
+    journal.close()
+
+
+def test_requests_give_way_and_come_back(tmp_path: Path) -> None:
+    """Where there is no room any more, the youngest give up their places."""
+    (tmp_path / "in").write_text("".join(f"{i}\n" for i in range(6)))
+    llm: Any = Stubborn(RuntimeError())
+    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
+    room = 4
+    with (tmp_path / "in").open("rb") as file:
+        runner = Runner(
+            llm,
+            read_lines(file),
+            PromptReader(PARAMS, False, journal.job),
+            journal,
+            lambda mine: room - mine,
+        )
+        runner.start()
+        for wanted in (4, 1, 3):
+            room = wanted
+            runner.poke()
+            for _ in count():
+                if runner.in_flight == wanted:
+                    break
+            assert [prompt for prompt, _ in llm._calls] == [str(i) for i in range(wanted)]
+        while not runner.ended.wait(0.002):
+            llm.round()
+    journal.close()
+    assert sorted(one["index"] for one in read(tmp_path / "out")) == [*range(6)]
