@@ -28,7 +28,7 @@ from bench.plot import draw
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
-from qoff.engine.rounds import RoundStats
+from qoff.engine.round_stats import RoundStats
 from qoff.errors import BudgetError
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.measure.samples import Samples
@@ -54,6 +54,7 @@ class Work:
             batches=self.batches,
             context=self.prompt + self.new,
             prefill_tokens=max(512, self.prompt),
+            adapt=False,
         )
 
 

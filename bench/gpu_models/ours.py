@@ -20,7 +20,7 @@ from bench.gpu_models.rows import Config, Row
 from bench.random_model import write_random_checkpoint
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
-from qoff.engine.rounds import RoundStats
+from qoff.engine.round_stats import RoundStats
 from qoff.kvcache import KVQuant
 from qoff.memory.instrumentation import Instrumentation
 from qoff.plan import Plan

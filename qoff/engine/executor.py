@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,13 @@ from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 
 from .admission import Limits
+
+
+class Moved(NamedTuple):
+    """What went over a link. seconds: in which it was busy."""
+
+    nbytes: float
+    seconds: float
 
 
 class Executor(ABC):
@@ -63,6 +70,7 @@ class Executor(ABC):
         self.plan, self.device, self.dtype = plan, device, dtype
         self.instrumentation = instrumentation
         transfers = own.enter_context(closing(self._transfers()))
+        self._weight_transfers = transfers
         self.runtime = own.enter_context(self._open(path, transfers, packing))
         memory = self.memory
         self._reader = own.enter_context(closing(self._new_reader()))
@@ -162,6 +170,21 @@ class Executor(ABC):
             0 if self._spill is None else self._spill.written,
         )
 
+    def links(self) -> dict[str, Moved]:
+        """What each link has moved since the start, and how long that took.
+
+        Copies to a GPU's memory run on a stream, and take no seconds here.
+        """
+        store, kv, parked = self.runtime.store, self._reader.stats, self.activations
+        weights, copies = store.stats, [self._copies, *([] if parked is None else [parked.copies])]
+        nbytes = weights.bytes_copied + sum(one.bytes for one in copies)
+        timed = self.device.type != "cuda"
+        seconds = self._weight_transfers.copying_s + sum(one.busy_s for one in copies)
+        return {
+            "disk read": Moved(weights.bytes_read + kv.bytes, weights.disk_busy_s + kv.busy_s),
+            "to device": Moved(nbytes, seconds if timed else 0.0),
+        }
+
     @abstractmethod
     def _transfers(self) -> Transfers:
         """What moves weights."""
@@ -204,7 +227,7 @@ class CpuExecutor(Executor):
 
     def new_cache(self) -> PackedCache:
         quant = self.plan.kv
-        return PackedCache(
+        return self._packed_cache(
             self.shapes,
             self.forms,
             self.plan.batch_size,
@@ -215,6 +238,9 @@ class CpuExecutor(Executor):
             store=self.blocks,
             workspace=self._recent_workspace,
         )
+
+    def _packed_cache(self, *arguments: Any, **options: Any) -> PackedCache:
+        return PackedCache(*arguments, **options)
 
     def _transfers(self) -> Transfers:
         return ThreadTransfers(self._new_reader())

@@ -30,6 +30,7 @@ from qoff.process import only_here
 from qoff.quant import QuantConfig
 from qoff.system_memory import refusals
 
+from .adapting import adapter_of
 from .admission import Admission
 from .answers import completion, default_params, end_tokens
 from .calls import Call, Vectors
@@ -144,7 +145,8 @@ class LLM:
         )
         schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, _instrumentation)
         finish = partial(completion, tokenizer=self.tokenizer)
-        self._rounds = Rounds(plan, self._executor, schedule, finish)
+        adapter = adapter_of(self._executor, schedule)
+        self._rounds = Rounds(plan, self._executor, schedule, finish, adapter)
         self.rounds = self._rounds.history
 
     def generate(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,11 +23,13 @@ from qoff.plan import Plan
 from qoff.process import Opener
 from qoff.system_memory import refusals
 
+from .adapting import Adapter
 from .batch import BatchSlots, Continuation
 from .calls import Call
 from .executor import Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Completion, Sequence
+from .round_stats import RoundStats
 from .sampling import Sampler
 from .schedule import Schedule
 
@@ -36,29 +37,10 @@ _TOGETHER = 64  # steps of a round, at most
 _KEPT = 4096  # rounds whose numbers are kept, at least
 
 
-@dataclass(frozen=True)
-class RoundStats:
-    """One round: tokens, seconds, how long the computation waited for what, bytes moved."""
-
-    number: int  # of all rounds of the LLM, from 0
-    read: int  # tokens of prompts
-    generated: int
-    drafted: int  # tokens of answers that were proposed
-    accepted: int  # of these: what the model chose
-    seconds: float
-    ended: float  # by `time.perf_counter`
-    weights_wait_s: float
-    kv_wait_s: float
-    activations_wait_s: float
-    disk_bytes: float  # read
-    host_bytes: float  # between host and device, both ways
-    spilled_bytes: float  # written to disk
-
-
 class Rounds:
     """Admits sequences into the batches of a plan, and computes until they have their answers.
 
-    finish: the answer of a sequence, if it is done.
+    finish: the answer of a sequence, if it is done. adapter: watches the rounds.
     """
 
     def __init__(
@@ -67,9 +49,10 @@ class Rounds:
         executor: Executor,
         schedule: Schedule,
         finish: Callable[[Sequence], Completion | None],
+        adapter: Adapter | None = None,
     ) -> None:
         self._plan, self._executor, self._schedule = plan, executor, schedule
-        self._finish = finish
+        self._finish, self._adapter = finish, adapter
         self.history: list[RoundStats] = []  # of the newest thousands
         self.began: float | None = None  # the round that is computed, by `time.perf_counter`
         self._count = 0
@@ -249,7 +232,10 @@ class Rounds:
 
     def _admit(self) -> None:
         """Fill free places; all answers of a prompt go into the same batch."""
-        for batch in sorted(self._batches, key=lambda batch: -batch.free):
+        open_ones = self._batches
+        if self._adapter is not None:
+            open_ones = open_ones[: self._adapter.knobs.batches]
+        for batch in sorted(open_ones, key=lambda batch: -batch.free):
             while self._waiting and batch.free >= len(self._waiting[0]):
                 for sequence in self._waiting.popleft():
                     reads = sequence.waits_for is None and sequence.pooled is None
@@ -289,8 +275,13 @@ class Rounds:
         self.began = start = clock.now()
         before = self._executor.counters()
         passes: list[tuple[BatchSlots, ForwardPass]] = []
-        for batch in self._batches:
-            for run in (batch.decode(), batch.read(self._plan.prefill_tokens)):
+        reads = len(self._batches) if self._adapter is None else self._adapter.knobs.reads
+        first = self._count % len(self._batches) if reads < len(self._batches) else 0
+        for batch in (*self._batches[first:], *self._batches[:first]):
+            decode = batch.decode()
+            read = batch.read(self._plan.prefill_tokens) if reads else None
+            reads -= read is not None
+            for run in (decode, read):
                 if run is None:
                     continue
                 run.name, run.workspace = f"pass {len(passes)}", self._executor.workspace
@@ -310,6 +301,9 @@ class Rounds:
         stats = RoundStats(self._count, *tokens, ended - start, ended, *spent)
         self.history.append(stats)
         self._count += 1
+        if self._adapter is not None:
+            runs, several = [run for _, run in passes], generated is not None
+            self._adapter.observe(runs, stats, several, len(self._calls))
         if len(self.history) >= 2 * _KEPT:
             del self.history[:_KEPT]
 

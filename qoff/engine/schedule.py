@@ -38,7 +38,7 @@ class Schedule:
     ) -> None:
         self._decoder = decoder
         self._store = store
-        self._schedule = schedule
+        self.kind = schedule  # may change between two rounds
         self._span = instrumentation.span
         self._follows = instrumentation.timeline is None
         self._after: dict[Unit, Unit] = {}  # which unit a pass asks for after each
@@ -49,7 +49,7 @@ class Schedule:
             logits = followed(self._decoder, self._store, passes[0])
             if logits is not None:
                 return [logits]
-        if self._schedule == "sequential":
+        if self.kind == "sequential":
             return [self._together([one])[0] for one in passes]
         return self._together(passes)
 

@@ -14,7 +14,7 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
 from qoff.memory.plan import Residency, plan_residency
 from qoff.memory.plan.residency import streamed_images
 
-from .cost import PLACED, RESOURCES, Choices, CostModel, Phase, round_seconds
+from .cost import PLACED, RESOURCES, Array, Choices, CostModel, Phase, round_seconds
 from .manual import Memory, Plan, Tier
 
 TIERS: tuple[Tier, ...] = (
@@ -117,6 +117,7 @@ class Certifier:
             schedule="block" if c.block[0] else "sequential",
             cpu_attention="auto" if c.attends_on_cpu[0] else "never",
             activations=TIERS[int(c.activations[0])],
+            token_s=self.cost.workload.token_s,
         )
         return _placed(plan, host, disk)
 
@@ -181,18 +182,8 @@ class Certifier:
         """What is forecast of a plan with these bytes."""
         cost = self.cost
         weights = self._weights(residency)
-        blocks = max(1, plan.blocks_per_sequence)
-        split = plan.kv_placement.split(blocks)
-        placed = np.array(
-            [
-                [
-                    weights[HOST] / cost.weight_bytes,
-                    weights[DISK] / cost.weight_bytes,
-                    split[HOST] / blocks,
-                    split[DISK] / blocks,
-                ]
-            ]
-        )
+        split = plan.kv_placement.split(max(1, plan.blocks_per_sequence))
+        placed = self.placed(plan, residency)
         prefill, decode = cost.prefill(c), cost.decode(c)
         work = cost.workload
         moves = split[DISK] > 0 or (split[HOST] > 0 and not plan.attends_on_cpu)
@@ -208,6 +199,14 @@ class Certifier:
             _forecast(prefill, placed, count * work.prompt.mean, steps, saved),
             _forecast(decode, placed, count * work.answer.mean, steps, saved),
         )
+
+    def placed(self, plan: Plan, residency: Residency) -> Array:
+        """The parts of weights and KV cache that are off the device, [1, PLACED]."""
+        weights, whole = self._weights(residency), self.cost.weight_bytes
+        blocks = max(1, plan.blocks_per_sequence)
+        split = plan.kv_placement.split(blocks)
+        parts = [weights[HOST] / whole, weights[DISK] / whole]
+        return np.array([[*parts, split[HOST] / blocks, split[DISK] / blocks]])
 
     def _weights(self, residency: Residency) -> dict[str, int]:
         """Bytes of weights by the tier that a pass reads them from, all experts included."""

@@ -24,6 +24,7 @@ from qoff.models.forward_pass import WAVE_PAIRS, LayerWorkspace
 from qoff.models.native.decoder import logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
+from qoff.schema import is_number
 from qoff.units import format_size
 
 Tier = Literal["device", "host", "disk"]
@@ -41,8 +42,10 @@ class Plan:
     64 tokens or more of another one attends to their packed form instead of reading them, which is
     rounded. draft_tokens: of each answer, so many tokens are drafted from what it and its prompt
     have so far and go through one pass; those that the model chooses, too, need no passes of their
-    own, which pays where a pass reads weights from disk or host memory.
-    Raises ArgumentError for values out of range.
+    own, which pays where a pass reads weights from disk or host memory. token_s: seconds between
+    two tokens of a sequence at most. adapt: where rounds take longer or less long than expected,
+    the schedule and how many sequences and prompts a round has follow what the machine does then;
+    no token depends on it. Raises ArgumentError for values out of range.
     """
 
     device_memory: MemorySize = MemorySize()  # noqa: RUF009
@@ -58,6 +61,8 @@ class Plan:
     schedule: Literal["block", "sequential"] = "block"
     share_prefixes: bool = False  # prompts that begin alike share packed blocks
     draft_tokens: int = 0  # drafted of an answer, at most; 0: a token a pass
+    token_s: float | None = None
+    adapt: bool = True
     slots: int = 2
     activation_bits: int = 16
     spill_folder: Path | None = None  # None: the system's folder for temporary files
@@ -72,8 +77,11 @@ class Plan:
                 raise ArgumentError(
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}"
                 )
-        if not isinstance(self.share_prefixes, bool):
-            raise ArgumentError(f"share_prefixes is {self.share_prefixes!r}; use True or False")
+        for name in ("share_prefixes", "adapt"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; use True or False")
+        if self.token_s is not None and not (is_number(self.token_s) and self.token_s > 0):
+            raise ArgumentError(f"token_s is {self.token_s!r}; use seconds above 0")
         if self.share_prefixes and self.kv.sinks:
             raise ArgumentError("share_prefixes needs sinks=0: sink tokens belong to one sequence")
         if self.draft_tokens and self.kv.attention_top < 1:

@@ -89,6 +89,20 @@ class Processor:
         attention = {str(bits): ((1.0, 1 / bytes_per_s),) for bits in (4, 8)}
         return cls(matmul, attention, 4 / flops_per_s, bytes_per_s, call_s)
 
+    def slower(self, times: float) -> Self:
+        """The same processor where everything takes so many times as long."""
+
+        def longer(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+            return {bits: tuple((x, y * times) for x, y in c) for bits, c in curves.items()}
+
+        return type(self)(
+            longer(self.matmul),
+            longer(self.attention),
+            self.prompt_s * times,
+            self.bytes_per_s / times,
+            self.call_s * times,
+        )
+
     def matmul_s(self, bits: int, rows: Array) -> Array:
         """Seconds for each weight that rows of x are multiplied with; x has so many rows."""
         return _at(_nearest(self.matmul, bits), rows)

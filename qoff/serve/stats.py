@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qoff.engine import LLM
-from qoff.engine.rounds import RoundStats
+from qoff.engine.round_stats import RoundStats
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.memory.plan.units import unit_files
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from qoff.engine.rounds import RoundStats
+from qoff.engine.round_stats import RoundStats
 from qoff.kvcache.quant import KVFormat
 from qoff.kvcache.store.placement import DEVICE
 from qoff.plan import Plan

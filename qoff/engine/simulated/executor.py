@@ -93,20 +93,8 @@ class _Simulated(Executor):
 
 
 class _SimulatedCpu(_Simulated, CpuExecutor):
-    def new_cache(self) -> PackedCache:
-        quant = self.plan.kv
-        return _SimulatedCache(
-            self.machine,
-            self.shapes,
-            self.forms,
-            self.plan.batch_size,
-            window=quant.window,
-            sinks=quant.sinks,
-            attention_top=quant.attention_top,
-            values_rotated=quant.values_rotated,
-            store=self.blocks,
-            workspace=self._recent_workspace,
-        )
+    def _packed_cache(self, *arguments: Any, **options: Any) -> PackedCache:
+        return _SimulatedCache(self.machine, *arguments, **options)
 
     def _transfers(self) -> Transfers:
         return _SimulatedThreads(self.machine)

@@ -30,6 +30,7 @@ class Copies:
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self.bytes = 0
+        self.busy_s = 0.0  # seconds in which something was copied
 
     @property
     def alive(self) -> bool:
@@ -83,6 +84,7 @@ class Copies:
         name: str,
         after: torch.cuda.Event | None,
     ) -> None:
+        start = self.clock.now()
         with self._instrumentation.span(lane, name, nbytes):
             self._instrumentation.on_copy(nbytes)
             if self._stream is None or after is None:
@@ -95,3 +97,4 @@ class Copies:
                 finally:  # nothing is written to memory any more whose move has failed
                     self._stream.synchronize()
         self.bytes += nbytes
+        self.busy_s += self.clock.now() - start

@@ -35,6 +35,10 @@ class ThreadTransfers(Transfers):
         self._staging = arenas["device"].alloc(residency.staging_bytes, "staging for repacking")
         return arenas
 
+    @property
+    def copying_s(self) -> float:
+        return self._copies.busy_s  # waits for nothing else
+
     def _new_copies(self, instrumentation: Instrumentation) -> Copies:
         return Copies(instrumentation=instrumentation)
 

@@ -151,6 +151,11 @@ class Transfers(ABC):
         return self.reader.alive and all(threads.alive for threads in self._threads)
 
     @property
+    def copying_s(self) -> float:
+        """Seconds in which `copied_bytes` were on their way; 0 where they take no thread's time."""
+        return 0.0
+
+    @property
     def stream(self) -> CopyStream:
         """The copy stream of a GPU. Raises DiskReadError when it is not open."""
         if self._stream is None:

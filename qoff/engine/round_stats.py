@@ -1,0 +1,24 @@
+"""What a round has taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """One round: tokens, seconds, how long the computation waited for what, bytes moved."""
+
+    number: int  # of all rounds of the LLM, from 0
+    read: int  # tokens of prompts
+    generated: int
+    drafted: int  # tokens of answers that were proposed
+    accepted: int  # of these: what the model chose
+    seconds: float
+    ended: float  # by `time.perf_counter`
+    weights_wait_s: float
+    kv_wait_s: float
+    activations_wait_s: float
+    disk_bytes: float  # read
+    host_bytes: float  # between host and device, both ways
+    spilled_bytes: float  # written to disk

@@ -1,0 +1,252 @@
+"""A plan while it runs: what a round of it takes, rates as they turn out, and what would be better.
+
+Rates are medians: of bytes and busy seconds for a link, of seconds computed for the processor. What
+a round takes beside is one factor, which is the same for all choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from qoff.errors import QoffError
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.memory.plan import Residency
+
+from .certify import TIERS, Certifier
+from .cost import RESOURCES, Array, Choices, CostModel, Phase, round_seconds
+from .manual import Memory, Plan
+from .profile import Link, MachineProfile
+from .search import find_plan
+from .sizes import ModelSizes
+from .workload import Lengths, Workload
+
+OFF = 1.25  # times what is expected, or a part of it
+_GAIN = 1.05  # less is not worth a change
+_KEPT = 256  # predictions
+_MIXED = (0, 1)  # of PLACED: weights, which all passes of a round share in the block schedule
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a round computes.
+
+    sequences, passes, tokens: that decode, in how many passes, tokens of each on average. reads,
+    read: passes that read prompts, and tokens of one on average.
+    """
+
+    sequences: int
+    passes: int
+    tokens: int
+    reads: int = 0
+    read: int = 0
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A round as it was: seconds, those of them that were computed, and each link's bytes and busy
+    seconds."""
+
+    load: Load
+    seconds: float
+    computed_s: float
+    links: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What can change between two rounds, and costs no memory.
+
+    schedule: as a plan's. batches: that take new sequences. reads: passes of a round that read
+    prompts.
+    """
+
+    schedule: str
+    batches: int
+    reads: int
+
+
+class RunningPlan:
+    """Predicts the rounds of a plan that is open. machine: rates; refitted by `refit`."""
+
+    def __init__(
+        self,
+        sizes: ModelSizes,
+        plan: Plan,
+        memory: Memory,
+        residency: Residency,
+        machine: MachineProfile,
+        dtype: torch.dtype,
+    ) -> None:
+        self.sizes, self.plan, self.machine = sizes, plan, machine
+        self._memory, self._residency, self._dtype = memory, residency, dtype
+        self._beside = 1.0  # what rounds take, in those that the model says
+        self._known: dict[tuple[Load, str], Array] = {}
+        work = Workload(Lengths.of(plan.context), Lengths.of(1), 1)
+        self._placed = self._certifier(work).placed(plan, residency)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything moves during a round."""
+        return bool(self._placed.any()) or self.plan.activations != "device"
+
+    def seconds(self, load: Load, schedule: str) -> float:
+        """Of a round."""
+        units = self.sizes.spec.num_layers + 1
+        return self._beside * float(round_seconds(self._busy(load, schedule), units))
+
+    def refit(self, rounds: Sequence[Observed], schedule: str) -> list[str]:
+        """Take the rates of these rounds; says in words which ones changed."""
+        before, said = self.machine, list[str]()
+        changed: dict[str, Any] = {}
+        for name, field in (("disk read", "disk_read"), ("to device", "to_device")):
+            link: Link = getattr(before, field)
+            rates = [n / s for n, s in (one.links[name] for one in rounds) if n and s]
+            if len(rates) > len(rounds) // 2:
+                changed[field] = replace(link, bytes_per_s=median(rates), request_s=0.0)
+                said.append(_changed(name, link.bytes_per_s, median(rates)))
+        if "to_device" in changed:
+            changed["from_device"] = changed["to_device"]  # their copies are counted together
+        at = RESOURCES.index("gpu" if before.on_gpu else "cpu")
+        slower = median(one.computed_s / self._busy(one.load, schedule)[at] for one in rounds)
+        self.machine = replace(before, **changed)
+        self._beside = self._factor(rounds, schedule)
+        if not 1 / OFF < self._beside < OFF:  # these do not explain it
+            self.machine = replace(self.machine, device=before.device.slower(slower))
+            said.append(f"computing takes {slower:.2g} times as long")
+            self._beside = self._factor(rounds, schedule)
+        return [text for text in said if text]
+
+    def _factor(self, rounds: Sequence[Observed], schedule: str) -> float:
+        """How many times as long rounds take as the model says with the present rates."""
+        self._known.clear()
+        self._beside = 1.0
+        return median(one.seconds / self.seconds(one.load, schedule) for one in rounds)
+
+    def best(self, now: Knobs, load: Load, wanted: int) -> Knobs:
+        """The knobs for a load like this one, with so many sequences that want to decode."""
+        plan, limit = self.plan, self.plan.token_s or np.inf
+
+        def score(schedule: str, batches: int) -> tuple[bool, float]:
+            count = max(1, min(wanted, batches * plan.batch_size))
+            one = Load(count, min(batches, count), load.tokens)
+            seconds = self.seconds(one, schedule)
+            return seconds <= limit, count / seconds if seconds <= limit else 1 / seconds
+
+        options = [(s, b) for s in ("block", "sequential") for b in range(1, plan.batches + 1)]
+        found = max(options, key=lambda option: score(*option))
+        was = score(now.schedule, now.batches)
+        kept, rate = score(*found)
+        if kept == was[0] and rate < _GAIN * was[1]:
+            found = (now.schedule, now.batches)
+        schedule, batches = found
+        return Knobs(schedule, batches, self._reads(schedule, batches, load, wanted))
+
+    def _reads(self, schedule: str, batches: int, load: Load, wanted: int) -> int:
+        """The most passes of a round that may read prompts while the others decode in time."""
+        plan = self.plan
+        if plan.token_s is None:
+            return plan.batches
+        count = max(1, min(wanted, batches * plan.batch_size))
+        tokens = min(plan.prefill_tokens, max(1, load.tokens))
+        for reads in range(plan.batches, 1, -1):
+            one = Load(count, min(batches, count), load.tokens, reads, tokens)
+            if self.seconds(one, schedule) <= plan.token_s:
+                return reads
+        return 1
+
+    def _busy(self, load: Load, schedule: str) -> Array:
+        """Seconds that each resource is busy in a round, [RESOURCES]."""
+        load = replace(load, tokens=-(-load.tokens // 64) * 64)
+        found = self._known.get((load, schedule))
+        if found is not None:
+            return found
+        block, placed = schedule == "block", self._placed
+        total, shared = np.zeros(len(RESOURCES)), np.zeros(len(RESOURCES))
+        for phase in self._phases(load, block):
+            weights = np.where(np.isin(np.arange(placed.shape[1]), _MIXED), placed, 0.0)
+            base = phase.busy(placed)[0]
+            of_weights = (phase.busy(weights) - phase.base)[0] if block else 0.0
+            total += base - of_weights
+            shared = np.maximum(shared, of_weights)
+        total += shared
+        total[RESOURCES.index("cpu")] += self._steps(load)
+        if len(self._known) >= _KEPT:
+            self._known.clear()
+        self._known[load, schedule] = total
+        return total
+
+    def _phases(self, load: Load, block: bool) -> list[Phase]:
+        found = list[Phase]()
+        if load.sequences:
+            work = Workload(Lengths.of(max(1, load.tokens)), Lengths.of(1), load.sequences)
+            size = -(-load.sequences // load.passes)
+            cost = self._certifier(work).cost
+            found.append(cost.decode(self._choice(size, load.passes, 1, block)))
+        if load.reads:
+            work = Workload(Lengths.of(load.read), Lengths.of(1), load.reads)
+            cost = self._certifier(work).cost
+            found.append(cost.prefill(self._choice(1, load.reads, load.read, block)))
+        return found
+
+    def _steps(self, load: Load) -> float:
+        """Seconds of passes whose KV blocks come to them."""
+        plan = self.plan
+        split = plan.kv_placement.split(max(1, plan.blocks_per_sequence))
+        moves = split[DISK] > 0 or (split[HOST] > 0 and not plan.attends_on_cpu)
+        work = Workload(Lengths.of(1), Lengths.of(1), 1)
+        each = self._certifier(work).cost.step_s if moves else 0.0
+        return each * self.sizes.spec.num_layers * (load.passes + load.reads)
+
+    def _choice(self, size: int, batches: int, prefill: int, block: bool) -> Choices:
+        plan = self.plan
+        return Choices(
+            np.array([float(size)]),
+            np.array([float(batches)]),
+            np.array([float(prefill)]),
+            np.array([block]),
+            np.array([plan.attends_on_cpu]),
+            np.array([TIERS.index(plan.activations)]),
+        )
+
+    def _certifier(self, work: Workload) -> Certifier:
+        cost = CostModel(self.sizes, self.machine, work, self.plan.kv, self._dtype.itemsize)
+        return Certifier(cost, self.plan, torch.device("cpu"), self._dtype)
+
+    def reopened(self, now: Knobs, load: Load, wanted: int) -> tuple[Plan, float] | None:
+        """What the planner would choose now in the same memory, and how many times as fast it is.
+
+        None where it finds nothing better.
+        """
+        plan, memory, on_gpu = self.plan, self._memory, self.machine.on_gpu
+        taken = {
+            DEVICE: memory.total(DEVICE) + self._residency.device_bytes,
+            HOST: memory.total(HOST) + self._residency.host_bytes,
+        }
+        device = plan.device_memory or taken[DEVICE]
+        host = plan.host_memory or taken[HOST]
+        room = {DEVICE: device, HOST: host} if on_gpu else {DEVICE: device + host, HOST: 0}
+        machine = self.machine.with_memory(**room)
+        answer = max(1, plan.context // 8)
+        most = max(1, plan.context - answer)
+        prompts = Lengths(min(most, max(1, load.tokens)), most)
+        work = Workload(prompts, Lengths.of(answer), max(1, wanted), token_s=plan.token_s)
+        try:
+            found = find_plan(self.sizes, machine, work, plan)
+        except QoffError:
+            return None
+        count = max(1, min(wanted, now.batches * plan.batch_size))
+        whole = Load(count, min(now.batches, count), load.tokens)
+        gain = found.decode.tokens_per_s * self.seconds(whole, now.schedule) / self._beside / count
+        return (found.plan, gain) if gain >= _GAIN else None
+
+
+def _changed(name: str, before: float, now: float) -> str:
+    if abs(now / before - 1) <= 0.05:
+        return ""
+    return f"{name} {before / 1e9:.3g} to {now / 1e9:.3g} GB/s"
