@@ -4,11 +4,13 @@ llama-quantize requantizes the demo's GGUF file. Of each file qoff's import is e
 transformers with exactly the values of the file in float32. The difference is what the import
 loses; types whose codes are taken over lose nothing but rounding. llama-perplexity reads the same
 tokens with the same file, and quantizes activations to 8 bits. Like it, the second half of each
-window is scored.
+window is scored. All on one thread: where other work takes a core now and then, threads that wait
+for each other in every matrix take hours. With --rows, a run goes on where one before it ended.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ import torch
 from bench.demo import fetch_gguf
 from bench.harness import Report, arguments
 from bench.peers.llama_cpp import LlamaCpp, quantized
+from bench.sampling import torch_threads
 from qoff.eval.perplexity.metrics import Divergence, summarize
 from qoff.eval.perplexity.models import bits_per_weight, open_float, open_runtime, tokenizer_of
 from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
@@ -49,6 +52,21 @@ def judge(path: Path, sample: Sample, folder: Path) -> tuple[Divergence, float]:
         return found, bits_per_weight(checkpoint)
 
 
+def measure(source: Path, kind: str, sample: Sample) -> tuple[list[str], dict[str, float]]:
+    """The row of a type, and its figures."""
+    path = quantized(source, kind)
+    with tempfile.TemporaryDirectory() as folder:
+        found, bits = judge(path, sample, Path(folder))
+    lost, exact = found.perplexity_ratio.value - 1, found.reference_perplexity.value
+    peer = LlamaCpp(path, 1).perplexity(DEFAULT_TEXT, WINDOW, len(sample.windows))
+    apart, kl = exact * (1 + lost) / peer - 1, found.mean_kl.value
+    row = [
+        kind, contents(path), f"{bits:.2f}", f"{exact:.3f}", f"{100 * lost:+.3f} %",
+        f"{kl:.6f}", f"{peer:.3f}", f"{100 * apart:+.3f} %",
+    ]  # fmt: skip
+    return row, {"lost": lost, "kl": kl, "bits": bits, "apart": apart}
+
+
 def contents(path: Path) -> str:
     """The types of a file's matrices, most frequent first."""
     file = GGUFFile(path)
@@ -62,12 +80,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(
         __doc__, argv, windows=(int, 4, f"windows of {WINDOW} tokens"),
         types=(str, ",".join(TYPES), "types of llama-quantize, with commas between"),
+        rows=(Path, None, "JSON file of rows, made before or written as they come"),
     )  # fmt: skip
     source = fetch_gguf()
     tokenizer = tokenizer_of(source)
     ids = encode(tokenizer, read_text())
     windows = cut(len(ids), WINDOW, definition="llama.cpp", limit=args.windows)
-    sample, threads = Sample(ids, windows), torch.get_num_threads()
+    sample, rows = Sample(ids, windows), {}
+    if args.rows is not None and args.rows.exists():
+        rows = json.loads(args.rows.read_text())
     result = Report(
         "gguf_types",
         {"windows": args.windows, "window": WINDOW},
@@ -76,20 +97,14 @@ def main(argv: Sequence[str] | None = None) -> None:
          "llama.cpp's perplexity", "import against it"),
     )  # fmt: skip
     for kind in args.types.split(","):
-        path = quantized(source, kind)
-        with tempfile.TemporaryDirectory() as folder:
-            found, bits = judge(path, sample, Path(folder))
-        lost, exact = found.perplexity_ratio.value - 1, found.reference_perplexity.value
-        peer = LlamaCpp(path, threads).perplexity(DEFAULT_TEXT, WINDOW, len(windows))
-        apart = exact * (1 + lost) / peer - 1
-        row = (
-            kind, contents(path), f"{bits:.2f}", f"{exact:.3f}", f"{100 * lost:+.3f} %",
-            f"{found.mean_kl.value:.6f}", f"{peer:.3f}", f"{100 * apart:+.3f} %",
-        )  # fmt: skip
-        result.rows.append(row)
+        key = f"{kind}, {args.windows} windows"
+        with torch_threads(1):
+            rows[key] = rows.get(key) or measure(source, kind, sample)
+        row, result.measured[kind] = rows[key]
+        result.rows.append(tuple(row))
         print(*row, sep=" | ", flush=True)
-        kl = found.mean_kl.value
-        result.measured[kind] = {"lost": lost, "kl": kl, "bits": bits, "apart": apart}
+        if args.rows is not None:
+            args.rows.write_text(json.dumps(rows, indent=1))
     result.publish(args.out)
 
 

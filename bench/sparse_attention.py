@@ -1,8 +1,8 @@
 """Decode attention over the best blocks only: time against dense attention, and what it costs.
 
 Each case reads a pool far larger than the caches. With `--model`, also the negative log-likelihood
-of prose by the demo model, 4096 tokens deep with a 4-bit cache: a prompt in one pass, the rest
-token by token, with one prompt's cache for all fractions.
+of prose by the demo model, with a 4-bit cache of 1,024 to 4,096 tokens: a prompt in one pass, the
+rest token by token, with one prompt's cache for all fractions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ KV_HEADS = 8
 POOL_BYTES = 1 << 30  # at least, so that it is read from memory each time
 DENSE, CHOICE = "dense", "choice alone"
 TOPS = (0.25, 0.1)
-MODEL_TOPS = (1.0, 0.5, 0.25, 0.1)
+MODEL_TOPS = (1.0, 0.9, 0.75, 0.6, 0.5, 0.25, 0.1)
+CONTEXTS = (1024, 2048, 4096)  # tokens, the last NEW of them one by one
+NEW = 512
 SINKS = (0, 64)
 
 
@@ -178,15 +180,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     for shape in QUICK_SHAPES if args.quick else SHAPES:
         add_case(result, shape, args.quick)
-    if args.model:
-        prompt, new, texts = (192, 8, 1) if args.quick else (3584, 512, 4)
+    for context in ((200,) if args.quick else CONTEXTS) if args.model else ():
+        new, texts = (8, 1) if args.quick else (NEW, 4)
         with torch_threads(1):
-            found = likelihood(prompt, new, texts)
-        result.measured["likelihood"] = {"prompt": prompt, "new": new, "texts": texts, **found}
+            found = likelihood(context - new, new, texts)
+        result.measured[f"likelihood, {context}"] = {"new": new, "texts": texts, **found}
         for name, loss in found.items():
             result.notes.append(
-                f"{name}: NLL {loss['nll']:.4f}, {loss['more']:+.4f} ± {loss['error']:.4f}"
+                f"{context} tokens, {name}: NLL {loss['nll']:.4f}, "
+                f"{loss['more']:+.4f} ± {loss['error']:.4f}"
             )
+            print(result.notes[-1], flush=True)
     result.publish(args.out)
 
 

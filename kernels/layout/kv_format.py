@@ -75,6 +75,11 @@ class KVFormat:
         return self.v_codes + BLOCK_TOKENS * self.head_dim * self.v_bits // 8
 
     @property
+    def bound_bytes(self) -> int:
+        """Bytes of K's scales and minima, which bound the scores of a block."""
+        return self.v_codes - self.k_scale
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a record, a multiple of 64."""
         return self.v_scale + 2 * self.v_params * _HALF_BYTES

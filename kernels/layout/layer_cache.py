@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -101,6 +101,19 @@ class BlockTable:
         return (self.longest, *self.blocks.shape, self.blocks.data_ptr(), self.items.data_ptr())
 
 
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """What blocks are chosen by, of a part whose blocks come to its pool when they are chosen.
+
+    bring: called with what is chosen of the part, int32 [M, kv_heads, n], places in the table, and
+    how many of the n there are, int32 [M, kv_heads]; those are in the pool when it returns.
+    """
+
+    pool: Tensor  # uint8 [blocks, kv_heads, form.bound_bytes]: K's scales and minima
+    table: BlockTable  # of `pool`, otherwise as the part's
+    bring: Callable[[Tensor, Tensor], None]
+
+
 @dataclass(frozen=True)
 class PackedTokens:
     """Tokens of each sequence in one layer, in blocks of one pool."""
@@ -108,6 +121,7 @@ class PackedTokens:
     form: KVFormat
     pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes], each block contiguous
     table: BlockTable
+    bounds: Bounds | None = None  # None: all blocks are in the pool
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,13 @@ class RunOptions(ModelOptions):
         return read_plan(self.plan)
 
 
+def fraction(text: str | float) -> float:
+    """A fraction, or the one that "on" means. Raises ValueError for other text."""
+    from qoff.kvcache.quant import SPARSE_TOP
+
+    return SPARSE_TOP if text == "on" else float(text)
+
+
 @dataclass(frozen=True)
 class CacheOptions:
     """How the KV cache is packed."""
@@ -161,7 +168,12 @@ class CacheOptions:
             "some layers; none: not packed; auto: 4 where the model allows."
         ),
     )
-    attention_top: float = Option(1.0, help="Fraction of packed KV that is attended to.")
+    attention_top: float = Option(
+        1.0,
+        parser=fraction,
+        metavar="FRACTION|on",
+        help="Fraction of packed KV that is attended to; on: 0.6.",
+    )
 
     def quant(self, **form: Any) -> KVQuant | str | None:
         """What `qoff.load` takes as `kv`; form: fields of `KVQuant` that are not its defaults.

@@ -5,11 +5,12 @@ from .device.cache import DeviceCache
 from .host.mixed import MixedCache
 from .host.packed import PackedCache
 from .host.plain import PlainCache
-from .quant import KVQuant
+from .quant import SPARSE_TOP, KVQuant
 from .slots import SlotCache
 from .store.placement import KVPlacement
 
 __all__ = [
+    "SPARSE_TOP",
     "CachePass",
     "DeviceCache",
     "KVCache",

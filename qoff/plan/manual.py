@@ -18,6 +18,7 @@ from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
 from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
+from qoff.kvcache.store.sparse import BlockBounds
 from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
 from qoff.models.forward_pass import WAVE_PAIRS, LayerWorkspace
@@ -105,6 +106,9 @@ class Plan:
             sequences,
             self.batch_size * moved,
             self.attends_on_cpu,
+            tuple(BlockBounds.nbytes(form, h, 1) for h, form in zip(kv_heads, forms, strict=True))
+            if self.kv.attention_top < 1
+            else (),
         )
 
     @property

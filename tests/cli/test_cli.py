@@ -412,6 +412,7 @@ def test_errors_are_one_line(
         ["generate", "model", "Hello", "--max-new-tokens", "0"],
         ["generate", "model", "Hello", "--temperature", "-1"],
         ["generate", "model", "Hello", "--top-p", "1.5"],
+        ["generate", "model", "Hello", "--attention-top", "some"],
         ["env", "--path", "/no/such/place"],
         ["verify", "model", "--no-such-option"],
         ["no-such-command"],

@@ -100,6 +100,33 @@ def test_the_answers_do_not_depend_on_the_plan(
     assert answers(checkpoint, plan) == expected
 
 
+SPARSE = replace(QUANT, attention_top=0.4)
+
+
+@pytest.fixture(scope="module")
+def sparse(checkpoint: Path) -> list[tuple[int, ...]]:
+    """The answers of sparse attention to blocks that are resident."""
+    return answers(checkpoint, Plan(batch_size=1, context=CONTEXT, kv=SPARSE))
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "schedule"), [(0, 0, "block"), (0, 1, "sequential"), (0.3, 0.4, "block")]
+)
+def test_sparse_attention_is_the_same_wherever_blocks_lie(
+    checkpoint: Path, sparse: list[tuple[int, ...]], device: float, host: float, schedule: str
+) -> None:
+    plan = Plan(
+        batch_size=3,
+        batches=2,
+        context=CONTEXT,
+        kv=SPARSE,
+        kv_placement=KVPlacement(device, host),
+        cpu_attention="never",
+        schedule=schedule,  # type: ignore[arg-type]
+    )
+    assert answers(checkpoint, plan) == sparse
+
+
 def streaming(checkpoint: Path, plan: Plan, part: float = 0.7) -> Plan:
     """The plan with a device that holds a part of the weights."""
     with LLM(checkpoint, plan) as llm:

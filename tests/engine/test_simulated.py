@@ -90,10 +90,11 @@ def bounds(path: Path, plan: Plan, spare: int) -> Plan:
         {"schedule": "sequential"},
         {"kv_placement": KVPlacement(0.0, 0.0), "slots": 3},
         {"kv_placement": KVPlacement(0.3, 0.3), "cpu_attention": "never"},
+        {"kv_placement": KVPlacement(0.0, 0.0), "kv": KVQuant(window=16, attention_top=0.3)},
         {"kv_placement": KVPlacement(0.5, 0.0), "activations": "disk"},
         {"activations": "host", "host_memory": 256 * KIB},
     ],
-    ids=["block", "sequential", "KV on disk", "KV everywhere", "all on disk", "host"],
+    ids=["block", "sequential", "KV on disk", "KV everywhere", "sparse", "all on disk", "host"],
 )
 def test_bytes_are_those_of_the_engine(
     checkpoint: Path, options: dict[str, Any], tmp_path: Path

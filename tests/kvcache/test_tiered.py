@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from qoff.kvcache import CachePass, KVCache, PackedCache
 from qoff.kvcache.slots import SlotSubset
 from qoff.kvcache.store.base import BlockStore
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS, KVPlacement
+from qoff.kvcache.store.sparse import BlockBounds
 from qoff.kvcache.store.tiered import RING_SLOTS, BlockPlan, TieredBlocks
 from qoff.memory.arena import PAGE, Arena
 from qoff.memory.io.copies import Copies
@@ -56,14 +58,20 @@ QUICK = settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.gen
 
 
 def plan_of(
-    placement: KVPlacement, attends_on_host: bool, sequences: int, tokens: int = MOST_TOKENS
+    placement: KVPlacement,
+    attends_on_host: bool,
+    sequences: int,
+    tokens: int = MOST_TOKENS,
+    sparse: bool = False,
 ) -> BlockPlan:
     """Room for so many sequences of so many tokens, as `Plan.block_plan` makes it."""
     one = placement.capacity(PackedCache.blocks_of(tokens, WINDOW, 0))
     far = one[DISK] if attends_on_host else one[DISK] + one[HOST]
     records = tuple(h * form.nbytes for h, form in zip(HEADS, FORMS, strict=True))
     blocks = {tier: n * sequences for tier, n in one.items()}
-    return BlockPlan(records, blocks, sequences, far * sequences, attends_on_host)
+    bounds = tuple(BlockBounds.nbytes(form, h, 1) for h, form in zip(HEADS, FORMS, strict=True))
+    ring = far * sequences
+    return BlockPlan(records, blocks, sequences, ring, attends_on_host, bounds if sparse else ())
 
 
 @contextmanager
@@ -104,10 +112,10 @@ def cache_on(
     shape: HeadShape = PLAIN,
     sinks: int = 0,
     tokens: int = MOST_TOKENS,
+    top: float = 1.0,
 ) -> PackedCache:
-    cache = PackedCache(
-        [shape] * len(FORMS), FORMS, sequences, window=WINDOW, sinks=sinks, store=store
-    )
+    options: dict[str, Any] = {"window": WINDOW, "sinks": sinks, "attention_top": top}
+    cache = PackedCache([shape] * len(FORMS), FORMS, sequences, store=store, **options)
     for slot in range(sequences):
         cache.reset(slot, tokens)
     return cache
@@ -160,9 +168,9 @@ def assert_same_records(found: PackedCache, expected: PackedCache) -> None:
 class Twins:
     """The same moves on a cache whose blocks lie on tiers and on one whose blocks do not."""
 
-    def __init__(self, store: TieredBlocks, shape: HeadShape, seed: int) -> None:
+    def __init__(self, store: TieredBlocks, shape: HeadShape, seed: int, top: float = 1.0) -> None:
         self.shape = shape
-        self.caches = cache_on(store, shape=shape), cache_on(None, shape=shape)
+        self.caches = cache_on(store, shape=shape, top=top), cache_on(None, shape=shape, top=top)
         self.numbers = random.Random(seed)
 
     def move(self, kind: str, number: int) -> None:
@@ -230,6 +238,7 @@ class Twins:
     placement=st.sampled_from(PLACEMENTS),
     attends_on_host=st.booleans(),
     shape=st.sampled_from([PLAIN, WINDOWED]),
+    top=st.sampled_from([1.0, 0.3, 0.6]),
     seed=st.integers(0, 1000),
 )
 def test_any_moves_are_as_in_memory(
@@ -237,13 +246,14 @@ def test_any_moves_are_as_in_memory(
     placement: KVPlacement,
     attends_on_host: bool,
     shape: HeadShape,
+    top: float,
     seed: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     torch.manual_seed(seed)
-    plan = plan_of(placement, attends_on_host, SEQUENCES)
+    plan = plan_of(placement, attends_on_host, SEQUENCES, sparse=top < 1)
     with tiered(tmp_path_factory.getbasetemp(), placement, plan) as store:
-        twins = Twins(store, shape, seed)
+        twins = Twins(store, shape, seed, top)
         twins.move("read", 300)
         for kind, number in moves:
             twins.move(kind, number)

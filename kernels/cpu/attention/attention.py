@@ -121,6 +121,8 @@ def attention(
             qkv, shape.heads, cache.packed, cache.top, window=shape.window, threads=pool
         )
     for packed, blocks in zip(cache.packed, chosen, strict=True):
+        if packed.bounds is not None and blocks is not None:
+            packed.bounds.bring(blocks.blocks, blocks.counts)
         packed_attention(
             qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
             window=shape.window, chosen=blocks, out=out, lse=lse, rotated=cache.values_rotated,

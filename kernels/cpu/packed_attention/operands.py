@@ -36,6 +36,13 @@ def check_packed(op: str, queries: Tensor, heads: int, packed: PackedTokens) -> 
         fail(op, f"{heads} heads are no multiple of {pool.shape[1]} KV heads")
     if table.last >= len(pool):
         fail(op, f"the table names block {table.last} of a pool of {len(pool)}")
+    bounds = packed.bounds
+    if bounds is not None:
+        dense = bounds.pool.dtype == torch.uint8 and bounds.pool.is_contiguous()
+        if not dense or bounds.pool.shape[1:] != (pool.shape[1], form.bound_bytes):
+            fail(op, f"bounds are contiguous uint8 [blocks, {pool.shape[1]}, {form.bound_bytes}]")
+        if bounds.table.last >= len(bounds.pool) or [*bounds.table.counts] != [*table.counts]:
+            fail(op, f"the bounds of {len(bounds.pool)} blocks do not go with the table")
 
 
 def check_selected(op: str, chosen: SelectedBlocks, packed: PackedTokens) -> None:

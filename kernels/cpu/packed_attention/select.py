@@ -33,7 +33,8 @@ def select_blocks(
     are kept, and those whose largest possible scores, summed over the query heads of the KV head,
     are the largest. queries: float32 [M, at least heads * D], rotated, one row a sequence. window:
     as for `packed_attention`; blocks that it hides from a row do not count. Reads 4 D bytes of a
-    record. Returns a list per part. Raises OpError for operands of another form.
+    record, or of `PackedTokens.bounds`. Returns a list per part. Raises OpError for operands of
+    another form.
     """
     first = packed[0].table
     tokens, kv_heads, dim = first.ragged.tokens, packed[0].pool.shape[1], packed[0].form.head_dim
@@ -52,16 +53,7 @@ def select_blocks(
     width = min(kept_blocks(top, total), max(part.table.longest for part in packed))
     blocks = torch.empty(len(packed), tokens, kv_heads, width, dtype=torch.int32)
     counts = torch.empty(len(packed), tokens, kv_heads, dtype=torch.int32)
-    descriptions = (SelectPart * len(packed))(
-        *(
-            SelectPart(
-                part.pool.data_ptr(), part.form.nbytes, part.pool.stride(0),
-                part.table.blocks.data_ptr(), part.table.blocks.shape[1],
-                part.table.items.data_ptr(), part.form.k_scale, 2**part.form.k_bits - 1,
-            )
-            for part in packed
-        )
-    )  # fmt: skip
+    descriptions = (SelectPart * len(packed))(*map(_described, packed))
     longest = -(-total // 16) * 16
     workers = threads or default_pool()
     with workers.lock:
@@ -75,3 +67,14 @@ def select_blocks(
         )  # fmt: skip
         workers.run(select_job.address, args, keep=descriptions)
     return tuple(SelectedBlocks(*lists) for lists in zip(blocks, counts, strict=True))
+
+
+def _described(part: PackedTokens) -> SelectPart:
+    """Where the job finds what it chooses by."""
+    pool, table, record, k_scale = part.pool, part.table, part.form.nbytes, part.form.k_scale
+    if part.bounds is not None:
+        pool, table, record, k_scale = part.bounds.pool, part.bounds.table, part.form.bound_bytes, 0
+    return SelectPart(
+        pool.data_ptr(), record, pool.stride(0), table.blocks.data_ptr(), table.blocks.shape[1],
+        table.items.data_ptr(), k_scale, 2**part.form.k_bits - 1,
+    )  # fmt: skip

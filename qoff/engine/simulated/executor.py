@@ -99,6 +99,12 @@ class _SimulatedCpu(_Simulated, CpuExecutor):
     def _transfers(self) -> Transfers:
         return _SimulatedThreads(self.machine)
 
+    def _open_blocks(self) -> TieredBlocks:
+        blocks = super()._open_blocks()
+        if blocks.bounds is not None:
+            blocks.bounds.virtual = True
+        return blocks
+
 
 class _SimulatedGpu(_Simulated, GpuExecutor):
     def _transfers(self) -> Transfers:

@@ -128,6 +128,8 @@ class SimulatedOps:
         seconds = self._device.call_s + self.step_s
         for part in cache.packed:
             seconds += _packed_s(self._device, shape, part, ragged, cache.top)
+            if part.bounds is not None:
+                part.bounds.bring(*_spread(part, shape.kv_heads, cache.top))
             for slot in packed:
                 packed[slot] += part.table.counts[slot]
         past = [span.past - packed[span.slot] for span in ragged.spans]
@@ -161,6 +163,19 @@ def _packed_bytes(shape: HeadShape, part: PackedTokens, ragged: Ragged, top: flo
         count = part.table.counts[span.slot] // BLOCK_TOKENS
         blocks += kept_blocks(top, count) if count and span.count == 1 else count
     return blocks * shape.kv_heads * part.form.nbytes
+
+
+def _spread(part: PackedTokens, kv_heads: int, top: float) -> tuple[Tensor, Tensor]:
+    """Blocks that single tokens attend to: for every head the same, in the same distances."""
+    slots = [span.slot for span in part.table.ragged.spans]
+    there = torch.tensor([part.table.counts[slot] // BLOCK_TOKENS for slot in slots])
+    counts = torch.tensor([kept_blocks(top, n) if n else 0 for n in there.tolist()])
+    places = torch.arange(int(counts.max())) * there[:, None] // counts.clamp(min=1)[:, None]
+    heads = (len(slots), kv_heads)
+    return (
+        places[:, None].expand(*heads, -1).int().contiguous(),
+        counts[:, None].expand(heads).int().contiguous(),
+    )
 
 
 def _packed_s(

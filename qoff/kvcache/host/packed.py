@@ -120,7 +120,8 @@ class PackedPass(SlotPass):
         }
         self._workspace = cache.workspace or RecentWorkspace()
         self._closed = 0  # layers whose unpacked tokens are those after the pass
-        self._view = cache.store.view(rows, self.ragged, cache.sinks, memory)
+        sparse = cache.attention_top < 1 and ragged.is_decode
+        self._view = cache.store.view(rows, self.ragged, cache.sinks, memory, sparse)
         try:
             for place, tokens in self._unpacked.items():
                 count = cache.blocks_of(tokens, cache.window, cache.sinks)
@@ -133,7 +134,8 @@ class PackedPass(SlotPass):
             self.abandon()
             raise
         # What kernels are told of blocks, beside values in memory; None where that is not all.
-        self._told = None if memory is None or self._apart else self._view.told()
+        steady = memory is not None and not self._apart and not self._view.chooses
+        self._told = self._view.told() if steady else None
         self._completes = bool(self._new)  # blocks
 
     def replay_key(self) -> Hashable | None:

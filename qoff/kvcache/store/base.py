@@ -26,6 +26,7 @@ class BlockView(LayerView[tuple[PackedTokens, ...]]):
     """The blocks of the sequences of a pass, the oldest first."""
 
     moves = False  # whether some blocks come layer by layer
+    chooses = False  # whether these come when attention has chosen them
 
     @abstractmethod
     def told(self) -> tuple[int, ...]:
@@ -126,10 +127,11 @@ class BlockStore(Blocks):
         ragged: Ragged,
         first: int,
         memory: SteadyMemory | None = None,
+        sparse: bool = False,
     ) -> BlockView:
         """The blocks of each slot of a forward pass; the oldest begins at position `first`.
 
-        memory: where what is told of them lies.
+        memory: where what is told of them lies. sparse: whether attention chooses some of them.
         """
 
 
@@ -169,6 +171,7 @@ class GrowingBlocks(BlockStore):
         ragged: Ragged,
         first: int,
         memory: SteadyMemory | None = None,
+        sparse: bool = False,
     ) -> BlockView:
         return _GrowingView(self, rows, ragged, first, memory)
 

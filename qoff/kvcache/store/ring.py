@@ -155,9 +155,19 @@ class LayerFetches(LayerView[Tensor]):
 
     def open(self, layer: int) -> Tensor:
         """Wait for the blocks of a layer; their slot, valid until `close`. May be repeated."""
-        self.prefetch(layer, must=True)
-        fetch = self._fetches[layer]
+        fetch = self.take(layer)
         return fetch.memory if fetch.used else self._ring.use(fetch)
+
+    def take(self, layer: int) -> Fetch:
+        """What comes to a layer's slot, started now if it was not."""
+        self.prefetch(layer, must=True)
+        return self._fetches[layer]
+
+    def add(self, layer: int, bring: Callable[[Tensor], Sequence[Future[None]]]) -> None:
+        """Have more brought to the slot of a layer, and wait until all has arrived."""
+        fetch = self.take(layer)
+        fetch.futures = [*fetch.futures, *bring(fetch.memory)]
+        self._ring.use(fetch)
 
     def close(self, layer: int) -> None:
         fetch = self._fetches.pop(layer, None)

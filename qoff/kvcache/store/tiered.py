@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from .base import BlockStore, BlockView, Fill, block_table, told
 from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from .pool import BlockPool
 from .ring import BlockRing, CopyPlan, LayerFetches, Run, runs
+from .sparse import BlockBounds, ChosenBlocks, Numbers, Records, record_runs
 
 RING_SLOTS = 3  # two are filled while one is read
 _STAGE_BLOCKS = 8  # written to disk together at most
@@ -36,7 +38,8 @@ class BlockPlan:
 
     record_bytes: of a block in each layer, all KV heads. blocks: of each tier, as many for each of
     `sequences` sequences. ring_blocks: the most that a pass has to bring to the device.
-    attends_on_host: host blocks are attended where they are.
+    attends_on_host: host blocks are attended where they are. bound_bytes: of each layer, what
+    `BlockBounds` has on the device of a block that is brought there; none for dense attention.
     """
 
     record_bytes: tuple[int, ...]
@@ -44,6 +47,13 @@ class BlockPlan:
     sequences: int
     ring_blocks: int
     attends_on_host: bool
+    bound_bytes: tuple[int, ...] = ()
+
+    @property
+    def bounded(self) -> int:
+        """How many blocks have bounds on the device, the first ones."""
+        moved = self.blocks[DISK] + (0 if self.attends_on_host else self.blocks[HOST])
+        return moved if self.bound_bytes else 0
 
     @property
     def stride(self) -> int:
@@ -70,8 +80,9 @@ class BlockPlan:
     def tier_bytes(self) -> dict[str, int]:
         """Bytes by tier, all purposes together; the ring is on the device."""
         ring = RING_SLOTS * self.slot_bytes
+        bounds = sum(round_up(self.bounded * nbytes, PAGE) for nbytes in self.bound_bytes)
         return {
-            DEVICE: self.pool_bytes(DEVICE) + ring,
+            DEVICE: self.pool_bytes(DEVICE) + ring + bounds,
             HOST: self.pool_bytes(HOST) + self.stage_bytes,
             DISK: self.pool_bytes(DISK),
         }
@@ -114,6 +125,9 @@ class TieredBlocks(BlockStore):
             for i in range(RING_SLOTS if plan.slot_bytes else 0)
         ]
         self.ring = BlockRing(slots, lambda: copies.alive, instrumentation)
+        self.bounds: BlockBounds | None = None
+        if plan.bounded:
+            self.bounds = BlockBounds(forms, kv_heads, plan.bounded, arenas[DEVICE])
         stage = plan.stage_bytes // _STAGES
         self._stages = [
             (arenas[HOST].alloc(stage, "KV blocks on their way to disk"), _done())
@@ -166,7 +180,9 @@ class TieredBlocks(BlockStore):
             else:
                 near.append((i, pool.layers[layer][local]))
         if near:
-            fill([i for i, _ in near], [memory for _, memory in near])
+            places, records = [i for i, _ in near], [memory for _, memory in near]
+            fill(places, records)
+            self._keep_bounds(layer, [blocks[i] for i in places], records)
         on_disk.sort()
         for run in runs(enumerate(local for local, _ in on_disk)):
             neighbours = on_disk[run.at : run.at + run.count]
@@ -190,8 +206,9 @@ class TieredBlocks(BlockStore):
         ragged: Ragged,
         first: int,
         memory: SteadyMemory | None = None,
+        sparse: bool = False,
     ) -> BlockView:
-        return _TieredView(self, rows, ragged, first, memory)
+        return _TieredView(self, rows, ragged, first, memory, sparse)
 
     def copy_plan(self, blocks: Sequence[int], room: int = 0) -> CopyPlan:
         """The way of blocks that are not on the device to places of a ring slot, in their order.
@@ -240,6 +257,44 @@ class TieredBlocks(BlockStore):
             futures.append(self._copies.submit(pairs, "host to device", f"KV of layer {layer}"))
         return futures
 
+    def bring_records(
+        self, layer: int, blocks: Numbers, places: Numbers, wanted: Records, memory: Tensor
+    ) -> list[Future[None]]:
+        """Start bringing records of a layer to the places of their blocks in a ring slot.
+
+        blocks, places: ascending. wanted: which records of each.
+        """
+        rows, heads = np.nonzero(wanted)
+        numbers, nbytes = blocks[rows], self.forms[layer].nbytes
+        inside = heads * nbytes
+        dests = places[rows] * self.plan.stride + inside
+        disk = np.count_nonzero(numbers < self._bases[HOST])
+        futures: list[Future[None]] = []
+        if disk:
+            assert self.spill is not None
+            self._settle(layer, np.unique(numbers[:disk]).tolist())
+            sources = self._offset(layer, 0) + numbers[:disk] * self.plan.stride + inside[:disk]
+            parts = [
+                (run.source, memory[run.dest : run.dest + run.nbytes])
+                for run in record_runs(sources, dests[:disk], nbytes)
+            ]
+            futures.append(self.spill.read_parts(parts))
+        if disk < len(numbers):
+            pool, record = self.pools[HOST].layers[layer].flatten(), self.plan.record_bytes[layer]
+            sources = (numbers[disk:] - self._bases[HOST]) * record + inside[disk:]
+            pairs = [
+                (memory[run.dest : run.dest + run.nbytes], pool[run.source :][: run.nbytes])
+                for run in record_runs(sources, dests[disk:], nbytes)
+            ]
+            futures.append(self._copies.submit(pairs, "host to device", f"KV of layer {layer}"))
+        return futures
+
+    def _keep_bounds(self, layer: int, blocks: Sequence[int], records: Sequence[Tensor]) -> None:
+        """Of those new blocks that will be brought to the device."""
+        if self.bounds is not None:
+            far = [i for i, block in enumerate(blocks) if block < self.plan.bounded]
+            self.bounds.keep(layer, [blocks[i] for i in far], [records[i] for i in far])
+
     def _memory(self, arena: Arena, blocks: int) -> list[Tensor]:
         return [
             arena.alloc(blocks * heads * form.nbytes, f"KV blocks of layer {layer}").view(
@@ -260,7 +315,9 @@ class TieredBlocks(BlockStore):
         memory = stage[: len(run) * self.plan.stride]
         shape = self.kv_heads[layer], self.forms[layer].nbytes
         records = memory.view(len(run), -1)[:, : self.plan.record_bytes[layer]]
-        fill([i for _, i in run], [record.view(shape) for record in records])
+        made = [record.view(shape) for record in records]
+        fill([i for _, i in run], made)
+        self._keep_bounds(layer, [self._bases[DISK] + local for local, _ in run], made)
         write = self.spill.write(self._offset(layer, run[0][0]), memory)
         self._stages = [*self._stages[1:], (stage, write)]
         for local, _ in run:
@@ -287,6 +344,7 @@ class _TieredView(BlockView):
         ragged: Ragged,
         first: int,
         memory: SteadyMemory | None,
+        sparse: bool,
     ) -> None:
         self._store, self._memory = store, memory
         staged = {DISK} if store.plan.attends_on_host else {DISK, HOST}
@@ -305,6 +363,14 @@ class _TieredView(BlockView):
         self._fetches = LayerFetches(
             store.ring, lambda layer, slot: store.bring(layer, self._copy_plan, slot)
         )
+        if sparse and store.bounds is not None and self.moves:
+            self.chooses = True
+            numbers = {block: block for block in moved}
+            table = self._table(rows, ragged, first, numbers, "bounds")
+            assert table is not None
+            self._fetches = ChosenBlocks(
+                store.ring, store.bounds, store.bring_records, moved, self._copy_plan.places, table
+            )
 
     def told(self) -> tuple[int, ...]:
         far = () if self._far_table is None else self._far_table.told()
@@ -325,10 +391,12 @@ class _TieredView(BlockView):
         parts = []
         if self._far_table is not None:
             # All of the slot: kernels are told the same distances for any number of blocks.
-            record, slot = store.plan.record_bytes[layer], self._fetches.open(layer)
+            fetches = self._fetches
+            record, slot = store.plan.record_bytes[layer], fetches.open(layer)
             places = slot.view(-1, store.plan.stride)
             blocks = places[:, :record].unflatten(1, (store.kv_heads[layer], form.nbytes))
-            parts.append(PackedTokens(form, blocks, self._far_table))
+            bounds = fetches.of(layer) if isinstance(fetches, ChosenBlocks) else None
+            parts.append(PackedTokens(form, blocks, self._far_table, bounds))
         for pool, table in self._near:
             parts.append(PackedTokens(form, pool.layers[layer], table))
         return tuple(parts)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qoff.errors import DiskReadError
 
-BLOCK = 4096  # O_DIRECT: offset, length and address in memory are multiples of this
+SECTOR, BLOCK = 512, 4096  # O_DIRECT: offset, length and address in memory are multiples of one
 _REFUSED = (errno.EINVAL, errno.ENOTSUP)  # a file system without O_DIRECT, at open or at read
 
 Preadv = Callable[[int, Sequence[memoryview], int], int]
@@ -19,18 +20,20 @@ Preadv = Callable[[int, Sequence[memoryview], int], int]
 class DirectFile:
     """A file open for reading, with O_DIRECT unless the file system refuses it.
 
-    `direct` tells which it is now. Methods may be called from many threads. Raises DiskReadError
-    when the file cannot be opened.
+    `direct` tells which it is now, `block` what direct reads are aligned to. Methods may be called
+    from many threads. Raises DiskReadError when the file cannot be opened.
     """
 
     def __init__(self, path: Path, direct: bool = True, preadv: Preadv = os.preadv) -> None:
         self.path = path
-        self.direct = direct
+        self.direct, self.block = direct, BLOCK
         self._preadv = preadv
         try:
             self._fd = self._open()
         except OSError as error:
             raise DiskReadError(f"{path}: cannot be opened: {error.strerror}") from error
+        if self.direct and _reads_sectors(self._fd):
+            self.block = SECTOR
         if path.parts[:2] == ("/", "proc"):  # a file without a name: say where it lies
             self.path = Path(os.readlink(path))  # noqa: PTH115  # "... (deleted)"
 
@@ -43,9 +46,9 @@ class DirectFile:
         if not self.direct:
             self._fill(offset, dest, len(dest))
             return
-        whole = 0
-        if offset % BLOCK == 0 and address % BLOCK == 0:
-            whole = len(dest) // BLOCK * BLOCK
+        whole, block = 0, self.block
+        if offset % block == 0 and address % block == 0:
+            whole = len(dest) // block * block
             self._fill(offset, dest[:whole], whole)
         while whole < len(dest):
             whole += self._bounced(offset + whole, dest[whole:], bounce)
@@ -74,9 +77,9 @@ class DirectFile:
 
     def _bounced(self, offset: int, dest: memoryview, bounce: memoryview) -> int:
         """Read a first part of `dest` by whole blocks into `bounce`; returns the part's length."""
-        skip = offset % BLOCK
+        skip = offset % self.block
         wanted = min(len(dest), len(bounce) - skip)
-        blocks = -(-(skip + wanted) // BLOCK) * BLOCK
+        blocks = -(-(skip + wanted) // self.block) * self.block
         self._fill(offset - skip, bounce[:blocks], skip + wanted)
         dest[:wanted] = bounce[skip : skip + wanted]
         return wanted
@@ -87,7 +90,7 @@ class DirectFile:
         while got < wanted:
             count = self._read_once(offset + got, view[got:])
             got += count
-            if got < wanted and (count == 0 or (self.direct and got % BLOCK)):
+            if got < wanted and (count == 0 or (self.direct and got % self.block)):
                 raise DiskReadError(
                     f"{self.path}: short read: wanted {wanted:,} bytes at offset {offset:,}, got "
                     f"{got:,}; the file is damaged or was truncated, convert or copy it again"
@@ -106,6 +109,15 @@ class DirectFile:
                 f"{self.path}: reading {len(view):,} bytes at offset {offset:,} failed: "
                 f"{error.strerror or error}"
             ) from error
+
+
+def _reads_sectors(fd: int) -> bool:
+    """Whether a file takes direct reads that are aligned to a sector only."""
+    try:
+        os.preadv(fd, [memoryview(mmap.mmap(-1, BLOCK))[SECTOR : 2 * SECTOR]], SECTOR)
+    except OSError:
+        return False
+    return True
 
 
 def set_direct(fd: int, direct: bool) -> bool:
