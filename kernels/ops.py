@@ -13,6 +13,7 @@ from qoff.errors import ArgumentError, OpError
 
 from .layout.ending import PLAIN, Ending, Norm
 from .layout.heads import HeadShape
+from .layout.low_rank import LowRanks
 from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
@@ -65,6 +66,17 @@ class Ops(Protocol):
         out: Tensor | None = None,
     ) -> Tensor: ...
 
+    def low_rank(
+        self,
+        x: Tensor,
+        ranks: LowRanks,
+        which: Tensor,
+        rows: slice,
+        *,
+        norm: Norm | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor: ...
+
     def route(
         self, scores: Tensor, top_k: int, softmax: str = "all", normalized: bool = False
     ) -> tuple[Tensor, Tensor]: ...
@@ -112,7 +124,7 @@ class RoundedOps:
         self.attention: Callable[..., Tensor] = exact.attention
         self.norm: Callable[..., Tensor] = exact.norm
         self.route: Callable[..., tuple[Tensor, Tensor]] = exact.route
-        self.add_experts = exact.add_experts
+        self.add_experts, self.low_rank = exact.add_experts, exact.low_rank
         self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
         self.experts = partial(launchers.experts, activation_bits=activation_bits)
 
@@ -139,7 +151,7 @@ class ScratchOps:
         self.PACKING, self.CACHE, self.USES_OUT = ops.PACKING, ops.CACHE, ops.USES_OUT
         self.RECORDER = ops.RECORDER
         self.ACTIVATION_BITS = ops.ACTIVATION_BITS
-        self.attention, self.experts = ops.attention, ops.experts
+        self.attention, self.experts, self.low_rank = ops.attention, ops.experts, ops.low_rank
         self.norm, self.route, self.add_experts = ops.norm, ops.route, ops.add_experts
         self.w4_linear = partial(launchers.w4_linear, scratch_bytes=scratch_bytes)
 

@@ -8,6 +8,7 @@ from .attention.attention import attention
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
 from .linear.linear import w4_linear
+from .linear.low_rank import low_rank
 from .linear.norm import norm
 from .moe.experts import experts
 from .moe.route import route
@@ -26,6 +27,7 @@ __all__ = [
     "attention",
     "default_pool",
     "experts",
+    "low_rank",
     "norm",
     "route",
     "w4_linear",

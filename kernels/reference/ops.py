@@ -18,6 +18,7 @@ from .elementwise import rms_norm, rope
 from .experts import add_experts, experts, route
 from .kv_blocks import dequantize_blocks
 from .linear import ended, normalized
+from .low_rank import low_rank
 from .select_blocks import select_blocks
 
 PACKING = "split32"
@@ -33,6 +34,7 @@ __all__ = [
     "add_experts",
     "attention",
     "experts",
+    "low_rank",
     "norm",
     "route",
     "w4_linear",

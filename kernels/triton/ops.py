@@ -22,6 +22,7 @@ from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.operands import require
 from qoff.kernels.reference.experts import route
 from qoff.kernels.reference.linear import ended
+from qoff.kernels.reference.low_rank import low_rank
 from qoff.kernels.reference.ops import norm_all_heads
 
 from .attention.append import NewBlocks, pack_blocks, write_recent
@@ -51,6 +52,7 @@ __all__ = [
     "attention",
     "attention_bytes",
     "experts",
+    "low_rank",
     "norm",
     "route",
     "w4_linear",

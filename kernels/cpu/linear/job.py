@@ -23,7 +23,7 @@ class LinearArguments(ctypes.Structure):
     _fields_ = (
         *int64s(
             "x", "x_stride", "tokens", "k", "n", "codes", "scale_min", "wide", "group", "bits",
-            "bias", "residual", "residual_stride", "activation", "gated", "score", "more", "out",
+            "bias", "bias_stride", "residual", "residual_stride", "activation", "gated", "score", "more", "out",
             "out_stride", "high", "low", "scales", "normed", "scratch", "planes", "row_norms",
         ),
         ("scale", ctypes.c_float),
@@ -33,8 +33,8 @@ class LinearArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-(X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, RESIDUAL, RESIDUAL_STRIDE,
- ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED, SCRATCH, PLANES,
+(X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, BIAS_STRIDE, RESIDUAL,
+ RESIDUAL_STRIDE, ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED, SCRATCH, PLANES,
  ROW_NORMS, SCALE, SOFT_CAP, NORM, ROWS) = offsets(LinearArguments)  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 _LARGEST = (127, 32512)  # of one int8 plane, and of two: 127 * 256, so that both stay in range
@@ -151,12 +151,13 @@ def _more(args, token, value):
 @inner
 def _epilogue(args, scratch, block, row_blocks, token, tokens):
     """Bias, what follows and residual for one tile of accumulators [row_blocks, tokens, 16]."""
-    n, bias = simd.peek_i64(args + N), simd.peek_i64(args + BIAS)
+    n, biases = simd.peek_i64(args + N), simd.peek_i64(args + BIAS)
     out, out_stride = simd.peek_i64(args + OUT), simd.peek_i64(args + OUT_STRIDE)
     residual = simd.peek_i64(args + RESIDUAL)
     residual_stride = simd.peek_i64(args + RESIDUAL_STRIDE)
     more = simd.peek_i64(args + MORE)
     for t in range(tokens):
+        bias = biases + (token + t) * simd.peek_i64(args + BIAS_STRIDE)
         to = out + (token + t) * out_stride
         plus = residual + (token + t) * residual_stride if residual != 0 else 0
         if simd.peek_i64(args + GATED) != 0:

@@ -63,7 +63,7 @@ def w4_linear(
     """y = norm(x) @ W.T + bias, with what `end` says of it, computed on the packed weight.
 
     x: float32 [M, K], rows contiguous. weight: QTensor [N, K], packing rows16.
-    norm: float32, applied to x first. bias: float32 [N]. activation_bits: 16, or 8, which is up to
+    norm: float32, applied to x first. bias: float32 [N], or [M, N]. activation_bits: 16, or 8, which is up to
     twice as fast for many tokens and rounds each group of x to 255 levels (llama.cpp computes so).
     residual, out: float32 [M, N] (or N/2, where gated); out may be residual or x itself. Returns
     out. Raises OpError for any other dtype, shape, stride or packing, and for a score or a soft cap
@@ -83,7 +83,7 @@ def w4_linear(
         out = torch.empty(tokens, columns)
     check_rows(_OP, "out", out, tokens, columns)
     if bias is not None:
-        check_dense(_OP, "bias", bias, (n,))
+        check_dense(_OP, "bias", bias, (tokens, n) if bias.dim() == 2 else (n,))
     if residual is not None:
         check_rows(_OP, "residual", residual, tokens, columns)
     if activation_bits not in (8, 16):
@@ -95,6 +95,7 @@ def w4_linear(
         a.x, a.x_stride, a.tokens = x.data_ptr(), 4 * x.stride(0), tokens
         set_norm(_OP, a.norm, norm, k)
         a.bias, a.planes = address(bias), activation_bits // 8
+        a.bias_stride = 4 * n if bias is not None and bias.dim() == 2 else 0
         into, residual = _set_end(a, end, residual, out)
         a.residual = address(residual)
         a.residual_stride = 4 * residual.stride(0) if residual is not None else 0

@@ -13,6 +13,7 @@ from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.layer_cache import LayerCache, PackedTokens, kept_blocks
+from qoff.kernels.layout.low_rank import LowRanks
 from qoff.kernels.layout.qexperts import ExpertsMlp
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
@@ -67,6 +68,12 @@ class SimulatedOps:
     ) -> Tensor:
         self._machine.compute(self._device.call_s)
         return torch.empty_like(x) if out is None else out
+
+    def low_rank(
+        self, x: Tensor, ranks: LowRanks, which: Tensor, rows: slice, **_: Any
+    ) -> Tensor:
+        self._machine.compute(self._device.call_s)
+        return x.new_empty(len(x), rows.stop - rows.start)
 
     def route(
         self, scores: Tensor, top_k: int, softmax: str = "all", normalized: bool = False
