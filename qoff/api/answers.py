@@ -108,6 +108,24 @@ class Form:
             "text_offset": offsets,
         }
 
+    def prompt_logprobs(
+        self, steps: Sequence[Mapping[int, Logprob] | None]
+    ) -> list[dict[str, Any] | None]:
+        """Those of a prompt's tokens, by their ids, as in vLLM."""
+        return [
+            None
+            if step is None
+            else {
+                str(token): {
+                    "logprob": one.logprob,
+                    "rank": one.rank,
+                    "decoded_token": self._token(token),
+                }
+                for token, one in step.items()
+            }
+            for step in steps
+        ]
+
     def _top(self, step: Mapping[int, Logprob]) -> list[dict[str, Any]]:
         most = self._shown or 0
         best = sorted((one.rank, token) for token, one in step.items() if one.rank <= most)

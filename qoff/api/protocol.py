@@ -103,6 +103,8 @@ class Generation(Body):
     min_tokens: int | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=1000)] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Count | None = None
+    include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
 
@@ -110,6 +112,8 @@ class Generation(Body):
     def _streams(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs does not go with stream")
         return self
 
     def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
@@ -135,7 +139,7 @@ class Generation(Body):
 _PARAMS = (
     "n", "seed", "stop", "max_tokens", "temperature", "top_p", "presence_penalty",
     "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids",
-    "ignore_eos",
+    "ignore_eos", "prompt_logprobs", "include_stop_str_in_output",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ class Asked:
     calls: Calls | None
     stream: bool
     include_usage: bool
+    adapter: str | None
 
     def document(self, answers: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:
         """The whole answer: `answers` of its prompts in order, n of each.
@@ -39,12 +40,14 @@ class Asked:
             logprobs = self.form.logprobs(one.token_ids, one.logprobs or ())
             reason = ended(self.calls, tools, one.finish_reason)
             choices.append(self.form.choice(number, text, reason, logprobs, tools))
+            if one.prompt_logprobs is not None:
+                choices[-1]["prompt_logprobs"] = self.form.prompt_logprobs(one.prompt_logprobs)
         generated = sum(len(one.token_ids) for one in answers)
         return self.form.whole(choices, usage(prompt_tokens, generated))
 
 
 def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
-    """What a body asks of an LLM. model: the name that documents have.
+    """What a body asks of an LLM. model: its name; a body may have that of an adapter instead.
 
     Raises ApiError and ArgumentError for what it cannot do.
     """
@@ -58,17 +61,19 @@ def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
         raise ApiError(400, "the model has no chat template; use /v1/completions")
     if calls is not None:
         check_template(llm.tokenizer.get_chat_template(tools=[{}]))
-    form = Form("chat" if chat else "text", model, llm.tokenizer, params.logprobs)
+    adapter = body.model if body.model in llm.adapters else None
+    form = Form("chat" if chat else "text", adapter or model, llm.tokenizer, params.logprobs)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
-    return Asked(form, prompts, params, calls, bool(body.stream), with_usage)
+    return Asked(form, prompts, params, calls, bool(body.stream), with_usage, adapter)
 
 
-def check_model(name: str | None, model: str) -> None:
-    """Raise ApiError for a name that is not the model's."""
-    if name is not None and name != model:
+def check_model(name: str | None, model: str, adapters: Sequence[str] = ()) -> None:
+    """Raise ApiError for a name that is neither the model's nor an adapter's."""
+    if name is not None and name != model and name not in adapters:
         raise ApiError(
             404,
-            f"there is no model {name[:100]!r}; this server has {model!r}",
+            f"there is no model {name[:100]!r}; this server has "
+            f"{', '.join(map(repr, (model, *adapters)))}",
             param="model",
             code="model_not_found",
         )

@@ -38,6 +38,9 @@ class PlanOptions:
     draft_tokens: int = Option(
         0, min=0, help="Tokens drafted of each answer and checked in one pass; 0: none."
     )
+    draft_model: str | None = Option(
+        None, help="Small model with the same tokenizer that drafts them; default: prompt lookup."
+    )
     share_prefixes: bool = Option(
         False, "--share-prefixes", help="Prompts that begin alike share KV blocks."
     )
@@ -47,6 +50,9 @@ class PlanOptions:
     kv_device: float = Option(1.0, min=0, max=1, help="Fraction of the KV cache on the device.")
     kv_host: float = Option(
         0.0, min=0, max=1, help="Fraction of it in host memory; the rest is on disk."
+    )
+    lora_modules: list[str] | None = Option(
+        None, help="LoRA adapter as NAME=FOLDER; requests name it as their model; repeatable."
     )
 
     def plan(self, how: RunOptions, cache: CacheOptions) -> tuple[Plan | None, dict[str, Any]]:
@@ -63,6 +69,7 @@ class PlanOptions:
             raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")
         given, opening = dict(vars(self)), how.opening()
         opening |= {"cache_dir": how.cache_dir, "revision": how.revision}
+        opening["adapters"] = _adapters(given.pop("lora_modules"))
         slots, bits = opening.pop("slots"), opening.pop("activation_bits")
         if how.plan is not None:
             del opening["device_memory"], opening["host_memory"]
@@ -75,6 +82,17 @@ class PlanOptions:
             **given,
         )
         return None if plan == Plan() else plan, opening
+
+
+def _adapters(given: list[str] | None) -> dict[str, str]:
+    """Folders by name. Raises ArgumentError."""
+    found: dict[str, str] = {}
+    for one in given or ():
+        name, _, folder = one.partition("=")
+        if not name or not folder or name in found:
+            raise ArgumentError(f"--lora-modules {one}: use NAME=FOLDER, and each name once")
+        found[name] = folder
+    return found
 
 
 @dataclass(frozen=True)
@@ -161,6 +179,7 @@ def batch(
         plain=SamplingParams(**vars(sampling)) == SamplingParams(**_defaults(SamplingOptions)),
         raw=raw,
         keep_order=keep_order,
+        adapters=opening["adapters"],
     )
     path = how.checkpoint(model)
     with FileJob(asked, path, plan, overwrite=not resume) as job:

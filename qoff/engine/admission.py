@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
 from qoff.errors import ArgumentError, QoffError, raised_as
 from qoff.plan import Plan
+from qoff.schema import shown
 
 from .grammar import Grammars
 from .pooling import Pooled, PoolingParams
@@ -29,10 +30,18 @@ class Limits(Protocol):
         """Raise ArgumentError for a sequence of more tokens than that."""
 
 
+def no_adapter(name: str | None) -> int:
+    """-1 for none. Raises ArgumentError for any."""
+    if name is not None:
+        raise ArgumentError(f"there is no adapter {shown(name)}; there are: none")
+    return -1
+
+
 class Admission:
     """Turns prompts into the sequences of a plan.
 
     eos: tokens that end the model's answers. whole_prompts: each is read in one pass.
+    adapter_number: of the adapter of a name.
     """
 
     def __init__(
@@ -42,9 +51,10 @@ class Admission:
         reader: PromptReader,
         eos: frozenset[int],
         whole_prompts: bool = False,
+        adapter_number: Callable[[str | None], int] = no_adapter,
     ) -> None:
         self._plan, self._limits, self._reader, self._eos = plan, limits, reader, eos
-        self._whole_prompts = whole_prompts
+        self._whole_prompts, self._adapter_number = whole_prompts, adapter_number
         self._grammars = Grammars(reader, limits.vocab_size, eos)
 
     def requests(
@@ -52,10 +62,12 @@ class Admission:
         prompts: list[Any],
         params: SamplingParams | Iterable[SamplingParams],
         continuations: Iterable[list[int]] | None,
+        adapters: str | Iterable[str | None] | None = None,
     ) -> Iterator[list[Sequence] | Completion]:
         """The sequences of each prompt, or what is wrong with it.
 
-        Raises ArgumentError for as many parameters or continuations as there are no prompts.
+        Raises ArgumentError for as many parameters, continuations or adapters as there are no
+        prompts, and for an adapter that is not there.
         """
         given: list[Any] = [None] * len(prompts)
         if continuations is not None:
@@ -65,15 +77,21 @@ class Admission:
             if not isinstance(one, SamplingParams):
                 raise ArgumentError(f"parameters are SamplingParams, not {type(one).__name__}")
         each: list[Any] = [params] * len(prompts) if several is None else several
-        for what, count in (("continuations", len(given)), ("parameters", len(each))):
-            if count != len(prompts):
-                raise ArgumentError(f"{len(prompts)} prompts, but {what} for {count}")
-        for index, (prompt, wanted, after) in enumerate(zip(prompts, each, given, strict=True)):
+        names: list[Any] = [adapters] * len(prompts)
+        if adapters is not None and not isinstance(adapters, str):
+            names = _listed("adapters", adapters)
+        for what, some in (("continuations", given), ("parameters", each), ("adapters", names)):
+            if len(some) != len(prompts):
+                raise ArgumentError(f"{len(prompts)} prompts, but {what} for {len(some)}")
+        numbers = [self._adapter_number(name) for name in names]
+        for index, prompt in enumerate(prompts):
             text: str | None = None
             tokens: tuple[int, ...] = ()
             try:
                 text, tokens = self._reader.read(prompt)
-                yield self._sequences(index, text, tokens, wanted, after)
+                yield self._sequences(
+                    index, text, tokens, each[index], given[index], numbers[index]
+                )
             except QoffError as error:
                 yield Completion(index, 0, text, tokens, "", (), "error", error=str(error))
 
@@ -87,10 +105,13 @@ class Admission:
             one.pooled = Pooled(params, size)
         return groups
 
-    def groups(self, prompts: list[Any], params: SamplingParams) -> list[list[Sequence]]:
+    def groups(
+        self, prompts: list[Any], params: SamplingParams, adapter: str | None = None
+    ) -> list[list[Sequence]]:
         """The sequences of each prompt. Raises ArgumentError where one cannot be answered."""
+        number = self._adapter_number(adapter)
         return [
-            self._sequences(index, *self._reader.read(prompt), params, None)
+            self._sequences(index, *self._reader.read(prompt), params, None, number)
             for index, prompt in enumerate(prompts)
         ]
 
@@ -101,9 +122,14 @@ class Admission:
         tokens: tuple[int, ...],
         params: SamplingParams,
         after: list[int] | None,
+        adapter: int,
     ) -> list[Sequence]:
         """As many as there are answers; the last one is the continuation, if one is given."""
         room = self._room(tokens)
+        if params.prompt_logprobs is not None and self._whole_prompts:
+            raise ArgumentError(
+                "prompt_logprobs: this model has recurrent states and reads a prompt in one pass"
+            )
         if params.stops:
             _ = self._reader.tokenizer  # raises where there is none
         if after is not None:
@@ -127,7 +153,9 @@ class Admission:
         )
         wanted = params.structured_outputs
         grammar = None if wanted is None else self._grammars.matcher(wanted)
-        first = Sequence(index, 0, text, tokens, params, most, ends, grammar=grammar)
+        first = Sequence(
+            index, 0, text, tokens, params, most, ends, grammar=grammar, adapter=adapter
+        )
         others = [
             replace(first, sample=i, waits_for=first, answer=[], logprobs=[],
                     grammar=None if grammar is None else grammar.copy())

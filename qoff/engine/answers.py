@@ -40,16 +40,20 @@ def completion(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) ->
     if reason in ("given", "length") and len(kept) < sequence.max_tokens:
         return None
     wanted = sequence.given or params.logprobs is not None
+    shown = kept
+    if params.include_stop_str_in_output and reason == "stop" and text is None:
+        shown = sequence.answer  # with the token that ended it
     return Completion(
         sequence.index,
         sequence.sample,
         sequence.text,
         sequence.prompt,
-        _text(tokenizer, kept) if text is None else text,
+        _text(sequence, tokenizer, shown) if text is None else text,
         tuple(kept),
         reason,
         tuple(sequence.logprobs[: len(kept)]) if wanted else None,
         sequence.error,
+        tuple(sequence.prompt_logprobs) if params.prompt_logprobs is not None else None,
     )
 
 
@@ -80,16 +84,23 @@ def _before_stop(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) 
     """The answer's text before the first stop text, if there is one after `min_tokens` tokens."""
     answer, params = sequence.answer, sequence.params
     # A character takes four tokens at most.
-    recent = _text(tokenizer, answer[-(4 * max(map(len, params.stops)) + 8) :])
+    recent = _text(sequence, tokenizer, answer[-(4 * max(map(len, params.stops)) + 8) :])
     if not any(stop in recent for stop in params.stops):
         return None
-    text, least = _text(tokenizer, answer), len(_text(tokenizer, answer[: params.min_tokens]))
-    starts = (text.find(stop, max(0, least + 1 - len(stop))) for stop in params.stops)
-    cuts = [start for start in starts if start >= 0]
-    return text[: min(cuts)] if cuts else None
+    text = _text(sequence, tokenizer, answer)
+    least = len(_text(sequence, tokenizer, answer[: params.min_tokens]))
+    starts = ((text.find(stop, max(0, least + 1 - len(stop))), stop) for stop in params.stops)
+    cuts = [(start, stop) for start, stop in starts if start >= 0]
+    if not cuts:
+        return None
+    start, stop = min(cuts)
+    return text[: start + len(stop) * params.include_stop_str_in_output]
 
 
-def _text(tokenizer: PreTrainedTokenizerBase | None, tokens: Tokens[int]) -> str:
-    if tokenizer is None:
+def _text(
+    sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, tokens: Tokens[int]
+) -> str:
+    params = sequence.params
+    if tokenizer is None or not params.detokenize:
         return ""
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=params.skip_special_tokens))

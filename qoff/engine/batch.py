@@ -9,8 +9,10 @@ from torch import Tensor
 
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.slots import SlotCache, SlotSubset
+from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import ForwardPass
 
+from .draft_model import DraftBatch
 from .drafts import PromptLookup
 from .pooling import PassPooling
 from .prefixes import PrefixIndex
@@ -39,9 +41,12 @@ class BatchSlots:
         first_place: int = 0,
         prefixes: PrefixIndex | None = None,
         draft_tokens: int = 0,
+        adapters: Adapters | None = None,
+        drafts: DraftBatch | None = None,
     ) -> None:
-        self.cache = cache
-        self._draft_tokens, self._lookup = draft_tokens, PromptLookup()
+        self.cache, self._adapters = cache, adapters
+        self._draft_tokens = draft_tokens
+        self._proposer: DraftBatch | PromptLookup = drafts or PromptLookup()
         self._sampler, self._first_place = sampler, first_place
         self._prefixes = prefixes
         self._slots: dict[int, Sequence] = {}
@@ -86,6 +91,7 @@ class BatchSlots:
             if other.waits_for is sequence:
                 self.cache.fork(slot, at)
                 other.read, other.waits_for = sequence.read, None
+                other.prompt_logprobs = sequence.prompt_logprobs
                 same.append(at)
         return same
 
@@ -100,7 +106,8 @@ class BatchSlots:
             return False
         sequence.begins_like = None
         if self._prefixes is not None:
-            blocks = self._prefixes.find(sequence.prompt, self.cache.expected[slot])
+            prompt, expected = sequence.prompt, self.cache.expected[slot]
+            blocks = self._prefixes.find(prompt, expected, sequence.adapter)
             self.cache.adopt(slot, blocks)
             sequence.read = self.cache.lengths[slot]
         return True
@@ -114,26 +121,44 @@ class BatchSlots:
         if now != self._indexed:
             self._indexed = now
             for slot, sequence in sorted(self._slots.items()):
-                self._prefixes.add(sequence.prompt, self.cache.blocks[slot])
+                self._prefixes.add(sequence.prompt, self.cache.blocks[slot], sequence.adapter)
 
     def decode(self) -> ForwardPass | None:
         """A pass with the newest token of each sequence whose prompt is read, and its draft."""
-        spans, tokens = list[Span](), list[int]()
+        spans, tokens, adapters = list[Span](), list[int](), list[int]()
+        drafts = self._drafts()
         for slot, one in sorted(self._slots.items()):
             if one.answer:
-                newest = [one.answer[-1], *self._draft_of(slot, one)]
+                newest = [one.answer[-1], *drafts.get(slot, ())]
                 spans.append(Span(slot, len(tokens), len(newest), self.cache.lengths[slot]))
                 tokens += newest
+                adapters += [one.adapter] * len(newest)
         if not spans:
             return None
         rows = torch.arange(len(tokens))
-        return ForwardPass(torch.tensor(tokens), Ragged(tuple(spans)), self.cache, rows)
+        run = ForwardPass(torch.tensor(tokens), Ragged(tuple(spans)), self.cache, rows)
+        return self._adapted(run, adapters)
 
-    def _draft_of(self, slot: int, sequence: Sequence) -> list[int]:
-        """Tokens that may follow: so few that all can be forgotten again."""
+    def _adapted(self, run: ForwardPass, adapters: list[int]) -> ForwardPass:
+        """A pass whose rows have these adapters."""
+        if self._adapters is not None:
+            run.adapters = self._adapters.rows(adapters)
+        return run
+
+    def _drafts(self) -> dict[int, list[int]]:
+        """Tokens that may follow in each slot: so few that all can be forgotten again."""
+        given, wanted = dict[int, list[int]](), dict[int, tuple[Sequence, int]]()
         if not self._draft_tokens:
-            return []
-        return self._lookup.propose(sequence, min(self._draft_tokens, self.cache.room(slot) - 1))
+            return given
+        for slot, one in self._slots.items():
+            done = len(one.answer)
+            most = min(self._draft_tokens, self.cache.room(slot) - 1, one.max_tokens - done - 1)
+            if done and most > 0:
+                if one.given:
+                    given[slot] = list(one.given[done : done + most])
+                else:
+                    wanted[slot] = one, most
+        return given | self._proposer.propose(wanted) if wanted else given
 
     def forget_rejected(self) -> None:
         """Have the cache remember of each sequence what is its own."""
@@ -157,29 +182,38 @@ class BatchSlots:
         waiting = [(i, one) for i, one in waiting if (one.pooled is not None) == pools]
         chosen: list[tuple[int, Sequence, int]] = []
         longest = 0
+        decoding = sum(bool(one.answer) for one in self._slots.values())
+        room = (1 + self._draft_tokens) * (self.cache.sequences - decoding)  # rows of logits
         for i, s in waiting:
             count = min(len(s.prompt) - s.read, most)
-            if (len(chosen) + 1) * max(longest, count) > most:
+            if s.scores_prompt:
+                count = min(count, room)
+            if room < 1 or (len(chosen) + 1) * max(longest, count) > most:
                 continue
             if chosen and self.cache.equal_prompts and count != longest:
                 continue
             longest = max(longest, count)
+            room -= count if s.scores_prompt else 1
             chosen.append((i, s, count))
         if not chosen:
             return None
         cache = self.cache.subset([i for i, _, _ in chosen])
         ragged = Ragged.of([count for _, _, count in chosen], [s.read for _, s, _ in chosen])
         tokens = torch.tensor([t for _, s, n in chosen for t in s.prompt[s.read : s.read + n]])
-        done = [s.read + n == len(s.prompt) and not pools for _, s, n in chosen]
-        run = ForwardPass(tokens, ragged, cache, ragged.last_rows[torch.tensor(done)])
+        rows = list[int]()
+        for (_, s, n), span in zip(chosen, ragged.spans, strict=True):
+            done = s.read + n == len(s.prompt) and not pools
+            wanted = n if s.scores_prompt else int(done)
+            rows += range(span.start + n - wanted, span.start + n)
+        run = ForwardPass(tokens, ragged, cache, torch.tensor(rows, dtype=torch.int64))
         if pools:
             spans = [(span.start, span.count) for span in ragged.spans]
             run.states = PassPooling(spans, [s.pooled for _, s, _ in chosen if s.pooled])
-        return run
+        return self._adapted(run, [s.adapter for _, s, n in chosen for _ in range(n)])
 
     def take(self, run: ForwardPass, logits: Tensor) -> tuple[int, list[Continuation]]:
         """Note what a pass has read of prompts; how many tokens, and what next ones come from."""
-        read, rows, found = 0, iter(logits), list[Continuation]()
+        read, used, found = 0, 0, list[Continuation]()
         tokens = run.tokens.tolist()
         subset = run.cache.slots if isinstance(run.cache, SlotSubset) else None
         for span in run.ragged.spans:
@@ -187,14 +221,20 @@ class BatchSlots:
             sequence = self._slots[slot]
             if subset is None:
                 place = self._first_place + slot
-                mine = [LogitsRow(place, sequence, next(rows)) for _ in range(span.count)]
+                rows = logits[used : used + span.count]
+                used += span.count
+                mine = [LogitsRow(place, sequence, row) for row in rows]
                 found.append(Continuation(mine, tokens[span.start + 1 : span.start + span.count]))
                 continue
             read += span.count
-            sequence.read += span.count
-            if sequence.decoding and sequence.pooled is None:
-                row = next(rows)
+            first, sequence.read = sequence.read, sequence.read + span.count
+            done = sequence.decoding and sequence.pooled is None
+            count = span.count if sequence.scores_prompt else int(done)
+            rows, used = logits[used : used + count], used + count
+            if sequence.scores_prompt:
+                self._sampler.score_prompt(sequence, rows, first)
+            if done:
                 for at in self._with_forks(slot):
-                    mine = [LogitsRow(self._first_place + at, self._slots[at], row)]
+                    mine = [LogitsRow(self._first_place + at, self._slots[at], rows[-1])]
                     found.append(Continuation(mine, []))
         return read, found

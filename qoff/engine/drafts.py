@@ -7,6 +7,7 @@ prompt-lookup-decoding (2023).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,26 +22,23 @@ class PromptLookup:
     """Proposes what followed the newest tokens where they came before in prompt or answer."""
 
     def __init__(self) -> None:
-        self._tokens = WeakKeyDictionary[Sequence, np.ndarray]()  # room for the whole answer
+        # Room for the whole answer, and how much of it is there.
+        self._tokens = WeakKeyDictionary[Sequence, tuple[np.ndarray, int]]()
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Up to `most` tokens that may follow; where the answer is given, those that do."""
-        done = len(sequence.answer)
-        most = min(most, sequence.max_tokens - done - 1)
-        if most < 1:
-            return []
-        if sequence.given:
-            return list(sequence.given[done : done + most])
-        return continued(self._known(sequence), most)
+    def propose(self, wanted: Mapping[int, tuple[Sequence, int]]) -> dict[int, list[int]]:
+        """Tokens that may follow, by slot; up to so many of each sequence."""
+        return {slot: continued(self._known(one), most) for slot, (one, most) in wanted.items()}
 
     def _known(self, sequence: Sequence) -> np.ndarray:
         """The tokens of prompt and answer, int32."""
         read, done = len(sequence.prompt), len(sequence.answer)
-        tokens = self._tokens.get(sequence)
+        tokens, known = self._tokens.get(sequence, (None, 0))
         if tokens is None:
-            tokens = self._tokens[sequence] = np.empty(read + sequence.max_tokens, np.int32)
+            tokens = np.empty(read + sequence.max_tokens, np.int32)
             tokens[:read] = sequence.prompt
-        tokens[read : read + done] = sequence.answer
+        known = min(known, done)  # it may have begun again
+        tokens[read + known : read + done] = sequence.answer[known:]
+        self._tokens[sequence] = tokens, done
         return tokens[: read + done]
 
 

@@ -6,6 +6,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.copy_stream import CopyStream
 from qoff.memory.io.spill import SpillFile
+from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import LayerWorkspace
 from qoff.models.native.decoder import Decoder, head_shapes
 from qoff.models.runtime import Runtime
@@ -49,6 +51,7 @@ class Executor(ABC):
     model or the device, before anything is loaded, and the errors of `Runtime`.
     """
 
+    adapters: Adapters | None = None
     blocks: TieredBlocks | DeviceBlocks
     limits: Limits
     memory: Memory  # what the plan takes beside the weights
@@ -58,7 +61,7 @@ class Executor(ABC):
 
     def __init__(
         self,
-        path: Path | Checkpoint,
+        checkpoint: Checkpoint,
         plan: Plan,
         own: ExitStack,
         *,
@@ -66,12 +69,15 @@ class Executor(ABC):
         dtype: torch.dtype,
         packing: str,
         instrumentation: Instrumentation,
+        adapters: Mapping[str, str | PathLike[str]] | None = None,
+        draft_bytes: int = 0,
     ) -> None:
         self.plan, self.device, self.dtype = plan, device, dtype
         self.instrumentation = instrumentation
+        self._adapter_paths, self._draft_bytes = adapters or {}, draft_bytes
         transfers = own.enter_context(closing(self._transfers()))
         self._weight_transfers = transfers
-        self.runtime = own.enter_context(self._open(path, transfers, packing))
+        self.runtime = own.enter_context(self._open(checkpoint, transfers, packing))
         memory = self.memory
         self._reader = own.enter_context(closing(self._new_reader()))
         parked = plan.activations != "device"
@@ -116,22 +122,26 @@ class Executor(ABC):
     def _new_spill(self, folder: Path, nbytes: int) -> SpillFile:
         return SpillFile(folder, nbytes, self._reader, instrumentation=self.instrumentation)
 
-    def _open(self, path: Path | Checkpoint, transfers: Transfers, packing: str) -> Runtime:
+    def _open(self, checkpoint: Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         """The model on what the plan leaves for weights; says what the rest is for."""
         plan = self.plan
-        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
         self.limits = self.spec = spec = DecoderSpec.from_config(checkpoint.config)
         self.shapes = head_shapes(spec)
         self.forms = plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
         self._hidden_size = spec.hidden_size
+        if self._adapter_paths:
+            self.adapters = Adapters(self._adapter_paths, spec)
         self.memory = memory = self._plan_memory(checkpoint, transfers.host_staging, packing)
-        return self._runtime(
+        runtime = self._runtime(
             checkpoint,
             device_memory=memory.left(DEVICE, plan.device_memory),
             host_memory=memory.left(HOST, plan.host_memory),
             kv=plan.kv,
             **self._options(transfers),
         )
+        if self.adapters is not None:
+            self.adapters.load()
+        return runtime
 
     def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
         return Runtime(checkpoint, **options)
@@ -200,13 +210,13 @@ class Executor(ABC):
     def _plan_memory(self, checkpoint: Checkpoint, staging: int, packing: str) -> Memory:
         """What the plan takes beside the weights; more where layers have to stream in tiles."""
         plan = self.plan
-        memory = self._memory_of(tiled=False)
+        memory = self._beside(self._memory_of(tiled=False), False)
         left = memory.left(DEVICE, plan.device_memory)
         residency = plan_residency(
             checkpoint, left, plan.slots, packing=packing, host_staging=staging
         )
         if residency.in_parts:
-            memory = self._memory_of(tiled=True)
+            memory = self._beside(self._memory_of(tiled=True), True)
         on_host = memory.total(HOST)
         if self.device.type == "cpu":
             on_host += memory.total(DEVICE) + residency.device_bytes
@@ -214,6 +224,16 @@ class Executor(ABC):
             on_host, "the plan's sequences and the weights beside them"
         )
         return memory
+
+    def _beside(self, memory: Memory, tiled: bool) -> Memory:
+        """With what is in memory beside the model."""
+        adapters, plan, more = self.adapters, self.plan, dict[str, int]()
+        if adapters is not None:
+            work = adapters.work_bytes(plan.pass_tokens, plan.decode_tokens, tiled)
+            more["adapters"] = adapters.nbytes + work
+        if self._draft_bytes:
+            more["draft model"] = self._draft_bytes
+        return memory.beside(more)
 
 
 class CpuExecutor(Executor):

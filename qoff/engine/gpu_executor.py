@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qoff.errors import ArgumentError
 from qoff.kvcache import DeviceCache
 from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
 from qoff.kvcache.device.write_back import WriteBackQueue
@@ -42,6 +43,8 @@ class GpuExecutor(Executor):
 
     def _transfers(self) -> Transfers:
         check_gpu_plan(self.plan)
+        if self._adapter_paths:
+            raise ArgumentError("adapters are computed on a CPU alone so far; use device='cpu'")
         reader = self._new_reader()
         if self.device.type != "cuda":
             return ThreadTransfers(reader)

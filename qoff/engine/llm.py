@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any, Self
 
 import torch
+from tqdm.auto import tqdm
 
 from qoff.budgets import memory_bounds, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
@@ -31,9 +32,10 @@ from qoff.quant import QuantConfig
 from qoff.system_memory import refusals
 
 from .adapting import adapter_of
-from .admission import Admission
+from .admission import Admission, no_adapter
 from .answers import completion, default_params, end_tokens
 from .calls import Call, Vectors
+from .draft_model import DraftModel
 from .executor import CpuExecutor, Executor
 from .pooling import Embedding, PoolingParams, complete
 from .prompts import Prompt, PromptReader, conversations, prompt_list
@@ -51,11 +53,13 @@ class LLM:
     like "cuda", or "auto": a GPU if there is one. dtype: of hidden states and recent K and V on a
     GPU; "auto": the type in the model's config. A CPU computes in float32. device_memory,
     host_memory: the plan's bounds, where it has none; max_memory: the same as Accelerate writes
-    them, {0: "12GiB", "cpu": "32GiB"}. trace: a Chrome trace of every move and computation is
-    written there on close. Raises BudgetError, with the bytes wanted by tier and purpose, before
-    anything is loaded, ArgumentError for two different bounds and for what the model or the device
-    cannot do, and the errors of `qoff.load`. Close it, or use it as a context manager. Threads may
-    share it: their sequences go through the same rounds, and each gets its own answers.
+    them, {0: "12GiB", "cpu": "32GiB"}. adapters: folders of LoRA adapters that PEFT saved, by the
+    name that prompts ask for them by; they stay on the device, which is a CPU. trace: a Chrome
+    trace of every move and computation is written there on close. Raises BudgetError, with the
+    bytes wanted by tier and purpose, before anything is loaded, ArgumentError for two different
+    bounds and for what the model or the device cannot do, and the errors of `qoff.load`. Close it,
+    or use it as a context manager. Threads may share it: their sequences go through the same
+    rounds, and each gets its own answers.
     """
 
     @refusals()
@@ -72,6 +76,7 @@ class LLM:
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         max_memory: Mapping[int | str, int | str] | None = None,
+        adapters: Mapping[str, str | PathLike[str]] | None = None,
         trust_remote_code: bool = False,
         trace: str | PathLike[str] | None = None,
         _instrumentation: Instrumentation = PLAIN,
@@ -90,7 +95,7 @@ class LLM:
         self.timeline = _instrumentation.timeline
         ops = _instrumentation.ops_for(where, plan.activation_bits)
         on_gpu = ops.CACHE == "device"
-        checkpoint = find_checkpoint(
+        found = find_checkpoint(
             path,
             quant=quant,
             cache_dir=cache_dir,
@@ -98,18 +103,18 @@ class LLM:
             for_cpu=not on_gpu,
             trust_remote_code=trust_remote_code,
         )
-        opened = Checkpoint.open(checkpoint)
+        checkpoint = Checkpoint.open(found)
         hidden = torch.float16  # for a GPU's ops in tests
         if not on_gpu or where.type != "cpu":
-            hidden = resolve_dtype(dtype, opened.config, where)
+            hidden = resolve_dtype(dtype, checkpoint.config, where)
         if chosen:
-            self.plan = plan = default_plan(opened, where, hidden)
+            self.plan = plan = default_plan(checkpoint, where, hidden)
         self.tokenizer = None
-        if has_tokenizer(checkpoint):
-            self.tokenizer = load_tokenizer(checkpoint, trust_remote_code)
+        if has_tokenizer(found):
+            self.tokenizer = load_tokenizer(found, trust_remote_code)
         kind: type[Executor] = CpuExecutor
         more: dict[str, Any] = {}
-        if is_modules(opened):
+        if is_modules(checkpoint):
             from .module_executor import ModuleExecutor  # needs transformers' modules
 
             kind, more = ModuleExecutor, {"trust_remote_code": trust_remote_code}
@@ -120,6 +125,24 @@ class LLM:
         self._resources = ExitStack()
         weakref.finalize(self, only_here(self._resources.close))
         try:
+            self._drafts: DraftModel | None = None
+            if plan.draft_model is not None:
+                if kind is not CpuExecutor:
+                    raise ArgumentError(
+                        "draft_model needs a CPU so far, and an architecture that qoff computes "
+                        "itself; leave it out"
+                    )
+                self._drafts = DraftModel(
+                    find_checkpoint(plan.draft_model, cache_dir=cache_dir, for_cpu=True),
+                    plan,
+                    self._resources,
+                    self.tokenizer,
+                    device=where,
+                    dtype=hidden,
+                    packing=ops.PACKING,
+                    instrumentation=_instrumentation,
+                )
+                more["draft_bytes"] = self._drafts.nbytes
             self._executor = kind(
                 checkpoint,
                 plan,
@@ -128,6 +151,7 @@ class LLM:
                 dtype=hidden,
                 packing=ops.PACKING,
                 instrumentation=_instrumentation,
+                adapters=adapters,
                 **more,
             )
         except BaseException:
@@ -140,31 +164,46 @@ class LLM:
         self._reader = PromptReader(self.tokenizer)
         self._defaults: SamplingParams | None = None
         eos = end_tokens(runtime.checkpoint)
+        loaded = self._executor.adapters
+        self.adapters = () if loaded is None else loaded.names
         self._admission = Admission(
-            plan, self._executor.limits, self._reader, eos, self._executor.whole_prompts
+            plan,
+            self._executor.limits,
+            self._reader,
+            eos,
+            self._executor.whole_prompts,
+            no_adapter if loaded is None else loaded.number,
         )
         schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, _instrumentation)
         finish = partial(completion, tokenizer=self.tokenizer)
-        adapter = adapter_of(self._executor, schedule)
-        self._rounds = Rounds(plan, self._executor, schedule, finish, adapter)
+        watch = adapter_of(self._executor, schedule)
+        self._rounds = Rounds(plan, self._executor, schedule, finish, watch, self._drafts)
         self.rounds = self._rounds.history
 
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        adapter: str | Iterable[str | None] | None = None,
+        use_tqdm: bool = False,
     ) -> list[Completion]:
         """Answer prompts; returns the answers in the order of the prompts, n for each.
 
-        The arguments, and what goes wrong, are those of `stream`.
+        The arguments, and what goes wrong, are those of `stream`. use_tqdm: show a progress bar.
         """
-        found = self.stream(prompts, sampling_params)
+        found: Iterable[Completion] = self.stream(prompts, sampling_params, adapter=adapter)
+        if use_tqdm:
+            found = tqdm(found, desc="answers", dynamic_ncols=True)
         return sorted(found, key=lambda one: (one.index, one.sample))
 
     def chat(
         self,
         messages: list[Any],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        adapter: str | Iterable[str | None] | None = None,
+        use_tqdm: bool = False,
         **template: Any,
     ) -> list[Completion]:
         """Answer a conversation, a list like [{"role": "user", "content": text}], or many of them.
@@ -174,7 +213,8 @@ class LLM:
         what are no messages, and what `stream` does.
         """
         self._reader.check_chat(template.get("chat_template"))
-        return self.generate(conversations(messages, template), sampling_params)
+        chats = conversations(messages, template)
+        return self.generate(chats, sampling_params, adapter=adapter, use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json says; where it says nothing, the defaults."""
@@ -187,6 +227,8 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         continuations: Iterable[list[int]] | None = None,
+        *,
+        adapter: str | Iterable[str | None] | None = None,
     ) -> Iterator[Completion]:
         """Answer prompts; answers come as they are done.
 
@@ -197,12 +239,13 @@ class LLM:
         completion with an error; the others go on. At round boundaries the places of sequences that
         are done go to prompts that wait. continuations: token ids, a list for each prompt, which
         are decoded like an answer beside its answers; a completion of the reason "given" has their
-        log-probabilities, its `sample` being n. It takes a place in the batch. Raises
-        DiskReadError, ChecksumError and DiskWriteError; what was done before has been yielded.
+        log-probabilities, its `sample` being n. It takes a place in the batch. adapter: the name of
+        one of the LLM's adapters, for all prompts, or one, or None, for each. Raises DiskReadError,
+        ChecksumError and DiskWriteError; what was done before has been yielded.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         groups: list[list[Sequence]] = []
-        for found in self._admission.requests(prompt_list(prompts), params, continuations):
+        for found in self._admission.requests(prompt_list(prompts), params, continuations, adapter):
             if isinstance(found, Completion):
                 yield found
             else:
@@ -242,6 +285,7 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | PoolingParams,
         call: Call,
+        adapter: str | None = None,
     ) -> list[int]:
         """Have prompts answered by the rounds of threads in `work`, and return at once.
 
@@ -250,9 +294,11 @@ class LLM:
         """
         found = prompt_list(prompts)
         if isinstance(params, PoolingParams):
+            if adapter is not None:
+                raise ArgumentError("hidden states of an adapter are not pooled; leave it out")
             groups = self._pooled(found, params)
         else:
-            groups = self._admission.groups(found, params)
+            groups = self._admission.groups(found, params, adapter)
         self._rounds.submit(groups, call)
         return [len(group[0].prompt) for group in groups]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from qoff.checkpoint import Checkpoint
@@ -48,13 +47,14 @@ class ModuleExecutor(CpuExecutor):
             states=states,
         )
 
-    def _open(self, path: Path | Checkpoint, transfers: Transfers, packing: str) -> Runtime:
+    def _open(self, checkpoint: Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         plan, options = self.plan, self._options(transfers)
-        if plan.draft_tokens:
-            raise ArgumentError(
-                "draft_tokens needs an architecture that qoff computes itself; this model runs "
-                "through transformers' modules"
-            )
+        for what, given in (("draft_tokens", plan.draft_tokens), ("adapters", self._adapter_paths)):
+            if given:
+                raise ArgumentError(
+                    f"{what}: needs an architecture that qoff computes itself; this model runs "
+                    "through transformers' modules"
+                )
         if plan.activations != DEVICE:
             raise ArgumentError(
                 "transformers' modules keep their hidden states on the device; use "
@@ -73,9 +73,9 @@ class ModuleExecutor(CpuExecutor):
         options |= {"trust_remote_code": self._trusted, "reserves": reserves}
         options |= {"device_memory": plan.device_memory, "host_memory": host_memory}
         try:
-            runtime = Runtime(path, kv=plan.kv, **options)
+            runtime = Runtime(checkpoint, kv=plan.kv, **options)
         except UnpackableError:
-            runtime = Runtime(path, kv=None, **options)
+            runtime = Runtime(checkpoint, kv=None, **options)
         self.memory = self._memories[runtime.residency.in_parts]
         self.instrumentation.check_memory(
             self.memory.total(HOST) + runtime.residency.device_bytes,

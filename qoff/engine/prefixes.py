@@ -8,13 +8,15 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.store.tiered import TieredBlocks
 
-_Key = tuple[int | None, tuple[int, ...]]  # the block before, if any, and 64 tokens
+# The block before, or the adapter, below 0, and 64 tokens.
+_Key = tuple[int, tuple[int, ...]]
 
 
 class PrefixIndex:
     """Blocks of prompts that are still in use, found by the tokens from the first one on.
 
-    A block is known by its tokens and by the block before it, and forgotten when it is free.
+    A block is known by its tokens and by the block before it, the first one by the adapter that it
+    was read with, and forgotten when it is free.
     """
 
     def __init__(self, store: TieredBlocks | DeviceBlocks) -> None:
@@ -23,22 +25,22 @@ class PrefixIndex:
         self._keys: dict[int, _Key] = {}
         self.dropped = 0  # blocks so far: others with the same tokens may take their places
 
-    def add(self, prompt: Sequence[int], blocks: Sequence[int]) -> None:
-        """Remember the blocks that hold nothing but tokens of a prompt."""
-        before: int | None = None
+    def add(self, prompt: Sequence[int], blocks: Sequence[int], adapter: int = -1) -> None:
+        """Remember the blocks that hold nothing but tokens of a prompt. adapter: -1 for none."""
+        before = -2 - adapter
         for block, tokens in zip(blocks, _pieces(prompt), strict=False):
             key = (before, tokens)
             if block not in self._keys and key not in self._blocks:
                 self._keys[block], self._blocks[key] = key, block
             before = block
 
-    def find(self, prompt: Sequence[int], expected: int) -> list[int]:
+    def find(self, prompt: Sequence[int], expected: int, adapter: int = -1) -> list[int]:
         """The longest chain of blocks that a prompt begins with, where they would lie, too.
 
         At least one token is left to be read. expected: blocks that the sequence will have.
         """
         found: list[int] = []
-        before: int | None = None
+        before = -2 - adapter
         for index, tokens in enumerate(_pieces(prompt[:-1])):
             block = self._blocks.get((before, tokens))
             if block is None:

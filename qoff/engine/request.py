@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
+
+from torch import Tensor
 
 from qoff.errors import ArgumentError
 from qoff.schema import is_number, shown
@@ -17,6 +19,8 @@ _ABOVE_0 = math.nextafter(0, 1)
 COLDEST = 0.01  # logits divided by less may overflow
 _FACTOR = 1e30  # and by more, or multiplied
 FinishReason = Literal["stop", "length", "given", "error"]
+LogitsProcessor = Callable[..., Tensor]  # vLLM's
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,13 @@ class SamplingParams:
     An answer ends with the model's end token unless `ignore_eos`, with a token of `stop_token_ids`,
     before a text of `stop`, but for `min_tokens` tokens with none of them; or after `max_tokens`
     tokens (None: as many as the plan's context holds). logprobs: also return the log-probabilities
-    of each chosen token and of so many most likely ones. structured_outputs: what the answer must
-    match, unless `max_tokens` cuts it off. Raises ArgumentError for values out of range.
+    of each chosen token and of so many most likely ones. prompt_logprobs: the same of the prompt's
+    tokens; it is then read in pieces of as many tokens as a batch decodes at a time. The text ends
+    before what ended the answer, or with it (`include_stop_str_in_output`), and has special tokens
+    unless `skip_special_tokens`; there is none without `detokenize`. structured_outputs: what the
+    answer must match, unless `max_tokens` cuts it off. logits_processors: functions of the answer's
+    tokens so far, or of the prompt's and these, and of the logits, float32 [vocab_size], which they
+    may change; each returns the logits to go on with. Raises ArgumentError for values out of range.
     """
 
     n: int = 1
@@ -54,6 +63,11 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    logits_processors: list[LogitsProcessor] | tuple[LogitsProcessor, ...] | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +89,7 @@ class SamplingParams:
             ("seed", self.seed is None or _whole(self.seed, 0), "a whole number from 0, or None"),
             ("stop", _texts(self.stop), "None, a text, or a list of texts, none of them empty"),
             ("stop_token_ids", _ids(self.stop_token_ids), "None, or a list of token ids"),
-            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            *((name, isinstance(getattr(self, name), bool), "True or False") for name in _SWITCHES),
             ("max_tokens", limit is None or _whole(limit, 1), "a whole number from 1, or None"),
             (
                 "min_tokens",
@@ -87,10 +101,22 @@ class SamplingParams:
                 isinstance(self.structured_outputs, StructuredOutputs | None),
                 "StructuredOutputs, or None",
             ),
-            ("logprobs", self.logprobs is None or _whole(self.logprobs, 0), "0 or more, or None"),
-        ):
+            *(
+                (name, getattr(self, name) is None or _whole(getattr(self, name), 0),
+                 "0 or more, or None")
+                for name in ("logprobs", "prompt_logprobs")
+            ),
+            (
+                "logits_processors",
+                isinstance(self.logits_processors, list | tuple | None)
+                and all(map(callable, self.logits_processors or ())),
+                "None, or a list of functions",
+            ),
+        ):  # fmt: skip
             if not good:
                 raise ArgumentError(f"{name} is {shown(getattr(self, name))}; use {wanted}")
+        if self.stop and not self.detokenize:
+            raise ArgumentError("stop texts need detokenize=True; use stop_token_ids without")
         if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
             raise ArgumentError(
                 "an answer of structured_outputs ends where it is complete; leave out ignore_eos "
@@ -144,6 +170,7 @@ class Completion:
     "length", "given" for a continuation that was given, or "error", and then `error` says what is
     wrong. logprobs, if asked for, by token id for each of token_ids: of the token itself first,
     then of the most likely ones; from the model's logits, before temperature and penalties.
+    prompt_logprobs: the same of prompt_token_ids, None for the first.
     """
 
     index: int  # of the prompt
@@ -155,6 +182,7 @@ class Completion:
     finish_reason: FinishReason
     logprobs: tuple[Mapping[int, Logprob], ...] | None = None
     error: str = ""
+    prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -179,7 +207,9 @@ class Sequence:
     read: int = 0  # tokens of the prompt that the model has read
     answer: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the answer, if asked for
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     waits_for: Sequence | None = None  # reads the same prompt; forked when it has
+    adapter: int = -1  # its number; -1: none
     begins_like: Sequence | None = None  # reads blocks that this one begins with, too
     ended: bool = False
     given: tuple[int, ...] = ()  # the answer, where it is known
@@ -192,6 +222,11 @@ class Sequence:
         """Whether the prompt is read."""
         return self.read == len(self.prompt)
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted."""
+        return self.params.prompt_logprobs is not None
+
     def begin_again(self) -> None:
         """Forget the answer so far, and that the prompt was read."""
         self.read, self.begins_like, self.ended = 0, None, False
@@ -199,5 +234,6 @@ class Sequence:
         if self.grammar is not None:
             self.grammar.reset()
         self.logprobs.clear()
+        self.prompt_logprobs.clear()
         if self.pooled is not None:
             self.pooled.begin_again()

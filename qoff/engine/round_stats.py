@@ -1,8 +1,18 @@
-"""What a round has taken."""
+"""What a round did, and what it waited for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Counts(NamedTuple):
+    """Tokens of a round, as in `RoundStats`."""
+
+    read: int
+    generated: int
+    drafted: int
+    accepted: int
 
 
 @dataclass(frozen=True)

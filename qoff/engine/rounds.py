@@ -26,10 +26,11 @@ from qoff.system_memory import refusals
 from .adapting import Adapter
 from .batch import BatchSlots, Continuation
 from .calls import Call
+from .draft_model import DraftModel
 from .executor import Executor
 from .prefixes import PrefixIndex, common_blocks
 from .request import Completion, Sequence
-from .round_stats import RoundStats
+from .round_stats import Counts, RoundStats
 from .sampling import Sampler
 from .schedule import Schedule
 
@@ -40,7 +41,8 @@ _KEPT = 4096  # rounds whose numbers are kept, at least
 class Rounds:
     """Admits sequences into the batches of a plan, and computes until they have their answers.
 
-    finish: the answer of a sequence, if it is done. adapter: watches the rounds.
+    finish: the answer of a sequence, if it is done. adapter: watches the rounds. drafts: what
+    drafts answers, if the plan has such a model.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Rounds:
         schedule: Schedule,
         finish: Callable[[Sequence], Completion | None],
         adapter: Adapter | None = None,
+        drafts: DraftModel | None = None,
     ) -> None:
         self._plan, self._executor, self._schedule = plan, executor, schedule
         self._finish, self._adapter = finish, adapter
@@ -70,7 +73,15 @@ class Rounds:
         places = plan.batches * plan.batch_size
         self._sampler = Sampler(executor.limits.vocab_size, places, plan.context, executor.device)
         self._batches = [
-            BatchSlots(executor.new_cache(), self._sampler, first, prefixes, plan.draft_tokens)
+            BatchSlots(
+                executor.new_cache(),
+                self._sampler,
+                first,
+                prefixes,
+                plan.draft_tokens,
+                executor.adapters,
+                None if drafts is None else drafts.new_batch(executor.limits.vocab_size),
+            )
             for first in range(0, places, plan.batch_size)
         ]
 
@@ -239,13 +250,18 @@ class Rounds:
             while self._waiting and batch.free >= len(self._waiting[0]):
                 for sequence in self._waiting.popleft():
                     reads = sequence.waits_for is None and sequence.pooled is None
-                    if self._plan.share_prefixes and reads:
+                    if self._plan.share_prefixes and reads and not sequence.scores_prompt:
                         sequence.begins_like = self._alike(sequence)
                     batch.add(sequence)
 
     def _alike(self, sequence: Sequence) -> Sequence | None:
         """The sequence that begins with most of the blocks that this one begins with."""
-        others = [other for batch in self._batches for other in batch.sequences()]
+        others = [
+            other
+            for batch in self._batches
+            for other in batch.sequences()
+            if other.adapter == sequence.adapter
+        ]
         same = [common_blocks(sequence.prompt[:-1], other.prompt) for other in others]
         best = max(range(len(others)), key=same.__getitem__, default=None)
         return None if best is None or not same[best] else others[best]
@@ -291,7 +307,7 @@ class Rounds:
         alone = len(passes) == 1 and passes[0][1].ragged.is_decode
         generated = self._steps(*passes[0]) if alone else None
         if generated is not None:
-            tokens = 0, generated, 0, 0
+            tokens = Counts(0, generated, 0, 0)
         else:
             if alone:
                 passes[0][1].logit_rows = None  # no other pass will use their memory
@@ -307,8 +323,8 @@ class Rounds:
         if len(self.history) >= 2 * _KEPT:
             del self.history[:_KEPT]
 
-    def _step(self, passes: list[tuple[BatchSlots, ForwardPass]]) -> tuple[int, int, int, int]:
-        """Do each pass once: how many tokens were read, generated, drafted and accepted."""
+    def _step(self, passes: list[tuple[BatchSlots, ForwardPass]]) -> Counts:
+        """Do each pass once."""
         read, continued = 0, list[Continuation]()
         found = self._schedule.round([run for _, run in passes])
         for (batch, run), logits in zip(passes, found, strict=True):
@@ -316,13 +332,10 @@ class Rounds:
             read, continued = read + tokens, continued + more
         if any(run.states is not None for _, run in passes):
             self._finish_done()
-        return read, *self._continue(continued)
+        return self._continue(continued, read)
 
-    def _continue(self, found: list[Continuation]) -> tuple[int, int, int]:
-        """Choose tokens, after a drafted one that is accepted the one that follows, too.
-
-        How many that were, how many were drafted, and how many of these were accepted.
-        """
+    def _continue(self, found: list[Continuation], read: int) -> Counts:
+        """Choose tokens, after a drafted one that is accepted the one that follows, too."""
         generated, drafted, accepted = 0, sum(len(draft) for _, draft in found), 0
         while found:
             generated += self._sampler.draw([rows[0] for rows, _ in found])
@@ -336,7 +349,7 @@ class Rounds:
             accepted += len(found)
         for batch in self._batches:
             batch.forget_rejected()
-        return generated, drafted, accepted
+        return Counts(read, generated, drafted, accepted)
 
     def _steps(self, batch: BatchSlots, run: ForwardPass) -> int | None:
         """Do several steps of the only pass: how many tokens were generated; None where it cannot.

@@ -28,6 +28,7 @@ from qoff.kernels.sampling import (
 from qoff.kernels.upload import on_device
 from qoff.models.forward_pass import NOT_FINITE
 
+from .logits_processors import processed_by
 from .request import Logprob, SamplingParams, Sequence
 
 
@@ -94,7 +95,9 @@ class Sampler:
         None where each token needs more than its logits. What came of it is told to `chose`.
         """
         sequences = [sequence for _, sequence in rows]
-        if self._device.type != "cpu" or any(_early(one) or one.grammar for one in sequences):
+        if self._device.type != "cpu" or any(
+            _early(one) or one.grammar or one.params.logits_processors for one in sequences
+        ):
             return None
         if sequences != self._ahead[0]:
             self._ahead = sequences, _choice(sequences)
@@ -126,7 +129,8 @@ class Sampler:
         params, on_cpu = [row.sequence.params for row in rows], self._device.type == "cpu"
         early = [(i, end) for i, row in enumerate(rows) for end in self._forbidden(row.sequence)]
         matched = [(i, row.sequence.grammar) for i, row in enumerate(rows) if row.sequence.grammar]
-        if on_cpu and not early and not matched and not _penalizes(params[0]):
+        processed = [i for i, each in enumerate(params) if each.logits_processors]
+        if on_cpu and not (early or matched or processed or _penalizes(params[0])):
             return self._compiled([row.logits for row in rows], rows)
         size = self._vocab_size
         logits = torch.empty(len(rows), columns(size), device=self._device)
@@ -138,6 +142,8 @@ class Sampler:
         if early:
             at = self._there(torch.tensor(early)).T
             logits[at[0], at[1]] = -torch.inf
+        for i in processed:
+            logits[i, :size] = processed_by(rows[i].sequence, logits[i, :size])
         for i, grammar in matched:
             logits[i, :size].masked_fill_(self._there(~grammar.allowed()), -torch.inf)
         if on_cpu:
@@ -147,6 +153,25 @@ class Sampler:
         else:
             tokens = draw_(logits, self._there(self._drawn_by(rows)), self._warp(rows))
         return torch.where(finite, tokens, -1)
+
+    @torch.inference_mode()
+    def score_prompt(self, sequence: Sequence, logits: Tensor, first: int) -> None:
+        """Note the log-probabilities of a prompt's tokens from `first` + 1 on.
+
+        logits: float32 [R, vocab_size], after token `first` and those that follow it.
+        """
+        if not sequence.prompt_logprobs:
+            sequence.prompt_logprobs.append(None)
+        tokens = sequence.prompt[first + 1 : first + 1 + len(logits)]
+        most = min(sequence.params.prompt_logprobs or 0, self._vocab_size)
+        step = rows_together(self._vocab_size, most)
+        for at in range(0, len(tokens), step):
+            some = tokens[at : at + step]
+            rows = logits[at : at + len(some)]
+            found = log_probabilities(rows, self._there(torch.tensor(some)), most)
+            each = zip(some, *(x.tolist() for x in self._fetch(list(found))), strict=True)
+            for token, value, rank, best, ids in each:
+                sequence.prompt_logprobs.append(_step(token, value, rank, best, ids, most))
 
     def _compiled(self, logits: Many[Tensor], rows: Many[LogitsRow]) -> Tensor:
         """The token of each row of logits [vocab_size], in one job of the CPU."""
@@ -220,11 +245,8 @@ class Sampler:
         for i, value, rank, best, ids in zip(asked, *parts, strict=True):
             sequence, token = rows[i].sequence, tokens[i]
             if token >= 0:
-                step = {token: Logprob(value, rank)}
                 count = _logprobs(sequence) or 0
-                for place, (other, at) in enumerate(zip(ids[:count], best, strict=False), 1):
-                    step.setdefault(other, Logprob(at, place))
-                sequence.logprobs.append(step)
+                sequence.logprobs.append(_step(token, value, rank, best, ids, count))
 
     def _there(self, host: Tensor) -> Tensor:
         return on_device(host, self._device)
@@ -286,14 +308,24 @@ def _early(sequence: Sequence) -> bool:
     return len(sequence.answer) < sequence.params.min_tokens
 
 
+def _step(
+    token: int, value: float, rank: int, best: list[float], ids: list[int], count: int
+) -> dict[int, Logprob]:
+    """A token's log-probability, and those of the `count` likeliest."""
+    found = {token: Logprob(value, rank)}
+    for place, (other, at) in enumerate(zip(ids[:count], best, strict=False), 1):
+        found.setdefault(other, Logprob(at, place))
+    return found
+
+
 def _append(sequence: Sequence, token: int) -> None:
     """Note a token that was chosen, -1 for none."""
     if token < 0:
-        sequence.error = NOT_FINITE
+        sequence.error = sequence.error or NOT_FINITE
     else:
         sequence.answer.append(token)
         if sequence.grammar is not None:
-            sequence.error = sequence.grammar.take(token)
+            sequence.error = sequence.grammar.take(token) or sequence.error
 
 
 def _penalizes(params: SamplingParams) -> bool:

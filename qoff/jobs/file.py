@@ -6,9 +6,9 @@ import hashlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -38,6 +38,7 @@ class Asked:
     plain: bool  # whether `params` are what nobody asked for
     raw: bool  # prompts are not put into the chat template
     keep_order: bool
+    adapters: Mapping[str, str] = field(default_factory=dict)  # folders by name
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,8 @@ class FileJob:
         """What the answers depend on."""
         asked = self._asked
         says = {"model": fingerprint(checkpoint), "requests": digest, **cache_says(plan)}
+        if asked.adapters:
+            says["adapters"] = {name: _content(Path(x)) for name, x in asked.adapters.items()}
         if self._openai:
             return {**says, "name": asked.model}
         return {**says, "raw": asked.raw, "parameters": asdict(asked.params)}
@@ -216,6 +219,16 @@ def fingerprint(checkpoint: Path) -> str:
         if path.is_file() and path.suffix != _WEIGHTS:  # the index has their checksums
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _content(folder: Path) -> str:
+    """A hash of all files of an adapter, as 64 hex digits."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("adapter_*")):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 

@@ -34,6 +34,9 @@ class Request(Protocol):
     @property
     def params(self) -> SamplingParams: ...
 
+    @property
+    def adapter(self) -> str | None: ...
+
     def answered(self, answers: Sequence[Completion], prompt_tokens: int) -> list[bytes]:
         """Lines of output; `answers`: n of each prompt in order. Raises what `failed` takes."""
 
@@ -90,6 +93,7 @@ class PromptRequest:
     prompts: Any
     params: SamplingParams
     job: str
+    adapter: str | None = None
 
     def answered(self, answers: Sequence[Completion], prompt_tokens: int) -> list[bytes]:
         for one in answers:
@@ -175,7 +179,7 @@ class OpenAIReader(OpenAILines):
             body = kind.model_validate(given.body)
             if body.stream:
                 raise ApiError(400, "an answer in a batch is not streamed", param="stream")
-            check_model(body.model, self.model)
+            check_model(body.model, self.model, self._llm.adapters)
             return OpenAIRequest(known, asked(body, self.model, self._llm))
         except ValidationError as error:
             return Bad(line, known.error(wrong_body(error)))
@@ -216,6 +220,7 @@ class OpenAIRequest:
     def __init__(self, known: Known, asked: Asked) -> None:
         self._known, self._asked, self.line = known, asked, known.line
         self.prompts, self.params = asked.prompts, asked.params
+        self.adapter = asked.adapter
 
     def answered(self, answers: Sequence[Completion], prompt_tokens: int) -> list[bytes]:
         return [self._known.response(200, self._asked.document(answers, prompt_tokens))]

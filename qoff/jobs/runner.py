@@ -202,7 +202,8 @@ class Runner:
                 raise ArgumentError(
                     f"the request is for {one.count} answers; ask for 1 to {self._most or 'many'}"
                 )
-            lengths = self._llm.submit(one.request.prompts, one.request.params, one)
+            asked = one.request
+            lengths = self._llm.submit(asked.prompts, asked.params, one, asked.adapter)
             one.prompt_tokens = sum(lengths)
         except (ArgumentError, ApiError) as error:
             if isinstance(error, ClosedError):

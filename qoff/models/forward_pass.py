@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
+from qoff.kernels.layout.low_rank import LowRanks
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import CachePass, KVCache
 from qoff.kvcache.slots import SlotSubset
@@ -63,6 +64,15 @@ class ResidentActivations:
 
     def prefetch(self) -> None:
         """They are there."""
+
+
+@dataclass(frozen=True)
+class AdaptedRows:
+    """Which adapter each row of a pass has, and what they add to the matrices of each layer."""
+
+    key: tuple[int, ...]  # of each row, -1 for none
+    which: Tensor  # the same, int64 [M]
+    layers: Sequence[Mapping[str, LowRanks]]
 
 
 @dataclass(frozen=True)
@@ -122,11 +132,13 @@ class ForwardPass:
     workspace: LayerWorkspace | None = None
     name: str = "pass"
     states: HiddenStates | None = None  # beside the logits
+    adapters: AdaptedRows | None = None
     # What the decoder sets on the way.
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
     positions: Tensor | None = None  # of each row, on the device; of models that learn them
     hidden: Tensor | None = None  # [M, hidden_size] of the layer at work
+    added: Mapping[str, LowRanks] = field(default_factory=dict)  # by adapters to that layer's
 
     @property
     def input(self) -> Tensor:

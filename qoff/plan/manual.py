@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,10 +43,11 @@ class Plan:
     64 tokens or more of another one attends to their packed form instead of reading them, which is
     rounded. draft_tokens: of each answer, so many tokens are drafted from what it and its prompt
     have so far and go through one pass; those that the model chooses, too, need no passes of their
-    own, which pays where a pass reads weights from disk or host memory. token_s: seconds between
-    two tokens of a sequence at most. adapt: where rounds take longer or less long than expected,
-    the schedule and how many sequences and prompts a round has follow what the machine does then;
-    no token depends on it. Raises ArgumentError for values out of range.
+    own, which pays where a pass reads weights from disk or host memory. draft_model: a small model
+    with the same tokenizer, which stays on the device and drafts them instead. token_s: seconds
+    between two tokens of a sequence at most. adapt: where rounds take longer or less long than
+    expected, the schedule and how many sequences and prompts a round has follow what the machine
+    does then; no token depends on it. Raises ArgumentError for values out of range.
     """
 
     device_memory: MemorySize = MemorySize()  # noqa: RUF009
@@ -62,6 +63,7 @@ class Plan:
     schedule: Literal["block", "sequential"] = "block"
     share_prefixes: bool = False  # prompts that begin alike share packed blocks
     draft_tokens: int = 0  # drafted of an answer, at most; 0: a token a pass
+    draft_model: str | None = None  # a checkpoint that drafts; None: what came before does
     token_s: float | None = None
     adapt: bool = True
     slots: int = 2
@@ -85,6 +87,10 @@ class Plan:
             raise ArgumentError(f"token_s is {self.token_s!r}; use seconds above 0")
         if self.share_prefixes and self.kv.sinks:
             raise ArgumentError("share_prefixes needs sinks=0: sink tokens belong to one sequence")
+        if self.draft_model is not None:
+            object.__setattr__(self, "draft_model", str(self.draft_model))
+            if not self.draft_tokens:
+                raise ArgumentError("draft_model needs draft_tokens: how many it drafts, at most")
         if self.draft_tokens and self.kv.attention_top < 1:
             raise ArgumentError(
                 "draft_tokens needs attention_top=1: only single tokens attend to a part"
@@ -209,6 +215,12 @@ class Memory:
         hidden = plan.hidden_bytes(spec.hidden_size, torch.float32)
         kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
         return cls(blocks, by_purpose(kv, recent, hidden, {DEVICE: work}))
+
+    def beside(self, purposes: Mapping[str, int]) -> Memory:
+        """The same with more on the device, by purpose."""
+        return replace(
+            self, purposes={**self.purposes, DEVICE: {**self.purposes[DEVICE], **purposes}}
+        )
 
     def total(self, tier: str) -> int:
         """Bytes on a tier."""

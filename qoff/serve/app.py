@@ -78,11 +78,12 @@ class Routes:
         return {"prompt": text}
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model()]}
+        names = [self._engine.name, *self._adapters()]
+        return {"object": "list", "data": [self._model(name) for name in names]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        check_model(name, self._engine.name)
-        return self._model()
+        check_model(name, self._engine.name, self._adapters())
+        return self._model(name)
 
     async def health(self) -> Response:
         self._engine.ready()
@@ -97,13 +98,17 @@ class Routes:
     async def metrics(self) -> Response:
         return Response(self._engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    def _model(self) -> dict[str, Any]:
-        llm = self._engine.llm
+    def _adapters(self) -> tuple[str, ...]:
+        return () if self._engine.llm is None else self._engine.llm.adapters
+
+    def _model(self, name: str) -> dict[str, Any]:
+        llm, own = self._engine.llm, self._engine.name
         return {
-            "id": self._engine.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "qoff",
+            "parent": None if name == own else own,
             "max_model_len": None if llm is None else llm.plan.context,
         }
 
@@ -112,7 +117,7 @@ class Routes:
         data = await read_data(request, self._options)
         self._engine.ready()
         found = kind.model_validate_json(data)
-        check_model(getattr(found, "model", None), self._engine.name)
+        check_model(getattr(found, "model", None), self._engine.name, self._adapters())
         return found
 
 

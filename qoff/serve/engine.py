@@ -230,6 +230,7 @@ class Engine:
         prompts: str | list[Any] | Chat,
         params: SamplingParams | PoolingParams,
         receive: Receive,
+        adapter: str | None = None,
     ) -> AsyncIterator[Answers]:
         """Have prompts answered. Leaving gives up what is not done; so does a client that hangs up.
 
@@ -242,7 +243,7 @@ class Engine:
         answers = Answers(count, params.n, loop.time() + self._timeout_s)
         self._running[answers] = answers.count
         self._changed()
-        read = loop.run_in_executor(self._readers, llm.submit, prompts, params, answers)
+        read = loop.run_in_executor(self._readers, llm.submit, prompts, params, answers, adapter)
         watcher = asyncio.create_task(_watch(receive, answers))
         try:
             answers.prompt_tokens = sum(await asyncio.shield(read))

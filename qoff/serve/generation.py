@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 from starlette.responses import Response
@@ -43,9 +43,13 @@ class Generated(Response):
         finally:
             said["tokens"] = sum(self._tokens.values())
 
+    def _answering(self, receive: Receive) -> AbstractAsyncContextManager[Answers]:
+        asked = self._asked
+        return self._engine.answering(asked.prompts, asked.params, receive, asked.adapter)
+
     async def _whole(self, receive: Receive, said: dict[str, Any]) -> bytes:
         asked, done = self._asked, dict[int, Completion]()
-        async with self._engine.answering(asked.prompts, asked.params, receive) as answers:
+        async with self._answering(receive) as answers:
             said["prompt_tokens"] = answers.prompt_tokens
             async for piece in self._pieces(answers):
                 if piece.answer is not None:
@@ -75,7 +79,7 @@ class Generated(Response):
 
     async def _events(self, receive: Receive, said: dict[str, Any]) -> AsyncGenerator[bytes]:
         form, asked = self._asked.form, self._asked
-        async with self._engine.answering(asked.prompts, asked.params, receive) as answers:
+        async with self._answering(receive) as answers:
             said["prompt_tokens"] = answers.prompt_tokens
             texts: dict[int, TextStream] = {}
             stops = [*asked.params.stops, *([] if asked.calls is None else [OPEN])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import pytest
 from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine.batch import BatchSlots
 from qoff.engine.drafts import continued
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.plan import Plan
-from tests.tiny_models import tiny_checkpoint
+from tests.module_models import module_checkpoint
+from tests.tiny_models import save_tokenizer, tiny_checkpoint
 
 PLAN = Plan(batch_size=3, context=300, kv=KVQuant(window=16))
 LOOP = [5, 6, 7, 8, 9] * 20  # prompts and answers that repeat themselves
@@ -123,9 +125,56 @@ def test_the_cache_remembers_what_was_accepted_alone(
     assert rounds > 0
 
 
+@pytest.mark.parametrize("family", ["llama-head64", "llama-head64-deep"])
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 0.3, "seed": 5, "n": 2}])
+def test_a_small_model_drafts_and_changes_no_token(
+    family: str,
+    how: dict[str, object],
+    checkpoint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    small = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
+    plan = replace(PLAN, prefill_tokens=40, draft_model=str(small), draft_tokens=4)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **how)  # type: ignore[arg-type]
+    with LLM(checkpoint, replace(PLAN, prefill_tokens=40), device="cpu") as llm:
+        wanted = [x.token_ids for x in llm.generate(PROMPTS * 2, params)]
+        without = llm.memory.total("device")
+    with LLM(checkpoint, plan, device="cpu") as llm:
+        assert [x.token_ids for x in llm.generate(PROMPTS * 2, params)] == wanted
+        drafted, accepted = (sum(getattr(one, what) for one in llm.rounds)
+                             for what in ("drafted", "accepted"))  # fmt: skip
+        counted = llm.memory_by_tier()["device"]["draft model"]
+        assert llm._drafts is not None
+        assert counted > llm._drafts._executor.runtime.residency.resident_bytes
+        assert llm.memory.total("device") > without + counted
+        if family == "llama-head64" and how["temperature"] == 0:  # it drafts for itself
+            assert accepted > 0.8 * drafted
+            assert len(llm.rounds) < 40  # of 80 tokens in each slot
+    assert drafted > 0
+
+
+def test_models_that_cannot_draft_are_refused(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    base = tmp_path_factory.getbasetemp()
+    other = shutil.copytree(tiny_checkpoint(base, "llama-head64"), tmp_path / "other")
+    save_tokenizer(other, 100)
+    plan = replace(PLAN, draft_tokens=3)
+    with pytest.raises(ArgumentError, match="has another tokenizer than the model"):
+        LLM(checkpoint, replace(plan, draft_model=str(other)), device="cpu")
+    modules = module_checkpoint(base, "bloom")
+    with pytest.raises(ArgumentError, match="needs an architecture that qoff computes itself"):
+        LLM(checkpoint, replace(plan, draft_model=str(modules)), device="cpu")
+    with LLM(checkpoint, PLAN, device="cpu") as llm:
+        bound = llm.memory.total("device") + 100_000
+    with pytest.raises(BudgetError, match=r"draft_model .* does not fit"):
+        LLM(checkpoint, replace(plan, draft_model=str(checkpoint), device_memory=bound))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"draft_model": "x"}, "draft_model needs draft_tokens"),
         ({"draft_tokens": -1}, "draft_tokens is -1; use a whole number from 0"),
         ({"draft_tokens": 2, "kv": KVQuant(attention_top=0.5)}, "draft_tokens needs attention_top"),
     ],

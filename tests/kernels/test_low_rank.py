@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,7 +41,8 @@ def ranks() -> LowRanks:
 def test_each_row_has_its_adapter(ranks: LowRanks, tokens: int, rows: slice) -> None:
     x, which = torch.randn(tokens, K), torch.arange(tokens) % 5 - 1
     norm, bias = Norm(torch.rand(K), 1e-5), torch.randn(rows.stop - rows.start)
-    for more in ({}, {"norm": norm, "bias": bias}):
+    both: list[dict[str, Any]] = [{}, {"norm": norm, "bias": bias}]
+    for more in both:
         found = cpu.low_rank(x, ranks, which, rows, **more)
         assert_close(found, reference.low_rank(x, ranks, which, rows, **more))
         alone = found[(which < 0) | (which == 1)]
@@ -52,7 +55,7 @@ def test_a_bias_of_each_row_goes_into_the_product(gated: bool) -> None:
     packed = quantize(torch.randn(N, K), 4, 32, "rtn", "rows16")
     x, bias = torch.randn(5, K), torch.randn(5, N)
     bias[2] = 0
-    end = {"end": GATED_SILU} if gated else {"residual": torch.randn(5, N)}
+    end: dict[str, Any] = {"end": GATED_SILU} if gated else {"residual": torch.randn(5, N)}
     found = cpu.w4_linear(x, packed, bias=bias, **end)
     wanted = reference.w4_linear(x, packed, bias=bias, **end)
     assert_close(found, wanted, tolerance=INT16_ACTIVATIONS)

@@ -87,6 +87,7 @@ def running(
     options: ServeOptions = OPTIONS,
     plan: Plan = PLAN,
     files: Path | None = None,
+    **options_of_llm: Any,
 ) -> Iterator[Running]:
     """files: folder of its files and batches; None: it has none."""
     from qoff.serve.batches import open_batches
@@ -96,7 +97,7 @@ def running(
     batches = None if files is None else open_batches(files, MODEL, 1 << 20, 3 << 20)
     engine = Engine(MODEL, options.max_queue, options.request_timeout_s, batches)
     with Server(engine, options) as server:
-        engine.start(LLM(checkpoint, plan))
+        engine.start(LLM(checkpoint, plan, **options_of_llm))
         try:
             yield Running(server, engine)
         finally:

@@ -23,8 +23,9 @@ class LinearArguments(ctypes.Structure):
     _fields_ = (
         *int64s(
             "x", "x_stride", "tokens", "k", "n", "codes", "scale_min", "wide", "group", "bits",
-            "bias", "bias_stride", "residual", "residual_stride", "activation", "gated", "score", "more", "out",
-            "out_stride", "high", "low", "scales", "normed", "scratch", "planes", "row_norms",
+            "bias", "bias_stride", "residual", "residual_stride", "activation", "gated", "score",
+            "more", "out", "out_stride", "high", "low", "scales", "normed", "scratch", "planes",
+            "row_norms",
         ),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -34,8 +35,8 @@ class LinearArguments(ctypes.Structure):
 
 
 (X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, BIAS_STRIDE, RESIDUAL,
- RESIDUAL_STRIDE, ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED, SCRATCH, PLANES,
- ROW_NORMS, SCALE, SOFT_CAP, NORM, ROWS) = offsets(LinearArguments)  # fmt: skip
+ RESIDUAL_STRIDE, ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED,
+ SCRATCH, PLANES, ROW_NORMS, SCALE, SOFT_CAP, NORM, ROWS) = offsets(LinearArguments)  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 _LARGEST = (127, 32512)  # of one int8 plane, and of two: 127 * 256, so that both stay in range
 _TOKENS = 4  # tokens of the widest tile

@@ -63,8 +63,9 @@ def w4_linear(
     """y = norm(x) @ W.T + bias, with what `end` says of it, computed on the packed weight.
 
     x: float32 [M, K], rows contiguous. weight: QTensor [N, K], packing rows16.
-    norm: float32, applied to x first. bias: float32 [N], or [M, N]. activation_bits: 16, or 8, which is up to
-    twice as fast for many tokens and rounds each group of x to 255 levels (llama.cpp computes so).
+    norm: float32, applied to x first. bias: float32 [N], or [M, N]. activation_bits: 16, or 8,
+    which is up to twice as fast for many tokens and rounds each group of x to 255 levels (llama.cpp
+    computes so).
     residual, out: float32 [M, N] (or N/2, where gated); out may be residual or x itself. Returns
     out. Raises OpError for any other dtype, shape, stride or packing, and for a score or a soft cap
     behind a norm or a gate.

@@ -69,9 +69,7 @@ class SimulatedOps:
         self._machine.compute(self._device.call_s)
         return torch.empty_like(x) if out is None else out
 
-    def low_rank(
-        self, x: Tensor, ranks: LowRanks, which: Tensor, rows: slice, **_: Any
-    ) -> Tensor:
+    def low_rank(self, x: Tensor, ranks: LowRanks, which: Tensor, rows: slice, **_: Any) -> Tensor:
         self._machine.compute(self._device.call_s)
         return x.new_empty(len(x), rows.stop - rows.start)
 

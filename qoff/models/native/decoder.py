@@ -184,7 +184,8 @@ class Decoder:
             memory = [part for both in tables for part in both] + run.workspace.memory
             if on_gpu is None:
                 memory += [ragged.positions, ragged.slots]
-            key = (key, *(part.data_ptr() for part in memory))
+            adapted = None if run.adapters is None else run.adapters.key
+            key = (key, adapted, *(part.data_ptr() for part in memory))
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         stays = isinstance(run.activations, ResidentActivations) and not cached.moves
         if key is not None and self.resident and stays:

@@ -41,6 +41,8 @@ class Layer:
 
     def steps(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
         """Compute a layer; yields the tiles it waits for. Returns the hidden states."""
+        if run.adapters is not None:
+            run.added = run.adapters.layers[layer]
         if names.POSITIONS in weights:
             yield from self._add_positions(weights, run)
         attended = yield from self._attention(layer, weights, run)

@@ -45,11 +45,19 @@ class Linear:
         """
         matrix, bias = weights[name], vector(weights, f"{name}.bias")
         if isinstance(matrix, TiledMatrix):
-            return (yield from self._by_tiles(run, matrix, bias, x, norm, end, residual, out, part))
-        added = _there(run, residual, part)
+            return (
+                yield from self._by_tiles(
+                    run, name, matrix, bias, x, norm, end, residual, out, part
+                )
+            )
+        matrix = cast(QTensor, matrix)
+        added, source = _there(run, residual, part), cast(Tensor, _there(run, x, part))
+        if name in run.added:
+            rows = slice(0, matrix.shape[0])
+            bias = self._with_adapters(run, name, source, rows, norm, bias, part)
         return self._ops.w4_linear(
-            cast(Tensor, _there(run, x, part)),
-            cast(QTensor, matrix),
+            source,
+            matrix,
             norm=norm,
             bias=bias,
             residual=added,
@@ -57,9 +65,25 @@ class Linear:
             out=added if out is residual else _there(run, out, part),
         )
 
+    def _with_adapters(
+        self,
+        run: ForwardPass,
+        name: str,
+        x: Tensor,
+        rows: slice,
+        norm: Norm | None,
+        bias: Tensor | None,
+        part: slice,
+    ) -> Tensor:
+        """The bias of these rows of a matrix, for each token with what its adapter adds."""
+        assert run.adapters is not None
+        which = run.adapters.which[part]
+        return self._ops.low_rank(x, run.added[name], which, rows, norm=norm, bias=bias)
+
     def _by_tiles(
         self,
         run: ForwardPass,
+        name: str,
         matrix: TiledMatrix,
         bias: Tensor | None,
         x: Rows,
@@ -85,11 +109,15 @@ class Linear:
             added = None if end.post_norm else _there(run, residual, part)
             if added is not None:
                 added = added[:, columns] if direct else added[:, columns].contiguous()
+            here = slice(tile.first_row, tile.stop)
+            plus = None if bias is None else bias[here]
+            if name in run.added:
+                plus = self._with_adapters(run, name, source, here, norm, plus, part)
             some = self._ops.w4_linear(
                 source,
                 rows,
                 norm=norm,
-                bias=None if bias is None else bias[tile.first_row : tile.stop],
+                bias=plus,
                 residual=added,
                 end=end.by_element,
                 out=target if direct else None,

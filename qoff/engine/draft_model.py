@@ -1,0 +1,158 @@
+"""Drafts of a small model that is in memory beside the large one.
+
+Leviathan et al., arXiv 2211.17192; here the large model's choice alone counts, so tokens are those
+that come without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.load import has_tokenizer, load_tokenizer
+from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kvcache.slots import SlotCache
+from qoff.kvcache.store.placement import DEVICE, KVPlacement
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.modules.decoder import is_modules
+from qoff.plan import Plan
+from qoff.units import format_size
+
+from .executor import CpuExecutor, Executor
+from .request import Sequence
+
+
+class DraftModel:
+    """A resident model with KV caches like those of the model that it drafts for.
+
+    plan: the large model's. Raises ArgumentError for one with another tokenizer or that runs
+    through transformers' modules, BudgetError where it does not fit, and what `Executor` does.
+    """
+
+    def __init__(
+        self, path: Path, plan: Plan, own: ExitStack, tokenizer: Any, **options: Any
+    ) -> None:
+        checkpoint = Checkpoint.open(path)
+        if is_modules(checkpoint):
+            raise ArgumentError(
+                f"draft_model {path}: needs an architecture that qoff computes itself"
+            )
+        _check_tokenizer(path, tokenizer)
+        small = replace(
+            plan,
+            draft_model=None,
+            draft_tokens=0,
+            share_prefixes=False,
+            kv_placement=KVPlacement(),
+            activations="device",
+            host_memory=None,
+        )
+        self._executor: Executor = CpuExecutor(checkpoint, small, own, **options)
+        residency = self._executor.runtime.residency
+        weights = residency.device_bytes - residency.workspace
+        self.nbytes = weights + self._executor.memory.total(DEVICE)
+        if residency.slots:
+            raise BudgetError(
+                f"draft_model {path}: does not fit in memory as a whole, which it needs to, beside "
+                f"its KV cache; the budget is {format_size(plan.device_memory or 0)}"
+            )
+
+    def new_batch(self, vocab_size: int) -> DraftBatch:
+        """For a batch of the large model, whose tokens are so many."""
+        return DraftBatch(self._executor, vocab_size)
+
+
+def _check_tokenizer(path: Path, tokenizer: Any) -> None:
+    """Raise ArgumentError for a checkpoint whose tokens mean something else."""
+    if tokenizer is None or not has_tokenizer(path):
+        raise ArgumentError(f"draft_model {path}: both models need a tokenizer, to be compared")
+    if load_tokenizer(path, False).get_vocab() != tokenizer.get_vocab():
+        raise ArgumentError(
+            f"draft_model {path}: has another tokenizer than the model; use one of its family"
+        )
+
+
+class DraftBatch:
+    """What the draft model has read of the sequences in the slots of a batch."""
+
+    def __init__(self, executor: Executor, vocab_size: int) -> None:
+        self._executor = executor
+        self._vocab_size = min(vocab_size, executor.limits.vocab_size)  # tables may be padded
+        self._limit = executor.limits.position_limit
+        self._cache: SlotCache = executor.new_cache()
+        self._read: dict[int, tuple[Sequence, list[int]]] = {}  # by slot, with tokens
+
+    def propose(self, wanted: Mapping[int, tuple[Sequence, int]]) -> dict[int, list[int]]:
+        """What the model would answer, by slot; up to so many tokens of each sequence."""
+        wanted = {slot: one for slot, one in wanted.items() if self._takes(*one)}
+        self._settle({slot: sequence for slot, (sequence, _) in wanted.items()})
+        drafts: dict[int, list[int]] = {slot: [] for slot in wanted}
+        pending = {}
+        for slot, (sequence, _) in wanted.items():
+            tokens = [*sequence.prompt, *sequence.answer]
+            pending[slot] = tokens[len(self._read[slot][1]) :]
+        while pending:
+            chosen = self._pass(pending)
+            following: dict[int, list[int]] = {}
+            for slot, left in pending.items():
+                if left:  # of a long prompt
+                    following[slot] = left
+                    continue
+                drafts[slot].append(chosen[slot])
+                # All that is drafted has to be forgotten again without unpacking anything.
+                if len(drafts[slot]) < wanted[slot][1] and self._cache.room(slot) > 1:
+                    following[slot] = [chosen[slot]]
+            pending = following
+        return drafts
+
+    def _takes(self, sequence: Sequence, most: int) -> bool:
+        """Whether this model can go on with a sequence."""
+        length, limit = len(sequence.prompt) + len(sequence.answer) + most, self._limit
+        fits = limit is None or length <= limit
+        return fits and max(*sequence.prompt, *sequence.answer) < self._vocab_size
+
+    def _settle(self, sequences: Mapping[int, Sequence]) -> None:
+        """Forget other sequences that were in these slots, and drafts that were rejected."""
+        wrong = [0] * self._cache.sequences
+        for slot, sequence in sequences.items():
+            known, read = self._read.get(slot, (None, []))
+            if known is not sequence:
+                self._cache.reset(slot, len(sequence.prompt) + sequence.max_tokens)
+                read = []
+            del read[self._cache.lengths[slot] :]  # where a pass was interrupted
+            tokens = [*sequence.prompt, *sequence.answer[:-1]]
+            same = len(read)
+            if read != tokens[:same]:
+                pairs = enumerate(zip(read, tokens, strict=False))
+                same = next((i for i, (a, b) in pairs if a != b), len(tokens))
+            wrong[slot] = len(read) - same
+            del read[same:]
+            self._read[slot] = sequence, read
+        if any(wrong):
+            self._cache.forget_each(wrong)
+
+    def _pass(self, pending: dict[int, list[int]]) -> dict[int, int]:
+        """Read of what is pending as much as a pass may, and take it away; what may follow."""
+        plan, executor = self._executor.plan, self._executor
+        spans, tokens = list[Span](), list[int]()
+        for slot in sorted(pending):
+            some = pending[slot][: plan.pass_tokens - len(tokens)]
+            if some:
+                spans.append(Span(slot, len(tokens), len(some), self._cache.lengths[slot]))
+                tokens += some
+        last = torch.tensor([span.start + span.count - 1 for span in spans])
+        run = ForwardPass(torch.tensor(tokens), Ragged(tuple(spans)), self._cache, last)
+        run.workspace = executor.workspace
+        logits = executor.runtime.forward(run)
+        found = logits[:, : self._vocab_size].argmax(1).tolist()
+        for span in spans:
+            self._read[span.slot][1].extend(pending[span.slot][: span.count])
+            del pending[span.slot][: span.count]
+        return {span.slot: token for span, token in zip(spans, found, strict=True)}
