@@ -24,8 +24,10 @@ class Embedded(Response):
         self._engine, self._body, self._params = engine, body, body.params()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = self._body
-        async with self._engine.answering(body.input, self._params, receive) as answers:
+        body, there = self._body, self._engine.ready().adapters
+        adapter = body.model if body.model in there else None  # which the engine refuses
+        asked = self._engine.answering(body.input, self._params, receive, adapter)
+        async with asked as answers:
             async for piece in answers.pieces():
                 if piece.answer is not None:
                     check_answer(piece.answer)
