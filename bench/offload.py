@@ -32,6 +32,7 @@ from qoff.engine.round_stats import RoundStats
 from qoff.errors import BudgetError
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.measure.samples import Samples
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.plan import Plan
 from qoff.units import format_size
 
@@ -61,8 +62,10 @@ class Work:
 class Case:
     """One plan, which answers the same prompts over and over."""
 
-    def __init__(self, path: Path, work: Work, plan: Plan, device: str) -> None:
-        self.llm = LLM(path, plan, device=device)
+    def __init__(
+        self, path: Path, work: Work, plan: Plan, device: str, hooks: Instrumentation = PLAIN
+    ) -> None:
+        self.llm = LLM(path, plan, device=device, _instrumentation=hooks)
         self._work = work
         vocab = self.llm.runtime.spec.vocab_size
         numbers = torch.Generator().manual_seed(1)

@@ -1,31 +1,60 @@
-"""bench.planner predicts every plan that it measures. No time is asserted."""
+"""bench.planner's measures, small. No time is asserted."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from bench import planner
-from tests.plan.machines import machine
+from bench.planner import flexgen, regret, rounds
+from bench.planner.candidates import Candidates
+from qoff.plan import Plan
+from qoff.plan.workload import Lengths, Workload
+from tests.plan.machines import MIB, machine, sizes
 from tests.tiny_models import tiny_checkpoint
 
 
 def test_every_plan_is_measured_and_predicted(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
-    monkeypatch.setattr(planner, "fetch_checkpoint", lambda: path)
-    monkeypatch.setattr(planner, "measured_profile", lambda *_: machine())
-    out = tmp_path / "found.json"
-    planner.main(["--quick", "--out", str(out)])
-    content = json.loads(out.read_text())
-    found = content["measured"]
-    assert len(found) + sum("refused" in note for note in content["notes"]) == 10
-    resident, half = found["135M: all resident"], found["135M: 50% of the weights"]
-    assert resident["busy_s"]["disk read"] == 0
-    assert half["busy_s"]["disk read"] > 0
-    twice = found["135M: 50%, sequential"]["busy_s"]["disk read"]
-    assert twice == pytest.approx(2 * half["busy_s"]["disk read"])
-    assert half["predicted_s"] > resident["predicted_s"]
+    monkeypatch.setattr(rounds, "measured_profile", lambda *_: machine())
+    runs = rounds.measured(path, rounds.Work(2, 2, 128, 8), 1)
+    assert len(runs.found) + len(runs.refused) == 10
+    busy = {label: one.decode.busy for label, one in runs.found.items()}
+    half = busy["50% of the weights"]["disk read"]
+    assert busy["all resident"]["disk read"] == 0 < half
+    assert busy["50%, sequential"]["disk read"] == pytest.approx(2 * half)
+    plain = rounds.Factors()
+    for one in runs.found.values():
+        assert plain.seconds(one) == pytest.approx(one.decode.seconds)
+    fitted = rounds.Factors.fitted(runs)
+    least, before = (
+        sum(abs(f.seconds(one) / runs.median(x) - 1) for x, one in runs.found.items())
+        for f in (fitted, plain)
+    )
+    assert least < before
+
+
+def test_flexgens_figures_follow_from_its_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexgen, "_ours", lambda *_: None)
+    report = flexgen.measure(quick=True)
+    assert len(report.bars) == 2
+    assert all(bar.met for bar in report.bars)
+    shipped = report.measured["OPT-30B, prompt 512"]
+    assert shipped["predicted"] == pytest.approx(7.136, abs=1e-3)
+    kinds = {x: one["kind"] for x, one in report.measured.items()}
+    assert kinds["OPT-175B, prompt 512"] == "disk fitted to this row"
+    assert all("fit" in kind for x, kind in kinds.items() if "compressed" in x)
+
+
+def test_candidates_fit_and_are_different() -> None:
+    work = Workload(Lengths.of(256), Lengths.of(64), 6)
+    there = machine(device=8 * MIB)
+    drawn = Candidates(sizes(), there, work, Plan(context=work.context)).drawn(5, seed=0)
+    assert len({repr(one.plan) for one in drawn}) == 5
+    assert all(sum(one.bytes_by_tier()["device"].values()) <= 8 * MIB for one in drawn)
+
+
+def test_regret_is_of_the_first_plan() -> None:
+    assert regret.ratio([[2.0, 1.0], [4.0, 2.0], [3.0, 9.0]]) == pytest.approx(1.5)
+    low, high = regret.interval([[2.0, 1.0], [2.0, 1.0]])
+    assert low == high == 2.0

@@ -1,0 +1,1 @@
+"""Whether the planner is right: its predictions beside runs, its choices beside others."""

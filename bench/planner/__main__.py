@@ -1,0 +1,37 @@
+"""Whether the planner is right: each measure alone with `--only`, or all of them.
+
+links: link-bound rounds over simulated links. rounds: real plans on two models, each predicted with
+constants fitted on the other. regret: the chosen plan beside random ones that were run. grid:
+beside all of a grid, in virtual time. budgets: bytes at the peak, and a cgroup that kills what
+takes more. flexgen: its published figures by its own model, and qoff on its machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from bench.harness import Report
+
+MEASURES = ("links", "rounds", "regret", "grid", "budgets", "flexgen")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the measures that are named, or all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=MEASURES)
+    parser.add_argument("--quick", action="store_true", help="small cases, few rounds")
+    parser.add_argument("--out", type=Path, help="folder of the JSON; default bench/results")
+    args = parser.parse_args(argv)
+    for name in args.only:
+        measure: Callable[[bool], Report] = import_module(f"bench.planner.{name}").measure
+        report = measure(args.quick)
+        report.publish(args.out and args.out / f"{report.name}.json")
+
+
+if __name__ == "__main__":
+    main()
