@@ -84,7 +84,7 @@ class Explained:
             yield f"no plan is faster than {1 + gap:.2f} times this one, by the same model"
 
     def changes(self) -> list[tuple[str, ...]]:
-        """Rows: what would be changed, new tokens/s, and how much faster it would be."""
+        """Rows: what would be changed, new tokens/s, and how much faster, by the model alone."""
         rows: list[tuple[str, ...]] = []
         for name, machine, template in self._others():
             try:
