@@ -154,7 +154,10 @@ def fraction(text: str | float) -> float:
     """A fraction, or the one that "on" means. Raises ValueError for other text."""
     from qoff.kvcache.quant import SPARSE_TOP
 
-    return SPARSE_TOP if text == "on" else float(text)
+    try:
+        return SPARSE_TOP if text == "on" else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no fraction; use one, or on") from None
 
 
 @dataclass(frozen=True)

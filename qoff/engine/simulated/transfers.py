@@ -17,7 +17,7 @@ from qoff.memory import DiskReader
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.copy_stream import Copy, CopyStream, Event
 from qoff.memory.io.direct import DirectFile
-from qoff.memory.io.disk import ReadRequest
+from qoff.memory.io.disk import ReadRequest, Run
 from qoff.memory.io.spill import SpillFile
 
 from .machine import VirtualLink, VirtualMachine
@@ -69,6 +69,10 @@ class SimulatedReader(DiskReader):
         self._link.ask()
         return super().submit_parts(path, parts, urgent)
 
+    def submit_runs(self, path: Path, runs: Sequence[Run], dest: Tensor) -> ReadRequest:
+        self._link.ask()
+        return super().submit_runs(path, runs, dest)
+
     def _open(self, path: Path) -> DirectFile:
         return _NoFile(path, self._link)
 
@@ -105,6 +109,9 @@ class SimulatedCopies(Copies):
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Time passes where `call` says how many bytes move."""
+
+    def copy_runs(self, runs: Sequence[Run], dest: Tensor, source: Tensor) -> None:
+        """As `copy`."""
 
     def put(self, dest: Tensor, source: Tensor) -> None:
         """As `copy`."""

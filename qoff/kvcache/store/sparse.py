@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS, BlockTable, Bounds
 from qoff.memory.arena import Arena
+from qoff.memory.io.disk import Run
 
 from .ring import BlockRing, LayerFetches
 
@@ -92,16 +92,7 @@ class BlockBounds:
         self._credit = min(self._credit + earned, chosen.size)
 
 
-@dataclass(frozen=True)
-class RecordRun:
-    """Neighbouring bytes that go from one place to another."""
-
-    source: int
-    dest: int
-    nbytes: int
-
-
-def record_runs(sources: Numbers, dests: Numbers, nbytes: int) -> list[RecordRun]:
+def record_runs(sources: Numbers, dests: Numbers, nbytes: int) -> list[Run]:
     """Records of so many bytes, sources ascending, as runs of those that follow each other."""
     if not len(sources):
         return []
@@ -109,7 +100,7 @@ def record_runs(sources: Numbers, dests: Numbers, nbytes: int) -> list[RecordRun
     starts = np.flatnonzero(np.concatenate(([True], breaks)))
     counts = np.diff(np.append(starts, len(sources)))
     return [
-        RecordRun(source, dest, count * nbytes)
+        Run(source, dest, count * nbytes)
         for source, dest, count in zip(
             sources[starts].tolist(), dests[starts].tolist(), counts.tolist(), strict=True
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -268,25 +269,21 @@ class TieredBlocks(BlockStore):
         numbers, nbytes = blocks[rows], self.forms[layer].nbytes
         inside = heads * nbytes
         dests = places[rows] * self.plan.stride + inside
-        disk = np.count_nonzero(numbers < self._bases[HOST])
+        disk = int(np.count_nonzero(numbers < self._bases[HOST]))
         futures: list[Future[None]] = []
         if disk:
             assert self.spill is not None
             self._settle(layer, np.unique(numbers[:disk]).tolist())
             sources = self._offset(layer, 0) + numbers[:disk] * self.plan.stride + inside[:disk]
-            parts = [
-                (run.source, memory[run.dest : run.dest + run.nbytes])
-                for run in record_runs(sources, dests[:disk], nbytes)
-            ]
-            futures.append(self.spill.read_parts(parts))
+            found = record_runs(sources, dests[:disk], nbytes)
+            futures.append(self.spill.read_runs(found, memory))
         if disk < len(numbers):
             pool, record = self.pools[HOST].layers[layer].flatten(), self.plan.record_bytes[layer]
             sources = (numbers[disk:] - self._bases[HOST]) * record + inside[disk:]
-            pairs = [
-                (memory[run.dest : run.dest + run.nbytes], pool[run.source :][: run.nbytes])
-                for run in record_runs(sources, dests[disk:], nbytes)
-            ]
-            futures.append(self._copies.submit(pairs, "host to device", f"KV of layer {layer}"))
+            found = record_runs(sources, dests[disk:], nbytes)
+            move = partial(self._copies.copy_runs, found, memory, pool)
+            moved, name = nbytes * (len(numbers) - disk), f"KV of layer {layer}"
+            futures.append(self._copies.call(move, moved, "host to device", name))
         return futures
 
     def _keep_bounds(self, layer: int, blocks: Sequence[int], records: Sequence[Tensor]) -> None:

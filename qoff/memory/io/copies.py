@@ -12,6 +12,8 @@ from torch import Tensor
 
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
+from .disk import Run
+
 
 class Copies:
     """Copies one after another, in the order of the calls; their thread waits for nothing else.
@@ -49,6 +51,12 @@ class Copies:
                 dest.copy_(source, non_blocking=True)
             else:
                 np.copyto(dest.numpy(), source.numpy())  # without torch's threads
+
+    def copy_runs(self, runs: Sequence[Run], dest: Tensor, source: Tensor) -> None:
+        """Copy many short runs between host memories, uint8, in a `move` of `call`."""
+        to, origin = dest.numpy(), source.numpy()
+        for run in runs:
+            to[run.dest : run.dest + run.nbytes] = origin[run.source : run.source + run.nbytes]
 
     def put(self, dest: Tensor, source: Tensor) -> None:
         """Copy in a `move` of `call`; it is there on return."""

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from .workers import when_all
 
 Stamp: TypeAlias = tuple[int, int, int]  # bytes, times of modification and of change, in ns
 _BOUNCE = 128 << 10  # bytes per thread for what is not aligned
+_PIECES = 32  # of a scattered read that a thread takes at once
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ class DiskStats:
     bytes: int  # delivered
     busy_s: float  # seconds in which at least one read was in flight
     buffered_files: frozenset[Path]  # their file systems refused O_DIRECT
+
+
+class Run(NamedTuple):
+    """Neighbouring bytes that go from one place to another."""
+
+    source: int
+    dest: int
+    nbytes: int
 
 
 class ReadRequest(Future[None]):
@@ -78,7 +87,7 @@ class DiskReader:
     ) -> None:
         if threads < 1 or chunk < 1 or chunk % mmap.PAGESIZE:
             raise ValueError(f"{threads} threads, {chunk} bytes a read: use 1 thread, whole pages")
-        self._chunk = chunk
+        self._chunk, self._threads = chunk, threads
         self._direct = direct
         self._preadv = preadv
         self._files: dict[Path, DirectFile] = {}
@@ -148,6 +157,26 @@ class DiskReader:
         request.follow([self._workers.submit(chunk, urgent) for chunk in chunks])
         return request
 
+    def submit_runs(self, path: Path, runs: Sequence[Run], dest: Tensor) -> ReadRequest:
+        """Start reading many short runs of a file into `dest`, some by each thread in turn."""
+        request = ReadRequest()
+        try:
+            file = self._file(path)
+        except DiskReadError as error:
+            request.set_exception(error)
+            return request
+        memory, address = dest.numpy().data, dest.data_ptr()
+        each = max(1, min(_PIECES, len(runs) // (2 * self._threads)))
+        request.follow(
+            [
+                self._workers.submit(
+                    partial(self._read_runs, request, file, runs[i : i + each], memory, address)
+                )
+                for i in range(0, len(runs), each)
+            ]
+        )
+        return request
+
     def forget(self, path: Path) -> None:
         """Close a file that will not be read again under this path. No read may be in progress."""
         with self._lock:
@@ -171,6 +200,17 @@ class DiskReader:
         self, request: ReadRequest, file: DirectFile, offset: int, dest: memoryview, address: int
     ) -> None:
         """Read one chunk in the calling thread, and count it."""
+        self._read_runs(request, file, [Run(offset, 0, len(dest))], dest, address)
+
+    def _read_runs(
+        self,
+        request: ReadRequest,
+        file: DirectFile,
+        runs: Sequence[Run],
+        memory: memoryview,
+        address: int,
+    ) -> None:
+        """Read runs in the calling thread, and count them."""
         if request.abandoned:
             raise DiskReadError(f"{file.path}: the read was abandoned")
         with self._lock:
@@ -179,8 +219,11 @@ class DiskReader:
             self._in_flight += 1
         done = 0
         try:
-            file.read(offset, dest, address, self._bounce())
-            done = len(dest)
+            bounce = self._bounce()
+            for run in runs:
+                piece = memory[run.dest : run.dest + run.nbytes]
+                file.read(run.source, piece, address + run.dest, bounce)
+                done += run.nbytes
         finally:
             with self._lock:
                 self._bytes += done

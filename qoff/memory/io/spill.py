@@ -19,7 +19,7 @@ from qoff.memory.arena import PAGE
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 from .direct import set_direct
-from .disk import DiskReader, ReadRequest
+from .disk import DiskReader, ReadRequest, Run
 from .ranges import copy_range
 
 Pwritev = Callable[[int, Sequence[memoryview], int], int]
@@ -66,12 +66,13 @@ class SpillFile:
 
     def read_parts(self, parts: Sequence[tuple[int, Tensor]]) -> ReadRequest:
         """`read` for several (offset, dest) at once."""
-        if self._fd < 0:
-            raise DiskReadError(f"{self.folder}: the spill file is closed")
-        request = self._reader.submit_parts(self._path, parts)
-        self._reads.add(request)
-        request.add_done_callback(self._reads.discard)
-        return request
+        self._check_open()
+        return self._noted(self._reader.submit_parts(self._path, parts))
+
+    def read_runs(self, runs: Sequence[Run], dest: Tensor) -> ReadRequest:
+        """`read` for many short runs, which come to their places in `dest`."""
+        self._check_open()
+        return self._noted(self._reader.submit_runs(self._path, runs, dest))
 
     def write(self, offset: int, source: Tensor) -> Future[None]:
         """Start writing `source`, uint8: whole pages in memory that is aligned to a page.
@@ -115,6 +116,15 @@ class SpillFile:
             all_of_it.callback(self._reader.forget, self._path)
             all_of_it.callback(lambda: self._clock.wait(self._reads))
             self._workers.close()
+
+    def _check_open(self) -> None:
+        if self._fd < 0:
+            raise DiskReadError(f"{self.folder}: the spill file is closed")
+
+    def _noted(self, request: ReadRequest) -> ReadRequest:
+        self._reads.add(request)
+        request.add_done_callback(self._reads.discard)
+        return request
 
     def _open(self) -> tuple[int, bool]:
         """The file's descriptor, and whether it goes around the page cache."""

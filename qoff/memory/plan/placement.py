@@ -133,7 +133,9 @@ def place_in_host(
     chosen = spread_evenly(nbytes, left)
     used = sum(nbytes[unit] for unit in chosen)
     if one_by_one:
-        count = min((left - used) // plan.expert_bytes, len(one_by_one))
+        # Never on both: what is not on the device, and what is on its way there.
+        away = len(one_by_one) - plan.expert_slots + min(plan.expert_slots, _EXPERTS_AT_ONCE)
+        count = min((left - used) // plan.expert_bytes, away)
         plan = replace(plan, host_expert_slots=count)
         return replace(plan, host=chosen, host_weight_bytes=used)
     untied = LM_HEAD in checkpoint.outer.weights
