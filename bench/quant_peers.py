@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -26,19 +26,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from bench.demo import FOLDER, fetch_gguf
+from bench.demo import FOLDER, fetch_float, fetch_gguf
 from bench.harness import Report, arguments
 from bench.peers import native
 from bench.peers.quantizers import PACKAGES, STEPS
+from bench.spread import linear_layers, write
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.checkpoint.layout import QuantEntry
 from qoff.cli.convert import calibration_ids
 from qoff.errors import QoffError
 from qoff.eval.perplexity.metrics import Scores, summarize
 from qoff.eval.perplexity.models import open_float, stored_reference, tokenizer_of
+from qoff.eval.perplexity.records import Records
 from qoff.eval.perplexity.scoring import Sample, evaluate
 from qoff.eval.perplexity.subjects import TransformersSubject
 from qoff.eval.perplexity.windows import cut
@@ -71,14 +74,6 @@ class Peer:
     name: str
     weights: Callable[[Inputs], Weights]
     missing: str = ""
-
-
-def linear_layers(model: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers that qoff packs with `bits`, by name: all but the head."""
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            yield name, module
 
 
 def ours(inputs: Inputs, quant: QuantConfig) -> Weights:
@@ -248,26 +243,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("weights", "bits", *(f"{w}, {t}" for t in chosen for w in ("KL", "more", "perplexity"))),
         notes=[f"{peer.name}: left out: {peer.missing}" for peer in wanted if peer.missing],
     )
-    rows = {p.name: row(p, inputs, chosen) for p in wanted if not p.missing}
-    for name, found in rows.items():
-        add_row(report, name, found, rows[DEFAULT])
+    last_first = sorted(wanted, key=lambda peer: peer.name == DEFAULT)  # it takes longest
+    rows = {p.name: row(p, inputs, chosen) for p in last_first if not p.missing}
+    for peer in wanted:
+        if peer.name in rows:
+            add_row(report, peer.name, rows[peer.name], rows[DEFAULT])
     report.publish(args.out)
 
 
 def moved_demo(folder: Path) -> Path:
     """The demo model off its grid, made once."""
-    from bench.spread import write
-
     path = folder / "SmolLM2-135M-Instruct-moved"
     if not path.exists():
-        from bench.demo import fetch_float
-
         write(fetch_float(), path)
     return path
 
 
 def row(peer: Peer, inputs: Inputs, chosen: Mapping[str, Sample]) -> dict[str, Any]:
-    """What a peer comes to on each text, kept in a file."""
+    """What a peer comes to on each text, kept in a file; what was killed goes on by window."""
     asked = [
         str(inputs.source),
         inputs.ids.shape,
@@ -276,17 +269,30 @@ def row(peer: Peer, inputs: Inputs, chosen: Mapping[str, Sample]) -> dict[str, A
     kept = inputs.folder / f"{digest(peer.name, asked)}.json"
     if kept.exists():
         return dict(json.loads(kept.read_text()))
-    weights, bits = peer.weights(inputs)
+    weights = kept.with_suffix(".safetensors")
+    if not weights.exists():
+        matrices, bits = peer.weights(inputs)
+        partial = weights.with_suffix(".partial")
+        save_file(dict(matrices), partial, {"bits": str(bits)})
+        partial.rename(weights)
+    with safe_open(weights, "pt") as file:
+        bits = float(file.metadata()["bits"])
     model, found = open_float(inputs.source), {}
-    changed(model, weights, peer.name)
+    changed(model, load_file(weights), peer.name)
     subject = TransformersSubject(model, peer.name)
     tokenizer = tokenizer_of(inputs.source)
     for name, sample in chosen.items():
         file = inputs.folder / f"reference-{digest(asked, name)}"
-        with closing(stored_reference(inputs.source, sample, tokenizer, file)) as reference:
-            found[name] = judged(evaluate(subject, sample, reference), sample)
+        journal = kept.with_suffix(f".{name}")
+        with (
+            closing(stored_reference(inputs.source, sample, tokenizer, file)) as reference,
+            closing(Records(journal, {"peer": peer.name})) as records,
+        ):
+            found[name] = judged(evaluate(subject, sample, reference, journal=records), sample)
     print(peer.name, f"{bits:.3f}", *(interval(x["kl"]) for x in found.values()), flush=True)
     kept.write_text(json.dumps({"bits": bits, "texts": found}))
+    for done in (weights, *(kept.with_suffix(f".{name}") for name in chosen)):
+        done.unlink()
     return {"bits": bits, "texts": found}
 
 

@@ -13,16 +13,24 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.demo import fetch_float
-from bench.quant_peers import linear_layers
 from qoff.eval.perplexity.models import open_float
 from qoff.quant import quantize
+
+
+def linear_layers(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers that qoff packs with `bits`, by name: all but the head."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            yield name, module
 
 
 def spread(w: Tensor, random: torch.Generator) -> Tensor:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.quant_peers import linear_layers
-from bench.spread import spread, write
+from bench.spread import linear_layers, spread, write
 from qoff.eval.perplexity.models import open_float
 from qoff.quant import quantize
 from tests.tiny_models import tiny_model
