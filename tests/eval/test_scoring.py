@@ -34,7 +34,7 @@ from qoff.models.runtime import Runtime
 from qoff.models.sources import open_source
 from tests.tiny_models import VOCAB, reference_model, tiny_checkpoint, tiny_model
 
-FAMILY = "llama-head64"
+FAMILY, MIXTURE = "llama-head64", "qwen3-moe"
 
 
 @pytest.fixture(scope="module")
@@ -279,8 +279,9 @@ def test_a_damaged_reference_is_refused(damage: str, runtime: Runtime, tmp_path:
         evaluate(QoffSubject(runtime, "x"), text, Reference(path))
 
 
-def test_a_model_read_from_its_files_layer_by_layer_is_the_same(base: Path) -> None:
-    source, text = tiny_model(base, FAMILY), sample(170, 60, stride=50)
+@pytest.mark.parametrize("family", [FAMILY, MIXTURE])
+def test_a_model_read_from_its_files_layer_by_layer_is_the_same(family: str, base: Path) -> None:
+    source, text = tiny_model(base, family), sample(170, 60, stride=50)
     whole, least = LayerwiseSubject.nbytes(Unconverted.of(open_source(source)))
     found = {}
     for memory in (whole, least):

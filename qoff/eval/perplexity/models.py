@@ -101,11 +101,10 @@ def _too_large(source: Path, bound: int) -> Unconverted | None:
     total, least = LayerwiseSubject.nbytes(model)
     if total <= bound:
         return None
-    if model.spec.experts is not None or least > bound:
+    if least > bound:
         raise BudgetError(
-            f"the reference {source} takes {total:,} bytes in float32"
-            + (f", layer by layer {least:,}" if model.spec.experts is None else "")
-            + f", more than {bound:,}; raise --reference-memory, or make a --reference-file on a "
+            f"the reference {source} takes {total:,} bytes in float32, layer by layer {least:,}, "
+            f"more than {bound:,}; raise --reference-memory, or make a --reference-file on a "
             "larger machine"
         )
     return model

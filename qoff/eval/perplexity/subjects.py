@@ -109,13 +109,17 @@ class LayerwiseSubject:
     """A model that is not converted, read from its files layer by layer, in float32.
 
     Memory holds the weights outside of layers, one layer and the hidden states of the windows that
-    are read together. For dense models of a family that the native decoder runs.
+    are read together. For models of a family that the native decoder runs.
     """
 
     def __init__(self, model: Unconverted, name: str) -> None:
         self.name, self._model = name, model
         self._builder = Builder(model.source, QuantConfig(), requantize=True)
-        self._outer = {w.name: self._builder.floats(w) for w in model.units[-1][1]}
+        outer = {w.name: w for w in model.units[-1][1]}
+        self._table = outer[EMBEDDING]
+        if not model.spec.tie_word_embeddings:  # rows of it are read when they are wanted
+            del outer[EMBEDDING]
+        self._outer = {name: self._builder.floats(w) for name, w in outer.items()}
         self.vocab_size = model.spec.vocab_size
 
     @staticmethod
@@ -130,7 +134,7 @@ class LayerwiseSubject:
     def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
         count, read_at_all = len(windows), windows.shape[1] - 1
         run = Layerwise(self._model.spec, windows[:, :-1])
-        hidden = run.embedded(self._outer[EMBEDDING])
+        hidden = run.embedded(self._builder.rows(self._table, run.ids.flatten()))
         for index, (_, unit) in enumerate(self._model.units[:-1]):
             hidden = run.run(index, {w.name: self._builder.floats(w) for w in unit}, hidden)
         rows = hidden.view(count, read_at_all, -1)
