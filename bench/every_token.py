@@ -112,11 +112,13 @@ class EveryTokenOps:
         if self._window is not None:
             if sinks is not None or shape.soft_cap or shape.window is not None:
                 raise ArgumentError("a window of unpacked tokens is for plain attention alone")
-            parts = [
-                seen_as_they_are(*(x[s.start : s.start + s.count] for x in (q, *exact, k, v)),
-                                 self._window, shape.scale)
-                for s in ragged.spans
-            ]  # fmt: skip
+            parts = []
+            for span in ragged.spans:
+                at = slice(span.start, span.start + span.count)
+                own_k, own_v = (x[at] for x in exact)
+                parts.append(
+                    seen_as_they_are(q[at], own_k, own_v, k[at], v[at], self._window, shape.scale)
+                )
             found = torch.cat(parts).flatten(1)
             return found if out is None else out.copy_(found)
         changed = torch.cat((q, k, v), dim=1).flatten(1)
