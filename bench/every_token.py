@@ -32,6 +32,7 @@ from qoff.models.spec import DecoderSpec
 GGML_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 
 # K and V [tokens, kv_heads, D] of a sequence in a layer, to what is left of them.
+Pair = tuple[Tensor, Tensor]
 RoundTrip = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -112,17 +113,20 @@ class EveryTokenOps:
         if self._window is not None:
             if sinks is not None or shape.soft_cap or shape.window is not None:
                 raise ArgumentError("a window of unpacked tokens is for plain attention alone")
-            parts = []
-            for span in ragged.spans:
-                at = slice(span.start, span.start + span.count)
-                own_k, own_v = (x[at] for x in exact)
-                parts.append(
-                    seen_as_they_are(q[at], own_k, own_v, k[at], v[at], self._window, shape.scale)
-                )
-            found = torch.cat(parts).flatten(1)
+            found = self._in_use(q, exact, (k, v), shape.scale, ragged)
             return found if out is None else out.copy_(found)
         changed = torch.cat((q, k, v), dim=1).flatten(1)
         return self._ops.attention(changed, shape, cache, ragged, sinks=sinks, out=out)
+
+    def _in_use(self, q: Tensor, exact: Pair, packed: Pair, scale: float, ragged: Ragged) -> Tensor:
+        """Attention whose newest tokens are exact, [rows, heads * D]."""
+        assert self._window is not None
+        found = []
+        for span in ragged.spans:
+            at = slice(span.start, span.start + span.count)
+            (k, v), (old_k, old_v) = ([x[at] for x in pair] for pair in (exact, packed))
+            found.append(seen_as_they_are(q[at], k, v, old_k, old_v, self._window, scale))
+        return torch.cat(found).flatten(1)
 
 
 def seen_as_they_are(
