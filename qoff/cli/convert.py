@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,7 @@ from qoff.eval.texts import CALIBRATION_TEXT, read_text
 from qoff.hf.load import local_source
 from qoff.models.convert.convert import convert
 from qoff.models.convert.loss import LossProbe
+from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
 from qoff.quant.matrix import CALIBRATED
 
@@ -25,7 +27,8 @@ from .output import progress_bar
 
 TOKENS = 512  # of a text to calibrate on
 _MUCH = 0.05  # nats a token
-SOLVER_TEXTS, LOSS_TEXTS = 64, 8  # for the solver, and for what formats lose
+_TEXTS = 24  # of which a third is for what formats lose, and the others for the solver
+logger = logging.getLogger(__name__)
 _FORMAT = re.compile(r"(.+)=(\d+),(\d+)")
 
 
@@ -72,17 +75,25 @@ def run(
     trust_remote_code: bool,
     quiet: bool,
     measured: bool,
+    automatic: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Convert a model, with formats chosen for a target; returns what was made, for JSON.
 
-    measured: also what it loses, "kl" with its error, where that can be.
+    measured: also what it loses, "kl" with its error, where that can be. automatic: nobody asked
+    for the solver, so one without calibration will do where there is none.
     """
     if for_ not in ("any", "cpu"):
         raise QoffError(f"--for is 'any' or 'cpu', not {for_!r}")
     text = target.text(quant)
     path = local_source(source, trust_remote_code)
-    ids = None if text is None else calibration_ids(path, text)
+    try:
+        ids = None if text is None else calibration_ids(path, text)
+    except FormatError as error:
+        if target.given or not automatic:
+            raise
+        logger.warning("converting with hqq, without calibration: %s", error)
+        ids, quant = None, replace(quant, solver="hqq")
     chosen: dict[str, Any] = {}
     if target.given and ids is not None:
         with progress_bar("measuring", quiet) as progress:
@@ -103,11 +114,12 @@ def run(
             for_cpu=for_ == "cpu",
             progress=progress,
             trust_remote_code=trust_remote_code,
-            calibration=ids if quant.solver in CALIBRATED else None,
+            calibration=_for_solver(ids, quant),
             probe=probe,
             **options,
         )
     made = Checkpoint.open(out)
+    chosen["solver"] = made.config["quantization_config"]["solver"]
     nbytes = sum(file.nbytes for file in made.files)
     if probe is not None and probe.loss is not None:
         loss = probe.loss
@@ -168,8 +180,9 @@ def formats_of(texts: Iterable[str]) -> dict[str, Format]:
 def calibration_ids(source: Path, file: Path) -> Tensor:
     """Token ids of a text in UTF-8 by the tokenizer of a model, int64 [texts, 512], in order.
 
-    64 pieces spread over a long text; a shorter one has fewer. Raises QoffError for a
-    file without a whole piece, FormatError for a model without a tokenizer.
+    24 pieces spread over a long text; a shorter one has fewer. Raises QoffError for a
+    file without a whole piece, FormatError for a model without a tokenizer, or with one that knows
+    more tokens than the model.
     """
     from qoff.eval.perplexity.models import tokenizer_of
 
@@ -179,15 +192,29 @@ def calibration_ids(source: Path, file: Path) -> Tensor:
         raise QoffError(f"{file}: is not UTF-8 text ({error.reason})") from error
     tokenizer = tokenizer_of(source)
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    config = open_source(source).config()
+    known = (config.get("text_config") or config).get("vocab_size")
+    if known is not None and len(ids) and int(ids.max()) >= known:
+        raise FormatError(
+            f"{source}: its tokenizer says {int(ids.max())}, and the model knows {known} tokens; "
+            "they are not of one model"
+        )
     pieces = len(ids) // TOKENS
     if not pieces:
         raise QoffError(
             f"{file}: has {len(ids)} tokens; calibration needs at least {TOKENS}, "
-            f"better {SOLVER_TEXTS * TOKENS}"
+            f"better {_TEXTS * TOKENS}"
         )
-    kept = min(pieces, SOLVER_TEXTS)
+    kept = min(pieces, _TEXTS)
     chosen = torch.arange(kept) * pieces // kept
     return ids[: pieces * TOKENS].view(pieces, TOKENS)[chosen]
+
+
+def _for_solver(ids: Tensor | None, quant: QuantConfig) -> Tensor | None:
+    """The texts that the solver wants, which losses are not measured on."""
+    if ids is None or quant.solver not in CALIBRATED:
+        return None
+    return ids[torch.arange(len(ids)) % 3 > 0] if len(ids) > 1 else ids
 
 
 def _mixed(
@@ -201,11 +228,9 @@ def _mixed(
     from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
     from qoff.eval.mixing.sensitivity import Sensitivities
     from qoff.models.convert.unconverted import Unconverted
-    from qoff.models.sources import open_source
 
     model = Unconverted.of(open_source(source))
-    step = max(1, len(ids) // LOSS_TEXTS)
-    sensitivities = Sensitivities(model, ids[::step][:LOSS_TEXTS], quant)
+    sensitivities = Sensitivities(model, ids[::3], quant, calibration=_for_solver(ids, quant))
     found = sensitivities.of(progress=progress)
     if target.bits is not None:
         return mixed_for_bits(sensitivities, found, target.bits)

@@ -19,10 +19,10 @@ from .eval import evaluate
 from .finetune import finetune
 from .options import (
     CacheOptions,
+    ConversionOptions,
     DrawOptions,
     Json,
     Model,
-    QuantOptions,
     Raw,
     RunOptions,
     Trace,
@@ -63,7 +63,7 @@ def convert(
         ),
     ],
     out: Annotated[Path, Argument(help="Directory to create.")],
-    weights: QuantOptions,
+    weights: ConversionOptions,
     head_bits: int = Option(6, help="Bits of embedding and head: 4, 6 or 8."),
     weight: list[str] | None = Option(
         None, help="Another format for some matrices, like '*.down_proj=8,64'; repeatable."
@@ -85,18 +85,16 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a model to a qoff checkpoint. Quantized weights keep their codes."""
-    from qoff.quant import QuantConfig
-
     from . import convert as work
 
     target = work.Target(target_bits, max_kl, calibration)
-    formats = work.formats_of(weight or ())
-    quant = QuantConfig(**vars(weights), head_bits=head_bits, weights=formats)
+    quant = weights.quant(head_bits=head_bits, weights=work.formats_of(weight or ()))
     found = work.run(
         source,
         out,
         target,
         quant,
+        automatic=weights.solver == "auto",
         measured=measure,
         for_=for_,
         requantize=requantize,

@@ -210,6 +210,27 @@ class QuantOptions:
 
 
 @dataclass(frozen=True)
+class ConversionOptions(QuantOptions):
+    """The same, where there is time to read a text."""
+
+    solver: str = Option(
+        "auto",
+        help=(
+            "Of weights to quantize: gptq, which calibrates on a text, or hqq, mse or rtn; auto: "
+            "gptq below 8 bits, for a model with a tokenizer."
+        ),
+    )
+
+    def quant(self, **more: Any) -> QuantConfig:
+        """The configuration, "auto" taken for what it is at best."""
+        from qoff.quant import QuantConfig
+
+        best = "gptq" if self.bits < 8 else "hqq"
+        solver = best if self.solver == "auto" else self.solver
+        return QuantConfig(**{**vars(self), "solver": solver}, **more)
+
+
+@dataclass(frozen=True)
 class DrawOptions:
     """How a token is drawn, with the meaning that `qoff.SamplingParams` gives these."""
 

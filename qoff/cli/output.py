@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
@@ -16,6 +17,10 @@ from rich.table import Table
 
 from qoff.interrupts import whole
 
+from .progress import duration
+
+_EACH_S = 10.0  # a line, where there is no terminal
+_PERIOD_S = 3600.0  # of which a bar takes the rate: a layer may take minutes
 Format = Literal["md", "csv", "json"]  # of tables for other programs
 
 
@@ -59,7 +64,10 @@ def print_table(
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, total) that draws a bar on standard error if that is a terminal."""
+    """Yield a function (done, total) that draws a bar on standard error if that is a terminal.
+
+    Elsewhere it writes a line now and then, so that logs say how long it will take.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -67,12 +75,24 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int]
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+    bar = Progress(
+        *columns,
+        console=console,
+        disable=quiet or not console.is_terminal,
+        speed_estimate_period=_PERIOD_S,
+    )
     task = bar.add_task(what)
+    started = said = time.monotonic()
 
     def update(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
+        nonlocal said
+        if not bar.disable:
+            bar.start()
+            bar.update(task, completed=done, total=total)
+        elif not quiet and done < total and time.monotonic() - said > _EACH_S:
+            said = time.monotonic()
+            left = duration((said - started) * (total - done) / max(1, done))
+            print(f"{what}: {done} of {total}, {left} left", file=sys.stderr, flush=True)
 
     try:
         yield update

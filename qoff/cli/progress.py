@@ -36,7 +36,7 @@ def step_progress(before: int, total: int) -> Iterator[Callable[[Told], None]]:
             each = (time.perf_counter() - start) / (told.step - before)
             show(
                 f"step {told.step:,} of {total:,}, loss {told.loss:.4f}, "
-                f"{told.tokens_per_s:,.0f} tokens/s, {_duration((total - told.step) * each)} left",
+                f"{told.tokens_per_s:,.0f} tokens/s, {duration((total - told.step) * each)} left",
                 told.step,
             )
 
@@ -99,14 +99,15 @@ def _showing(total: int | None, quiet: bool) -> Iterator[Callable[..., None]]:
 def _words(counts: Counts, total: int | None) -> str:
     seconds = max(1e-6, time.perf_counter() - counts.started)
     done = counts.skipped + counts.ended
-    left = "" if total is None else _duration((total - done) * seconds / max(1, counts.ended))
+    left = "" if total is None else duration((total - done) * seconds / max(1, counts.ended))
     return (
         f"{done:,} of {'?' if total is None else f'{total:,}'} done, {counts.failed:,} failed, "
         f"{counts.tokens / seconds:,.0f} tokens/s" + (f", {left} left" if left else "")
     )
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as text, in the unit that reads best."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -92,6 +92,7 @@ def test_convert_prints_json(source: Path, tmp_path: Path) -> None:
         "layers": 4,
         "bytes": sum(f.stat().st_size for f in files),
         "kl_tokens": 512,
+        "solver": "rtn",
     }
 
 

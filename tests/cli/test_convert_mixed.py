@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import string
 from pathlib import Path
 
@@ -68,11 +69,24 @@ def test_a_target_is_told_as_a_sentence(source: Path, text: Path, tmp_path: Path
     assert "nats a token, measured on the calibration text" in printed
 
 
-def test_the_calibrated_solver(source: Path, text: Path, tmp_path: Path) -> None:
-    out, options = tmp_path / "out", ("--solver", "gptq", "--group-size", "32")
+def solver(path: Path) -> str:
+    return str(Checkpoint.open(path).config["quantization_config"]["solver"])
+
+
+def test_floats_are_calibrated_unless_that_is_no_use(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
+    out, options = tmp_path / "out", ("--group-size", "32", "--no-measure")
     succeed("convert", source, out, *options, "--calibration", text)
     assert formats(out) == {Format(4, 32)}
-    assert Checkpoint.open(out).config["quantization_config"]["solver"] == "gptq"
+    assert solver(out) == "gptq"
+    succeed("convert", source, tmp_path / "wide", *options, "--bits", 8)
+    assert solver(tmp_path / "wide") == "hqq"
+    bare = tmp_path / "bare"
+    shutil.copytree(source, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    succeed("convert", bare, tmp_path / "no-tokenizer", *options)
+    assert solver(tmp_path / "no-tokenizer") == "hqq"
+    assert "tokenizer" in fail("convert", bare, tmp_path / "asked", *options, "--solver", "gptq")
 
 
 def test_a_text_comes_with_qoff(source: Path, text: Path, tmp_path: Path) -> None:

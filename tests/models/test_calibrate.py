@@ -107,7 +107,6 @@ def test_formats_are_those_asked_for_in_both_packings(
     [
         ("llama", GPTQ, None, QuantizationError, "needs a text to calibrate on"),
         ("llama", QuantConfig(group_size=32), texts(2, 8), QuantizationError, "no calibration"),
-        ("opt", GPTQ, texts(1, 300), ArgumentError, "up to 256 tokens"),
         ("llama", GPTQ, texts(2, 8)[0], ArgumentError, r"\[texts, tokens\], not \[8\]"),
         ("llama", GPTQ, texts(2, 0), ArgumentError, r"\[texts, tokens\], not \[2, 0\]"),
         ("llama", GPTQ, texts(2, 8) + VOCAB, ArgumentError, "token ids are 0 to 127"),
@@ -126,6 +125,18 @@ def test_what_cannot_be_calibrated_is_refused(
     with pytest.raises(error, match=message):
         convert(path, tmp_path / "out", quant=quant, calibration=ids)
     assert not (tmp_path / "out").exists()
+
+
+def test_texts_are_cut_to_the_positions_of_a_model(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, ids = tiny_model(tmp_path_factory.getbasetemp(), "opt"), texts(1, 300)
+    long, short = (
+        convert(path, tmp_path / str(tokens), quant=GPTQ, calibration=ids[:, :tokens])
+        for tokens in (300, 256)
+    )
+    pairs = zip(Checkpoint.open(long).layers, Checkpoint.open(short).layers, strict=True)
+    assert all(a.sha256 == b.sha256 for a, b in pairs)
 
 
 @torch.no_grad()

@@ -121,4 +121,4 @@ def _mix(model: Sensitivities, found: Sequence[Sensitivity], chosen: Sequence[in
     formats = {one.name: list(one.nbytes)[i] for one, i in zip(found, chosen, strict=True)}
     nbytes = sum(one.nbytes[formats[one.name]] for one in found)
     bits = 8 * nbytes / sum(one.weights for one in found)
-    return Mix(formats, bits, model.measured(formats))
+    return Mix(formats, bits, model.solved(formats))

@@ -25,6 +25,7 @@ from torch import Tensor
 from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
+from qoff.models.convert.calibration import Calibration
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
 from qoff.quant import Format, QTensor, QuantConfig
@@ -55,19 +56,27 @@ class Sensitivity:
 class Sensitivities:
     """Measures one model on texts, int64 [texts, tokens].
 
-    quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn. Raises
+    quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn.
+    calibration: texts for a solver that calibrates, which has a say in what a mix loses; formats
+    are compared without calibration. Raises
     as `Layerwise` does, QuantizationError for weights that are quantized already, and
     UnsupportedModelError for mixtures of experts.
     """
 
     def __init__(
-        self, model: Unconverted, ids: Tensor, quant: QuantConfig | None = None, seed: int = 0
+        self,
+        model: Unconverted,
+        ids: Tensor,
+        quant: QuantConfig | None = None,
+        seed: int = 0,
+        calibration: Tensor | None = None,
     ) -> None:
         if model.spec.experts is not None:
             raise UnsupportedModelError(
                 f"{model.spec.model_type}: a mixture of experts is given one format; choose it by "
                 "bits and group size"
             )
+        self._model, self._calibration = model, calibration
         self._source, self._units = model.source, model.units
         self._quant = replace(quant or QuantConfig(), weights={})
         self._floats = Builder(model.source, self._quant, requantize=True)
@@ -139,18 +148,46 @@ class Sensitivities:
 
         Embedding and head are quantized as they are stored, layers' other matrices are not.
         """
-        builder = Builder(self._source, replace(self._quant, weights=weights), True)
-        stored = {w.name: builder.build("", w) for w in self._units[-1][1]}
-        outer = {n: w.dequantize() if isinstance(w, QTensor) else w for n, w in stored.items()}
-        hidden = self._run.embedded(outer[EMBEDDING][self._run.ids.flatten()])
-        for layer, (prefix, parts) in enumerate(self._units[:-1]):
-            built = {
+        builder = self._builder(weights)
+
+        def built(layer: int) -> dict[str, QTensor | Tensor]:
+            prefix, parts = self._units[layer]
+            return {
                 w.name: builder.build(prefix, w)
                 if builder.quant.chosen(prefix + w.name)
                 else self._floats.floats(w)
                 for w in parts
             }
-            hidden = self._run.run(layer, built, hidden)
+
+        return self._lost(builder, built)
+
+    @torch.no_grad()
+    def solved(self, weights: Mapping[str, Format]) -> float:
+        """The same with formats for all matrices of layers, calibrated on the texts for that."""
+        if self._calibration is None:
+            return self.measured(weights)
+        builder = self._builder(weights)
+        calibration = Calibration(self._model, builder, self._calibration)
+
+        def built(layer: int) -> dict[str, QTensor | Tensor]:
+            prefix, _ = self._units[layer]
+            found = calibration.layer(layer)
+            return {name.removeprefix(prefix): weight for name, weight in found.items()}
+
+        return self._lost(builder, built)
+
+    def _builder(self, weights: Mapping[str, Format]) -> Builder:
+        return Builder(self._source, replace(self._quant, weights=weights), True)
+
+    def _lost(
+        self, builder: Builder, built: Callable[[int], Mapping[str, QTensor | Tensor]]
+    ) -> float:
+        """The loss with the weights of each layer that `built` returns, in order."""
+        stored = {w.name: builder.build("", w) for w in self._units[-1][1]}
+        outer = {n: w.dequantize() if isinstance(w, QTensor) else w for n, w in stored.items()}
+        hidden = self._run.embedded(outer[EMBEDDING][self._run.ids.flatten()])
+        for layer in range(self._run.spec.num_layers):
+            hidden = self._run.run(layer, built(layer), hidden)
         return self._divergence(hidden, outer)
 
     def _weights(self, layer: int) -> dict[str, Tensor]:

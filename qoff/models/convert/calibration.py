@@ -30,7 +30,7 @@ class Calibration:
         self._builder, self._units = builder, model.units
         self._run = Layerwise(model.spec, ids)
         table = next(w for w in model.units[-1][1] if w.name == EMBEDDING)
-        self._hidden = self._run.embedded(builder.rows(table, ids.flatten()))
+        self._hidden = self._run.embedded(builder.rows(table, self._run.ids.flatten()))
 
     @torch.no_grad()
     def layer(self, index: int) -> dict[str, QTensor | Tensor]:

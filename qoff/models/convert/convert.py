@@ -57,7 +57,7 @@ def convert(
     quantize the values of others again. For transformers' modules those of a GGUF file become 8-bit
     codes, or with requantize those that `quant` says. overwrite: replace a checkpoint at `out`.
     progress: called with units done and units in all. calibration: token ids, int64 [texts,
-    tokens], for solver "gptq" only.
+    tokens], for solver "gptq" only; not read where all codes are taken over.
     probe: measures what is lost, for one layer more in float32 and some seconds.
     trust_remote_code: run code that comes with the model or its tokenizer, and keep it with the
     checkpoint.
@@ -88,6 +88,7 @@ def convert(
                 )
             if isinstance(source, GGUFModulesSource) and source.quantized and not requantize:
                 quant = replace(quant, bits=8, head_bits=8, group_size=GROUP_SIZE)
+                quant, calibration = replace(quant, solver=quant.data_free), None
             job = ModulesJob(source, config, quant, trust_remote_code, calibration)
         else:
             job = _NativeJob(source, quant, requantize, calibration, probe)
@@ -141,7 +142,10 @@ class _NativeJob:
         self.units = len(self._model.units)
         self.expected = sum(self._builder.check(*unit) for unit in self._model.units)
         self._calibration = None
-        if calibration is not None:
+        layers = self._model.units[:-1]
+        if calibration is not None and any(
+            self._builder.calibrates(prefix, w) for prefix, unit in layers for w in unit
+        ):
             self._calibration = Calibration(self._model, self._builder, calibration)
         self._probe = probe
         if probe is not None:

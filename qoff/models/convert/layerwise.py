@@ -58,12 +58,12 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
 class Layerwise:
     """Runs layers of a native model on texts, int64 [texts, tokens], from their first token on.
 
-    Raises ArgumentError for texts that are empty or longer than the model's positions.
+    Texts are cut to the model's positions. Raises ArgumentError for what are no texts of tokens.
     """
 
     def __init__(self, spec: DecoderSpec, ids: Tensor) -> None:
         check_ids(ids, spec.vocab_size)
-        spec.check_positions(ids.shape[1])
+        ids = ids[:, : spec.position_limit]
         self.spec, self.ids = spec, ids
         self._shapes = head_shapes(spec)
         count, tokens = ids.shape

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qoff.errors import ArgumentError
 from qoff.kernels.ops import ops_for
 from qoff.memory import Weights
 from qoff.memory.plan import local_names
@@ -28,9 +27,8 @@ class ModuleCalibration:
 
     structure: of the model without weights, which this replaces modules of. outer: what is outside
     of layers, embedding and head, by its names in the model. rows: of the embedding, from ids.
-    quantized: of each layer, the names of the matrices that are. ids: int64 [texts, tokens]. Memory
-    holds what the tokens take in a layer. Raises ArgumentError for texts longer than the model's
-    positions.
+    quantized: of each layer, the names of the matrices that are. ids: int64 [texts, tokens], cut to
+    the model's positions. Memory holds what the tokens take in a layer.
     """
 
     def __init__(
@@ -46,11 +44,7 @@ class ModuleCalibration:
         model, count = structure.model, len(structure.layers)
         config = model.config.get_text_config(decoder=True)
         limit = getattr(config, "max_position_embeddings", None)
-        if limit is not None and ids.shape[1] > limit:
-            raise ArgumentError(
-                f"this {model.config.model_type} model is run up to {limit} tokens a sequence, not "
-                f"{ids.shape[1]}; calibrate on shorter texts"
-            )
+        ids = ids[:, :limit]
         buffers_from_config(model)
         for place in structure.outer():
             place.put(outer[place.name])
