@@ -16,7 +16,6 @@ from bench.harness import Bar, Report, arguments
 from bench.sampling import timed
 from qoff.kernels.cpu.optim.job import BLOCK
 from qoff.kernels.cpu.optim.update import Moments, Rule, update
-from qoff.kernels.reference.optim import ZERO
 from qoff.memory.arena import map_pages
 
 _ADAM = Rule("adam", 1e-3, 0.9, 0.999, keep=1 - 1e-5, root=1.1, eps=1e-8)
@@ -33,9 +32,8 @@ def contestants(n: int) -> dict[str, tuple[float, Callable[[], object]]]:
     weights, grad, first, second = (_floats(n, 1e-3) for _ in range(4))
     narrow = map_pages(2 * n).view(torch.bfloat16).fill_(1e-3)
     copy = map_pages(2 * n).view(torch.bfloat16).fill_(1e-3)
-    codes = [map_pages(n).fill_(ZERO) for _ in range(2)]
     scales = [torch.full((n // BLOCK,), 1e-3) for _ in range(2)]
-    coded = Moments(codes[0], codes[1], scales[0], scales[1])
+    coded = Moments(map_pages(n).view(torch.int8), map_pages(n), scales[0], scales[1])
     wide = Moments(first, second)
     theirs = torch.nn.Parameter(weights)
     theirs.grad = grad

@@ -56,6 +56,7 @@ def kind_of_run(units: Sequence[FlatUnit], optimizer: Optimizer) -> dict[str, An
     return {
         "optimizer": type(optimizer).__name__,
         "bits": optimizer.bits,
+        "codes": "linear in roots" if optimizer.bits == 8 else None,
         "layers": len(units) - 1,
         "weights": weights,
     }

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.cpu.optim.job import BLOCK
 from qoff.kernels.cpu.optim.update import Moments
-from qoff.kernels.reference.optim import ZERO
 from qoff.memory.arena import PAGE, round_up
 
 from .optimizers import Optimizer
@@ -104,10 +103,9 @@ class StateForm:
         parts = memory[: sum(self._parts(count))].split(self._parts(count))
         master, first, second, of_first, of_second = parts
         wide = [x.view(torch.float32) for x in (master, of_first, of_second)]
-        moments = [x if self.coded else x.view(torch.float32) for x in (first, second)]
         return (wide[0] if self.narrow else None), Moments(
-            moments[0],
-            moments[1] if self.second else None,
+            first.view(torch.int8 if self.coded else torch.float32),
+            second.view(torch.uint8 if self.coded else torch.float32) if self.second else None,
             wide[1] if self.coded else None,
             wide[2] if self.coded and self.second else None,
         )
@@ -115,11 +113,9 @@ class StateForm:
     def begin(self, memory: Tensor, weights: Tensor) -> None:
         """Write the states before the first step."""
         memory.zero_()
-        master, moments = self.view(memory, len(weights))
+        master, _ = self.view(memory, len(weights))
         if master is not None:
             master.copy_(weights)
-        if self.coded:
-            moments.first.fill_(ZERO)
 
     def _parts(self, count: int) -> list[int]:
         each, scales = (1, 4 * count // BLOCK) if self.coded else (4, 0)

@@ -15,8 +15,8 @@ from . import lanes
 
 ADAM, SGD, LION = range(3)
 BLOCK = 256  # moments of 8 bits that share a scale
-SCRATCH_BYTES = 2 * 4 * BLOCK  # of a thread
-_ITEM = 1 << 14  # weights that a thread takes at a time; whole blocks
+SCRATCH_BYTES = 2 * 2 * 4 * BLOCK  # of a thread: both moments of two blocks
+_ITEM = 1 << 15  # weights that a thread takes at a time; whole blocks
 
 
 class UpdateArguments(ctypes.Structure):
@@ -49,115 +49,140 @@ def _number(args, field):
 
 
 @inlined
-def _gradient(args, at, weight):
+def _numbers(args):
+    """Of the rule, once for a loop: grad_scale, l2, keep, rate, root, eps."""
+    return (
+        _number(args, GRAD_SCALE),
+        _number(args, L2),
+        _number(args, KEEP),
+        _number(args, RATE),
+        _number(args, ROOT),
+        _number(args, EPS),
+    )
+
+
+@inlined
+def _gradient(numbers, grad, narrow, decays, at, weight):
     """16 gradients, scaled, and with a share of the weights."""
-    grad = simd.peek_i64(args + GRAD)
-    if simd.peek_i64(args + NARROW) != 0:
-        g = lanes.load_bf16(grad + 2 * at)
-    else:
-        g = simd.load_f32(grad + 4 * at)
-    return simd.mul_add(_number(args, L2), weight, simd.mul(g, _number(args, GRAD_SCALE)))
+    g = lanes.load_bf16(grad + 2 * at) if narrow else simd.load_f32(grad + 4 * at)
+    g = simd.mul(g, numbers[0])
+    return simd.mul_add(numbers[1], weight, g) if decays else g
 
 
 @inlined
-def _next_first(args, rule, g, m):
-    """The first moment after this gradient: beta1 * m + rest1 * g, of Lion with its beta2."""
-    if rule == LION:
-        return simd.mul_add(_number(args, BETA2), m, simd.mul(_number(args, REST2), g))
-    return simd.mul_add(_number(args, BETA1), m, simd.mul(_number(args, REST1), g))
+def _next_weight(numbers, p, step):
+    return simd.mul_add(numbers[3], step, simd.mul(p, numbers[2]))
 
 
 @inlined
-def _next_second(args, g, v):
-    square = simd.mul(simd.mul(g, g), _number(args, REST2))
-    return simd.mul_add(_number(args, BETA2), v, square)
-
-
-@inlined
-def _next_weight(args, rule, p, g, m, m_next, v_next):
-    if rule == ADAM:
-        root = simd.mul_add(lanes.sqrt(v_next), _number(args, ROOT), _number(args, EPS))
-        step = simd.div(m_next, root)
-    elif rule == LION:
-        mixed = simd.mul_add(_number(args, BETA1), m, simd.mul(_number(args, REST1), g))
-        step = lanes.sign(mixed)
-    elif simd.peek_i64(args + NESTEROV) != 0:
-        step = simd.mul_add(_number(args, BETA1), m_next, g)
-    else:
-        step = m_next
-    return simd.mul_add(_number(args, RATE), step, simd.mul(p, _number(args, KEEP)))
-
-
-@inlined
-def _write_weight(args, at, p):
-    simd.store_f32(simd.peek_i64(args + MASTER) + 4 * at, p)
-    copy = simd.peek_i64(args + WEIGHT)
+def _write_weight(master, copy, at, p):
+    simd.store_f32(master + 4 * at, p)
     if copy != 0:
         lanes.store_bf16(copy + 2 * at, p)
 
 
 @inlined
+def _by_first(args, rule, nesterov, g, m, m_next, old, new):
+    """The step of a rule with one moment. old, new: factors of moment and gradient in it."""
+    if rule == LION:
+        return lanes.sign(simd.mul_add(old, m, simd.mul(new, g)))
+    return simd.mul_add(old, m_next, g) if nesterov else m_next
+
+
+@inlined
 def _wide(args, rule, start, stop):
     """Weights whose moments are float32."""
-    master, first = simd.peek_i64(args + MASTER), simd.peek_i64(args + FIRST)
-    second = simd.peek_i64(args + SECOND)
+    numbers = _numbers(args)
+    master, copy = simd.peek_i64(args + MASTER), simd.peek_i64(args + WEIGHT)
+    first, second = simd.peek_i64(args + FIRST), simd.peek_i64(args + SECOND)
+    grad, narrow = simd.peek_i64(args + GRAD), simd.peek_i64(args + NARROW) != 0
+    decays = simd.peek_f32(args + L2) != np.float32(0.0)
+    nesterov = simd.peek_i64(args + NESTEROV) != 0
+    beta1, rest1 = _number(args, BETA1), _number(args, REST1)
+    beta2, rest2 = _number(args, BETA2), _number(args, REST2)
     for at in range(start, stop, 16):
         p = simd.load_f32(master + 4 * at)
-        g = _gradient(args, at, p)
+        g = _gradient(numbers, grad, narrow, decays, at, p)
         m = simd.load_f32(first + 4 * at)
-        m_next = _next_first(args, rule, g, m)
+        if rule == LION:
+            m_next = simd.mul_add(beta2, m, simd.mul(rest2, g))
+        else:
+            m_next = simd.mul_add(beta1, m, simd.mul(rest1, g))
         simd.store_f32(first + 4 * at, m_next)
-        v_next = m_next
         if rule == ADAM:
-            v_next = _next_second(args, g, simd.load_f32(second + 4 * at))
+            v = simd.load_f32(second + 4 * at)
+            v_next = simd.mul_add(beta2, v, simd.mul(simd.mul(g, g), rest2))
             simd.store_f32(second + 4 * at, v_next)
-        _write_weight(args, at, _next_weight(args, rule, p, g, m, m_next, v_next))
+            step = simd.div(m_next, simd.mul_add(lanes.sqrt(v_next), numbers[4], numbers[5]))
+        else:
+            step = _by_first(args, rule, nesterov, g, m, m_next, beta1, rest1)
+        _write_weight(master, copy, at, _next_weight(numbers, p, step))
 
 
 @inlined
-def _inverse(largest):
-    """1 / largest, and 0 of 0."""
-    return np.float32(1.0) / largest if largest != np.float32(0.0) else np.float32(0.0)
+def _share(wanted, largest):
+    """wanted / largest, and 0 of 0."""
+    return wanted / largest if largest != np.float32(0.0) else np.float32(0.0)
 
 
 @inlined
-def _block(args, rule, start, scratch):
-    """One block of weights whose moments are codes."""
-    master, first = simd.peek_i64(args + MASTER), simd.peek_i64(args + FIRST)
-    second, number = simd.peek_i64(args + SECOND), start // BLOCK
-    of_first = simd.peek_i64(args + FIRST_SCALE) + 4 * number
-    of_second = simd.peek_i64(args + SECOND_SCALE) + 4 * number
-    m_scale = simd.splat_f32(simd.peek_f32(of_first))
+def _change(args, numbers, rule, start, scratch):
+    """Step one block whose moments are codes; new moments go to scratch, their scales home."""
+    master, copy = simd.peek_i64(args + MASTER), simd.peek_i64(args + WEIGHT)
+    first, second = simd.peek_i64(args + FIRST), simd.peek_i64(args + SECOND)
+    grad, narrow = simd.peek_i64(args + GRAD), simd.peek_i64(args + NARROW) != 0
+    decays = simd.peek_f32(args + L2) != np.float32(0.0)
+    nesterov = simd.peek_i64(args + NESTEROV) != 0
+    beta1, rest1 = _number(args, BETA1), _number(args, REST1)
+    beta2, rest2 = _number(args, BETA2), _number(args, REST2)
+    of_first = simd.peek_i64(args + FIRST_SCALE) + 4 * (start // BLOCK)
+    of_second = simd.peek_i64(args + SECOND_SCALE) + 4 * (start // BLOCK)
+    m_scale = simd.splat_f32(simd.peek_f32(of_first) * np.float32(1 / 127**2))
     v_scale = m_scale
     if rule == ADAM:
-        v_scale = simd.splat_f32(simd.peek_f32(of_second))
+        v_scale = simd.splat_f32(np.sqrt(simd.peek_f32(of_second)) * np.float32(1 / 255**2))
     most_m = most_v = simd.splat_f32(np.float32(0.0))
     for i in range(0, BLOCK, 16):
         at = start + i
         p = simd.load_f32(master + 4 * at)
-        g = _gradient(args, at, p)
-        m = lanes.load_signed(first + at, m_scale)
-        m_next = _next_first(args, rule, g, m)
+        g = _gradient(numbers, grad, narrow, decays, at, p)
+        m = lanes.load_first(first + at, m_scale)
+        if rule == LION:
+            m_next = simd.mul_add(beta2, m, simd.mul(rest2, g))
+        else:
+            m_next = simd.mul_add(beta1, m, simd.mul(rest1, g))
         simd.store_f32(scratch + 4 * i, m_next)
         most_m = simd.larger(most_m, simd.absolute(m_next))
-        v_next = m_next
         if rule == ADAM:
-            v_next = _next_second(args, g, lanes.load_unsigned(second + at, v_scale))
-            simd.store_f32(scratch + 4 * (BLOCK + i), v_next)
+            v = lanes.load_second(second + at, v_scale)
+            v_next = simd.mul_add(beta2, v, simd.mul(simd.mul(g, g), rest2))
+            reciprocal = lanes.reciprocal_root(v_next)
+            simd.store_f32(scratch + 4 * (BLOCK + i), reciprocal)
             most_v = simd.larger(most_v, v_next)
-        _write_weight(args, at, _next_weight(args, rule, p, g, m, m_next, v_next))
-    largest = simd.largest(most_m)
-    simd.poke_f32(of_first, largest)
-    inverse = simd.splat_f32(_inverse(largest))
-    for i in range(0, BLOCK, 16):
-        lanes.store_signed(first + start + i, simd.load_f32(scratch + 4 * i), inverse)
+            root = simd.mul_add(simd.mul(v_next, reciprocal), numbers[4], numbers[5])
+            step = simd.mul(m_next, lanes.reciprocal(root))
+        else:
+            step = _by_first(args, rule, nesterov, g, m, m_next, beta1, rest1)
+        _write_weight(master, copy, at, _next_weight(numbers, p, step))
+    simd.poke_f32(of_first, simd.largest(most_m))
     if rule == ADAM:
-        largest = simd.largest(most_v)
-        simd.poke_f32(of_second, largest)
-        inverse = simd.splat_f32(_inverse(largest))
+        simd.poke_f32(of_second, simd.largest(most_v))
+
+
+@inlined
+def _encode(args, rule, start, scratch):
+    """Write a block's new moments, which are in scratch, as codes."""
+    first, second = simd.peek_i64(args + FIRST), simd.peek_i64(args + SECOND)
+    largest = simd.peek_f32(simd.peek_i64(args + FIRST_SCALE) + 4 * (start // BLOCK))
+    inverse = simd.splat_f32(_share(np.float32(127**2), largest))
+    for i in range(0, BLOCK, 16):
+        lanes.store_first(first + start + i, simd.load_f32(scratch + 4 * i), inverse)
+    if rule == ADAM:
+        largest = simd.peek_f32(simd.peek_i64(args + SECOND_SCALE) + 4 * (start // BLOCK))
+        inverse = simd.splat_f32(_share(np.float32(255), np.sqrt(np.sqrt(largest))))
         for i in range(0, BLOCK, 16):
-            value = simd.load_f32(scratch + 4 * (BLOCK + i))
-            lanes.store_unsigned(second + start + i, value, inverse)
+            reciprocal = simd.load_f32(scratch + 4 * (BLOCK + i))
+            lanes.store_second(second + start + i, reciprocal, inverse)
 
 
 @inner
@@ -165,8 +190,13 @@ def _some(args, rule, start, stop, scratch):
     if simd.peek_i64(args + FIRST_SCALE) == 0:
         _wide(args, rule, start, stop)
     else:
-        for block in range(start, stop, BLOCK):
-            _block(args, rule, block, scratch)
+        numbers = _numbers(args)
+        for block in range(start, stop + BLOCK, BLOCK):  # its scale is there a block later
+            half = scratch + 2 * 4 * (block & BLOCK)
+            if block < stop:
+                _change(args, numbers, rule, block, half)
+            if block > start:
+                _encode(args, rule, block - BLOCK, scratch + 2 * 4 * (~block & BLOCK))
 
 
 @job

@@ -1,12 +1,15 @@
 """bfloat16 and 8-bit moments in SIMD registers.
 
-Moments of 8 bits are codes of the dynamic map of Dettmers et al., "8-bit Optimizers via Block-wise
-Quantization" (arXiv 2110.02861), times the largest magnitude of their block: code i is entry i of
-the sorted map, as bitsandbytes' `create_dynamic_map` has it (`reference.optim.dynamic_map`). The
-map has seven decades, each cut into equal steps, twice as many as in the one below, and its entries
-are the middles of steps. The number of the step that a magnitude lies in is therefore a concave
-function of straight lines, the least of seven, and the middle of a step a convex one, the largest
-of seven: no table is looked up.
+Moments of 8 bits have a scale in each block of 256, as in Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization" (arXiv 2110.02861), but no table: codes are linear in the square root of
+what an update needs. With the largest magnitude of the block as its scale,
+
+    m = scale * c * |c| / 127^2          c from -127 to 127
+    sqrt(v) = sqrt(scale) * c^2 / 255^2  c from 1 to 255
+
+The second moment is never coded as 0 (Li et al., "Memory Efficient Optimizers with 4-bit States",
+arXiv 2309.01507): beside a mean that is not 0, it would make a step of any size. Square roots are
+the processor's estimates with 14 bits where it has them, more than codes have.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ from qoff.kernels.cpu.jit.emit import (
     call_llvm,
     const_f32,
     const_i32,
-    fma,
     load,
     maximum,
 )
 from qoff.kernels.cpu.jit.simd import f32x16, vector_intrinsic
+from qoff.kernels.processor import host_features
 
-_DECADES = 7
+_FEATURES = host_features()
+_LEAST = 1e-36
 _V_I8, _V_I16 = ir.VectorType(I8, LANES), ir.VectorType(ir.IntType(16), LANES)
 _i64 = types.int64
 
@@ -65,68 +69,61 @@ def store_bf16(b, address, value):
     b.store(words, at(b, address, 0, _V_I16), align=1)
 
 
-def _lines(signed):
-    """Slope and offset of each decade's line from a magnitude to the number of its step."""
-    for decade in range(_DECADES):
-        steps = 2 ** (decade + (0 if signed else 1))
-        yield 10.0 ** (_DECADES - 1 - decade) * steps / 0.9, steps * 8 / 9 - (0 if signed else 1)
+def _reciprocal_root(b, x, features=_FEATURES):
+    """1 / sqrt(x), to a relative error of 2^-14; of a number from _LEAST on."""
+    if "avx512f" in features:
+        name = "llvm.x86.avx512.rsqrt14.ps.512"
+        return call_llvm(b, name, V_F32, [x, x, ir.Constant(ir.IntType(16), -1)])
+    return b.fdiv(const_f32(1.0), call_llvm(b, "llvm.sqrt.v16f32", V_F32, [x]))
 
 
-def _magnitude(b, code, signed):
-    """Of the step of a number, its middle; that of step 0 is 0, and behind the last one is 1."""
-    value = const_f32(0.0)
-    for slope, offset in _lines(signed):
-        line = fma(b, code, const_f32(1 / slope), const_f32((0.5 - offset) / slope))
-        value = maximum(b, line, value)
-    return b.select(b.fcmp_ordered("<", value, const_f32(1.0)), value, const_f32(1.0))
+def _store_rounded(b, address, value):
+    """Numbers as bytes, by the last bits of their sum with 1.5 * 2^23: ties to even."""
+    bits = b.bitcast(b.fadd(value, const_f32(1.5 * 2**23)), V_I32)
+    b.store(b.trunc(bits, _V_I8), at(b, address, 0, _V_I8), align=1)
 
 
-def _step(b, magnitude, signed, least, last):
-    """The step that a magnitude lies in, int32 from `least` to `last`."""
-    found = const_f32(float(last))
-    for slope, offset in _lines(signed):
-        line = fma(b, magnitude, const_f32(slope), const_f32(offset))
-        found = b.select(b.fcmp_ordered("<", line, found), line, found)
-    return b.fptosi(maximum(b, found, const_f32(float(least))), V_I32)
+@vector_intrinsic(f32x16, f32x16)
+def reciprocal_root(b, x):
+    """1 / sqrt(x), about 1e18 of 0; see `_reciprocal_root`."""
+    return _reciprocal_root(b, maximum(b, x, const_f32(_LEAST)))
 
 
-def _fabs(b, x):
-    return call_llvm(b, "llvm.fabs.v16f32", V_F32, [x])
-
-
-@vector_intrinsic(f32x16, _i64, f32x16)
-def load_signed(b, address, scale):
-    """16 codes of the map with a sign, times the scale of their block."""
-    codes = b.sub(b.zext(load(b, address, 0, _V_I8), V_I32), const_i32(127))
-    number = b.sitofp(codes, V_F32)
-    value = _magnitude(b, _fabs(b, number), signed=True)
-    return b.fmul(call_llvm(b, "llvm.copysign.v16f32", V_F32, [value, number]), scale)
+@vector_intrinsic(f32x16, f32x16)
+def reciprocal(b, x):
+    """1 / x, to a relative error of 2^-14; of a positive number."""
+    if "avx512f" in _FEATURES:
+        name = "llvm.x86.avx512.rcp14.ps.512"
+        return call_llvm(b, name, V_F32, [x, x, ir.Constant(ir.IntType(16), -1)])
+    return b.fdiv(const_f32(1.0), x)
 
 
 @vector_intrinsic(f32x16, _i64, f32x16)
-def load_unsigned(b, address, scale):
-    """16 codes of the map without a sign, times the scale of their block."""
-    number = b.sitofp(b.zext(load(b, address, 0, _V_I8), V_I32), V_F32)
-    return b.fmul(_magnitude(b, number, signed=False), scale)
+def load_first(b, address, scale):
+    """16 first moments of their codes. scale: that of their block / 127^2."""
+    x = b.sitofp(b.sext(load(b, address, 0, _V_I8), V_I32), V_F32)
+    return b.fmul(b.fmul(x, call_llvm(b, "llvm.fabs.v16f32", V_F32, [x])), scale)
 
 
 @vector_intrinsic(types.void, _i64, f32x16, f32x16)
-def store_signed(b, address, value, inverse):
-    """16 numbers as codes of the map with a sign; inverse: of the scale."""
-    value = b.fmul(value, inverse)
-    step = _step(b, _fabs(b, value), True, 0, 128)
-    below = b.select(b.icmp_signed("<", step, const_i32(127)), step, const_i32(127))  # no -1
-    negative = b.fcmp_ordered("<", value, const_f32(0.0))
-    code = b.select(negative, b.neg(below), step)
-    codes = b.trunc(b.add(code, const_i32(127)), _V_I8)
-    b.store(codes, at(b, address, 0, _V_I8), align=1)
+def store_first(b, address, value, inverse):
+    """16 first moments as codes. inverse: 127^2 / the scale of their block."""
+    x = b.fmul(call_llvm(b, "llvm.fabs.v16f32", V_F32, [value]), inverse)
+    x = maximum(b, x, const_f32(_LEAST))
+    root = b.fmul(x, _reciprocal_root(b, x))
+    _store_rounded(b, address, call_llvm(b, "llvm.copysign.v16f32", V_F32, [root, value]))
+
+
+@vector_intrinsic(f32x16, _i64, f32x16)
+def load_second(b, address, scale):
+    """16 second moments of their codes. scale: the root of that of their block / 255^2."""
+    x = b.uitofp(b.zext(load(b, address, 0, _V_I8), V_I32), V_F32)
+    root = b.fmul(b.fmul(x, x), scale)
+    return b.fmul(root, root)
 
 
 @vector_intrinsic(types.void, _i64, f32x16, f32x16)
-def store_unsigned(b, address, value, inverse):
-    """16 numbers >= 0 as codes of the map without a sign; inverse: of the scale.
-
-    None becomes 0: a square mean of 0 beside a mean that is not would make a step of any size.
-    """
-    step = _step(b, b.fmul(value, inverse), False, 1, 255)
-    b.store(b.trunc(step, _V_I8), at(b, address, 0, _V_I8), align=1)
+def store_second(b, address, reciprocal, inverse):
+    """16 second moments as codes, of 1 / their roots. inverse: 255 / the scale's fourth root."""
+    code = b.fmul(_reciprocal_root(b, reciprocal), inverse)
+    _store_rounded(b, address, maximum(b, code, const_f32(1.0)))

@@ -42,9 +42,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Moments:
-    """Running means of n gradients: float32 [n], or codes uint8 [n] with float32 [n / 256] scales.
+    """Running means of n gradients: float32 [n], or codes [n] with float32 [n / 256] scales.
 
-    second: of the squares, for adam alone. Codes begin as `ZERO` where the map has a sign.
+    first: as codes int8. second: of the squares, for adam alone; as codes uint8. What codes mean
+    is in `lanes`; all begin as 0.
     """
 
     first: Tensor
@@ -74,12 +75,11 @@ def update(
         fail(_OP, f"{n:,} weights are no multiple of {each}")
     if (moments.second is not None) != (rule.kind == "adam"):
         fail(_OP, f"{rule.kind} with a second moment, or adam without")
-    kinds = (torch.uint8,) if coded else (torch.float32,)
     _check("master", master, n, (torch.float32,))
     _check("grad", grad, n, (torch.float32, torch.bfloat16))
     _check("weight", weight, n, (torch.bfloat16,))
-    for name in ("first", "second"):
-        _check(f"{name} moment", getattr(moments, name), n, kinds)
+    for name, code in (("first", torch.int8), ("second", torch.uint8)):
+        _check(f"{name} moment", getattr(moments, name), n, (code if coded else torch.float32,))
         _check(f"{name} scale", getattr(moments, f"{name}_scale"), n // BLOCK, (torch.float32,))
     plain = rule.kind == "sgd"
     with pool.lock:
