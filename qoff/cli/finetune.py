@@ -36,9 +36,19 @@ def finetune(
     lr: float | None = Option(
         None, min=0, help="Of AdamW; default: 2e-4 for adapters, 2e-5 for all weights."
     ),
+    schedule: Literal["constant", "linear", "cosine"] = Option(
+        "constant", help="Of the rate: how it falls to 0 at the last step, if at all."
+    ),
+    warmup: int = Option(0, min=0, help="Steps in which the rate rises."),
+    hold_out: float = Option(
+        0.0, min=0, max=0.5, help="Share of the sequences that are evaluated, not learned."
+    ),
     max_norm: float | None = Option(None, min=0, help="Clip gradients by their global norm."),
     device_memory: str | None = Option(None, help="Bound of what a step works with."),
     host_memory: str | None = Option(None, help="Bound of what is kept between steps."),
+    activation_memory: str = Option(
+        "0", help="Bound of what layers keep for their backward, beside the others."
+    ),
     disk: Path | None = Option(None, help="Folder for what does not fit."),
     dtype: Literal["auto", "float32", "bfloat16"] = Option(
         "auto", help="Of weights; auto: the model's."
@@ -82,21 +92,37 @@ def finetune(
         raise ArgumentError(f"{data} has no example that something is learned from")
     rate = lr if lr is not None else 2e-4 if full is False else 2e-5
     name = str(path.resolve()) if path == Path(model) else model
-    recipe = work.Recipe(name, chosen, sequence, micro_batches, rate, max_norm, seed)
+    held_out = None
+    if hold_out:
+        found, held_out = found.split(hold_out)
+    total = work.steps_of(found, epochs, micro_batches) if steps is None else steps
+    recipe = work.Recipe(
+        name,
+        chosen,
+        sequence,
+        micro_batches,
+        rate,
+        max_norm,
+        seed,
+        schedule,
+        warmup,
+        None if schedule == "constant" else total,
+        hold_out,
+    )
     training = offload(
         work.loaded(path, recipe, dtype),
-        AdamW(lr=rate),
+        AdamW(lr=recipe.rate),
         tokens=sequence,
         micro_batches=micro_batches,
         device_memory=device_memory,
         host_memory=host_memory,
         disk=disk,
         max_norm=max_norm,
+        activation_memory=activation_memory,
     )
-    run = work.Run(training, found, recipe, output, overwrite)
+    run = work.Run(training, found, recipe, output, overwrite, held_out)
     if run.saved is not None:
         typer.echo(f"{run.checkpoint}: goes on after step {run.saved}", err=True)
-    total = run.steps_of(epochs) if steps is None else steps
     try:
         with step_progress(run.steps, total) as tell:
             run.go(steps, epochs, save_every, tell)

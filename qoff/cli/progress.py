@@ -35,12 +35,16 @@ def step_progress(before: int, total: int) -> Iterator[Callable[[Told], None]]:
         def tell(told: Told) -> None:
             each = (time.perf_counter() - start) / (told.step - before)
             show(
-                f"step {told.step:,} of {total:,}, loss {told.loss:.4f}, "
+                f"step {told.step:,} of {total:,}, loss {told.loss:.4f}, {_held_out(told)}"
                 f"{told.tokens_per_s:,.0f} tokens/s, {duration((total - told.step) * each)} left",
                 told.step,
             )
 
         yield tell
+
+
+def _held_out(told: Told) -> str:
+    return "" if told.held_out_loss is None else f"held out {told.held_out_loss:.4f}, "
 
 
 @contextmanager

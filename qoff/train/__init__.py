@@ -2,6 +2,7 @@
 
 from .offload import offload
 from .optimizers import SGD, Adam, AdamW, Lion, Optimizer
+from .schedules import Schedule
 from .training import Training
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion", "Optimizer", "Training", "offload"]
+__all__ = ["SGD", "Adam", "AdamW", "Lion", "Optimizer", "Schedule", "Training", "offload"]

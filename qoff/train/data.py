@@ -42,6 +42,24 @@ class Sequences:
             found.update(row.numpy().tobytes())
         return found.hexdigest()
 
+    def split(self, share: float) -> tuple[Sequences, Sequences]:
+        """Without the last ones of so large a share, at least one, and those.
+
+        Raises ArgumentError where none would be left.
+        """
+        count = max(1, round(share * len(self.rows)))
+        if count >= len(self.rows):
+            raise ArgumentError(
+                f"{len(self.rows)} sequences are too few to hold some out; give more data, or a "
+                "smaller --sequence"
+            )
+        return Sequences(self.rows[:-count]), Sequences(self.rows[-count:])
+
+    def each(self) -> Iterator[dict[str, Tensor]]:
+        """All sequences once, in their order."""
+        for ids, labels in self.rows:
+            yield {"input_ids": ids[None], "labels": labels[None]}
+
     def of_step(self, step: int, count: int, seed: int, most: int) -> list[dict[str, Tensor]]:
         """The micro-batches of a step: `count` sequences, up to number `most` of the run.
 

@@ -18,10 +18,11 @@ from qoff.hf.load import is_checkpoint
 
 from . import checkpoints
 from .data import Sequences
+from .schedules import Schedule
 from .training import Training
 
 _CHECKPOINT, _LOG = "checkpoint", "log.csv"
-_COLUMNS = ("step", "loss", "norm", "tokens_per_s")
+_COLUMNS = ("step", "loss", "norm", "lr", "tokens_per_s", "held_out_loss")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,11 @@ class Lora:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes a run what it is, beside its data. lora: None: all weights learn."""
+    """What makes a run what it is, beside its data. lora: None: all weights learn.
+
+    decay_steps: after which the rate is 0; None: never. hold_out: share of sequences that are not
+    learned.
+    """
 
     model: str
     lora: Lora | None
@@ -58,16 +63,29 @@ class Recipe:
     lr: float
     max_norm: float | None
     seed: int
+    schedule: str = "constant"
+    warmup: int = 0
+    decay_steps: int | None = None
+    hold_out: float = 0.0
+
+    @property
+    def rate(self) -> Schedule:
+        """Of a step."""
+        return Schedule(self.lr, self.schedule, self.warmup, self.decay_steps)
 
 
 @dataclass(frozen=True)
 class Told:
-    """What is known after a step. norm: of gradients, where they are clipped."""
+    """What is known after a step. norm: of gradients, where they are clipped.
+
+    held_out_loss: of sequences that are not learned, where they were evaluated.
+    """
 
     step: int
     loss: float
     norm: float | None
     tokens_per_s: float
+    held_out_loss: float | None = None
 
 
 def loaded(path: Path, recipe: Recipe, dtype: str) -> Any:
@@ -106,6 +124,11 @@ def loaded(path: Path, recipe: Recipe, dtype: str) -> Any:
     return get_peft_model(model, config)
 
 
+def steps_of(data: Sequences, epochs: float, micro_batches: int) -> int:
+    """How many steps go through the data so often."""
+    return math.ceil(math.ceil(epochs * len(data.rows)) / micro_batches)
+
+
 def check_place(out: Path, overwrite: bool) -> None:
     """Raise ArgumentError where a folder has other things than a run."""
     others = sorted(p.name for p in out.iterdir()) if out.is_dir() else []
@@ -121,10 +144,20 @@ class Run:
     """
 
     def __init__(
-        self, training: Training, data: Sequences, recipe: Recipe, out: Path, overwrite: bool
+        self,
+        training: Training,
+        data: Sequences,
+        recipe: Recipe,
+        out: Path,
+        overwrite: bool,
+        held_out: Sequences | None = None,
     ) -> None:
-        """Raises ArgumentError where `out` has the checkpoint of another run."""
+        """held_out: is evaluated whenever a checkpoint is written.
+
+        Raises ArgumentError where `out` has the checkpoint of another run.
+        """
         self._training, self._data, self._recipe, self._out = training, data, recipe, out
+        self._held_out = held_out
         self._same = {**asdict(recipe), "data": data.digest}
         self.checkpoint = out / _CHECKPOINT
         self.saved: int | None = None
@@ -140,7 +173,7 @@ class Run:
 
     def steps_of(self, epochs: float) -> int:
         """How many steps go through the data so often."""
-        return math.ceil(self._sequences(epochs) / self._recipe.micro_batches)
+        return steps_of(self._data, epochs, self._recipe.micro_batches)
 
     def go(
         self, steps: int | None, epochs: float, every: int, tell: Callable[[Told], None]
@@ -164,13 +197,15 @@ class Run:
                     raise TrainingError(f"{error}; {self.where}") from error
                 tokens = sum(batch["input_ids"].numel() for batch in batches)
                 rate = tokens / (time.perf_counter() - start)
-                told = Told(training.steps, loss, training.grad_norm, rate)
-                csv.writer(file).writerow(
-                    [told.step, loss, "" if told.norm is None else told.norm, f"{rate:.1f}"]
-                )
+                ends = training.steps % every == 0 or training.steps == last
+                held_out = self._evaluated() if ends else None
+                told = Told(training.steps, loss, training.grad_norm, rate, held_out)
+                lr = recipe.rate(training.steps - 1)
+                row = [told.step, loss, told.norm, lr, f"{rate:.1f}", held_out]
+                csv.writer(file).writerow(["" if x is None else x for x in row])
                 file.flush()
                 tell(told)
-                if training.steps % every == 0 or training.steps == last:
+                if ends:
                     training.save(self.checkpoint, self._same)
                     self.saved = training.steps
 
@@ -187,11 +222,13 @@ class Run:
         if self._recipe.lora is not None:
             training.save_adapter(self._out)
         else:
-            buffers = dict(training.model.named_buffers())
-            kept = {n: x for n, x in training.model.state_dict().items() if n in buffers}
-            state = {**kept, **training.state_dict()}
-            training.model.save_pretrained(self._out, state_dict=state)
+            training.save_model(self._out)
         tokenizer.save_pretrained(self._out)
+
+    def _evaluated(self) -> float | None:
+        if self._held_out is None:
+            return None
+        return self._training.evaluate(self._held_out.each())
 
     def _sequences(self, epochs: float) -> int:
         return math.ceil(epochs * len(self._data.rows))

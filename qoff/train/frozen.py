@@ -31,6 +31,10 @@ class FrozenWeights:
         layer = self._layers.get(i)
         return own if layer is None else layer.own
 
+    def has(self, i: int) -> bool:
+        """Whether a layer streams."""
+        return i in self._layers
+
     def order(self) -> None:
         """Have all layers read ahead forward and then in reverse."""
         for layer in list(self._layers.values())[:1]:

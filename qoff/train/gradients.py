@@ -71,6 +71,12 @@ class Gradients:
                 home, memory[: home.nbytes], lambda: self._free.put(memory)
             )
 
+    def sum_of(self, p: Tensor) -> Tensor:
+        """Where the gradients of a parameter that is bound are summed, float32."""
+        found = self._sums.get(p, p.grad)  # type: ignore[call-overload]
+        assert isinstance(found, Tensor)
+        return found
+
     def norm(self) -> float:
         """The norm of all gradients."""
         outer = self._flat(self._units[-1], self._outer)

@@ -18,12 +18,15 @@ from qoff.hf.dispatch.units import others, units_of
 from qoff.process import only_here
 from qoff.system_memory import refusals
 
+from .activations import Activations
 from .boundaries import STAGES, Boundaries
 from .frozen import FrozenWeights
 from .gradients import Gradients
+from .head import FusedHead
 from .homes import Home, Homes
 from .layout import FlatUnit, StateForm
 from .optimizers import AdamW, Optimizer
+from .passes import StoppingLayer
 from .placement import Placement, Sizes, placed
 from .slots import SLOTS, WeightSlots
 from .step import Engine, Parts
@@ -42,6 +45,7 @@ def offload(
     host_memory: int | str | None = None,
     disk: str | PathLike[str] | None = None,
     max_norm: float | None = None,
+    activation_memory: int | str = 0,
 ) -> Training:
     """Return what trains a model of transformers on this CPU, one step after another.
 
@@ -55,6 +59,8 @@ def offload(
     weights, states, the layers' inputs. Both in bytes or like "8GiB"; None: no bound. What goes
     beyond host_memory is in a file without a name in the folder `disk`. What torch computes with
     inside of one layer and in the loss, for one micro-batch, comes on top, as do frozen weights.
+    activation_memory bounds, beside these, what layers keep for their backward, from the second
+    step on; the others are computed again. Which are kept changes no bit.
 
     Raises BudgetError with the bytes wanted, ArgumentError, UnsupportedModelError for a model whose
     layers are not known or do not run one after another.
@@ -67,16 +73,20 @@ def offload(
         raise ArgumentError(f"max_norm is {max_norm!r}; use a number above 0, or None")
     device = memory_size("device_memory", device_memory)
     host = memory_size("host_memory", host_memory)
+    kept = memory_size("activation_memory", activation_memory) or 0
     built = model if isinstance(model, nn.Module) else _loaded(model)
     layers, units = _units(built)
     forms = [StateForm.of(unit, optimizer) for unit in units]
     hidden = tokens * _hidden_size(built) * 4
-    sizes = Sizes(units, forms, micro_batches, hidden, max_norm is not None)
+    head = FusedHead(built)
+    sizes = Sizes(
+        units, forms, micro_batches, hidden, head.logits_bytes(tokens), max_norm is not None
+    )
     placement = placed(sizes, device, host, disk is not None)
     folder = None if disk is None else Path(disk)
     homes = Homes(*placement.totals, folder)
     try:
-        engine = _engine(built, layers, sizes, placement, homes)
+        engine = _engine(built, head, layers, sizes, placement, homes, kept)
     except BaseException:
         homes.close()
         raise
@@ -88,10 +98,12 @@ def offload(
 
 def _engine(
     model: nn.Module,
+    head: FusedHead,
     layers: Sequence[nn.Module],
     sizes: Sizes,
     placement: Placement,
     homes: Homes,
+    kept: int,
 ) -> Engine:
     """Move weights to their homes and make what computes steps."""
     units, count, batches = sizes.units, len(layers), range(sizes.micro_batches)
@@ -139,23 +151,32 @@ def _engine(
     homes.moved.clear()
     frozen = FrozenWeights(layers)
     frozen.order()
-    kept = [*weights, Home("weights", len(outer), outer), *chain.from_iterable(states)]
+    saved = [*weights, Home("weights", len(outer), outer), *chain.from_iterable(states)]
+    sums = Gradients(homes, units, outer_grad, at_work, gradients)
+    logits = memory("logits", 1)
+    head.begin(logits[0] if logits else torch.empty(0, dtype=torch.uint8), sums.sum_of)
     parts = Parts(
         model,
+        head,
         units,
         flat_outer,
         WeightSlots(homes, weights, slots),
         frozen,
         Boundaries(homes, column, inputs, stages),
-        Gradients(homes, units, outer_grad, at_work, gradients),
+        Activations(kept, lambda i: not frozen.has(i)),
+        sums,
         updater,
-        kept,
+        saved,
     )
     return Engine(parts, layers)
 
 
 def _units(model: nn.Module) -> tuple[list[nn.Module], list[FlatUnit]]:
     """The layers of a model, and what learns in each and outside of them."""
+    if any(isinstance(m.__dict__.get("forward"), StoppingLayer) for m in model.modules()):
+        raise ArgumentError(
+            "this model is in training already: use what offload returned for it, or load it anew"
+        )
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(

@@ -25,10 +25,17 @@ class Stop(NamedTuple):
 
 
 class TrainingPass(greenlet):
-    """Computes a loss; `advance` goes on to the next layer, or to the loss."""
+    """Computes a loss; `advance` goes on to the next layer, or to the loss.
 
-    def __init__(self, loss: Callable[[], Tensor]) -> None:
+    share: of its loss in that of the step. hidden, loss: of `FusedHead`.
+    """
+
+    hidden: Tensor | None = None
+    loss: Tensor | None = None
+
+    def __init__(self, loss: Callable[[], Tensor], share: float) -> None:
         super().__init__(loss)
+        self.share = share
 
     def advance(self, given: Any = None) -> Any:
         """Return the next `Stop`, or the loss. given: what the layer has returned."""
@@ -47,7 +54,7 @@ class StoppingLayer:
 
     def __init__(self, layer: nn.Module, index: int, alone: Callable[..., Any]) -> None:
         """alone: computes the layer outside of a pass; it is given the index first."""
-        self.own = layer.forward
+        self.own, self.module = layer.forward, layer
         self._index, self._alone = index, alone
         layer.forward = self
 

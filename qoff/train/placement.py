@@ -20,7 +20,8 @@ _GRADIENTS = 2  # of units at once: one is made while another is used
 class Sizes:
     """The units of a run, decoder layers first and what is outside of them last, and its batches.
 
-    hidden: bytes of the hidden states of a micro-batch, at most. clips: gradients of all units are
+    hidden: bytes of the hidden states of a micro-batch, at most. logits: bytes of those that are
+    there at once, where head and loss are fused. clips: gradients of all units are
     kept until their norm is known.
     """
 
@@ -28,6 +29,7 @@ class Sizes:
     forms: Sequence[StateForm]
     micro_batches: int
     hidden: int
+    logits: int
     clips: bool
 
 
@@ -94,6 +96,7 @@ def placed(
         "gradients at work": 0 if all_at_home else _GRADIENTS * largest,
         "states on their way": BUFFERS * piece * bool(parked["states"]),
         "hidden states": region * sizes.micro_batches,
+        "logits": _whole(sizes.logits),
         "inputs on their way": STAGES * region * bool(parked["inputs of units"]),
     }
     total, to_disk = sum(device.values()), sum(parked.values())

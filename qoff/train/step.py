@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qoff.errors import UnsupportedModelError
 
+from .activations import Activations
 from .boundaries import Boundaries
 from .frozen import FrozenWeights
 from .gradients import Gradients
+from .head import FusedHead
 from .homes import Home
 from .layout import FlatUnit
 from .optimizers import Optimizer
@@ -37,11 +41,13 @@ class Parts:
     """
 
     model: nn.Module
+    head: FusedHead
     units: Sequence[FlatUnit]
     outer: Tensor
     weights: WeightSlots
     frozen: FrozenWeights
     boundaries: Boundaries
+    activations: Activations
     gradients: Gradients
     updater: Updater
     kept: Sequence[Home]
@@ -75,11 +81,14 @@ class Engine:
         they are.
         """
         parts, last = self.parts, len(self.layers) - 1
-        passes = [TrainingPass(partial(self._loss, batch)) for batch in batches]
+        passes = [
+            TrainingPass(partial(self._loss, batch, share), share)
+            for batch, share in zip(batches, shares, strict=True)
+        ]
         try:
             outer = parts.gradients.begin()
             parts.weights.begin([*range(last + 1), *reversed(range(last))])
-            loss = self._forward(passes, shares)
+            loss = self._forward(passes, batches)
             if not math.isfinite(loss):
                 return loss, None
             clips, random = max_norm is not None, torch.get_rng_state()
@@ -109,7 +118,7 @@ class Engine:
         finally:
             self._end(passes)
 
-    def _forward(self, passes: Sequence[TrainingPass], shares: Sequence[float]) -> float:
+    def _forward(self, passes: Sequence[TrainingPass], batches: Sequence[Batch]) -> float:
         """All layers, and losses with their backward to the last layer; the last one stays held."""
         boundaries, last = self.parts.boundaries, len(self.layers) - 1
         for m, one in enumerate(passes):
@@ -118,14 +127,13 @@ class Engine:
                 self._edges[m] = get_gradient_edge(stop.hidden)
             boundaries.put(m, stop.hidden)
             self._stops[0, m] = stop._replace(hidden=_NONE)
+        hiddens = [boundaries.at(m) for m in range(len(passes))]
+        self.parts.activations.plan(last + 1, [(x.shape, x.dtype) for x in hiddens])
         losses = []
         for i in range(last + 1):
             self._hold(i)
             for m, one in enumerate(passes):
-                boundaries.save(i, m)
-                self._random[i, m] = torch.get_rng_state()
-                with torch.no_grad():
-                    y, whole = self.layers[i].compute(boundaries.at(m), self._stops[i, m])
+                y, whole = self._compute(i, m)
                 hidden = boundaries.put(m, y)
                 del y
                 if i < last:
@@ -139,7 +147,12 @@ class Engine:
                     self._stops[i + 1, m] = stop._replace(hidden=_NONE)
                     continue
                 hidden = hidden.data.requires_grad_()
-                loss = one.advance(whole(hidden)) * shares[m]
+                try:
+                    loss = one.advance(whole(hidden))
+                except Exception:
+                    if not self.parts.head.give_up():
+                        raise
+                    loss = self._loss_again(batches[m], one.share, whole, hidden)
                 loss.backward()
                 losses.append(float(loss.detach()))
                 assert hidden.grad is not None
@@ -148,22 +161,58 @@ class Engine:
                 self._release(i)
         return math.fsum(losses)
 
+    def _compute(self, i: int, m: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """A layer forward; what its backward needs is kept, or its input, to compute it again."""
+        boundaries, activations = self.parts.boundaries, self.parts.activations
+        layer, stop = self.layers[i], self._stops[i, m]
+        if activations.keeps(i, m):
+            given = stop.args, stop.kwargs
+            return activations.keep(
+                (i, m),
+                boundaries.at(m),
+                layer.module,
+                given,
+                lambda: self._flat[i],
+                lambda x: layer.compute(x, stop),
+            )
+        boundaries.save(i, m)
+        self._random[i, m] = torch.get_rng_state()
+        with torch.no_grad():
+            return layer.compute(boundaries.at(m), stop)
+
+    def _again(self, i: int, m: int, ahead: Sequence[tuple[int, int]]) -> Tensor:
+        """A layer once more and backward; returns the gradient of its input."""
+        boundaries, layer = self.parts.boundaries, self.layers[i]
+        stop = self._stops[i, m]
+        x = boundaries.load(i, m, ahead).data.requires_grad_()
+        torch.set_rng_state(self._random.pop((i, m)))
+        measuring = self.parts.activations.measuring(
+            i, x, layer.module, (stop.args, stop.kwargs), lambda: self._flat[i]
+        )
+        with torch.enable_grad(), measuring:
+            y, _ = layer.compute(x, stop)
+        torch.autograd.backward(y, boundaries.at(m))
+        assert x.grad is not None
+        return x.grad
+
     def _backward(self, count: int, update: Any) -> list[Future[None]]:
         """All layers in reverse; `update` is called with each that is complete."""
         done: list[Future[None]] = []
         boundaries, gradients = self.parts.boundaries, self.parts.gradients
+        kept = self.parts.activations
         order = [(i, m) for i in reversed(range(len(self.layers))) for m in range(count)]
-        for at, (i, m) in enumerate(order):
+        inputs = deque(place for place in order if not kept.has(*place))
+        for i, m in order:
             if m == 0:
                 self._hold(i)
                 gradients.open(i)
-            x = boundaries.load(i, m, order[at + 1 : at + 3]).data.requires_grad_()
-            torch.set_rng_state(self._random.pop((i, m)))
-            with torch.enable_grad():
-                y, _ = self.layers[i].compute(x, self._stops.pop((i, m)))
-            torch.autograd.backward(y, boundaries.at(m))
-            assert x.grad is not None
-            boundaries.put(m, x.grad)
+            if kept.has(i, m):
+                grad = kept.backward(i, m, boundaries.at(m))
+            else:
+                inputs.popleft()
+                grad = self._again(i, m, list(islice(inputs, 2)))
+            del self._stops[i, m]
+            boundaries.put(m, grad)
             if m == count - 1:
                 gradients.close(i)
                 if update is None:
@@ -214,9 +263,21 @@ class Engine:
             self.parts.units[i].bind(None)
             self.parts.weights.release(i)
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _loss(self, batch: Batch, share: float) -> Tensor:
         found = self.parts.model(**batch, use_cache=False, return_dict=True)
-        loss: Tensor = found.loss
+        return self.parts.head.share_of(found.loss, share)
+
+    def _loss_again(
+        self, batch: Batch, share: float, whole: Callable[[Tensor], Any], hidden: Tensor
+    ) -> Tensor:
+        """The loss of hidden states behind all layers, in a pass of its own that computes none."""
+        self.parts.gradients.begin()
+        again = TrainingPass(partial(self._loss, batch, share), share)
+        with torch.random.fork_rng(devices=[]):
+            stop = self._stop_of(again.advance(), 0)
+            for i in range(1, len(self.layers)):
+                stop = self._stop_of(again.advance(whole(stop.hidden)), i)
+            loss: Tensor = again.advance(whole(hidden))
         return loss
 
     def _stop_of(self, reached: Any, index: int) -> Stop:
@@ -243,11 +304,13 @@ class Engine:
     @contextmanager
     def _held(self, i: int) -> Iterator[None]:
         self.parts.weights.begin([i])
-        self._hold(i)
         try:
+            self._hold(i)
             yield
         finally:
-            self._release(i)
+            if i in self._flat:
+                self._release(i)
+            self.parts.weights.stop()  # a read that has failed is forgotten
 
     def _alone(self, i: int, *args: Any, **kwargs: Any) -> Any:
         """A layer outside of a step, without gradients."""
@@ -261,6 +324,7 @@ class Engine:
             one.end()
         parts.updater.wait()
         parts.boundaries.stop()
+        parts.activations.end()
         parts.gradients.end()
         for i in list(self._flat):
             self._release(i)

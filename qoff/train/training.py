@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError, TrainingError
 
 from .checkpoints import Progress, kind_of_run, opened, restore, save
+from .exports import replacing, save_model
 from .homes import Homes
 from .optimizers import Optimizer
 from .placement import Placement
@@ -32,6 +33,8 @@ class TrainingStats:
     wait_s: float  # that steps waited for weights
     device_peak: int  # bytes of the device arena in use
     host_peak: int
+    activations_planned: int  # bytes that were to be kept in the last step
+    activations_peak: int
 
 
 class Training:
@@ -91,6 +94,27 @@ class Training:
         self.steps += 1
         return loss
 
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss of the tokens of batches as `step` takes, without dropout; learns nothing.
+
+        Layers stream for each batch. Raises ArgumentError.
+        """
+        self._check_whole()
+        total, count = 0.0, 0
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for batch in map(self._checked, batches):
+                    labels = int((batch["labels"][:, 1:] != _IGNORED).sum())
+                    if labels:
+                        loss = self.model(**batch, use_cache=False, return_dict=True).loss
+                        total, count = total + float(loss) * labels, count + labels
+        finally:
+            self.model.train()
+        if not count:
+            raise ArgumentError("there are no labels to evaluate")
+        return total / count
+
     @property
     def stats(self) -> TrainingStats:
         """Counters since the start."""
@@ -101,6 +125,8 @@ class Training:
             parts.weights.wait_s,
             self._homes.device.used,
             self._homes.host.used,
+            parts.activations.planned,
+            parts.activations.peak,
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -117,11 +143,35 @@ class Training:
     def save_adapter(self, folder: str | PathLike[str]) -> None:
         """Write the adapters of a PEFT model, as PEFT does. Raises ArgumentError for other models.
 
-        They are copied to memory for that.
+        They are copied to memory for that. What was there is replaced when all is written. Raises
+        DiskWriteError.
         """
         if not hasattr(self.model, "peft_config"):
-            raise ArgumentError(f"{type(self.model).__name__} is no PEFT model; use state_dict")
-        self.model.save_pretrained(folder, state_dict=self.state_dict())
+            raise ArgumentError(f"{type(self.model).__name__} is no PEFT model; use save_model")
+        state = self.state_dict()
+        with replacing(Path(folder)) as beside:
+            self.model.save_pretrained(beside, state_dict=state)
+
+    def save_model(self, folder: str | PathLike[str]) -> None:
+        """Write all weights and the config, as transformers reads them; a layer at a time.
+
+        What was there is replaced when all is written. Raises DiskWriteError, and ArgumentError for
+        PEFT models.
+        """
+        if hasattr(self.model, "peft_config"):
+            raise ArgumentError(f"{type(self.model).__name__} is a PEFT model; use save_adapter")
+        self._check_whole()
+        engine, model = self._engine, self.model
+        units = engine.parts.units
+        learn = {name for unit in units for name in unit.parameters}
+        buffers = dict(model.named_buffers())
+        others = {name: x for name, x in model.state_dict().items() if name in buffers}
+        others |= {name: p.data for name, p in model.named_parameters() if name not in learn}
+        parts = (
+            unit.views(flat) | (others if unit is units[-1] else {})
+            for _, unit, flat in engine.each_unit()
+        )
+        save_model(model, parts, len(units), Path(folder))
 
     def save(self, folder: str | PathLike[str], position: Any = None) -> None:
         """Write a checkpoint, in place of the one in this folder as soon as it is whole.

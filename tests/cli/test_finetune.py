@@ -70,6 +70,8 @@ def test_all_weights_learn_and_load_in_transformers(
     assert [row["step"] for row in rows] == [str(i) for i in range(1, 9)]
     assert float(rows[-1]["loss"]) < 0.8 * float(rows[0]["loss"])
     assert all(float(row["norm"]) > 0 for row in rows)
+    assert all(row["held_out_loss"] == "" for row in rows)
+    assert len(list(out.glob("model*.safetensors"))) > 1  # one layer at a time
     trained = AutoModelForCausalLM.from_pretrained(out)
     before = AutoModelForCausalLM.from_pretrained(model)
     theirs = dict(before.named_parameters())
@@ -124,6 +126,24 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(
     assert other.exit_code == 1
     assert "is of another run: its seed is 0, here 5" in other.output
     assert "begin anew with --overwrite" in other.output
+
+
+def test_rates_fall_and_what_is_held_out_is_evaluated(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    options = ["--full", "-o", out, *QUICK, "--lr", 1e-2, "--schedule", "linear", "--warmup", 2]
+    said = succeed(model, data, *options, "--hold-out", 0.2, "--sequence", 20)
+    rows = log(out)
+    assert [float(row["lr"]) for row in rows] == pytest.approx([5e-3, 1e-2, 1e-2, 5e-3])
+    held_out = [row["held_out_loss"] for row in rows]
+    assert held_out[0] == held_out[2] == ""
+    assert float(held_out[3]) < float(held_out[1])
+    assert "held out" in said.output
+    longer = run(model, data, *options, "--hold-out", 0.2, "--sequence", 20, "--steps", 6)
+    assert "its decay_steps is 4, here 6" in longer.output
+    few = run(model, data, *options, "--hold-out", 0.2, "--sequence", 5000, "--overwrite")
+    assert "too few to hold some out" in few.output
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(model: Path, data: Path, tmp_path: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from qoff import train
-from qoff.errors import ArgumentError, DiskWriteError, UnsupportedModelError
+from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, UnsupportedModelError
 from qoff.train.boundaries import STAGES, Boundaries
 from qoff.train.homes import Homes
 from qoff.train.passes import Stop, StoppingLayer
@@ -129,3 +131,64 @@ def test_losses_of_routers_are_refused() -> None:
     model.config.output_router_logits = True
     with pytest.raises(UnsupportedModelError, match="output_router_logits"):
         train.offload(model, tokens=12)
+
+
+def test_a_model_is_offloaded_once() -> None:
+    model = model_of("llama")
+    training = train.offload(model, tokens=12)
+    with pytest.raises(ArgumentError, match="is in training already"):
+        train.offload(model, tokens=12)
+    training.step([batch(0)])
+
+
+def test_a_read_that_fails_between_steps_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = offloaded(model_of("llama"), PLACES[2], tmp_path, optimizer=train.Lion(lr=LR))
+    ids = batch(0)["input_ids"]
+    with torch.no_grad():
+        wanted = training.model(ids).logits
+        spill = training._homes._spill
+
+        def failing(*_: object) -> Future[None]:
+            failed: Future[None] = Future()
+            failed.set_exception(DiskReadError("broken"))
+            return failed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(spill, "read", failing)
+            with pytest.raises(DiskReadError):
+                training.model(ids)
+        assert torch.equal(training.model(ids).logits, wanted)
+    training.step([batch(0)])
+
+
+def test_evaluation_is_the_models_loss_and_learns_nothing(tmp_path: Path) -> None:
+    training = offloaded(
+        model_of("llama", attention_dropout=0.3), PLACES[2], tmp_path, optimizer=train.Lion(lr=LR)
+    )
+    reference = model_of("llama").eval()
+    given = [batch(0), batch(1)]
+    with torch.no_grad():
+        losses = [float(reference(**b).loss) for b in given]
+    counts = [int((b["labels"][:, 1:] != -100).sum()) for b in given]
+    mean = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
+    assert training.evaluate(given) == pytest.approx(mean, abs=1e-6)
+    assert training.model.training
+    with pytest.raises(ArgumentError, match="no labels"):
+        training.evaluate([])
+
+
+def test_weights_are_saved_layer_by_layer_in_place_of_older_ones(tmp_path: Path) -> None:
+    model = model_of("mixtral", tie_word_embeddings=True)
+    training = offloaded(model, PLACES[2], tmp_path, optimizer=train.Lion(lr=LR))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"an older one")
+    training.step([batch(0)])
+    training.save_model(out)
+    assert len(list(out.glob("*.safetensors"))) == 4
+    assert not list(out.glob(".qoff-*"))
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    for name, x in training.state_dict().items():
+        assert torch.equal(loaded.get_parameter(name), x), name

@@ -1,0 +1,168 @@
+"""Head and loss as one: the logits of some tokens at a time, and gradients with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qoff.errors import UnsupportedModelError
+
+from .passes import TrainingPass
+
+_LOGITS = 16 << 20  # bytes that are there at once; one token's, if that is more
+_IGNORED = -100
+
+
+class FusedHead:
+    """The output embeddings of a model and its loss, for `TrainingPass`es alone.
+
+    The head gives hidden states on, and the loss function computes both: a piece of tokens at a
+    time, of those with a label, their logits, loss and gradients, so that neither logits nor their
+    gradients are there for all tokens, and nothing is computed twice. As Liger Kernel (arXiv
+    2410.10989) does on GPUs.
+
+    A model that does more to logits, or to the loss, is found at its first pass, and computes them
+    on its own from then on. fused: None until then.
+    """
+
+    def __init__(self, model: Any) -> None:
+        own = model.get_base_model() if hasattr(model, "get_base_model") else model
+        head: Any = getattr(own, "get_output_embeddings", lambda: None)()
+        fits = isinstance(head, nn.Module) and hasattr(own, "loss_function")
+        self.fused: bool | None = None if fits else False
+        self._model, self._head = own, head
+        self._memory = torch.empty(0)
+        self._sum_of: Callable[[Tensor], Tensor] = _no_sum
+
+    def logits_bytes(self, tokens: int) -> int:
+        """Of memory for `begin`, where a micro-batch has so many tokens."""
+        if not self._is_linear:
+            return 0
+        each = 4 * self._head.out_features
+        return each * min(tokens, max(1, _LOGITS // each))
+
+    def begin(self, memory: Tensor, sum_of: Callable[[Tensor], Tensor]) -> None:
+        """Take the places of head and loss. sum_of: where a parameter's gradients are summed."""
+        self._memory, self._sum_of = memory.view(torch.float32), sum_of
+        if self.fused is None:
+            self._forward, self._loss = self._head.forward, self._model.loss_function
+            self._head.forward = self._given_on
+            self._model.loss_function = self._computed
+
+    def share_of(self, loss: Tensor, share: float) -> Tensor:
+        """A pass's part of the loss of a step. Raises UnsupportedModelError for another's loss."""
+        if self.fused is False:
+            return loss * share
+        if loss is not getattr(getcurrent(), "loss", None):
+            raise UnsupportedModelError("this model has another loss in some steps only")
+        self.fused = True
+        return loss
+
+    def give_up(self) -> bool:
+        """Leave logits and loss to the model after a first pass that failed; or it is no first."""
+        first, self.fused = self.fused is None, bool(self.fused)
+        return first
+
+    @property
+    def _is_linear(self) -> bool:
+        return self.fused is not False and type(self._head) is nn.Linear
+
+    def _given_on(self, hidden: Tensor) -> Any:
+        here = getcurrent()
+        if self.fused is False or not isinstance(here, TrainingPass):
+            return self._forward(hidden)
+        here.hidden = hidden
+        return hidden
+
+    def _computed(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+        here = getcurrent()
+        if self.fused is False or not isinstance(here, TrainingPass):
+            return self._loss(logits, labels, *args, **kwargs)
+        if logits is not here.hidden:
+            raise UnsupportedModelError("this model changes logits in some steps only")
+        here.loss = self._of_tokens(logits, labels, here.share, **kwargs)
+        return here.loss
+
+    def _of_tokens(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        share: float,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """`share` of the loss: the mean over tokens [B, T] of `labels`, each the next one's."""
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+        wanted = shift_labels.reshape(-1)
+        used = (wanted != _IGNORED).nonzero()[:, 0]
+        count = len(used) if num_items_in_batch is None else float(num_items_in_batch)
+        flat, factor = hidden.detach().reshape(-1, hidden.shape[-1]), share / count
+        grad, total = torch.zeros_like(flat), torch.zeros(())
+        compute = self._of_linear if self._is_linear else self._of_any
+        piece = max(1, self._memory.numel() // self._head.out_features) if self._is_linear else 256
+        with torch.no_grad():
+            for at in used.split(piece):
+                loss, of_hidden = compute(flat[at], wanted[at], factor)
+                grad[at], total = of_hidden, total + loss
+        found: Tensor = _Known.apply(hidden, grad.view_as(hidden), total)
+        return found
+
+    def _of_linear(self, x: Tensor, wanted: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        """Loss and gradient of hidden states [n, K], times `factor`; adds that of the weights."""
+        weight, bias = self._head.weight, self._head.bias
+        logits = self._memory[: len(x) * len(weight)].view(len(x), -1)
+        if weight.dtype == torch.float32:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            logits.copy_(x @ weight.t())
+        if bias is not None:
+            logits += bias
+        logits -= logits.amax(1, keepdim=True)
+        picked = logits.gather(1, wanted[:, None])
+        sums = logits.exp_().sum(1, keepdim=True)
+        logits *= factor / sums
+        logits.scatter_add_(1, wanted[:, None], torch.full_like(picked, -factor))
+        narrow = logits.to(weight.dtype)
+        if weight.requires_grad:
+            place = self._sum_of(weight)
+            if weight.dtype == torch.float32:
+                place.addmm_(narrow.t(), x)
+            else:
+                place += narrow.t() @ x
+        if bias is not None and bias.requires_grad:
+            self._sum_of(bias).add_(logits.sum(0))
+        return (sums.log() - picked).sum() * factor, narrow @ weight
+
+    def _of_any(self, x: Tensor, wanted: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        """The same of another kind of head, by autograd."""
+        with torch.enable_grad():
+            leaf = x.requires_grad_()
+            logits = self._forward(leaf).float()
+            loss = functional.cross_entropy(logits, wanted, reduction="sum") * factor
+            loss.backward()
+        assert leaf.grad is not None
+        return loss.detach(), leaf.grad
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, grad: Tensor, loss: Tensor) -> Tensor:
+        ctx.grad = grad
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return ctx.grad.mul_(upstream[0]), None, None
+
+
+def _no_sum(_: Tensor) -> Tensor:
+    raise AssertionError("`begin` comes first")

@@ -1,0 +1,79 @@
+"""Activations that are kept: within a bound, as planned, and without a change of any bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qoff import train
+from qoff.train.activations import Cost, chosen
+from tests.train.test_training import LAYERS, LR, PLACES, batch, model_of, offloaded
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_kept_changes_no_bit_and_is_as_large_as_planned(place: str, tmp_path: Path) -> None:
+    found = []
+    for bound in (0, 60_000, "1GiB"):
+        model = model_of("llama", attention_dropout=0.2)
+        optimizer = train.AdamW(lr=LR)
+        training = offloaded(model, place, tmp_path, optimizer=optimizer, activation_memory=bound)
+        torch.manual_seed(3)
+        losses = [training.step([batch(step), batch(step + 9)]) for step in range(3)]
+        stats = training.stats
+        assert stats.activations_peak == stats.activations_planned  # what is counted, all of it
+        found.append((losses, training.state_dict(), stats))
+    none, some, all_of_them = (stats for *_, stats in found)
+    assert none.activations_peak == 0
+    assert 0 < some.activations_peak <= 60_000
+    assert all_of_them.activations_peak > 2 * some.activations_peak
+    if place != PLACES[0]:  # what is kept need not be computed again, so its input is not written
+        written = [stats.moved["inputs of units written"] for stats in (none, some, all_of_them)]
+        assert written[0] >= written[1] > written[2] == written[0] // 3  # of the first step
+    for losses, weights, _ in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(x, found[0][1][name]) for name, x in weights.items())
+
+
+def test_kept_bytes_are_those_of_the_layers_activations() -> None:
+    training = train.offload(model_of("llama"), tokens=12, activation_memory="1GiB")
+    training.step([batch(0)])
+    engine = training._engine
+    own, seen = engine.parts.activations.keep, []
+
+    def keep(place: tuple[int, int], *rest: object) -> object:
+        found = own(place, *rest)  # type: ignore[arg-type]
+        seen.append(engine.parts.activations._kept[place].nbytes)
+        return found
+
+    engine.parts.activations.keep = keep  # type: ignore[method-assign, assignment]
+    training.step([batch(0)])
+    tokens = 12
+    config = training.model.config
+    width, wide = config.hidden_size, config.intermediate_size
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    head = width // heads
+    # Inputs of two norms, of three products, q, k, v, and the output of attention, at the least;
+    # twice as much at the most.
+    least = 4 * tokens * (5 * width + 3 * wide + (heads + 2 * kv) * head)
+    assert len(seen) == LAYERS
+    assert all(least <= nbytes <= 2.5 * least for nbytes in seen)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 50)), min_size=1, max_size=9),
+    st.integers(1, 100),
+)
+def test_the_plan_is_the_best_there_is(items: list[tuple[int, int]], bound: int) -> None:
+    costs = {(i, 0): Cost(nbytes, float(seconds)) for i, (nbytes, seconds) in enumerate(items)}
+    found = chosen(costs, bound)
+    assert sum(costs[place].nbytes for place in found) <= bound
+    best = 0.0
+    for mask in range(1 << len(items)):
+        taken = [items[i] for i in range(len(items)) if mask >> i & 1]
+        if sum(nbytes for nbytes, _ in taken) <= bound:
+            best = max(best, sum(seconds for _, seconds in taken))
+    assert sum(costs[place].seconds for place in found) == best

@@ -1,0 +1,112 @@
+"""Head and loss as one give torch's loss and gradients, with the logits of a few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qoff import train
+from qoff.train import head as work
+from qoff.train.head import FusedHead
+from qoff.train.passes import TrainingPass
+from tests.train.test_training import batch, model_of
+
+WIDTH, VOCABULARY, PIECE = 16, 50, 3  # tokens at once
+
+
+class Model(nn.Module):
+    """A head and the loss that transformers has."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def loss_function(self, logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].ravel())
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        loss: Tensor = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        return loss
+
+
+class OtherHead(nn.Linear):
+    """Not known to be linear."""
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "bias", "dtype"),
+    [
+        (nn.Linear, True, torch.float32),
+        (nn.Linear, False, torch.bfloat16),
+        (OtherHead, False, torch.float32),
+    ],
+)
+def test_loss_and_gradients_are_those_of_torch(
+    kind: type[nn.Linear],
+    bias: bool,
+    dtype: torch.dtype,
+    learns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(work, "_LOGITS", 4 * PIECE * VOCABULARY)
+    model = Model(kind(WIDTH, VOCABULARY, bias=bias, dtype=dtype).requires_grad_(learns))
+    hidden = torch.randn(2, 9, WIDTH, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, VOCABULARY, (2, 9))
+    labels[0, 2:5] = -100
+    wanted = model(hidden, labels) * 0.25
+    wanted.backward()
+    assert hidden.grad is not None
+    of_hidden, hidden.grad = hidden.grad, None
+    of_weights = {name: p.grad for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = None
+
+    fused = FusedHead(model)
+    memory = torch.empty(fused.logits_bytes(18), dtype=torch.uint8)
+    assert len(memory) == (0 if kind is OtherHead else 4 * PIECE * VOCABULARY)
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
+    fused.begin(memory, lambda p: sums[p])  # type: ignore[index]
+    one = TrainingPass(lambda: fused.share_of(model(hidden, labels), 0.25), 0.25)
+    loss = one.advance()
+    loss.backward()
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"atol": 5e-3}
+    rtol = tolerance.get("rtol", 2e-2)
+    assert fused.fused
+    torch.testing.assert_close(loss, wanted, rtol=rtol, atol=tolerance["atol"])
+    torch.testing.assert_close(hidden.grad, of_hidden, rtol=rtol, atol=tolerance["atol"])
+    for name, p in model.named_parameters():
+        if learns:
+            found = p.grad if p.grad is not None else sums[p].to(dtype)
+            torch.testing.assert_close(
+                found, of_weights[name], rtol=rtol, atol=tolerance["atol"], msg=name
+            )
+        else:
+            assert p.grad is None
+            assert not sums[p].any()
+    torch.testing.assert_close(model(hidden, labels) * 0.25, wanted)  # outside of a pass, its own
+
+
+@pytest.mark.parametrize(("name", "fused"), [("llama", True), ("gemma2", False)])
+def test_models_that_change_logits_keep_their_own_loss(name: str, fused: bool) -> None:
+    changes: dict[str, Any] = {} if fused else {"final_logit_softcapping": 5.0}
+    model, reference = model_of(name, **changes), model_of(name, **changes)
+    training = train.offload(model, train.SGD(lr=1e-3), tokens=12)
+    wanted = float(reference(**batch(0)).loss.detach())
+    assert training.step([batch(0)]) == pytest.approx(wanted, abs=1e-5)
+    assert training._engine.parts.head.fused is fused
+    reference.train()(**batch(0)).loss.backward()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p -= 1e-3 * p.grad
+    for key, x in training.state_dict().items():
+        torch.testing.assert_close(x, reference.get_parameter(key), rtol=0, atol=1e-6, msg=key)
