@@ -113,7 +113,7 @@ class Ops(Protocol):
 
 
 class RoundedOps:
-    """Ops whose matmuls round their inputs to fewer than 16 bits; `exact` are those that do not."""
+    """Ops that round activations to fewer than 16 bits; `exact` are those that do not."""
 
     def __init__(self, exact: Ops, activation_bits: int) -> None:
         launchers: Any = exact  # these take the bits with each call
@@ -121,12 +121,14 @@ class RoundedOps:
         self.PACKING, self.CACHE, self.USES_OUT = exact.PACKING, exact.CACHE, exact.USES_OUT
         self.RECORDER = exact.RECORDER
         self.ACTIVATION_BITS: tuple[int, ...] = (activation_bits,)
-        self.attention: Callable[..., Tensor] = exact.attention
         self.norm: Callable[..., Tensor] = exact.norm
         self.route: Callable[..., tuple[Tensor, Tensor]] = exact.route
         self.add_experts, self.low_rank = exact.add_experts, exact.low_rank
         self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
         self.experts = partial(launchers.experts, activation_bits=activation_bits)
+        self.attention: Callable[..., Tensor] = partial(
+            launchers.attention, activation_bits=activation_bits
+        )
 
 
 def with_activation_bits(ops: Ops, activation_bits: int) -> Ops:

@@ -34,8 +34,9 @@ def _layer(tensors: list[torch.Tensor], ragged: Ragged) -> LayerCache:
     return LayerCache(*tensors, ragged.positions, ragged.longest)
 
 
-def _run(shape: HeadShape, passes: list[list[int]]) -> None:
+def _run(shape: HeadShape, passes: list[list[int]], activation_bits: int = 16) -> None:
     """Feed the same passes (new tokens of each sequence) to both; compare every output."""
+    bound = RELATIVE_RMS[torch.float32 if activation_bits == 16 else torch.bfloat16]
     sequences = len(passes[0])
     caches = _cache(shape, sequences, torch.float32), _cache(shape, sequences, torch.float64)
     angles = torch.rand(1408, 10 if shape is PARTLY else shape.head_dim // 2) * 6.3
@@ -55,9 +56,15 @@ def _run(shape: HeadShape, passes: list[list[int]]) -> None:
             qkv.double(), shape, _layer(caches[1], ragged), ragged, rotary=rotary, **norms
         )
         actual = cpu.attention(
-            qkv, shape, _layer(caches[0], ragged), ragged, rotary=rotary, **norms
+            qkv,
+            shape,
+            _layer(caches[0], ragged),
+            ragged,
+            rotary=rotary,
+            activation_bits=activation_bits,
+            **norms,
         )
-        assert relative_rms(actual, expected) < RELATIVE_RMS[torch.float32]
+        assert relative_rms(actual, expected) < bound
         pasts = [p + c for p, c in zip(pasts, counts, strict=True)]
 
 
@@ -69,6 +76,34 @@ def test_prefill_then_decode(shape: HeadShape) -> None:
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_long_sequence_among_short_ones(shape: HeadShape) -> None:
     _run(shape, [[1200, 1], [1, 1], [3, 70], [1, 1]])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pairs_of_bfloat16(shape: HeadShape) -> None:
+    _run(shape, [[523, 1, 7], [1, 1, 1], [5, 38, 1]], activation_bits=8)
+
+
+@pytest.mark.parametrize("activation_bits", [16, 8])
+def test_no_bit_depends_on_what_is_attended_together(activation_bits: int) -> None:
+    shape = SHAPES[3]
+    qkv = torch.randn(100, shape.qkv_width)
+
+    def attended(*counts: int) -> torch.Tensor:
+        tensors, past, found = _cache(shape, 1, torch.float32), 0, []
+        for count in counts:
+            ragged = Ragged.of([count], [past])
+            part = qkv[past : past + count].clone()
+            found.append(
+                cpu.attention(
+                    part, shape, _layer(tensors, ragged), ragged, activation_bits=activation_bits
+                )
+            )
+            past += count
+        return torch.cat(found)
+
+    together = attended(100)
+    assert torch.equal(attended(7, 41, 2, 50), together)
+    assert torch.equal(attended(64, 36), together)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 511, 512, 513, 1024, 1025])

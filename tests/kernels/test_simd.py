@@ -22,13 +22,6 @@ def _reductions(x):
     return simd.sum_f32(v), simd.max_f32(v), simd.max_f32(simd.absolute(v))
 
 
-@njit
-def _split(x, high, low):
-    v = simd.round_i32(simd.load_f32(x.ctypes.data))
-    simd.store_high_low(high.ctypes.data, low.ctypes.data, v)
-    return simd.sum_i32(v)
-
-
 _VARIANTS = [
     {"avx512vnni"} & emit.host_features(),
     {"avx512bw"} & emit.host_features(),
@@ -85,14 +78,6 @@ def test_reductions(seed: int) -> None:
     assert total == pytest.approx(x.sum(dtype=np.float64), abs=1e-5)
     assert largest == x.max()
     assert largest_absolute == np.abs(x).max()
-
-
-def test_high_and_low_bytes_are_the_number() -> None:
-    for start in range(-32512, 32512 - 16, 997):
-        x = np.arange(start, start + 16, dtype=np.float32)
-        high, low = np.zeros(16, dtype=np.int8), np.zeros(16, dtype=np.int8)
-        assert _split(x, high, low) == x.sum()
-        assert (256 * high.astype(np.int32) + low == x.astype(np.int32)).all()
 
 
 @simd.vector_intrinsic(simd.f32x16, simd.f32x16)

@@ -15,8 +15,17 @@ from qoff.kernels.processor import host_features
 
 LANES = 16
 
-I8, I32, I64, F16, F32 = (
+
+class _BFloatType(ir.Type):
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    def _to_string(self):
+        return "bfloat"
+
+
+I8, I16, I32, I64, F16, F32 = (
     ir.IntType(8),
+    ir.IntType(16),
     ir.IntType(32),
     ir.IntType(64),
     ir.HalfType(),
@@ -25,6 +34,7 @@ I8, I32, I64, F16, F32 = (
 V_I32 = ir.VectorType(I32, LANES)
 V_F32 = ir.VectorType(F32, LANES)
 V_F16 = ir.VectorType(F16, LANES)
+V_BF16 = ir.VectorType(_BFloatType(), 2 * LANES)  # a pair of neighbours in each lane
 
 
 def at(b, address, offset, pointee):
@@ -127,6 +137,21 @@ def switch(b, number, cases):
 
 
 _FEATURES = host_features()
+
+
+HAS_BF16 = "avx512bf16" in _FEATURES  # dot products of bfloat16
+
+
+def dot_bf16(b, acc, x, y):
+    """acc[lane] += sum over a pair of x * y, in float32; vectors of i32 that hold the pairs."""
+    pairs = [b.bitcast(vector, V_BF16) for vector in (x, y)]
+    return call_llvm(b, "llvm.x86.avx512bf16.dpbf16ps.512", V_F32, [acc, *pairs])
+
+
+def rounded_bf16(b, first, second):
+    """Two vectors of float32 as bfloat16, one behind the other: 32 int16."""
+    both = call_llvm(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", V_BF16, [second, first])
+    return b.bitcast(both, ir.VectorType(I16, 2 * LANES))
 
 
 def dot_u8s8(b, acc, u8, s8, features=_FEATURES):

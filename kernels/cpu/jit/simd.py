@@ -221,22 +221,6 @@ def add_i32(b, x, y):
     return b.add(x, y)
 
 
-@vector_intrinsic(i32x16, f32x16)
-def round_i32(b, x):
-    """Nearest integers, ties to even."""
-    return b.fptosi(call_llvm(b, "llvm.nearbyint.v16f32", V_F32, [x]), V_I32)
-
-
-@vector_intrinsic(types.void, _i64, _i64, i32x16)
-def store_high_low(b, high_address, low_address, value):
-    """Split value = 256 * high + low, both int8, and store 16 bytes of each."""
-    narrow = ir.VectorType(I8, LANES)
-    high = b.ashr(b.add(value, const_i32(128)), const_i32(8))
-    low = b.sub(value, b.shl(high, const_i32(8)))
-    b.store(b.trunc(high, narrow), at(b, high_address, 0, narrow), align=1)
-    b.store(b.trunc(low, narrow), at(b, low_address, 0, narrow), align=1)
-
-
 @vector_intrinsic(types.void, _i64, i32x16)
 def store_i8(b, address, value):
     """Store the lowest bytes of 16 integers."""

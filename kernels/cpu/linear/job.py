@@ -14,6 +14,7 @@ from qoff.kernels.cpu.operands import int64s, offsets
 
 from .activation import activated, gated, sigmoid
 from .norm_job import LONG, NormArguments, RowsArguments, norm_all, normalize
+from .quantize import quantize_groups
 from .tile import AHEAD_BYTES, UNROLL, tile
 
 
@@ -38,36 +39,8 @@ class LinearArguments(ctypes.Structure):
  RESIDUAL_STRIDE, ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED,
  SCRATCH, PLANES, ROW_NORMS, SCALE, SOFT_CAP, NORM, ROWS) = offsets(LinearArguments)  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
-_LARGEST = (127, 32512)  # of one int8 plane, and of two: 127 * 256, so that both stay in range
 _TOKENS = 4  # tokens of the widest tile
 CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
-
-
-@inlined
-def quantize_group(x, start, stop, planes, high, low, scales):
-    """Elements [start, stop) of one token as one or two int8 planes, scale and sum."""
-    limit = np.float32(_LARGEST[planes - 1])
-    largest = simd.splat_f32(np.float32(0.0))
-    for i in range(start, stop, 16):
-        largest = simd.larger(simd.absolute(simd.load_f32(x + 4 * i)), largest)
-    peak = simd.largest(largest)
-    inverse = np.float32(0.0)
-    if peak > np.float32(1e-30):
-        inverse = limit / peak
-    scale = peak / limit
-    if not peak < np.float32(np.inf):
-        scale = np.float32(np.nan)  # NaN or infinity comes out as NaN, never as a number
-    factors = simd.splat_f32(inverse)
-    integers = simd.zero_i32()
-    for i in range(start, stop, 16):
-        q = simd.round_i32(simd.mul(simd.load_f32(x + 4 * i), factors))
-        if planes == 2:
-            simd.store_high_low(high + i, low + i, q)
-        else:
-            simd.store_i8(high + i, q)
-        integers = simd.add_i32(integers, q)
-    simd.poke_f32(scales, scale)
-    simd.poke_f32(scales + 4, scale * np.float32(simd.sum_i32(integers)))
 
 
 @inner
@@ -82,10 +55,7 @@ def _quantize_token(args, thread, token, first, last):
     high = simd.peek_i64(args + HIGH) + token * k
     low = simd.peek_i64(args + LOW) + token * k
     scales = simd.peek_i64(args + SCALES) + token * (k // group) * 8
-    planes = simd.peek_i64(args + PLANES)
-    for g in range(first, last):
-        start = g * group
-        quantize_group(x, start, start + group, planes, high, low, scales + 8 * g)
+    quantize_groups(x, first, last, group, simd.peek_i64(args + PLANES), high, low, scales)
 
 
 @inner

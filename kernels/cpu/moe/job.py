@@ -14,8 +14,9 @@ from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.linear.activation import gated as gated_activation
-from qoff.kernels.cpu.linear.job import CACHED_BYTES, later_codes, quantize_group, with_bias
+from qoff.kernels.cpu.linear.job import CACHED_BYTES, later_codes, with_bias
 from qoff.kernels.cpu.linear.norm_job import LONG
+from qoff.kernels.cpu.linear.quantize import quantize_groups
 from qoff.kernels.cpu.linear.tile import tile
 from qoff.kernels.cpu.operands import int64s, offsets
 
@@ -112,9 +113,8 @@ def _quantize(pool, phase, threads, args, matrix, row_bytes):
         low = simd.peek_i64(matrix + LOW) + place * k
         scales = simd.peek_i64(matrix + SCALES) + place * groups * 8
         part = item % parts
-        for g in range(part * groups // parts, (part + 1) * groups // parts):
-            start = g * group
-            quantize_group(x, start, start + group, planes, high, low, scales + 8 * g)
+        first, last = part * groups // parts, (part + 1) * groups // parts
+        quantize_groups(x, first, last, group, planes, high, low, scales)
         finish(pool, phase)
         item = take(pool, phase)
     wait(pool, phase, items)
