@@ -116,7 +116,8 @@ def plan(
     typer.echo(f"{machine.name}: {found.line()}")
     print_table("what lives where", found.tiers(), ("tier", "what", "bytes"))
     print_table("busy in a round", found.resources(), ("resource", "prompts", "decoding"))
-    print_table("what would be faster, by the model alone", changes, ("change", "new tokens/s", "whole work"))
+    columns = ("change", "new tokens/s", "whole work")
+    print_table("what would be faster, by the model alone", changes, columns)
     for warning in found.warnings():
         typer.echo(f"note: {warning}")
 

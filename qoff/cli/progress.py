@@ -70,7 +70,7 @@ def score_progress(what: str) -> Iterator[Tell]:
             words = f"{what}: {done:,} of {total:,} tokens{said[1]}"
             if done > begun[1]:
                 left = (total - done) * (now - begun[0]) / (done - begun[1])
-                words += f", {_duration(left)} left"
+                words += f", {duration(left)} left"
             show(words, done, total)
 
         yield tell
