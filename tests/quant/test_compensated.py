@@ -11,7 +11,8 @@ from torch import Tensor
 from qoff.errors import QuantizationError
 from qoff.kernels.layout.packing import unpack_codes
 from qoff.quant import Format, quantize
-from qoff.quant.compensated import compensated
+from qoff.quant.compensated import DAMPING, compensated
+from qoff.quant.compensated import moments as second_moments
 
 FORMATS = [Format(4, 32), Format(4, 64), Format(8, 32)]
 
@@ -112,3 +113,29 @@ def test_what_cannot_be_done_is_refused(
 ) -> None:
     with pytest.raises(QuantizationError, match=message):
         compensated(w, moments, form, name="x")
+
+
+def test_moments_are_sums_over_inputs() -> None:
+    x = weights(300, 64)
+    found = second_moments(x)
+    assert torch.equal(found, found.T)
+    torch.testing.assert_close(found, (x.double().T @ x.double()).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_codes_are_those_of_gptq() -> None:
+    w, moments, k = weights(32, 192), alike(192, 8), 192
+    found = compensated(w, moments, Format(4, 32)).dequantize().double()
+    # As the paper has it, in double precision: with the inverse, and all columns behind updated.
+    wide = moments.double()
+    order = wide.diagonal().argsort(descending=True)
+    wide += DAMPING * wide.diagonal().mean() * torch.eye(k, dtype=torch.float64)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide[order][:, order]))
+    factor = torch.linalg.cholesky(inverse, upper=True)
+    columns, nearest = w.double()[:, order], 0
+    for i, place in enumerate(order.tolist()):
+        error = columns[:, i] - found[:, place]
+        levels = found.view(32, -1, 32)[:, place // 32]  # that the group takes
+        others = (columns[:, i, None] - levels).abs()
+        nearest += int((error.abs()[:, None] <= others + 1e-6).all(1).sum())
+        columns[:, i:] -= (error / factor[i, i])[:, None] * factor[i, i:]
+    assert nearest >= 0.999 * w.numel()  # but for ties

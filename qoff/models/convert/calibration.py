@@ -37,7 +37,7 @@ class Calibration:
         """Return a layer's weights by their full names, as they are written. Layers go in order."""
         prefix, weights = self._units[index]
         builder, moments = self._builder, Moments()
-        given = {
+        given: dict[str, QTensor | Tensor | Unsolved] = {
             w.name: self._unsolved(prefix, w, moments)
             if builder.calibrates(prefix, w)
             else builder.build(prefix, w)

@@ -57,14 +57,16 @@ class ModuleCalibration:
         options = {name: name == "return_dict" for name in known}
         work = ModulePass(lambda: model(input_ids=ids, **options), torch.empty(2, 0))
         self._steps = work.steps()
+        self._wanted: object = None  # a unit
 
     @torch.no_grad()
     def layer(self, index: int, given: Mapping[str, QTensor | Tensor | Unsolved]) -> None:
         """Solve what is unsolved of a layer's weights, by their full names. Layers go in order."""
         if not index:
-            next(self._steps)
+            self._wanted = next(self._steps)
+        assert self._wanted == index
         local = local_names(index, list(given))
-        self._steps.send(cast(Weights, {local[name]: x for name, x in given.items()}))
+        self._wanted = self._steps.send(cast(Weights, {local[name]: x for name, x in given.items()}))
 
     def close(self) -> None:
         """Leave the model's code."""

@@ -95,7 +95,7 @@ class ModulesJob:
                     packed[matrix.name] = self._quantized(matrix, weight, matrix_bits)
             if not matrices:
                 floats[name] = _as_narrow_as_exact(weight)
-        given = {**floats, **packed}
+        given: dict[str, QTensor | Tensor | Unsolved] = {**floats, **packed}
         if calibration is not None:
             calibration.layer(unit, given)
         elif self._calibration is not None:
