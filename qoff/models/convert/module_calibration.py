@@ -66,7 +66,8 @@ class ModuleCalibration:
             self._wanted = next(self._steps)
         assert self._wanted == index
         local = local_names(index, list(given))
-        self._wanted = self._steps.send(cast(Weights, {local[name]: x for name, x in given.items()}))
+        weights = {local[name]: x for name, x in given.items()}
+        self._wanted = self._steps.send(cast(Weights, weights))
 
     def close(self) -> None:
         """Leave the model's code."""
