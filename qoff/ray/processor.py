@@ -256,6 +256,7 @@ class RowRequest:
     line: Line
     prompts: Any
     params: SamplingParams
+    adapter: str | None = None
 
     def answered(self, answers: Sequence[Completion], prompt_tokens: int) -> list[bytes]:
         (one,) = answers
