@@ -12,7 +12,7 @@ the kernels with that version too; by default .triton-3.6 (`make triton-3.6`).
 
 The libraries below read their own: HF_HOME, HF_HUB_OFFLINE and HF_TOKEN (downloads),
 OMP_NUM_THREADS (threads of torch and so of qoff's CPU kernels), NUMBA_CACHE_DIR (compiled CPU
-kernels).
+kernels). For Ray, `qoff batch --ray` sets RAY_USAGE_STATS_ENABLED=0, so that it reports nothing.
 """
 
 from __future__ import annotations

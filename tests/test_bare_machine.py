@@ -20,7 +20,7 @@ TOOLS = {"build", "mypy", "pre-commit", "pytest", "ruff", "setuptools"}  # nothi
 IMPORTS = {"lm-eval": "lm_eval", "pytest-timeout": "pytest_timeout", "pytest-xdist": "xdist"}
 # What needs one of the others by its nature.
 NEEDS = re.compile(
-    r"qoff\.(accelerate|cli|eval|measure|serve|train|engine\.simulated)\b"
+    r"qoff\.(accelerate|cli|eval|measure|ray|serve|train|engine\.simulated)\b"
     r"|qoff\.(models\.modules\.passes|memory\.io\.virtual)$"
 )
 

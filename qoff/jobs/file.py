@@ -52,9 +52,8 @@ class Reading:
     job: str
 
     def reader(self, llm: LLM) -> Reader:
-        """What makes requests for a model. Raises QoffError where pydantic is missing."""
+        """What makes requests for a model."""
         if self.openai:
-            _need_pydantic()
             return OpenAIReader(llm, self.model, self.job)
         chats = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
         return PromptReader(self.params, chats and not self.raw, self.job)
@@ -111,7 +110,9 @@ class FileJob:
 
     @property
     def reading(self) -> Reading:
-        """How its lines become requests."""
+        """How its lines become requests. Raises QoffError where pydantic is missing for them."""
+        if self._openai:
+            _need_pydantic()
         asked = self._asked
         return Reading(self._openai, asked.model, asked.params, asked.raw, self.sink.job)
 
