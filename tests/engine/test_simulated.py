@@ -20,6 +20,7 @@ from qoff.engine.simulated import Driver, Simulation, simulated
 from qoff.engine.simulated.machine import VirtualMachine
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
+from qoff.kvcache.store.sparse import WRONG_GUESSES
 from qoff.memory.instrumentation import PLAIN
 from qoff.memory.io.virtual import VirtualClock
 from qoff.plan import Plan
@@ -105,7 +106,8 @@ def test_bytes_are_those_of_the_engine(
     sizes_of = ModelSizes.of_checkpoint(Checkpoint.open(checkpoint))
     with Simulation(sizes_of, plan, machine()) as run:
         found = moved(run.driver)
-    assert found == wanted
+    wrong = WRONG_GUESSES if "kv" in options else 0.0  # of which virtual time has none
+    assert found == pytest.approx(wanted, rel=wrong, abs=0)
     assert wanted[0] > 0
 
 

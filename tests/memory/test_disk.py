@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from qoff.errors import DiskReadError
 from qoff.memory.arena import map_pages
-from qoff.memory.io.direct import Preadv
-from qoff.memory.io.disk import DiskReader
+from qoff.memory.io.direct import SECTOR, Preadv
+from qoff.memory.io.disk import DiskReader, Run
 
 SIZE = 300_001
 CHUNKS = st.sampled_from([4096, 8192, 65536, 1 << 20])
@@ -54,14 +54,14 @@ HOOKS: list[Preadv] = [os.preadv, short, slow]
 def test_bytes_delivered_are_the_bytes_of_the_file(
     data: st.DataObject, threads: int, chunk: int, direct: bool, path: Path, content: bytes
 ) -> None:
-    aligned = st.integers(0, SIZE // 4096).map(lambda block: block * 4096)
+    aligned = st.integers(0, SIZE // SECTOR).map(lambda sector: sector * SECTOR)
     hook = data.draw(st.sampled_from(HOOKS))
     with closing(DiskReader(threads, chunk, direct, hook)) as reader:
         wanted = []
         for _ in range(data.draw(st.integers(1, 4))):
             offset = data.draw(aligned | st.integers(0, SIZE))
             nbytes = data.draw(st.integers(0, SIZE - offset) | st.just(SIZE - offset))
-            shift = data.draw(st.sampled_from([0, 4096, 8, 513]))
+            shift = data.draw(st.sampled_from([0, 4096, 512, 8, 513]))
             memory = map_pages(shift + nbytes + 10).fill_(0xAA)
             dest = memory[shift : shift + nbytes]
             request = reader.submit(path, offset, dest, urgent=data.draw(st.booleans()))
@@ -193,3 +193,29 @@ def test_close_ends_waiting_reads_threads_and_files(path: Path) -> None:
 def test_only_contiguous_bytes_are_filled(path: Path, dest: torch.Tensor) -> None:
     with closing(DiskReader(1)) as reader, pytest.raises(ValueError, match="uint8"):
         reader.submit(path, 0, dest)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("nbytes", [4608, 1000])
+def test_many_short_runs_come_to_their_places(
+    direct: bool, nbytes: int, path: Path, content: bytes
+) -> None:
+    asked: list[int] = []
+
+    def noted(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        asked.append(len(views[0]))
+        return os.preadv(fd, views, offset)
+
+    sources = range(0, SIZE - nbytes, 3 * nbytes)
+    runs = [Run(source, i * nbytes, nbytes) for i, source in enumerate(sources)]
+    memory = map_pages(len(runs) * nbytes)
+    with closing(DiskReader(direct=direct, preadv=noted)) as reader:
+        reader.submit_runs(path, runs, memory).result(timeout=20)
+        assert reader.stats.bytes == len(runs) * nbytes
+        (file,) = reader._files.values()
+        if file.direct and file.block == SECTOR and nbytes % SECTOR == 0:
+            assert sum(asked) == len(runs) * nbytes  # no page around a run is read
+        with pytest.raises(DiskReadError):
+            reader.submit_runs(path, [Run(SIZE, 0, nbytes)], memory).result(timeout=20)
+    expected = b"".join(content[source : source + nbytes] for source in sources)
+    assert bytes(memory.numpy()) == expected

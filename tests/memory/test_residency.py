@@ -10,7 +10,9 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.memory import WeightStore, plan_residency, residency_of
 from qoff.memory.plan import HEAD, streamed_images, unit_weights
+from qoff.plan.sizes import ModelSizes
 from tests.memory.checkpoints import all_names, units_of, write_checkpoint
+from tests.plan.machines import SMALL
 
 PACKINGS = ["rows16", "split32"]
 
@@ -101,3 +103,19 @@ def test_fewer_than_two_slots_are_refused(checkpoint: Checkpoint) -> None:
 def test_unknown_names_are_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(ValueError, match=r"model\.layers\.99\.x"):
         residency_of(checkpoint, ["model.layers.99.x"])
+
+
+def test_host_memory_holds_no_more_slots_than_experts_that_are_elsewhere() -> None:
+    mixture = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2}
+    mixture |= {"moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    checkpoint = ModelSizes.of({**SMALL, **mixture, "mlp_only_layers": []}).checkpoint
+    everything = residency_of(checkpoint, all_names(checkpoint)).device_bytes
+    plan = plan_residency(checkpoint, everything * 9 // 10, host_memory=1 << 40)
+    assert not plan.host_expert_slots  # all are sources there
+    for tenths in range(3, 10):
+        budget = everything * tenths // 10
+        plan = plan_residency(checkpoint, budget, host_memory=everything * 3 // 4)
+        away = 12 * 16 - plan.expert_slots
+        assert 0 < plan.host_expert_slots <= away + 16
+        kept = plan.host_expert_slots * plan.expert_bytes
+        assert kept + plan.expert_bytes > everything * 3 // 4 or plan.host_expert_slots >= away
