@@ -1,0 +1,149 @@
+"""Whole steps of training on this CPU: tokens a second, beside torch's in memory.
+
+Weights are random. All take turns on the same batches: full training in float32 of a small model by
+`torch.optim.AdamW(fused=True)`, and by qoff with everything in memory, with activations kept, with
+8-bit moments, and with weights, states and inputs of layers on disk; adapters by PEFT and
+transformers in float32, and by qoff beside packed weights in memory and from disk.
+
+The disk's figures are those of the page cache where the files fit into memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.harness import Bar, Report, arguments
+from bench.random_model import SMALL, TINYLLAMA
+from bench.sampling import timed
+from qoff import train
+from qoff.models.convert.convert import convert
+from qoff.quant import QuantConfig
+
+_MIDDLE = TINYLLAMA | {
+    "hidden_size": 768,
+    "num_hidden_layers": 6,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+}
+_FULL, _LORA = "all weights, ", "adapters, "
+_TORCH, _PEFT = f"{_FULL}torch", f"{_LORA}PEFT and transformers, fp32"
+_MEMORY, _DISK = f"{_LORA}qoff, packed in memory", f"{_LORA}qoff, packed from disk"
+_KEPT = f"{_FULL}qoff, activations kept"
+
+Step = Callable[[], object]
+
+
+def _model(config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    wanted = {k: v for k, v in config.items() if k != "architectures"}
+    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**wanted))
+    return made.train()
+
+
+def _adapted(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    wanted = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, wanted)
+
+
+def _theirs(model: Any, batches: list[dict[str, Tensor]]) -> Step:
+    learns = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learns, lr=1e-5, fused=True)
+
+    def step() -> None:
+        for batch in batches:
+            loss = model(**batch, use_cache=False).loss / len(batches)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def contestants(
+    config: dict[str, Any], batches: list[dict[str, Tensor]], folder: Path, only: str
+) -> dict[str, Step]:
+    """One step of each by name, of those whose names begin with `only`."""
+    from transformers import AutoModelForCausalLM
+
+    tokens, count = batches[0]["input_ids"].numel(), len(batches)
+
+    def ours(model: Any, bits: int = 32, **options: Any) -> Step:
+        optimizer = train.AdamW(lr=1e-5, bits=bits)
+        training = train.offload(model, optimizer, tokens=tokens, micro_batches=count, **options)
+        return lambda: training.step(batches)
+
+    path = folder / "packed"
+    if _LORA.startswith(only):
+        _model(config).save_pretrained(folder / "float")
+        convert(folder / "float", path, quant=QuantConfig(solver="rtn"), for_cpu=True)
+
+    def packed(**places: Any) -> Any:
+        return _adapted(AutoModelForCausalLM.from_pretrained(path, **places))
+
+    makers: dict[str, Callable[[], Step]] = {
+        _TORCH: lambda: _theirs(_model(config), batches),
+        f"{_FULL}qoff": lambda: ours(_model(config)),
+        _KEPT: lambda: ours(_model(config), activation_memory="64GiB"),
+        f"{_FULL}qoff, 8-bit moments": lambda: ours(_model(config), bits=8),
+        f"{_FULL}qoff, on disk": lambda: ours(_model(config), host_memory=0, disk=folder),
+        _PEFT: lambda: _theirs(_adapted(_model(config)), batches),
+        _MEMORY: lambda: ours(packed()),
+        _DISK: lambda: ours(packed(device_map="disk")),
+    }
+    return {name: make() for name, make in makers.items() if name.startswith(only)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    args = arguments(
+        __doc__,
+        argv,
+        only=(str, "", "measure those whose names begin with this: 'all' or 'adapters'"),
+        tokens=(int, 512, "of a micro-batch"),
+        micro_batches=(int, 2, "of a step"),
+        rounds=(int, 3, "steps of each"),
+    )
+    config = SMALL | {"num_hidden_layers": 2, "hidden_size": 128} if args.quick else _MIDDLE
+    tokens, rounds = (32, 1) if args.quick else (args.tokens, args.rounds)
+    ids = torch.randint(3, config["vocab_size"], (args.micro_batches, 1, tokens))
+    batches = [{"input_ids": x, "labels": x} for x in ids]
+    with tempfile.TemporaryDirectory() as folder:
+        steps = contestants(config, batches, Path(folder), args.only)
+        runs = {name: timed(step, 0.0) for name, step in steps.items()}  # two steps go before
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(rounds):
+            for name, run in runs.items():
+                seconds[name].append(run())
+    report = Report(
+        "train_steps",
+        {"config": config, "tokens": tokens, "micro_batches": args.micro_batches, "rounds": rounds},
+        f"{ids.numel():,} tokens a step, fastest of {rounds}",
+        ("", "tokens/s", "of torch or PEFT"),
+    )
+    rates = {name: ids.numel() / min(found) for name, found in seconds.items()}
+    for name, rate in rates.items():
+        base = rates[_TORCH if name.startswith(_FULL) else _PEFT]
+        report.measured[name], report.ratios[name] = rate, rate / base
+        report.rows.append((name, f"{rate:.0f}", f"{rate / base:.2f}"))
+    for what, wanted, ours, theirs in (
+        ("full training with activations kept over torch", 1.0, _KEPT, _TORCH),
+        ("adapters from disk over packed in memory", 0.9, _DISK, _MEMORY),
+        ("adapters, packed in memory, over PEFT and transformers", 1.5, _MEMORY, _PEFT),
+    ):
+        if ours in rates:
+            report.bars.append(Bar(what, wanted, rates[ours] / rates[theirs]))
+    report.publish(args.out)
+
+
+if __name__ == "__main__":
+    main()
