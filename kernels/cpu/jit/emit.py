@@ -139,7 +139,8 @@ def switch(b, number, cases):
 _FEATURES = host_features()
 
 
-HAS_BF16 = "avx512bf16" in _FEATURES  # dot products of bfloat16
+# Dot products of bfloat16. LLVM 15, of numba 0.61, has them with other types.
+HAS_BF16 = "avx512bf16" in _FEATURES and llvm.llvm_version_info[0] >= 20
 
 
 def dot_bf16(b, acc, x, y):
