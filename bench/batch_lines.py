@@ -34,7 +34,7 @@ class Instant:
 
         return SamplingParams()
 
-    def submit(self, prompt: str, params: Any, call: Any) -> list[int]:
+    def submit(self, prompt: str, params: Any, call: Any, adapter: None) -> list[int]:
         call.grew(None, Completion(0, 0, prompt, (1,), "an answer", (1, 2), "stop"))
         return [1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,9 @@ class Instant:
     def __init__(self) -> None:
         self.submitted = 0
 
-    def submit(self, prompt: str, params: SamplingParams, call: Any) -> list[int]:
+    def submit(
+        self, prompt: str, params: SamplingParams, call: Any, adapter: None = None
+    ) -> list[int]:
         self.submitted += 1
         call.grew(None, Completion(0, 0, prompt, (1,), "text", (1,), "stop"))
         return [1]
@@ -66,7 +67,9 @@ class Stubborn(Instant):
         self._error, self._calls = error, list[tuple[str, Any]]()
         self._lock = threading.Lock()
 
-    def submit(self, prompt: str, params: SamplingParams, call: Any) -> list[int]:
+    def submit(
+        self, prompt: str, params: SamplingParams, call: Any, adapter: None = None
+    ) -> list[int]:
         with self._lock:
             self._calls.append((prompt, call))
         return [1]
@@ -133,7 +136,9 @@ def ran(tmp_path: Path, llm: Any, prompts: str, room: int = 3, **more: Any) -> R
 @pytest.mark.parametrize("error", [ClosedError("closed"), QoffError("no process can be started")])
 def test_faults_of_the_machine_are_not_of_requests(error: QoffError, tmp_path: Path) -> None:
     class Refusing(Instant):
-        def submit(self, prompt: str, params: SamplingParams, call: Any) -> list[int]:
+        def submit(
+            self, prompt: str, params: SamplingParams, call: Any, adapter: None = None
+        ) -> list[int]:
             raise error
 
     runner = ran(tmp_path, Refusing(), "one\ntwo\n")
@@ -182,9 +187,8 @@ def test_requests_give_way_and_come_back(tmp_path: Path) -> None:
         for wanted in (4, 1, 3):
             room = wanted
             runner.poke()
-            for _ in count():
-                if runner.in_flight == wanted:
-                    break
+            while runner.in_flight != wanted:
+                assert not runner.ended.wait(0.001)
             assert [prompt for prompt, _ in llm._calls] == [str(i) for i in range(wanted)]
         while not runner.ended.wait(0.002):
             llm.round()
