@@ -16,6 +16,7 @@ from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.convert import convert
 from qoff.models.convert.layerwise import Layerwise
+from qoff.models.convert.solving import Moments, Unsolved
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.names import POSITIONS
 from qoff.models.sources import open_source
@@ -83,6 +84,18 @@ def test_solving_on_a_text_loses_less_of_it(
         quant = QuantConfig(group_size=32, solver=solver)
         plain = convert(path, tmp_path / solver, quant=quant)
         assert lost < 0.8 * divergence(model, reference_model(plain), ids)
+
+
+def test_a_matrix_that_meets_no_rows_first_is_solved_for_those_it_meets() -> None:
+    values, x = (torch.randn(32, 64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+
+    def unsolved() -> Unsolved:
+        return Unsolved("m", (32, 64), Format(4, 32), torch.float16, Moments(), lambda: values)
+
+    late, at_once = unsolved(), unsolved()
+    late.solved(x[:0])
+    assert torch.equal(late.solved(x).dequantize(), at_once.solved(x).dequantize())
+    assert not torch.equal(late.result().dequantize(), unsolved().result().dequantize())
 
 
 def test_formats_are_those_asked_for_in_both_packings(

@@ -48,7 +48,9 @@ class Unsolved:
     _found: QTensor | None = field(default=None, init=False)
 
     def solved(self, x: Tensor) -> QTensor:
-        """The matrix [N, K] in packing rows16. x: float32 [M, K]."""
+        """The matrix [N, K] in packing rows16. x: float32 [M, K]; no rows: solved later."""
+        if not x.numel():
+            return self.result().to_packing(_PACKING)
         if self._found is None:
             found = compensated(
                 self.read(),
