@@ -57,9 +57,10 @@ class Sensitivities:
     """Measures one model on texts, int64 [texts, tokens].
 
     quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn.
-    calibration: texts for a solver that calibrates, which has a say in what a mix loses; formats
-    are compared without calibration. Raises
-    as `Layerwise` does, QuantizationError for weights that are quantized already, and
+    calibration: texts, with which a solver that calibrates quantizes where the loss of a whole mix
+    is measured; single formats are compared without it.
+
+    Raises as `Layerwise` does, QuantizationError for weights that are quantized already, and
     UnsupportedModelError for mixtures of experts.
     """
 
