@@ -14,12 +14,13 @@ from qoff.eval.needle.prompts import NeedleSettings
 from qoff.eval.needle.result import CacheSetting
 from qoff.eval.needle.run import NeedleResources
 from qoff.eval.needle.run import run as ask_for_needles
+from qoff.eval.perplexity.models import model_stamps
 from qoff.eval.sweep import cells as tables
 from qoff.eval.sweep.grid import Grid
 from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.eval.tasks.run import markdown, run_tasks
 from qoff.eval.texts import CALIBRATION_TEXT, digest
-from qoff.hf.load import is_checkpoint, load_tokenizer, local_source, source_stamps
+from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
@@ -55,7 +56,7 @@ def run_sweep(
     with ExitStack() as stack:
         truth = None
         if named is not None:
-            where = out / f"reference-{digest(source_stamps(named), sample.digest)}"
+            where = out / f"reference-{digest(model_stamps(named), sample.digest)}"
             truth = stack.enter_context(
                 stored(named, sample, tokenizer, where, memory=original.memory)
             )

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qoff import __version__
+from qoff.errors import QoffError
 from qoff.eval.kv import kv_bytes_per_token, kv_name
 from qoff.eval.perplexity.metrics import Divergence, Summary, summarize
 from qoff.eval.perplexity.models import (
     PIECE_TOKENS,
     bits_per_weight,
     check_tokenizers,
+    model_stamps,
     open_runtime,
     opened_original,
     stored_reference,
@@ -27,7 +30,6 @@ from qoff.eval.perplexity.scoring import Original, Sample, Truth, evaluate
 from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.texts import digest
 from qoff.hf.load import load_tokenizer, local_source, source_stamps
-from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 from qoff.settings import cache_directory
 from qoff.units import format_size
@@ -35,6 +37,9 @@ from qoff.units import format_size
 from .options import FormOptions, ReferenceOptions, RunOptions, TextOptions
 from .output import print_json, print_table
 from .progress import score_progress
+
+logger = logging.getLogger(__name__)
+_KEPT_S = 30 * 24 * 3600
 
 
 @contextmanager
@@ -80,12 +85,12 @@ def evaluate_one(
     sample = texts.sample(tokenizer)
     options = {**how.opening(), "kv": cache.quant(), "length": sample.longest, "batch_size": batch}
     with (
+        _journal(checkpoint, sample, options, original) as journal,
         _truth(original, sample, tokenizer, batch) as truth,
         open_runtime(checkpoint, **options) as runtime,
-        closing(Records(*_journal(checkpoint, sample, runtime, options, original))) as journal,
         score_progress("evaluating") as tell,
     ):
-        done = set(journal.windows)
+        done = set(journal.windows) if journal is not None else set()
         left = [window for i, window in enumerate(sample.windows) if i not in done]
         start = time.perf_counter()
         subject = QoffSubject(runtime, model, PIECE_TOKENS)
@@ -101,34 +106,58 @@ def evaluate_one(
             "tokens_per_s": sum(w.stop - w.start for w in left) / (time.perf_counter() - start),
             **summary.as_dict(),
         }
-        journal.remove()
+        if journal is not None:
+            journal.remove()
     if as_json:
         print_json(found)
     else:
         print_table("", _rows(found, summary))
 
 
+@contextmanager
 def _journal(
-    checkpoint: Path,
-    sample: Sample,
-    runtime: Runtime,
-    options: Mapping[str, Any],
-    original: ReferenceOptions,
-) -> tuple[Path, dict[str, Any]]:
-    """Where the windows of an evaluation are kept, and all that its figures depend on."""
+    checkpoint: Path, sample: Sample, options: Mapping[str, Any], original: ReferenceOptions
+) -> Iterator[Records | None]:
+    """Where the windows of an evaluation are kept; None, with a warning, where they cannot be."""
+    says = _depends_on(checkpoint, sample, options, original)
+    folder = cache_directory() / "evaluations"
+    _drop_old(folder)
+    journal = None
+    try:
+        journal = Records(folder / digest(says), says)
+    except QoffError as error:
+        logger.warning("this evaluation cannot be continued if it is interrupted: %s", error)
+    with nullcontext() if journal is None else closing(journal):
+        yield journal
+
+
+def _depends_on(
+    checkpoint: Path, sample: Sample, options: Mapping[str, Any], original: ReferenceOptions
+) -> dict[str, Any]:
+    """All that the figures of an evaluation depend on."""
     stored = original.reference_file
     source = None if original.reference is None else local_source(original.reference)
-    says = {
+    file = None if stored is None else str(stored.resolve())
+    if stored is not None and source is None:  # else what it has to have follows from the source
+        file = digest(source_stamps(stored))
+    return {
         "kind": "evaluation",
         "qoff": __version__,
-        "model": source_stamps(checkpoint),
+        "model": [str(checkpoint.resolve()), *model_stamps(checkpoint)],
         "text": sample.digest,
-        "kv": repr(runtime.kv),
+        "kv": repr(options["kv"]),
         "numbers": [str(options["device"]), str(options["dtype"]), options["activation_bits"]],
-        "reference": None if source is None else source_stamps(source),
-        "reference_file": None if stored is None else source_stamps(stored),
+        "reference": None if source is None else [str(source.resolve()), *model_stamps(source)],
+        "reference_file": file,
     }
-    return cache_directory() / "evaluations" / digest(says), says
+
+
+def _drop_old(folder: Path) -> None:
+    """Remove what evaluations have left that nobody has continued for a month."""
+    with suppress(OSError):
+        for file in folder.iterdir():
+            if time.time() - file.stat().st_mtime > _KEPT_S:
+                file.unlink()
 
 
 def _rows(found: dict[str, Any], summary: Summary) -> list[tuple[str, str]]:

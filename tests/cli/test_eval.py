@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +84,25 @@ def test_a_model_is_compared_beside_its_original_or_with_a_file_of_it(
     assert made["kl_at_least"] <= found["mean_kl"] * 1.0001
     assert found["mean_kl"] <= made["kl_at_most"] * 1.0001
     assert "other tokens" in fail(*plain, "--reference-file", file, "--limit", 1)
+
+
+def test_an_evaluation_does_not_need_a_place_for_its_windows(
+    checkpoint: Path, text: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache" / "evaluations"
+    folder.mkdir(parents=True)
+    for name, age in (("old", 31), ("new", 29)):
+        (folder / name).touch()
+        os.utime(folder / name, (0, time.time() - age * 24 * 3600))
+    succeed("eval", checkpoint, *text)
+    assert [file.name for file in folder.iterdir()] == ["new"]
+    assert not caplog.messages
+    (folder / "new").unlink()
+    folder.rmdir()
+    folder.touch()
+    succeed("eval", checkpoint, *text)
+    (said,) = caplog.messages
+    assert "cannot be continued if it is interrupted" in said
 
 
 def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_path: Path) -> None:

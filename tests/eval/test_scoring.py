@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, FormatError
+from qoff.eval.perplexity import models
 from qoff.eval.perplexity.metrics import Scores, summarize
-from qoff.eval.perplexity.models import PIECE_TOKENS, open_runtime, opened_original
+from qoff.eval.perplexity.models import (
+    PIECE_TOKENS,
+    open_runtime,
+    opened_original,
+    stored_reference,
+)
 from qoff.eval.perplexity.records import Records
 from qoff.eval.perplexity.reference import Reference, Rows
 from qoff.eval.perplexity.scoring import Original, Sample, evaluate, make_reference
@@ -28,11 +35,13 @@ from qoff.eval.perplexity.subjects import (
     TransformersSubject,
 )
 from qoff.eval.perplexity.windows import cut
+from qoff.hf.load import load_tokenizer
 from qoff.kvcache import KVQuant
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.runtime import Runtime
 from qoff.models.sources import open_source
-from tests.tiny_models import VOCAB, reference_model, tiny_checkpoint, tiny_model
+from tests.module_models import module_source
+from tests.tiny_models import VOCAB, reference_model, save_gguf, tiny_checkpoint, tiny_model
 
 FAMILY, MIXTURE = "llama-head64", "qwen3-moe"
 
@@ -257,6 +266,55 @@ def test_a_reference_that_was_not_finished_goes_on_by_window(
     assert abs(scores.kl).max() < 1e-6
 
 
+def test_records_are_found_without_reading_them(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    with closing(Records(path, {"of": "this"})) as records:
+        for window in (4, 2):
+            records.append(window, {"x": np.arange(window)})
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 255]))
+    with closing(Records(path)) as found:
+        assert found.windows == [4, 2]
+        assert found.read(4)["x"].tolist() == [0, 1, 2, 3]
+        with pytest.raises(FormatError, match="window 2 is damaged"):
+            found.read(2)
+    with closing(Records(path, {"of": "this", "more": None})) as found:  # cut where it is damaged
+        assert found.windows == [4]
+
+
+def test_a_file_without_windows_is_not_left(tmp_path: Path) -> None:
+    with closing(Records(tmp_path / "r", {"of": "this"})) as records:
+        records.agree({"more": 1})
+    assert not (tmp_path / "r").exists()
+
+
+class Broken(QoffSubject):
+    """Predicts what is not finite."""
+
+    def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
+        for found in super().predict(windows, place):
+            yield Predictions(found.window, found.place, found.logits * math.nan)
+
+
+def test_a_reference_that_is_not_finite_is_refused(runtime: Runtime, tmp_path: Path) -> None:
+    subject, broken, text = QoffSubject(runtime, "x"), Broken(runtime, "b"), sample()
+    with pytest.raises(ArgumentError, match="the reference b: predictions that are not finite"):
+        evaluate(subject, text, Original(broken))
+    with pytest.raises(ArgumentError, match="the reference b: predictions that are not finite"):
+        make_reference(broken, text, tmp_path / "r")
+
+
+def test_windows_that_alternate_are_read_from_a_reference_once(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, subject, read = sample(), QoffSubject(runtime, "x", 32), list[int]()
+    stored = make_reference(subject, text, tmp_path / "r")
+    of = Records.read
+    monkeypatch.setattr(Records, "read", lambda self, i: read.append(i) or of(self, i))
+    evaluate(subject, text, stored, batch=2)
+    assert read == [0, 1, 2]
+
+
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     with (
         closing(Records(tmp_path / "r", {})),
@@ -274,7 +332,7 @@ def test_a_damaged_reference_is_refused(damage: str, runtime: Runtime, tmp_path:
     if damage != "missing":
         data[0 if damage == "header" else len(data) // 2] ^= 255
         path.write_bytes(data if damage != "other" else b"{}\n")
-    said = {"missing": "No such file", "row": "lacks 1 of 1 windows"}.get(damage, "remove it")
+    said = {"missing": "No such file", "row": "window 0 is damaged"}.get(damage, "remove it")
     with pytest.raises((FormatError, ArgumentError, DiskReadError), match=said):
         evaluate(QoffSubject(runtime, "x"), text, Reference(path))
 
@@ -294,6 +352,64 @@ def test_a_model_read_from_its_files_layer_by_layer_is_the_same(family: str, bas
         opened_original(source, text, 2, least - 1),
     ):
         pass
+
+
+def test_a_window_beyond_the_positions_is_refused_before_layers_are_read(base: Path) -> None:
+    source = tiny_model(base, "opt")
+    least = LayerwiseSubject.nbytes(Unconverted.of(open_source(source)))[1]
+    with (
+        pytest.raises(ArgumentError, match="up to 256 tokens"),
+        opened_original(source, sample(300, 300), 1, least),
+    ):
+        pass
+    with opened_original(source, sample(257, 257), 1, least):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pickled"])
+def test_a_bound_holds_for_models_that_only_transformers_runs(
+    kind: str, base: Path, tmp_path: Path
+) -> None:
+    source = module_source(base, "stablelm")
+    if kind == "pickled":
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "pytorch_model.bin").write_bytes(bytes(2048))
+        source = tmp_path
+    with (
+        pytest.raises(BudgetError, match=r"more than 1,024.* raise --reference-memory"),
+        opened_original(source, sample(), 1, 1024),
+    ):
+        pass
+
+
+def test_the_size_of_a_gguf_file_in_floats_is_in_its_header(tmp_path: Path) -> None:
+    save_gguf(path := tmp_path / "x.gguf")
+    wanted, _ = LayerwiseSubject.nbytes(Unconverted.of(open_source(path)))
+    assert models._float_bytes(path) == wanted
+
+
+def stored(source: Path, path: Path, **options: Any) -> Reference:
+    return stored_reference(source, sample(), load_tokenizer(source), path, **options)
+
+
+def test_a_file_beside_the_original_does_not_change_it(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(copytree(tiny_model(base, FAMILY), tmp_path / "original"))
+    stored(source, path := source / "reference").close()
+    moved = source.rename(tmp_path / "elsewhere").rename(source)
+    monkeypatch.setattr(models, "opened_original", None)  # no model is loaded from here on
+    stored(moved, path).close()
+    with pytest.raises(ArgumentError, match="is of other tokens"):
+        stored_reference(source, sample(50, 50), load_tokenizer(source), path)
+    with (
+        closing(Records(busy := tmp_path / "busy", {})),
+        pytest.raises(ArgumentError, match="work"),
+    ):
+        stored(source, busy)
+    (source / "config.json").touch()
+    with pytest.raises(ArgumentError, match="the files of the reference model have changed"):
+        stored(source, path)
 
 
 def test_a_reference_of_something_else_is_refused(

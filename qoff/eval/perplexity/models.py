@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, redirect_stderr
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,22 +16,31 @@ from transformers.utils import logging as transformers_logging
 
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry
-from qoff.errors import ArgumentError, BudgetError, FormatError, UnsupportedModelError
+from qoff.errors import (
+    ArgumentError,
+    BudgetError,
+    DiskReadError,
+    FormatError,
+    UnsupportedModelError,
+)
 from qoff.eval.texts import digest
 from qoff.hf.budget import Scoring
-from qoff.hf.load import exists, is_checkpoint, load_tokenizer, source_stamps
+from qoff.hf.load import exists, is_checkpoint, load_tokenizer
 from qoff.hf.load import open_runtime as open_checkpoint
 from qoff.kvcache import KVQuant
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.runtime import Runtime
-from qoff.models.sources import open_source
+from qoff.models.sources import SafetensorsSource, open_source
+from qoff.quant import GGUFFile
+from qoff.quant.gguf_split import parts
 from qoff.system_memory import free_memory
 
 from .reference import Reference
-from .scoring import Sample, Tell, make_reference
+from .scoring import Sample, Tell, make_reference, reference_records
 from .subjects import LayerwiseSubject, QoffSubject, Subject, TransformersSubject
 
 PIECE_TOKENS = 64  # of a window, that are read at a time
+_WEIGHTS = (".safetensors", ".gguf", ".bin")  # of which files the names end so
 # Text on which tokenizers differ, if they do.
 _PROBE = "The quick brown fox, 1234.56 — naïve café\n\n\tdef f(x): return x  # ünïcödé"
 
@@ -89,6 +99,7 @@ def opened_original(
     if bound is None or (model := _too_large(source, bound)) is None:
         yield TransformersSubject(open_float(source), source.name)
     else:
+        model.spec.check_positions(sample.longest - 1)  # the last token is only predicted
         yield LayerwiseSubject(model, source.name)
 
 
@@ -96,18 +107,41 @@ def _too_large(source: Path, bound: int) -> Unconverted | None:
     """The model, if its weights do not fit but come layer by layer; None if they fit, or may."""
     try:
         model = Unconverted.of(open_source(source))
-    except (UnsupportedModelError, FormatError):  # runs through transformers' modules alone
+    except (UnsupportedModelError, FormatError) as error:  # runs through transformers' modules
+        total, layers = _float_bytes(source), f"cannot be read layer by layer ({error})"
+        least = total
+    else:
+        total, least = LayerwiseSubject.nbytes(model)
+        layers = f"layer by layer {least:,}"
+        if least <= bound:
+            return model if total > bound else None
+    if least <= bound:
         return None
-    total, least = LayerwiseSubject.nbytes(model)
-    if total <= bound:
-        return None
-    if least > bound:
-        raise BudgetError(
-            f"the reference {source} takes {total:,} bytes in float32, layer by layer {least:,}, "
-            f"more than {bound:,}; raise --reference-memory, or make a --reference-file on a "
-            "larger machine"
-        )
-    return model
+    raise BudgetError(
+        f"the reference {source} takes {total:,} bytes in float32, more than {bound:,}, and "
+        f"{layers}; raise --reference-memory, or make a --reference-file on a larger machine"
+    )
+
+
+def _float_bytes(source: Path) -> int:
+    """Bytes of a model's tensors in float32, by their headers; without these, of its files."""
+    try:
+        if source.is_dir():
+            tensors = SafetensorsSource(source)
+            kinds = map(tensors.kind, tensors.names())
+            return sum(4 * math.prod(kind[1]) for kind in kinds if kind is not None)
+        file = GGUFFile(source)
+        return sum(4 * math.prod(file.shape(name)) for name in file.tensors)
+    except FormatError:
+        return sum(size for name, size, _ in model_stamps(source) if name.endswith(_WEIGHTS))
+
+
+def model_stamps(source: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of each file that says what a model predicts, wherever it lies."""
+    files = sorted(source.iterdir()) if source.is_dir() else parts(source.resolve())
+    wanted = (*_WEIGHTS, "config.json", ".index.json", ".py")
+    stats = [(file.name, file.stat()) for file in files if file.name.endswith(wanted)]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 def check_tokenizers(source: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -134,20 +168,40 @@ def stored_reference(
     """The predictions in a file, to which a model adds those of windows that it lacks.
 
     source, memory: see `opened_original`; source None: the file has to have all of them. tokenizer:
-    of what is to be compared. Raises ArgumentError for a file of something else.
+    of what is to be compared. Raises ArgumentError, before a model is loaded, for a file of
+    something else, or one that another process writes.
     """
     if source is None:
         return Reference(path)
     check_tokenizers(source, tokenizer)
-    made_of = digest(source_stamps(source))
-    if path.exists() and path.stat().st_size:
-        with closing(Reference(path)) as found:
-            said = found.says["made_of"], found.text
-            complete = said == (made_of, sample.digest) and not found.lacks(len(sample.windows))
-        if complete:
-            return Reference(path)
-    with opened_original(source, sample, batch, memory) as subject:
-        return make_reference(subject, sample, path, made_of=made_of, batch=batch, tell=tell)
+    made_of = digest(model_stamps(source))
+    with ExitStack() as on_error, suppress(FormatError, DiskReadError):  # may be begun anew
+        found = on_error.enter_context(closing(Reference(path)))
+        _check_stored(found, source.name, made_of, sample)
+        if not found.lacks(len(sample.windows)):
+            on_error.pop_all()
+            return found
+    with ExitStack() as on_error:
+        records = on_error.enter_context(
+            closing(reference_records(path, source.name, sample, made_of))
+        )
+        with opened_original(source, sample, batch, memory) as subject:
+            made = make_reference(subject, sample, records, batch=batch, tell=tell)
+        on_error.pop_all()
+        return made
+
+
+def _check_stored(found: Reference, name: str, made_of: str, sample: Sample) -> None:
+    """Raise ArgumentError for predictions of another model or text."""
+    if found.name != name:
+        why = f"is of the model {found.name}, not {name}"
+    elif found.says.get("made_of") != made_of:
+        why = "the files of the reference model have changed since it was begun"
+    elif found.text != sample.digest:
+        why = "is of other tokens: another text, other windows or another tokenizer"
+    else:
+        return
+    raise ArgumentError(f"{found.path}: {why}; choose another place, or remove it")
 
 
 def tokenizer_of(source: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -1,8 +1,8 @@
 """A file that grows window by window; what a killed process has written of it stays good.
 
-A line of JSON says what the file is of. Then come records: length and CRC-32 of what follows, two
-little-endian 32-bit integers, and an NPZ archive of a window's arrays. A record that is torn, or
-damaged, ends the file.
+A line of JSON says what the file is of. Then come records: the number of a window, the length of
+what follows and the CRC-32 of both and of that, three little-endian 32-bit integers, and an NPZ
+archive of the window's arrays. A record that is torn ends the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatErro
 from qoff.schema import shown
 
 Arrays = Mapping[str, NDArray[Any]]
-_HEAD = struct.Struct("<II")
+_HEAD, _CRC = struct.Struct("<II"), struct.Struct("<I")
 _LINE = 1 << 20  # bytes of the first line, at most
 
 
@@ -34,18 +34,19 @@ class Records:
     """The windows in a file. windows: their numbers.
 
     says: what the file is to be of. Where it is of something else, ArgumentError names what
-    differs; where there is none, it is begun. Without `says` the file is only read. Raises
-    FormatError for what is no such file, ArgumentError where another process writes it,
+    differs; where there is none, the first window begins it. Without `says` the file is only read.
+    Raises FormatError for what is no such file, ArgumentError where another process writes it,
     DiskReadError and DiskWriteError.
     """
 
     def __init__(self, path: Path, says: Mapping[str, Any] | None = None) -> None:
-        self.path, self._at = path, dict[int, int]()
+        self.path, self.says, self._at = path, dict[str, Any](), dict[int, int]()
+        self._begun = True
         with _io_errors(path, DiskReadError if says is None else DiskWriteError):
             self._file: BinaryIO = path.open("rb") if says is None else _locked(path)
         try:
             with _io_errors(path, DiskReadError):
-                self._open(None if says is None else json.loads(json.dumps(says)))
+                self._open(None if says is None else _plain(says))
         except BaseException:
             self.close()
             raise
@@ -58,76 +59,115 @@ class Records:
         """The arrays of a window. Raises FormatError where they are damaged."""
         with _io_errors(self.path, DiskReadError):
             self._file.seek(self._at[window])
-            data = self._next()
-        if data is None:
-            raise FormatError(f"{self.path}: window {window} is damaged; remove the file")
-        return _arrays(data)
+            found = self._next()
+        if found is None:
+            raise FormatError(
+                f"{self.path}: window {window} is damaged; choose another place, or remove it"
+            )
+        return _arrays(found[1])
+
+    def agree(self, says: Mapping[str, Any]) -> None:
+        """Let a file that is not begun say this, too. Raises ArgumentError where it differs."""
+        says = _plain(says)
+        if not self._begun:
+            self.says |= says
+        if differs := [x for x in says if self.says.get(x) != says[x]]:
+            words = "; ".join(
+                f"{x} was {shown(self.says.get(x))}, is {shown(says[x])}" for x in differs
+            )
+            raise ArgumentError(
+                f"{self.path}: is of something else: {words}; choose another place, or remove it"
+            )
 
     def append(self, window: int, arrays: Arrays) -> None:
         """Add a window, and wait until it is on disk."""
         with _io_errors(self.path, DiskWriteError):
             at = self._file.seek(0, os.SEEK_END)
+            line = b"" if self._begun else json.dumps(self.says).encode() + b"\n"
             data = io.BytesIO()
-            np.savez(data, window=np.array(window), **arrays)  # type: ignore[arg-type]
+            np.savez(data, **arrays)  # type: ignore[arg-type]
             packed = data.getvalue()
-            self._file.write(_HEAD.pack(len(packed), zlib.crc32(packed)) + packed)
-            self._flush()
-        self._at[window] = at
+            head = _HEAD.pack(window, len(packed))
+            self._file.write(line + head + _CRC.pack(_check(head, packed)) + packed)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._at[window], self._begun = at + len(line), True
+
+    def share(self) -> None:
+        """Let other processes write the file, which is only read from now on."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def remove(self) -> None:
         """Remove the file, and close it."""
         self.path.unlink(missing_ok=True)
+        self._begun = True
         self.close()
 
     def close(self) -> None:
-        """Let other processes have the file; idempotent."""
+        """Let other processes have the file, which is removed if it has no window; idempotent."""
         with suppress(OSError):  # nothing was written that is not on disk
+            if not self._begun and not self._file.closed:
+                self.path.unlink(missing_ok=True)
             self._file.close()
 
     def _open(self, says: dict[str, Any] | None) -> None:
         first = self._file.readline(_LINE)
         if says is not None and not first.endswith(b"\n"):  # new, or torn in its first line
-            if first and not json.dumps(says).encode().startswith(first):
+            ours = json.dumps(says).encode()[:-1]  # more may follow
+            if not (ours.startswith(first) or first.startswith(ours)):
                 raise FormatError(f"{self.path}: is another file; choose another place")
-            self._file.seek(0)
-            self._file.truncate()
-            self._file.write(json.dumps(says).encode() + b"\n")
-            self._flush()
-            self.says = says
+            self._file.truncate(0)
+            self.says, self._begun = says, False
             return
         try:
             found = json.loads(first)
-            assert isinstance(found, dict)
-        except (ValueError, AssertionError) as error:
-            raise FormatError(f"{self.path}: is another file, or damaged; remove it") from error
-        if says is not None and (differs := [x for x in says if found.get(x) != says[x]]):
-            words = "; ".join(
-                f"{x} was {shown(found.get(x))}, is {shown(says[x])}" for x in differs
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise FormatError(
+                f"{self.path}: is another file, or damaged; choose another place, or remove it"
             )
-            raise ArgumentError(f"{self.path}: is of something else: {words}; remove it")
         self.says = found
-        self._scan(cut=says is not None)
+        if says is not None:
+            self.agree(says)
+        self._scan(writing=says is not None)
 
-    def _scan(self, cut: bool) -> None:
-        end = self._file.tell()
-        while (data := self._next()) is not None:
-            self._at[int(_arrays(data)["window"])] = end
+    def _scan(self, writing: bool) -> None:
+        """Find the windows; to write behind them, all have to be whole."""
+        end, size = self._file.tell(), os.fstat(self._file.fileno()).st_size
+        while (found := self._next() if writing else self._skipped(size)) is not None:
+            self._at[found[0]] = end
             end = self._file.tell()
-        if cut:
+        if writing:
             self._file.truncate(end)
 
-    def _next(self) -> bytes | None:
-        """The record here; None where no whole one is."""
-        head = self._file.read(_HEAD.size)
-        if len(head) < _HEAD.size:
+    def _skipped(self, size: int) -> tuple[int] | None:
+        """The number of the record here, whose bytes are not read; None where no whole one is."""
+        head = self._file.read(_HEAD.size + _CRC.size)
+        if len(head) < _HEAD.size + _CRC.size:
             return None
-        length, check = _HEAD.unpack(head)
-        data = self._file.read(length)
-        return data if len(data) == length and zlib.crc32(data) == check else None
+        window, length = _HEAD.unpack_from(head)
+        return (window,) if self._file.seek(length, os.SEEK_CUR) <= size else None
 
-    def _flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def _next(self) -> tuple[int, bytes] | None:
+        """Number and bytes of the record here; None where no whole one is."""
+        head, check = self._file.read(_HEAD.size), self._file.read(_CRC.size)
+        if len(check) < _CRC.size:
+            return None
+        window, length = _HEAD.unpack(head)
+        data = self._file.read(length)
+        whole = len(data) == length and _CRC.unpack(check)[0] == _check(head, data)
+        return (window, data) if whole else None
+
+
+def _plain(says: Mapping[str, Any]) -> dict[str, Any]:
+    """As a line of JSON has it."""
+    found: dict[str, Any] = json.loads(json.dumps(says))
+    return found
+
+
+def _check(head: bytes, data: bytes) -> int:
+    return zlib.crc32(data, zlib.crc32(head))
 
 
 def _arrays(data: bytes) -> dict[str, NDArray[Any]]:
@@ -147,6 +187,12 @@ def _locked(path: Path) -> BinaryIO:
     except BlockingIOError:
         file.close()
         raise ArgumentError(f"{path}: another process is at work on this evaluation") from None
+    except OSError:  # a file system without locks
+        file.close()
+        raise
+    if not os.fstat(file.fileno()).st_nlink:  # removed by the process that had it
+        file.close()
+        return _locked(path)
     return file
 
 

@@ -24,7 +24,7 @@ from qoff.errors import ArgumentError, FormatError
 from .records import Records
 
 LIKELIEST, DRAWN = 512, 128
-VERSION = 1
+VERSION = 2
 _ROWS = 16  # stored at a time
 
 
@@ -106,11 +106,13 @@ def _times(mass: Tensor, value: Tensor) -> Tensor:
 class Reference:
     """Predictions that are stored in a file, of all windows of a text or of the first ones.
 
-    Raises FormatError for what is no such file, DiskReadError.
+    file: its path, or its records, which are closed with it. Raises FormatError for what is no such
+    file, DiskReadError.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._records = Records(path)
+    def __init__(self, file: Path | Records) -> None:
+        self._records = file if isinstance(file, Records) else Records(file)
+        self.path, self._held = self._records.path, dict[int, Rows]()
         self.says = self._records.says
         try:
             self.name, self.text = str(self.says["model"]), str(self.says["text"])
@@ -120,17 +122,18 @@ class Reference:
                 raise ValueError("another version")
         except (KeyError, ValueError, TypeError) as error:
             self.close()
-            raise FormatError(f"{path}: no reference of this version; remove it") from error
-        self.path, self._held = path, (-1, Rows(*[torch.empty(0)] * 4))
+            raise FormatError(
+                f"{self.path}: no reference of this version; choose another place, or remove it"
+            ) from error
 
     def begin(self, numbers: list[int], tokens: Tensor, place: int) -> None:
-        """Get ready for windows; their predictions are in the file."""
+        """See `scoring.Truth`; what the file has of these windows is in memory till the next."""
+        self._held.clear()
+        self._held.update((number, self._read(number)) for number in numbers)
 
     def compare(self, number: int, first: int, logits: Tensor, logs: Tensor) -> Compared:
         """See `scoring.Truth`."""
-        if self._held[0] != number:
-            self._held = number, self._read(number)
-        rows = Rows(*(x[first : first + len(logs)] for x in self._held[1]))
+        rows = Rows(*(x[first : first + len(logs)] for x in self._held[number]))
         return rows.compare(logs, self._likeliest)
 
     def lacks(self, windows: int) -> int:
@@ -147,7 +150,9 @@ class Reference:
         try:
             columns: list[NDArray[Any]] = [found[name] for name in Rows._fields]
         except KeyError as error:
-            raise FormatError(f"{self.path}: window {number} lacks {error}; remove it") from error
+            raise FormatError(
+                f"{self.path}: window {number} lacks {error}; choose another place, or remove it"
+            ) from error
         tokens, *floats = map(torch.from_numpy, columns)
         return Rows(tokens.long(), *(x.double() for x in floats))
 

@@ -147,7 +147,7 @@ def evaluate(
         _check(subject, sample, truth)
     scored: dict[int, Arrays] = {}
     if journal is not None:
-        scored = {number: _columns(journal.read(number)) for number in journal.windows}
+        scored = {number: journal.read(number) for number in journal.windows}
     total, count = sum(window.scored for window in sample.windows), 0
     done = sum(sample.windows[number].scored for number in scored)
     open_: dict[int, list[Arrays]] = defaultdict(list)
@@ -159,8 +159,9 @@ def evaluate(
         for start in range(0, len(wanted), _ROWS):
             rows = slice(start, start + _ROWS)
             part = _score(truth, number, first + start, found.logits[rows], wanted[rows])
-            if not np.isfinite(part["nll"]).all():
-                raise ArgumentError(f"{subject.name}: predictions that are not finite")
+            _check_finite(part["nll"], subject.name)
+            if truth is not None:
+                _check_finite(part["reference_nll"], f"the reference {truth.name}")
             open_[number].append(part)
         count += len(wanted)
         if first + len(wanted) == window.scored:
@@ -188,12 +189,13 @@ def _score(
     return {"nll": nll, **{n: x.numpy() for n, x in zip(names, found, strict=True)}}
 
 
+def _check_finite(nll: Any, name: str) -> None:
+    if not np.isfinite(nll).all():
+        raise ArgumentError(f"{name}: predictions that are not finite")
+
+
 def _joined(parts: Sequence[Arrays]) -> dict[str, Any]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _columns(found: Arrays) -> dict[str, Any]:
-    return {name: x for name, x in found.items() if name != "window"}
 
 
 def _scores(scored: Mapping[int, Arrays]) -> Scores:
@@ -201,12 +203,29 @@ def _scores(scored: Mapping[int, Arrays]) -> Scores:
     return Scores(**_joined([scored[number] for number in sorted(scored)]))
 
 
+def reference_records(
+    path: Path, name: str, sample: Sample, made_of: str = "", drawn: int = DRAWN
+) -> Records:
+    """The file of a model's predictions, to add windows; the model need not be open.
+
+    made_of: a digest of the model's files. Raises ArgumentError for a file of something else.
+    """
+    says = {
+        "kind": "reference",
+        "version": VERSION,
+        "model": name,
+        "made_of": made_of,
+        "text": sample.digest,
+        "drawn": drawn,
+    }
+    return Records(path, says)
+
+
 def make_reference(
     subject: Subject,
     sample: Sample,
-    path: Path,
+    file: Path | Records,
     *,
-    made_of: str = "",
     batch: int = 1,
     likeliest: int = LIKELIEST,
     drawn: int = DRAWN,
@@ -214,20 +233,15 @@ def make_reference(
 ) -> Reference:
     """Write what a model predicts of a text, or go on with a file that has some windows.
 
-    made_of: a digest of the model's files. Raises ArgumentError for a file of something else.
+    file: a path, or what `reference_records` gave for it, which is closed with what is returned.
+    Raises ArgumentError for a file of something else, or predictions that are not finite.
     """
-    says = {
-        "kind": "reference",
-        "version": VERSION,
-        "model": subject.name,
-        "made_of": made_of,
-        "vocab_size": subject.vocab_size,
-        "text": sample.digest,
-        "likeliest": min(likeliest, subject.vocab_size),
-        "drawn": drawn,
-    }
-    records = Records(path, says)
+    records = file
+    if not isinstance(records, Records):
+        records = reference_records(records, subject.name, sample, drawn=drawn)
     try:
+        vocab_size = subject.vocab_size
+        records.agree({"vocab_size": vocab_size, "likeliest": min(likeliest, vocab_size)})
         rows: dict[int, list[Rows]] = defaultdict(list)
         total = sum(window.scored for window in sample.windows)
         count = sum(sample.windows[number].scored for number in records.windows)
@@ -235,15 +249,19 @@ def make_reference(
             window = sample.windows[number]
             first = found.place - window.place
             seed = number * len(sample.ids) + first
-            rows[number].append(Rows.of(found.logits.cpu(), wanted, likeliest, drawn, seed))
+            part = Rows.of(found.logits.cpu(), wanted, likeliest, drawn, seed)
+            _check_finite(part.nll.numpy(), f"the reference {subject.name}")
+            rows[number].append(part)
             if first + len(wanted) == window.scored:
                 records.append(number, stored_rows(rows.pop(number)))
             count += len(wanted)
             if tell is not None:
                 tell(count, total, None)
-    finally:
+        records.share()
+        return Reference(records)
+    except BaseException:
         records.close()
-    return Reference(path)
+        raise
 
 
 def _check(subject: Subject, sample: Sample, truth: Truth) -> None:
