@@ -386,6 +386,8 @@ def test_the_size_of_a_gguf_file_in_floats_is_in_its_header(tmp_path: Path) -> N
     save_gguf(path := tmp_path / "x.gguf")
     wanted, _ = LayerwiseSubject.nbytes(Unconverted.of(open_source(path)))
     assert models._float_bytes(path) == wanted
+    (link := tmp_path / "link.gguf").symlink_to(path.rename(tmp_path / "blob"))
+    assert [size for _, size, _ in models.model_stamps(link)] == [link.stat().st_size]
 
 
 def stored(source: Path, path: Path, **options: Any) -> Reference:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
@@ -138,9 +138,13 @@ def _float_bytes(source: Path) -> int:
 
 def model_stamps(source: Path) -> list[tuple[str, int, int]]:
     """Name, size and time of each file that says what a model predicts, wherever it lies."""
-    files = sorted(source.iterdir()) if source.is_dir() else parts(source.resolve())
-    wanted = (*_WEIGHTS, "config.json", ".index.json", ".py")
-    stats = [(file.name, file.stat()) for file in files if file.name.endswith(wanted)]
+    files: Iterable[Path]
+    if source.is_dir():
+        wanted = (*_WEIGHTS, "config.json", ".index.json", ".py")
+        files = sorted(file for file in source.iterdir() if file.name.endswith(wanted))
+    else:
+        files = parts(source)
+    stats = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
