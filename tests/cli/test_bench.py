@@ -209,7 +209,7 @@ def test_without_the_source_tree_there_are_no_benches(
         (["--compare", "{tmp}/a", "{tmp}/b"], "a: no such file"),
         (["--compare", "{checkpoint}/config.json", "{tmp}/b"], "is not a result of a bench"),
         (["--compare", "{decode}", "{disk}"], "no figure in common"),
-        (["--suite", "nope"], "no bench is called 'nope'; there are batch_kills, cpu_attention"),
+        (["--suite", "nope"], "no bench is called 'nope'; there are batch_kills, batch_lines"),
     ],
 )
 def test_errors_are_one_line(

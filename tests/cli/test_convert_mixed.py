@@ -107,7 +107,7 @@ def test_a_text_comes_with_qoff(source: Path, text: Path, tmp_path: Path) -> Non
         (["--weight", "*.o_proj"], "is not NAME=BITS,GROUP"),
         (["--weight", "*.o_proj=5,64"], "bits 5 is not supported"),
         (["--weight", "*.out=4,64"], "no matrix is called '*.out'"),
-        (["--calibration", "TEXT"], "--calibration is for"),
+        (["--solver", "hqq", "--calibration", "TEXT"], "--calibration is for"),
         (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),
         (["--target-bits", "5", "--weight", "*=8,32", "--calibration", "TEXT"], "leave one of"),
         (["--target-bits", "2", "--calibration", "TEXT"], "2 bits a weight are too few"),

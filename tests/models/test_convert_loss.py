@@ -44,16 +44,23 @@ def test_it_is_the_divergence_of_what_both_predict(
     assert probe.loss.error == pytest.approx(float(each.std()) / 70**0.5, rel=0.02)
 
 
-def test_nothing_is_said_where_nothing_is_lost_or_known(
+def test_nothing_is_said_where_nothing_is_lost(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     base = tmp_path_factory.getbasetemp()
     codes = GGUFModel.of(tiny_model(base, "llama"))
     codes.kinds = {"weight": Kind.Q8_0}
-    for source in (codes.write(tmp_path / "m.gguf"), tiny_model(base, "mixtral")):
-        probe = LossProbe(IDS)
-        convert(source, tmp_path / source.stem, quant=FOUR, probe=probe)
-        assert probe.loss is None
+    probe = LossProbe(IDS)
+    convert(codes.write(tmp_path / "m.gguf"), tmp_path / "out", quant=FOUR, probe=probe)
+    assert probe.loss is None
+
+
+def test_a_mixture_has_a_loss(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    probe = LossProbe(IDS)
+    source = tiny_model(tmp_path_factory.getbasetemp(), "mixtral")
+    convert(source, tmp_path / "out", quant=FOUR, probe=probe)
+    assert probe.loss is not None
+    assert probe.loss.kl > 0
 
 
 def test_codes_that_are_taken_over_lose_nothing(
