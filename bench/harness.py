@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,9 @@ class Report:
 
 
 def arguments(
-    description: str | None, argv: Sequence[str] | None, **options: tuple[type, Any, str]
+    description: str | None,
+    argv: Sequence[str] | None,
+    **options: tuple[Callable[[str], Any], Any, str],
 ) -> argparse.Namespace:
     """Parse --quick, --out and a bench's own options, each (type, default, help)."""
     parser = argparse.ArgumentParser(

@@ -10,6 +10,7 @@ The disk's figures are those of the page cache where the files fit into memory.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,12 +104,18 @@ def contestants(
     return {name: make() for name, make in makers.items() if name.startswith(only)}
 
 
+def _kind(text: str) -> str:
+    if text not in ("", "all", "adapters"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no kind; use all or adapters")
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
     args = arguments(
         __doc__,
         argv,
-        only=(str, "", "measure those whose names begin with this: 'all' or 'adapters'"),
+        only=(_kind, "", "measure one kind of training: 'all' (weights) or 'adapters'"),
         tokens=(int, 512, "of a micro-batch"),
         micro_batches=(int, 2, "of a step"),
         rounds=(int, 3, "steps of each"),

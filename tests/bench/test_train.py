@@ -19,6 +19,12 @@ def test_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert written["measured"].keys() == found.keys()
 
 
+def test_only_whole_kinds_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_steps.main(["--quick", "--only", "all weights, qoff"])
+    assert "use all or adapters" in capsys.readouterr().err
+
+
 def test_steps(tmp_path: Path) -> None:
     train_steps.main(["--quick", "--only", "all", "--out", str(tmp_path / "out.json")])
     written = json.loads((tmp_path / "out.json").read_text())
