@@ -109,9 +109,10 @@ def finetune(
         None if schedule == "constant" else total,
         hold_out,
     )
+    optimizer = AdamW(lr=recipe.rate)  # before the model is loaded, which takes long
     training = offload(
         work.loaded(path, recipe, dtype),
-        AdamW(lr=recipe.rate),
+        optimizer,
         tokens=sequence,
         micro_batches=micro_batches,
         device_memory=device_memory,

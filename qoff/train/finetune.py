@@ -152,7 +152,7 @@ class Run:
         overwrite: bool,
         held_out: Sequences | None = None,
     ) -> None:
-        """held_out: is evaluated whenever a checkpoint is written.
+        """held_out: is evaluated whenever a checkpoint has been written.
 
         Raises ArgumentError where `out` has the checkpoint of another run.
         """
@@ -197,17 +197,19 @@ class Run:
                     raise TrainingError(f"{error}; {self.where}") from error
                 tokens = sum(batch["input_ids"].numel() for batch in batches)
                 rate = tokens / (time.perf_counter() - start)
+                held_out = None
                 ends = training.steps % every == 0 or training.steps == last
-                held_out = self._evaluated() if ends else None
-                told = Told(training.steps, loss, training.grad_norm, rate, held_out)
-                lr = recipe.rate(training.steps - 1)
-                row = [told.step, loss, told.norm, lr, f"{rate:.1f}", held_out]
-                csv.writer(file).writerow(["" if x is None else x for x in row])
-                file.flush()
-                tell(told)
                 if ends:
                     training.save(self.checkpoint, self._same)
                     self.saved = training.steps
+                try:
+                    held_out = self._evaluated() if ends else None
+                finally:  # the checkpoint has this step, so the log has it
+                    lr = recipe.rate(training.steps - 1)
+                    row = [training.steps, loss, training.grad_norm, lr, f"{rate:.1f}", held_out]
+                    csv.writer(file).writerow(["" if x is None else x for x in row])
+                    file.flush()
+                tell(Told(training.steps, loss, training.grad_norm, rate, held_out))
 
     @property
     def where(self) -> str:

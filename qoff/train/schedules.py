@@ -27,7 +27,10 @@ class Schedule:
         if self.kind not in KINDS:
             raise ArgumentError(f"schedule is {self.kind!r}; use {', '.join(KINDS)}")
         if self.warmup < 0 or (self.kind != "constant" and (self.steps or 0) <= self.warmup):
-            raise ArgumentError(f"a schedule of {self.steps} steps, {self.warmup} of them warm-up")
+            raise ArgumentError(
+                f"a {self.kind} schedule of {self.steps} steps, {self.warmup} of them warm-up; use "
+                "fewer warm-up steps (0 or more), or more steps"
+            )
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:

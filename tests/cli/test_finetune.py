@@ -146,6 +146,32 @@ def test_rates_fall_and_what_is_held_out_is_evaluated(
     assert "too few to hold some out" in few.output
 
 
+def test_a_bad_schedule_is_refused_before_the_model_is_loaded(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("qoff.train.finetune.loaded")
+    options = ["--full", "-o", tmp_path / "out", *QUICK, "--schedule", "linear", "--warmup", 4]
+    result = run(model, data, *options)
+    assert result.exit_code == 1
+    assert "4 of them warm-up; use fewer warm-up steps" in result.output
+
+
+def test_a_run_that_ends_while_it_evaluates_has_a_checkpoint_and_its_row(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def ended(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Training, "evaluate", ended)
+    options = ["--full", "-o", out, *QUICK, "--hold-out", 0.2, "--sequence", 20]
+    result = run(model, data, *options)
+    assert result.exit_code == 130
+    assert "of step 2" in result.output
+    assert [row["step"] for row in log(out)] == ["1", "2"]
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(model: Path, data: Path, tmp_path: Path) -> None:
     options = ["--full", "-o", tmp_path / "out", *QUICK, "--lr", 1e30, "--save-every", 1]
     result = run(model, data, *options)
