@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from greenlet import getcurrent
@@ -26,14 +26,15 @@ class FusedHead:
     gradients are there for all tokens, and nothing is computed twice. As Liger Kernel (arXiv
     2410.10989) does on GPUs.
 
-    A model that does more to logits, or to the loss, is found at its first pass, and computes them
-    on its own from then on. fused: None until then.
+    Only for the loss that transformers has for causal models. A model that does more to logits is
+    found at its first pass that learns, and computes them on its own from then on. fused: None
+    until then.
     """
 
     def __init__(self, model: Any) -> None:
         own = model.get_base_model() if hasattr(model, "get_base_model") else model
         head: Any = getattr(own, "get_output_embeddings", lambda: None)()
-        fits = isinstance(head, nn.Module) and hasattr(own, "loss_function")
+        fits = isinstance(head, nn.Module) and _is_causal(getattr(own, "loss_function", None))
         self.fused: bool | None = None if fits else False
         self._model, self._head = own, head
         self._memory = torch.empty(0)
@@ -56,36 +57,47 @@ class FusedHead:
 
     def share_of(self, loss: Tensor, share: float) -> Tensor:
         """A pass's part of the loss of a step. Raises UnsupportedModelError for another's loss."""
-        if self.fused is False:
+        here = getcurrent()
+        if not self._takes(here):
             return loss * share
-        if loss is not getattr(getcurrent(), "loss", None):
+        if loss is not here.loss:
             raise UnsupportedModelError("this model has another loss in some steps only")
         self.fused = True
         return loss
 
-    def give_up(self) -> bool:
-        """Leave logits and loss to the model after a first pass that failed; or it is no first."""
-        first, self.fused = self.fused is None, bool(self.fused)
-        return first
+    def give_up(self, one: TrainingPass, error: Exception) -> bool:
+        """Leave logits and loss to the model, if its first pass failed as it changes either."""
+        changes = isinstance(error, UnsupportedModelError) or one.hidden is not None
+        if self.fused is not None or not changes:
+            return False
+        self.fused = False
+        return True
 
     @property
     def _is_linear(self) -> bool:
         return self.fused is not False and type(self._head) is nn.Linear
 
+    def _takes(self, here: object) -> TypeGuard[TrainingPass]:
+        """Whether a pass is computed here. One without gradients is if others were."""
+        if self.fused is False or not isinstance(here, TrainingPass):
+            return False
+        return here.learns or self.fused is True
+
     def _given_on(self, hidden: Tensor) -> Any:
         here = getcurrent()
-        if self.fused is False or not isinstance(here, TrainingPass):
+        if not self._takes(here):
             return self._forward(hidden)
         here.hidden = hidden
         return hidden
 
     def _computed(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
         here = getcurrent()
-        if self.fused is False or not isinstance(here, TrainingPass):
+        if not self._takes(here):
             return self._loss(logits, labels, *args, **kwargs)
         if logits is not here.hidden:
             raise UnsupportedModelError("this model changes logits in some steps only")
-        here.loss = self._of_tokens(logits, labels, here.share, **kwargs)
+        here.hidden = None
+        here.loss = self._of_tokens(logits, labels, here.share, here.learns, **kwargs)
         return here.loss
 
     def _of_tokens(
@@ -93,6 +105,7 @@ class FusedHead:
         hidden: Tensor,
         labels: Tensor,
         share: float,
+        learns: bool,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Any = None,
         **_: Any,
@@ -104,17 +117,23 @@ class FusedHead:
         used = (wanted != _IGNORED).nonzero()[:, 0]
         count = len(used) if num_items_in_batch is None else float(num_items_in_batch)
         flat, factor = hidden.detach().reshape(-1, hidden.shape[-1]), share / count
-        grad, total = torch.zeros_like(flat), torch.zeros(())
+        grad, total = torch.zeros_like(flat) if learns else None, torch.zeros(())
         compute = self._of_linear if self._is_linear else self._of_any
         piece = max(1, self._memory.numel() // self._head.out_features) if self._is_linear else 256
         with torch.no_grad():
             for at in used.split(piece):
-                loss, of_hidden = compute(flat[at], wanted[at], factor)
-                grad[at], total = of_hidden, total + loss
+                loss, of_hidden = compute(flat[at], wanted[at], factor, learns)
+                total += loss
+                if grad is not None:
+                    grad[at] = of_hidden
+        if grad is None:
+            return total
         found: Tensor = _Known.apply(hidden, grad.view_as(hidden), total)
         return found
 
-    def _of_linear(self, x: Tensor, wanted: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    def _of_linear(
+        self, x: Tensor, wanted: Tensor, factor: float, learns: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Loss and gradient of hidden states [n, K], times `factor`; adds that of the weights."""
         weight, bias = self._head.weight, self._head.bias
         logits = self._memory[: len(x) * len(weight)].view(len(x), -1)
@@ -127,6 +146,9 @@ class FusedHead:
         logits -= logits.amax(1, keepdim=True)
         picked = logits.gather(1, wanted[:, None])
         sums = logits.exp_().sum(1, keepdim=True)
+        loss = (sums.log() - picked).sum() * factor
+        if not learns:
+            return loss, None
         logits *= factor / sums
         logits.scatter_add_(1, wanted[:, None], torch.full_like(picked, -factor))
         narrow = logits.to(weight.dtype)
@@ -138,16 +160,18 @@ class FusedHead:
                 place += narrow.t() @ x
         if bias is not None and bias.requires_grad:
             self._sum_of(bias).add_(logits.sum(0))
-        return (sums.log() - picked).sum() * factor, narrow @ weight
+        return loss, narrow @ weight
 
-    def _of_any(self, x: Tensor, wanted: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    def _of_any(
+        self, x: Tensor, wanted: Tensor, factor: float, learns: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """The same of another kind of head, by autograd."""
-        with torch.enable_grad():
-            leaf = x.requires_grad_()
+        with torch.set_grad_enabled(learns):
+            leaf = x.requires_grad_(learns)
             logits = self._forward(leaf).float()
             loss = functional.cross_entropy(logits, wanted, reduction="sum") * factor
-            loss.backward()
-        assert leaf.grad is not None
+            if learns:
+                loss.backward()
         return loss.detach(), leaf.grad
 
 
@@ -162,6 +186,12 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         return ctx.grad.mul_(upstream[0]), None, None
+
+
+def _is_causal(loss: Any) -> bool:
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    return loss is LOSS_MAPPING["ForCausalLM"]
 
 
 def _no_sum(_: Tensor) -> Tensor:

@@ -27,20 +27,21 @@ class Stop(NamedTuple):
 class TrainingPass(greenlet):
     """Computes a loss; `advance` goes on to the next layer, or to the loss.
 
-    share: of its loss in that of the step. hidden, loss: of `FusedHead`.
+    share: of its loss in that of the step. learns: whether there is a backward. hidden, loss: of
+    `FusedHead`.
     """
 
     hidden: Tensor | None = None
     loss: Tensor | None = None
 
-    def __init__(self, loss: Callable[[], Tensor], share: float) -> None:
+    def __init__(self, loss: Callable[[], Tensor], share: float, learns: bool = True) -> None:
         super().__init__(loss)
-        self.share = share
+        self.share, self.learns = share, learns
 
     def advance(self, given: Any = None) -> Any:
         """Return the next `Stop`, or the loss. given: what the layer has returned."""
         self.parent = getcurrent()
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self.learns):
             return self.switch() if given is None else self.switch(given)
 
     def end(self) -> None:

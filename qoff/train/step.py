@@ -118,6 +118,29 @@ class Engine:
         finally:
             self._end(passes)
 
+    def evaluate(self, batches: Sequence[Batch]) -> list[float]:
+        """The loss of each, without gradients; as many as a step takes, all at each layer."""
+        boundaries, last = self.parts.boundaries, len(self.layers) - 1
+        passes = [TrainingPass(partial(self._loss, x, 1.0), 1.0, False) for x in batches]
+        losses: list[float] = []
+        try:
+            self.parts.weights.begin(range(last + 1))
+            stops = [self._stop_of(one.advance(), 0) for one in passes]
+            for i in range(last + 1):
+                self._hold(i)
+                for m, one in enumerate(passes):
+                    with torch.no_grad():
+                        y, whole = self.layers[i].compute(stops[m].hidden, stops[m])
+                    reached = one.advance(whole(boundaries.put(m, y)))
+                    if i < last:
+                        stops[m] = self._stop_of(reached, i + 1)
+                    else:
+                        losses.append(float(reached))
+                self._release(i)
+            return losses
+        finally:
+            self._end(passes)
+
     def _forward(self, passes: Sequence[TrainingPass], batches: Sequence[Batch]) -> float:
         """All layers, and losses with their backward to the last layer; the last one stays held."""
         boundaries, last = self.parts.boundaries, len(self.layers) - 1
@@ -149,8 +172,8 @@ class Engine:
                 hidden = hidden.data.requires_grad_()
                 try:
                     loss = one.advance(whole(hidden))
-                except Exception:
-                    if not self.parts.head.give_up():
+                except Exception as error:
+                    if not self.parts.head.give_up(one, error):
                         raise
                     loss = self._loss_again(batches[m], one.share, whole, hidden)
                 loss.backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -97,18 +98,20 @@ class Training:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss of the tokens of batches as `step` takes, without dropout; learns nothing.
 
-        Layers stream for each batch. Raises ArgumentError.
+        Layers stream once for as many batches as a step takes. Logits are there in pieces, as in a
+        step, from the first step on. Raises ArgumentError.
         """
         self._check_whole()
         total, count = 0.0, 0
         self.model.eval()
         try:
-            with torch.no_grad():
-                for batch in map(self._checked, batches):
-                    labels = int((batch["labels"][:, 1:] != _IGNORED).sum())
-                    if labels:
-                        loss = self.model(**batch, use_cache=False, return_dict=True).loss
-                        total, count = total + float(loss) * labels, count + labels
+            given = map(self._checked, batches)
+            while group := list(islice(given, self._micro_batches)):
+                labels = [int((batch["labels"][:, 1:] != _IGNORED).sum()) for batch in group]
+                used = [(b, n) for b, n in zip(group, labels, strict=True) if n]
+                losses = self._engine.evaluate([b for b, _ in used]) if used else []
+                total += sum(x * n for x, (_, n) in zip(losses, used, strict=True))
+                count += sum(labels)
         finally:
             self.model.train()
         if not count:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from qoff import train
 from qoff.train import head as work
@@ -21,15 +22,14 @@ WIDTH, VOCABULARY, PIECE = 16, 50, 3  # tokens at once
 class Model(nn.Module):
     """A head and the loss that transformers has."""
 
+    loss_function = staticmethod(LOSS_MAPPING["ForCausalLM"])
+
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.head = head
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
-
-    def loss_function(self, logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].ravel())
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(hidden)
@@ -110,3 +110,59 @@ def test_models_that_change_logits_keep_their_own_loss(name: str, fused: bool) -
             p -= 1e-3 * p.grad
     for key, x in training.state_dict().items():
         torch.testing.assert_close(x, reference.get_parameter(key), rtol=0, atol=1e-6, msg=key)
+
+
+def doubled(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """A loss of somebody's own."""
+    return 2 * functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].ravel())
+
+
+def test_a_loss_of_its_own_is_what_is_trained() -> None:
+    model, reference = model_of("llama"), model_of("llama")
+    wanted = 2 * float(reference(**batch(0)).loss.detach())
+    model.loss_function = doubled
+    training = train.offload(model, train.SGD(lr=0.0), tokens=12)
+    assert training._engine.parts.head.fused is False
+    assert training.step([batch(0)]) == pytest.approx(wanted, abs=1e-5)
+    assert training.evaluate([batch(0)]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_other_errors_of_a_first_pass_do_not_give_up_the_fused_head() -> None:
+    training = train.offload(model_of("llama"), train.SGD(lr=0.0), tokens=12)
+    wrong = batch(0)
+    wrong["labels"][0, -1] = 1 << 20
+    with pytest.raises(RuntimeError):
+        training.step([wrong])
+    assert training._engine.parts.head.fused is None
+    training.step([batch(0)])
+    assert training._engine.parts.head.fused
+
+
+def test_an_error_of_what_a_model_does_to_logits_gives_it_up() -> None:
+    head = nn.Linear(WIDTH, VOCABULARY)
+    model = Model(head)
+    model.forward = lambda hidden: model.head(hidden) + head.bias  # type: ignore[assignment]
+    fused = FusedHead(model)
+    fused.begin(torch.empty(fused.logits_bytes(18), dtype=torch.uint8), lambda p: p)
+    one = TrainingPass(lambda: model(torch.ones(2, 9, WIDTH)), 1.0)
+    with pytest.raises(RuntimeError) as raised:
+        one.advance()
+    assert fused.give_up(one, raised.value)
+    assert fused.fused is False
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, OtherHead])
+def test_evaluation_has_the_logits_of_a_piece_and_adds_no_gradients(
+    kind: type[nn.Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "_LOGITS", 4 * PIECE * 128)
+    model = model_of("llama")
+    model.lm_head.__class__ = kind
+    training = train.offload(model, train.SGD(lr=0.0), tokens=12, micro_batches=2)
+    head, given = training._engine.parts.head, [batch(i) for i in range(3)]
+    wanted = training.evaluate(given)  # by the model itself
+    training.step([batch(0)])
+    assert head.fused
+    monkeypatch.setattr(head, "_sum_of", None)
+    monkeypatch.setattr(head, "_loss", None)
+    assert training.evaluate(given) == pytest.approx(wanted, abs=1e-6)

@@ -62,6 +62,9 @@ def test_losses_are_those_of_peft_on_dequantized_weights(
         wanted.append(float(total.detach()))
     assert losses == pytest.approx(wanted, rel=CURVE)
     assert losses[-1] < losses[0]
+    with torch.no_grad():
+        mean = float(torch.stack([reference(**b).loss for b in batches(0)]).mean())
+    assert training.evaluate(batches(0)) == pytest.approx(mean, rel=CURVE)
 
     training.save_adapter(tmp_path / "adapter")
     again = peft.PeftModel.from_pretrained(reference_model(path), tmp_path / "adapter").eval()

@@ -174,6 +174,11 @@ def test_evaluation_is_the_models_loss_and_learns_nothing(tmp_path: Path) -> Non
     counts = [int((b["labels"][:, 1:] != -100).sum()) for b in given]
     mean = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
     assert training.evaluate(given) == pytest.approx(mean, abs=1e-6)
+    read = training.stats.moved["weights read"]
+    training.evaluate(given[:1])
+    assert training.stats.moved["weights read"] == 2 * read  # as much for one as for two
+    assert training.evaluate([*given, *given]) == pytest.approx(mean, abs=1e-6)  # 3 and 1
+    assert training.stats.moved["weights read"] == 4 * read
     assert training.model.training
     with pytest.raises(ArgumentError, match="no labels"):
         training.evaluate([])
