@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def real(path: Path, plan: Plan) -> Iterator[Executor]:
     with ExitStack() as own:
         yield CpuExecutor(
-            path,
+            Checkpoint.open(path),
             plan,
             own,
             device=torch.device("cpu"),

@@ -323,9 +323,14 @@ class CountingOps:
     def __init__(self) -> None:
         self.linear: list[int] = []
         self.mixtures: list[int] = []
+        self.attended: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(reference_ops, name)
+
+    def attention(self, *operands: Any, activation_bits: int = 16, **options: Any) -> Tensor:
+        self.attended.append(activation_bits)
+        return reference_ops.attention(*operands, **options)
 
     def w4_linear(self, *operands: Any, activation_bits: int = 16, **options: Any) -> Tensor:
         self.linear.append(activation_bits)
@@ -339,13 +344,13 @@ class CountingOps:
 def test_activations_are_rounded_except_where_scores_decide(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """In QKV, output and experts of both layers; not in the routers and the head."""
+    """In QKV, attention, output and experts of both layers; not in the routers and the head."""
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "mixtral", "split32")
     ops: Any = CountingOps()
     with Runtime(path, activation_bits=8, instrumentation=Instrumentation(ops=ops)) as runtime:
         runtime.forward(next_batch(PROMPTS, runtime.new_cache(len(PROMPTS))))
     assert ops.linear == [8, 8, 16, 8, 8, 16, 16]
-    assert ops.mixtures == [8, 8]
+    assert ops.mixtures == ops.attended == [8, 8]
 
 
 @pytest.mark.parametrize(
