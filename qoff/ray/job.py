@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -79,7 +79,7 @@ def run(
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # a row is a task of Ray, and they go out one by one
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    source = LineSource(job.requests, job.reading, sink.done, min(config.batch_size, BLOCK))
+    source = LineSource(job.requests, job.reading, sink.done, config.batch_size)
     lines = ray.data.read_datasource(
         source, num_cpus=0, override_num_blocks=1, ray_remote_args={"scheduling_strategy": here}
     )
@@ -109,7 +109,7 @@ class LineSource(Datasource):
     def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
         """One task, which reads as fast as its rows are taken."""
         unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-        return [ReadTask(lambda: map(_table, self._blocks()), unknown)]
+        return [ReadTask(lambda: (_table([block]) for block in self._blocks()), unknown)]
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -150,15 +150,18 @@ class LineWorker(Worker):
     def __call__(self, table: pa.Table) -> pa.Table:
         (block,) = (pickle.loads(one.as_py()) for one in table[_COLUMN])
         wrong = [(one.line.number, one.wrong) for one in block if one.wrong is not None]
-        found = Answers([number for number, _ in wrong], [], [text for _, text in wrong])
+        found = list[Answers]()
+        for at in range(0, len(wrong), BLOCK):
+            some = wrong[at : at + BLOCK]
+            found.append(Answers([number for number, _ in some], [], [text for _, text in some]))
         lines = [one.line for one in block if one.wrong is None]
         if lines:
-            found.add(self.answer(lambda: self._reading.reader(self.llm), lines))
+            found += self.answer(lambda: self._reading.reader(self.llm), lines)
         return _table(found)
 
 
-def _table(block: Any) -> pa.Table:
-    return pa.table({_COLUMN: pa.array([pickle.dumps(block)], pa.large_binary())})
+def _table(rows: Iterable[Any]) -> pa.Table:
+    return pa.table({_COLUMN: pa.array([pickle.dumps(row) for row in rows], pa.large_binary())})
 
 
 @contextmanager

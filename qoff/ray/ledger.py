@@ -22,20 +22,16 @@ _IDLE = 6  # deaths for each worker with nothing done in between: it is not the 
 
 @dataclass
 class Answers:
-    """Lines of answers and of errors, and the numbers of the requests they are of."""
+    """Lines of answers and of errors, and the numbers of the requests they are of: `BLOCK` at most.
 
-    numbers: list[int] = field(default_factory=list)
-    output: list[bytes] = field(default_factory=list)
-    errors: list[bytes] = field(default_factory=list)
+    prompt_tokens, tokens: of these and others before.
+    """
+
+    numbers: list[int]
+    output: list[bytes]
+    errors: list[bytes]
     prompt_tokens: int = 0
     tokens: int = 0
-
-    def add(self, other: Answers) -> None:
-        self.numbers += other.numbers
-        self.output += other.output
-        self.errors += other.errors
-        self.prompt_tokens += other.prompt_tokens
-        self.tokens += other.tokens
 
 
 @dataclass
@@ -43,7 +39,7 @@ class Block:
     """A block of requests. begun: how often each was, that was not ended; kept: what is done."""
 
     begun: Counter[int] = field(default_factory=Counter)
-    kept: Answers = field(default_factory=Answers)
+    kept: list[Answers] = field(default_factory=list)
 
 
 class Ledger:
@@ -70,10 +66,10 @@ class Ledger:
         """Requests of a block are begun."""
         self._blocks[key].begun.update(numbers)
 
-    def keep(self, key: Key, answers: Answers) -> None:
+    def keep(self, key: Key, answers: list[Answers]) -> None:
         """Some requests of a block are done."""
         self._deaths = 0
-        self._blocks[key].kept.add(answers)
+        self._blocks[key].kept += answers
 
     def close(self, key: Key) -> None:
         """All of a block is done."""

@@ -22,7 +22,6 @@ from qoff.jobs.requests import Bad
 from .ledger import new_ledger
 from .worker import Opening, Worker
 
-_CALLS = 2  # blocks that a worker answers at a time
 ERROR = "__inference_error__"
 _ANSWER = pa.schema(
     [
@@ -42,14 +41,14 @@ class ProcessorConfig:
 
     model_source: as for `qoff.LLM`; every machine must find it under this name. engine_kwargs:
     options of `qoff.LLM`, with a plan, say; without a plan and bounds the planner decides, for each
-    worker's part of its machine. batch_size: rows of a block, answered by one worker. concurrency:
-    workers; None: one for each GPU, or for each machine without one. num_cpus, num_gpus: of a
-    worker; None: a GPU, or all processors but one of the smallest machine, which other stages take.
-    should_continue_on_error: a row that cannot be answered has the reason as `__inference_error__`;
-    otherwise it ends the run. id_column, checkpoint_path: rows that a run with the same path wrote
-    (`write_parquet` and the like) are not answered again, where Ray read them from files or a
-    table. Ray Data keeps this, in a folder that all machines have; see
-    `ray.data.checkpoint.CheckpointConfig`.
+    worker's part of its machine. batch_size: rows of a block, answered by one worker: several times
+    as many as its plan has places in batches. concurrency: workers; None: one for each GPU, or for
+    each machine without one. num_cpus, num_gpus: of a worker; None: a GPU, or all processors but
+    one of the smallest machine, which other stages take. should_continue_on_error: a row that
+    cannot be answered has the reason as `__inference_error__`; otherwise it ends the run.
+    id_column, checkpoint_path: rows that a run with the same path wrote (`write_parquet` and the
+    like) are not answered again, where Ray read them from files or a table. Ray Data keeps this, in
+    a folder that all machines have; see `ray.data.checkpoint.CheckpointConfig`.
     """
 
     model_source: str
@@ -152,9 +151,7 @@ def answered(
         worker,
         batch_size=batch_size,
         batch_format="pyarrow",
-        compute=ActorPoolStrategy(
-            size=workers, max_concurrent_calls_per_actor=_CALLS, enable_true_multi_threading=True
-        ),
+        compute=ActorPoolStrategy(size=workers),
         fn_constructor_kwargs={"opening": opening, "ledger": new_ledger(workers), **more},
         **wanted.resources,
     )
@@ -208,7 +205,8 @@ class RowWorker(Worker):
         lines = [Line(number, number, None) for number in range(len(table))]
         reader = RowReader(table.to_pylist(), self.llm.get_default_sampling_params())
         answers = self.answer(lambda: reader, lines)
-        found = {one.pop("row"): one for one in map(json.loads, answers.output + answers.errors)}
+        said = [json.loads(text) for one in answers for text in one.output + one.errors]
+        found = {one.pop("row"): one for one in said}
         rows = [found[number] for number in range(len(table))]
         if not self._go_on:
             for row in rows:

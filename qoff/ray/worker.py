@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -24,7 +23,7 @@ from qoff.jobs.requests import Bad, Reader
 from qoff.jobs.runner import Runner
 from qoff.plan.default import default_plan
 
-from .ledger import MOST, Answers, groups
+from .ledger import MOST, Answers, Block, Key, groups
 
 _OF_MACHINE = (DiskReadError, DiskWriteError, FormatError)
 _BOUNDS = ("plan", "device_memory", "host_memory", "max_memory")
@@ -52,35 +51,41 @@ class Worker:
     def __init__(self, opening: Opening, ledger: Any) -> None:
         self.llm = open_llm(opening)
         self._ledger = ledger
-        self._here = threading.local()  # two threads answer a block each, so places are never empty
+        self._task, self._numbers = "", count()
 
-    def answer(self, new_reader: Callable[[], Reader], lines: Sequence[Line]) -> Answers:
+    def answer(self, new_reader: Callable[[], Reader], lines: Sequence[Line]) -> list[Answers]:
         """The answers to a block. A request that ends this process again and again is an error."""
         key = self._key()
         by_number = {line.number: line for line in lines}
         known = ray.get(self._ledger.open.remote(key, [*by_number]))
-        found, left = known.kept, by_number.keys() - set(known.kept.numbers)
-        for group in groups(sorted(left), known.begun):
-            times = known.begun[group[0]]
-            if times:
-                ray.get(self._ledger.begin.remote(key, group))
-            chosen = [by_number[number] for number in group]
-            reader = new_reader()
-            answers = _given_up(reader, chosen) if times >= MOST else self._run(reader, chosen, key)
-            if times:
-                ray.get(self._ledger.keep.remote(key, answers))
-            found.add(answers)
+        if not known.begun:
+            found = self._run(new_reader(), list(lines), key)
+        else:  # a worker has died with it
+            found = known.kept
+            left = by_number.keys() - {number for one in found for number in one.numbers}
+            for group in groups(sorted(left), known.begun):
+                found += self._with_few(new_reader(), [by_number[n] for n in group], key, known)
         ray.get(self._ledger.close.remote(key))
         return found
 
-    def _key(self) -> tuple[str, int]:
-        """The name of a block, the same when Ray repeats its task."""
-        task, here = ray.get_runtime_context().get_task_id() or "", self._here
-        if task != getattr(here, "task", None):
-            here.task, here.numbers = task, count()
-        return task, next(here.numbers)
+    def _with_few(self, reader: Reader, lines: list[Line], key: Key, known: Block) -> list[Answers]:
+        numbers = [line.number for line in lines]
+        if known.begun[numbers[0]] >= MOST:
+            answers = _given_up(reader, lines)
+        else:
+            ray.get(self._ledger.begin.remote(key, numbers))
+            answers = self._run(reader, lines, key)
+        ray.get(self._ledger.keep.remote(key, answers))
+        return answers
 
-    def _run(self, reader: Reader, lines: list[Line], key: tuple[str, int]) -> Answers:
+    def _key(self) -> Key:
+        """The name of a block, the same when Ray repeats its task."""
+        task = ray.get_runtime_context().get_task_id() or ""
+        if task != self._task:
+            self._task, self._numbers = task, count()
+        return task, next(self._numbers)
+
+    def _run(self, reader: Reader, lines: list[Line], key: Key) -> list[Answers]:
         sink, places = _Kept(), self.llm.plan.batches * self.llm.plan.batch_size
         room = lambda mine: max(0, 2 * places - mine)  # noqa: E731
         runner = Runner(self.llm, iter(lines), reader, sink, room)
@@ -97,8 +102,8 @@ class Worker:
             os._exit(1)
         if runner.error is not None:
             raise runner.error
-        sink.answers.prompt_tokens = runner.counts.prompt_tokens
-        sink.answers.tokens = runner.counts.tokens
+        sink.answers[-1].prompt_tokens = runner.counts.prompt_tokens
+        sink.answers[-1].tokens = runner.counts.tokens
         return sink.answers
 
 
@@ -106,18 +111,18 @@ class _Kept:
     """A sink in memory."""
 
     def __init__(self) -> None:
-        self.done, self.answers = Bits(), Answers()
+        self.done, self.answers = Bits(), list[Answers]()
 
     def write(self, numbers: list[int], output: list[bytes], errors: list[bytes]) -> None:
-        self.answers.add(Answers(numbers, output, errors))
+        self.answers.append(Answers(numbers, output, errors))
 
 
-def _given_up(reader: Reader, lines: Sequence[Line]) -> Answers:
+def _given_up(reader: Reader, lines: Sequence[Line]) -> list[Answers]:
     """What is said of requests that ended their process each time."""
     error = QoffError(f"the process that answered this ended, {MOST} times")
     read = {line.number: reader.read(line) for line in lines}
     told = [one.text if isinstance(one, Bad) else one.failed(error) for one in read.values()]
-    return Answers([*read], [], told)
+    return [Answers([*read], [], told)]
 
 
 def open_llm(opening: Opening) -> LLM:

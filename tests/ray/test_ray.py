@@ -72,7 +72,7 @@ def said(path: Path) -> dict[str, Any]:
 class Mortal(LineWorker):
     """Dies of a prompt, as of a fault in compiled code."""
 
-    def _run(self, reader: Any, lines: Any, key: Any) -> Answers:
+    def _run(self, reader: Any, lines: Any, key: Any) -> list[Answers]:
         if any(b"poison" in one.data for one in lines):
             os.kill(os.getpid(), signal.SIGKILL)
         return super()._run(reader, lines, key)
@@ -191,11 +191,11 @@ def test_a_ledger_ends_a_run_whose_machines_are_at_fault() -> None:
     assert ledger.open(key, [0, 1]).begun == {}
     ledger.fault(key, [0, 1], "the disk is broken")
     assert set(ledger.open(key, [0, 1]).begun.values()) == {0}
-    ledger.keep(key, Answers([0], [b"x"]))
-    assert ledger.open(key, [0, 1]).kept.numbers == [0]
+    ledger.keep(key, [Answers([0], [b"x"], [])])
+    assert [one.numbers for one in ledger.open(key, [0, 1]).kept] == [[0]]
     for _ in range(5):
         ledger.open(key, [1])
     with pytest.raises(RuntimeError, match="died one after another: the disk is broken"):
         ledger.open(key, [1])
     ledger.close(key)
-    assert ledger.open(key, [0, 1]).kept.numbers == []
+    assert ledger.open(key, [0, 1]).kept == []
