@@ -14,7 +14,7 @@ from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.native.decoder import logits_bytes, recorded_bytes
+from qoff.models.native.decoder import Decoder, logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Plan
@@ -41,6 +41,15 @@ class Scoring:
     """Passes whose logits are all wanted: tokens of each sequence."""
 
     tokens: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is read together: sequences of a batch, tokens of each in a pass, batches."""
+
+    sequences: int
+    pass_tokens: int
+    batches: int = 1
 
 
 class Budget:
@@ -141,18 +150,25 @@ class Budget:
                 held.reserve(cache.room)
             return at_once
 
-    def scored_at_once(self, sequences: int, tokens: int, most: int) -> tuple[int, int]:
-        """How many sequences, and tokens of each, are read in a pass with all their logits.
+    def scored_at_once(self, sequences: int, tokens: int, most: int, predicted: int) -> Room:
+        """How many sequences, and tokens of each, are read in a pass, and in how many batches.
 
-        At most as many as given; each has `tokens` tokens in the end. Raises BudgetError where
-        there is no room for one token of one sequence.
+        At most as many sequences and tokens as given; each has `tokens` tokens in the end, of which
+        `predicted` are. Batches share a layer's working space. Raises BudgetError where there is no
+        room for one token of one sequence.
         """
-        assert self._decoder is not None
+        decoder, most = self._decoder, min(most, tokens)
+        assert decoder is not None
         while True:
-            cache = self._decoder.new_cache(sequences, kv=self._kv).bytes_for(tokens)
-            work = self._pass([most] * sequences, most, sequences * most, tokens)
+            cache = decoder.new_cache(sequences, kv=self._kv).bytes_for(tokens)
+            rows = sequences * min(most, predicted)
+            work = self._pass([most] * sequences, most, rows, tokens)
             if cache + work <= self.free:
-                return sequences, most
+                more = 0
+                if isinstance(decoder, Decoder) and not decoder.caches_on_device:
+                    shared = LayerWorkspace.nbytes(decoder.spec, sequences * most)
+                    more = (self.free - cache - work) // (cache + work - shared)
+                return Room(sequences, most, 1 + more)
             if sequences > 1:
                 sequences = -(-sequences // 2)
             elif most > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import qoff
 from qoff.errors import ArgumentError, QoffError
 from qoff.eval.tasks.harness import QoffLM
 from qoff.eval.tasks.run import OWN_TASKS, evaluate, manager_of, markdown, run_tasks
+from qoff.hf.budget import Budget
 from tests.module_models import module_checkpoint, module_reference
 from tests.tiny_models import load_budgets, reference_model, tiny_checkpoint
 
@@ -126,6 +128,26 @@ def test_streamed_weights_give_the_same_bits(checkpoint: Path) -> None:
         for memory in (None, least)
     )
     assert resident == streamed
+
+
+def test_batches_share_each_reading_of_the_weights(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least, _ = load_budgets(checkpoint, batch_size=8)
+    lm = opened(checkpoint, batch_size=8, device_memory=least)
+    requests = [(None, [5 + i, 6, 7], [8, 9]) for i in range(6)]
+
+    def scored() -> tuple[list[tuple[float, bool]], int]:
+        before = lm.model.runtime.store.stats.bytes_read
+        found = lm._loglikelihood_tokens(requests, True, override_bs=1)
+        return found, lm.model.runtime.store.stats.bytes_read - before
+
+    together, few = scored()
+    room = Budget.scored_at_once
+    monkeypatch.setattr(Budget, "scored_at_once", lambda *a: replace(room(*a), batches=1))
+    apart, many = scored()
+    assert together == apart == opened(checkpoint)._loglikelihood_tokens(requests, True)
+    assert 0 < 3 * few <= many
 
 
 def test_a_packed_cache_is_packed_between_passes(checkpoint: Path) -> None:

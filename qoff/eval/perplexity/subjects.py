@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from qoff.engine.schedule import Schedule
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kvcache import KVCache
 from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 
@@ -41,21 +44,60 @@ def read(
     Yields predictions of the tokens from a place >= 1 of each on, up to the one behind its last. A
     piece attends to those before it through the runtime's KV cache, in the form that it has.
     """
-    longest = len(sequences[0])
-    cache = runtime.new_cache(len(sequences), longest)
+    for _, found in read_together(runtime, [Batch(sequences, places)], piece):
+        yield found
+
+
+class Batch(NamedTuple):
+    """Sequences that are read in one pass, and the places from which their tokens are predicted."""
+
+    sequences: Sequence[Tensor]
+    places: Sequence[int]
+
+
+@torch.inference_mode()
+def read_together(
+    runtime: Runtime, batches: Sequence[Batch], piece: int
+) -> Iterator[tuple[int, Predictions]]:
+    """As `read`, of several batches, each of which goes through a layer before the next is read.
+
+    Yields the number of a batch and predictions of it.
+    """
+    longest = max(len(batch.sequences[0]) for batch in batches)
+    caches = [runtime.new_cache(len(one.sequences), len(one.sequences[0])) for one in batches]
+    schedule, decoder = Schedule(runtime.decoder, runtime.store, "block"), runtime.decoder
+    most = min(longest, piece) * max(len(batch.sequences) for batch in batches)
+    shared = None
+    if len(batches) > 1 and isinstance(decoder, Decoder):
+        shared = decoder.new_workspace(most)
     for past in range(0, longest, piece):
-        parts = [tokens[past : past + piece] for tokens in sequences if len(tokens) > past]
-        ragged = Ragged.of([len(part) for part in parts], [past] * len(parts))
-        wanted = [  # rows of each sequence
-            range(span.start + max(0, place - 1 - past), span.start + span.count)
-            for span, place in zip(ragged.spans, places, strict=False)
-        ]
-        rows = torch.tensor([*chain(*wanted)] or [0])  # a pass without any still asks for one
-        logits = runtime.forward(ForwardPass(torch.cat(parts), ragged, cache, rows))
-        for number, mine in enumerate(wanted):
-            if mine:
-                yield Predictions(number, max(past + 1, places[number]), logits[: len(mine)])
-                logits = logits[len(mine) :]
+        passes, asked = list[ForwardPass](), list[tuple[int, list[range]]]()
+        for number, batch in enumerate(batches):
+            if len(batch.sequences[0]) > past:
+                run, wanted = _pass(batch, caches[number], past, piece)
+                run.name, run.workspace = f"pass {number}", shared
+                passes.append(run)
+                asked.append((number, wanted))
+        alone = len(passes) == 1
+        found = [runtime.forward(passes[0])] if alone else schedule.round(passes)
+        for (number, wanted), logits in zip(asked, found, strict=True):
+            for window, mine in enumerate(wanted):
+                if mine:
+                    place = max(past + 1, batches[number].places[window])
+                    yield number, Predictions(window, place, logits[: len(mine)])
+                    logits = logits[len(mine) :]
+
+
+def _pass(batch: Batch, cache: KVCache, past: int, piece: int) -> tuple[ForwardPass, list[range]]:
+    """A pass over the next tokens of a batch, and the rows of each sequence whose logits it has."""
+    parts = [tokens[past : past + piece] for tokens in batch.sequences if len(tokens) > past]
+    ragged = Ragged.of([len(part) for part in parts], [past] * len(parts))
+    wanted = [
+        range(span.start + max(0, place - 1 - past), span.start + span.count)
+        for span, place in zip(ragged.spans, batch.places, strict=False)
+    ]
+    rows = torch.tensor([*chain(*wanted)] or [0])  # a pass without any still asks for one
+    return ForwardPass(torch.cat(parts), ragged, cache, rows), wanted
 
 
 class Subject(Protocol):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.eval.perplexity.subjects import Predictions, read
+from qoff.eval.perplexity.subjects import Batch, Predictions, read_together
+from qoff.hf.budget import Room
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
@@ -58,28 +59,37 @@ def score(
     pairs: Sequence[Pair],
     *,
     max_length: int,
-    batch_size: int,
-    pass_tokens: int,
+    room: Callable[[int, int], Room],
     done: Callable[[int], object] = lambda count: None,
 ) -> list[Score]:
     """Score continuations, each with one token of context and of its own at least.
 
-    max_length: tokens that are read of a pair, the last ones. batch_size: sequences read together.
-    pass_tokens: of a sequence in one forward pass; later ones attend to what a packed cache holds.
-    Models that run through transformers' modules read all in one. done: called with how many pairs
-    are scored, as they are. Raises ArgumentError for a continuation longer than max_length.
+    max_length: tokens that are read of a pair, the last ones. room: what is read together of
+    sequences of so many tokens, so many of which are predicted. Models that run through
+    transformers' modules read a sequence in one pass. done: called with how many pairs are scored,
+    as they are. Raises ArgumentError for a continuation longer than max_length.
     """
     scores: dict[int, Score] = {}
     readings = _readings(pairs, max_length)
-    if isinstance(runtime.decoder, ModuleDecoder):
-        pass_tokens = max_length
+    whole = isinstance(runtime.decoder, ModuleDecoder)
+    start = 0
     with torch.inference_mode(), one_torch_thread():
-        for start in range(0, len(readings), batch_size):
-            batch = readings[start : start + batch_size]
-            tokens = [torch.tensor(reading.tokens) for reading in batch]
-            for found in read(runtime, tokens, [x.place for x in batch], pass_tokens):
-                batch[found.window].add(found)
-            for reading in batch:
+        while start < len(readings):
+            predicted = max(len(one.tokens) + 1 - one.place for one in readings[start:])
+            there = room(len(readings[start].tokens), predicted)
+            count = there.sequences * there.batches
+            sweep, start = readings[start : start + count], start + count
+            split = [
+                sweep[at : at + there.sequences] for at in range(0, len(sweep), there.sequences)
+            ]
+            batches = [
+                Batch([torch.tensor(x.tokens) for x in some], [x.place for x in some])
+                for some in split
+            ]
+            piece = max_length if whole else there.pass_tokens
+            for number, found in read_together(runtime, batches, piece):
+                split[number][found.window].add(found)
+            for reading in sweep:
                 scores.update(reading.results())
                 done(len(reading.ends))
     return [scores[place] for place in range(len(pairs))]

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff.errors import ArgumentError
 from qoff.eval.extras import errors_only
+from qoff.hf.budget import Room
 from qoff.hf.load import load
 from qoff.hf.model import QoffForCausalLM
 
@@ -28,7 +29,8 @@ class QoffLM(HFLM):
     sequences together. max_length: tokens that a sequence is cut to; None: the model's positions.
     pass_tokens: of a sequence that is scored, in one pass; a packed cache is packed between passes.
     Where a bound of memory has no room for their logits, fewer sequences are read together, and
-    fewer tokens only where one sequence does not fit.
+    fewer tokens only where one sequence does not fit; where it has more, several batches go through
+    a layer before the next is read.
     add_bos_token, prefix_token_id: as for HFLM. max_batch_size is ignored.
     """
 
@@ -67,18 +69,19 @@ class QoffLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        at_once, pass_tokens = override_bs or self.batch_size, self.pass_tokens
-        if self.model.budget is not None:
-            lengths = (len(context) + len(after) for _, context, after in requests)
-            tokens = min(max(lengths, default=1), self.max_length)
-            at_once, pass_tokens = self.model.budget.scored_at_once(at_once, tokens, pass_tokens)
+        at_once, budget = override_bs or self.batch_size, self.model.budget
+
+        def room(tokens: int, predicted: int) -> Room:
+            if budget is None:
+                return Room(at_once, self.pass_tokens)
+            return budget.scored_at_once(at_once, tokens, self.pass_tokens, predicted)
+
         with tqdm(total=len(requests), disable=disable_tqdm, desc="scoring") as bar:
             found = score(
                 self.model.runtime,
                 [(context, continuation) for _, context, continuation in requests],
                 max_length=self.max_length,
-                batch_size=at_once,
-                pass_tokens=pass_tokens,
+                room=room,
                 done=bar.update,
             )
         for (texts, _, _), result in zip(requests, found, strict=True):
