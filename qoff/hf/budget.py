@@ -165,7 +165,8 @@ class Budget:
             work = self._pass([most] * sequences, most, rows, tokens)
             if cache + work <= self.free:
                 more = 0
-                if isinstance(decoder, Decoder) and not decoder.caches_on_device:
+                native = isinstance(decoder, Decoder) and not decoder.caches_on_device
+                if native and not decoder.resident:  # what is resident is read by every batch
                     shared = LayerWorkspace.nbytes(decoder.spec, sequences * most)
                     more = (self.free - cache - work) // (cache + work - shared)
                 return Room(sequences, most, 1 + more)

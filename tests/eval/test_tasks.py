@@ -131,8 +131,9 @@ def test_streamed_weights_give_the_same_bits(checkpoint: Path) -> None:
 
 
 def test_batches_share_each_reading_of_the_weights(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
     least, _ = load_budgets(checkpoint, batch_size=8)
     lm = opened(checkpoint, batch_size=8, device_memory=least)
     requests = [(None, [5 + i, 6, 7], [8, 9]) for i in range(6)]
@@ -148,6 +149,9 @@ def test_batches_share_each_reading_of_the_weights(
     apart, many = scored()
     assert together == apart == opened(checkpoint)._loglikelihood_tokens(requests, True)
     assert 0 < 3 * few <= many
+    budget = opened(checkpoint, batch_size=8, device_memory="64MiB").model.budget
+    assert budget is not None
+    assert room(budget, 1, 5, 512, 2).batches == 1  # resident weights are not read again
 
 
 def test_a_packed_cache_is_packed_between_passes(checkpoint: Path) -> None:
