@@ -208,20 +208,16 @@ def _run_on_ray(
     options: dict[str, Any],
     noticed: Callable[[Counts], None],
 ) -> None:
-    from qoff.jobs.file import fingerprint
+    from qoff.jobs.file import adapters_say, fingerprint
     from qoff.ray import ProcessorConfig
     from qoff.ray.job import cluster, run
     from qoff.ray.worker import Opening
 
-    config = ProcessorConfig(model, concurrency=workers, batch_size=_share_of(job.left))
-    opening = Opening(model, options, fingerprint(Path(model)))
+    config = ProcessorConfig(model, concurrency=workers)
+    says = adapters_say(options["adapters"])
+    opening = Opening(model, options, fingerprint(Path(model)), adapters=says)
     with cluster(address):
         run(job, config, opening, noticed)
-
-
-def _share_of(left: int | None) -> int:
-    """Requests of a block: several batches' worth, but some blocks for each of several workers."""
-    return min(256, max(8, (left or 0) // 64))
 
 
 def _defaults(options: type) -> dict[str, Any]:

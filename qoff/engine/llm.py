@@ -166,6 +166,7 @@ class LLM:
         eos = end_tokens(runtime.checkpoint)
         loaded = self._executor.adapters
         self.adapters = () if loaded is None else loaded.names
+        self.adapter_folders = {} if loaded is None else loaded.folders
         self._admission = Admission(
             plan,
             self._executor.limits,

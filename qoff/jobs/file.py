@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
+from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -174,7 +175,7 @@ class FileJob:
         asked = self._asked
         says = {"model": fingerprint(checkpoint), "requests": digest, **cache_says(plan)}
         if asked.adapters:
-            says["adapters"] = {name: _content(Path(x)) for name, x in asked.adapters.items()}
+            says["adapters"] = adapters_say(asked.adapters)
         if self._openai:
             return {**says, "name": asked.model}
         return {**says, "raw": asked.raw, "parameters": asdict(asked.params)}
@@ -209,6 +210,8 @@ class _Printed:
             while left:  # with PYTHONUNBUFFERED, one call may write a part
                 left = left[sys.stdout.buffer.write(left) :]
         sys.stdout.buffer.flush()
+        for number in numbers:
+            self.done.add(number)
         self.failed += len(errors)
         self.completed += len(numbers) - len(errors)
 
@@ -221,6 +224,11 @@ def fingerprint(checkpoint: Path) -> str:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def adapters_say(folders: Mapping[str, str | PathLike[str]]) -> dict[str, str]:
+    """What adapters are: hashes of their contents, by name."""
+    return {name: _content(Path(folder)) for name, folder in folders.items()}
 
 
 def _content(folder: Path) -> str:

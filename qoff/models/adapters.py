@@ -221,6 +221,7 @@ class Adapters:
 
     def __init__(self, paths: Mapping[str, str | PathLike[str]], spec: DecoderSpec) -> None:
         self.names = tuple(paths)
+        self.folders = {name: Path(path) for name, path in paths.items()}
         self._files = [AdapterFile(path, spec) for path in paths.values()]
         self._spec = spec
         self._layers: list[dict[str, LowRanks]] = []

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,15 @@ from qoff.jobs.journal import BLOCK
 from qoff.jobs.lines import Bits, read_lines
 from qoff.jobs.requests import Bad, OpenAILines
 from qoff.jobs.runner import Counts
+from qoff.plan import Plan
 
 from .ledger import Answers
-from .processor import ProcessorConfig, answered
+from .processor import ProcessorConfig, answered, shares
 from .worker import Opening, Worker
 
 _COLUMN = "block"  # of datasets whose rows are pickled blocks
+_PLACES = 64  # of batches, where a plan does not say
+_MOST = 1024  # requests of a block, unless batches have more places: what a death may cost
 
 
 @contextmanager
@@ -68,10 +72,12 @@ def run(
     opening: Opening,
     noticed: Callable[[Counts], None],
     worker: type[LineWorker] | None = None,
+    block: int | None = None,
 ) -> None:
-    """Answer what is left of a job on the cluster that Ray is connected to. worker: a `LineWorker`.
+    """Answer what is left of a job on the cluster that Ray is connected to.
 
-    Raises what `FileJob.run` does, and QoffError for what ends the workers.
+    worker: a `LineWorker`. block: requests that a worker has at a time; None: as many as `share_of`
+    says. Raises what `FileJob.run` does, and QoffError for what ends the workers.
     """
     counts, sink = Counts(), job.sink
     counts.skipped = sink.completed + sink.failed
@@ -79,24 +85,48 @@ def run(
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # a row is a task of Ray, and they go out one by one
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    source = LineSource(job.requests, job.reading, sink.done, config.batch_size)
+    if block is None:
+        workers = shares(config, str(opening.options.get("device", "auto")), 0.0).workers
+        block = share_of(job.left or 0, workers, opening.options.get("plan"))
+    source = LineSource(job.requests.absolute(), job.reading, sink.done, block)
     lines = ray.data.read_datasource(
         source, num_cpus=0, override_num_blocks=1, ray_remote_args={"scheduling_strategy": here}
     )
     more = {"reading": job.reading}
     kind = worker or LineWorker
-    found = answered(lines, kind, config, opening, batch_size=1, more=more, spare=0.0)
+    blocks = answered(lines, kind, config, opening, batch_size=1, more=more, spare=0.0)
     with _in_a_line():
-        for row in found.iter_rows():
-            answers: Answers = pickle.loads(row[_COLUMN])
-            if answers.numbers[0] in sink.done:
-                continue  # of a task that Ray has repeated
-            sink.write(answers.numbers, answers.output, answers.errors)
-            counts.failed += len(answers.errors)
-            counts.completed += len(answers.numbers) - len(answers.errors)
-            counts.prompt_tokens += answers.prompt_tokens
-            counts.tokens += answers.tokens
-            noticed(counts)
+        for row in blocks.iter_rows():
+            found: list[Answers] = pickle.loads(row[_COLUMN])
+            for some in _to_write(found, sink.done):
+                sink.write(some.numbers, some.output, some.errors)
+                counts.failed += len(some.errors)
+                counts.completed += len(some.numbers) - len(some.errors)
+                counts.prompt_tokens += some.prompt_tokens
+                counts.tokens += some.tokens
+                noticed(counts)
+    if job.left:
+        raise QoffError(f"{job.left} requests came back without an answer; try them again")
+
+
+def share_of(left: int, workers: int, plan: Plan | None) -> int:
+    """Requests of a block: as fill the batches of a plan, but several blocks for each worker."""
+    places = _PLACES if plan is None else plan.batches * plan.batch_size
+    least = min(places, ceil(left / workers))  # none is without work
+    return max(1, least, min(_MOST, left // (4 * workers)))
+
+
+def _to_write(found: Iterable[Answers], done: Bits) -> Iterator[Answers]:
+    """What is not done, as it is written together; the rest is of a task that Ray has repeated."""
+    left = (one for one in found if one.numbers[0] not in done)
+    while some := list(islice(left, BLOCK)):
+        yield Answers(
+            [number for one in some for number in one.numbers],
+            [line for one in some for line in one.output],
+            [line for one in some for line in one.errors],
+            sum(one.prompt_tokens for one in some),
+            sum(one.tokens for one in some),
+        )
 
 
 class LineSource(Datasource):
@@ -149,15 +179,11 @@ class LineWorker(Worker):
 
     def __call__(self, table: pa.Table) -> pa.Table:
         (block,) = (pickle.loads(one.as_py()) for one in table[_COLUMN])
-        wrong = [(one.line.number, one.wrong) for one in block if one.wrong is not None]
-        found = list[Answers]()
-        for at in range(0, len(wrong), BLOCK):
-            some = wrong[at : at + BLOCK]
-            found.append(Answers([number for number, _ in some], [], [text for _, text in some]))
+        found = [Answers([x.line.number], [], [x.wrong]) for x in block if x.wrong is not None]
         lines = [one.line for one in block if one.wrong is None]
         if lines:
             found += self.answer(lambda: self._reading.reader(self.llm), lines)
-        return _table(found)
+        return _table([found])
 
 
 def _table(rows: Iterable[Any]) -> pa.Table:

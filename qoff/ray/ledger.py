@@ -16,13 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 Key = tuple[str, int]  # a task of Ray, which keeps its name when it is repeated, and a block of it
 MOST = 4  # times that a request is begun: with its block, with a few others, and twice alone
-_GROUPS = (1 << 30, 8, 1, 1)  # requests that are begun together, by how often they were before
+_FEW = 8  # requests that are begun together where a worker has died with them, before each is alone
 _IDLE = 6  # deaths for each worker with nothing done in between: it is not the requests' fault
 
 
 @dataclass
 class Answers:
-    """Lines of answers and of errors, and the numbers of the requests they are of: `BLOCK` at most.
+    """Lines of answers and of errors, and the numbers of the requests they are of: one in a worker.
 
     prompt_tokens, tokens: of these and others before.
     """
@@ -89,11 +89,11 @@ def new_ledger(workers: int) -> Any:
     return ray.remote(Ledger).options(**options).remote(workers)
 
 
-def groups(numbers: Sequence[int], begun: Counter[int]) -> list[list[int]]:
+def groups(numbers: Sequence[int], begun: Counter[int], most: int = MOST) -> list[list[int]]:
     """The requests of a block as they are to be begun; those last that were begun most often."""
     found: list[list[int]] = []
     for times in sorted({begun[number] for number in numbers}):
         alike = [number for number in numbers if begun[number] == times]
-        size = _GROUPS[min(times, MOST - 1)]
+        size = len(alike) if times == 0 else _FEW if times < most - 2 else 1
         found += [alike[at : at + size] for at in range(0, len(alike), size)]
     return found

@@ -65,6 +65,10 @@ class ProcessorConfig:
         for name, value in (("batch_size", self.batch_size), ("concurrency", self.concurrency)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
+        if self.num_gpus is not None and (self.num_gpus < 0 or self.num_gpus % 1):
+            raise ArgumentError(
+                f"num_gpus is {self.num_gpus:g}; a worker takes whole GPUs: use a whole number"
+            )
         if (self.id_column is None) != (self.checkpoint_path is None):
             raise ArgumentError("a checkpoint needs both: id_column and checkpoint_path")
 
@@ -146,7 +150,8 @@ def answered(
     if not ray.is_initialized():
         ray.init()
     wanted = shares(config, str(opening.options.get("device", "auto")), spare)
-    opening, workers = replace(opening, part=wanted.part), wanted.workers
+    opening = replace(opening, part=wanted.part).from_anywhere()
+    workers = wanted.workers
     return dataset.map_batches(
         worker,
         batch_size=batch_size,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM
 from qoff.errors import DiskReadError, DiskWriteError, FormatError, QoffError
 from qoff.hf.load import find_checkpoint
-from qoff.jobs.file import fingerprint
+from qoff.jobs.file import adapters_say, fingerprint
 from qoff.jobs.lines import Bits, Line
 from qoff.jobs.requests import Bad, Reader
 from qoff.jobs.runner import Runner
@@ -33,13 +33,26 @@ _BOUNDS = ("plan", "device_memory", "host_memory", "max_memory")
 class Opening:
     """The model of a worker. options: of `qoff.LLM`; wanted: its fingerprint, if it is known.
 
-    part: of its machine's main memory, where nothing bounds it.
+    part: of its machine's main memory, where nothing bounds it. adapters: hashes of the adapters
+    that must be there, by name.
     """
 
     model: str
     options: dict[str, Any]
     wanted: str | None = None
     part: float = 1.0
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+    def from_anywhere(self) -> Opening:
+        """The same with whole paths: processes of Ray have folders of their own."""
+        options = dict(self.options)
+        if options.get("adapters"):
+            options["adapters"] = {
+                name: str(Path(folder).absolute()) for name, folder in options["adapters"].items()
+            }
+        here = Path(self.model)
+        model = str(here.absolute()) if here.is_dir() else self.model
+        return replace(self, model=model, options=options)
 
 
 class Worker:
@@ -47,6 +60,8 @@ class Worker:
 
     Raises the errors of `qoff.LLM`, and QoffError for another model than the one wanted.
     """
+
+    most = MOST
 
     def __init__(self, opening: Opening, ledger: Any) -> None:
         self.llm = open_llm(opening)
@@ -63,15 +78,15 @@ class Worker:
         else:  # a worker has died with it
             found = known.kept
             left = by_number.keys() - {number for one in found for number in one.numbers}
-            for group in groups(sorted(left), known.begun):
+            for group in groups(sorted(left), known.begun, self.most):
                 found += self._with_few(new_reader(), [by_number[n] for n in group], key, known)
         ray.get(self._ledger.close.remote(key))
         return found
 
     def _with_few(self, reader: Reader, lines: list[Line], key: Key, known: Block) -> list[Answers]:
         numbers = [line.number for line in lines]
-        if known.begun[numbers[0]] >= MOST:
-            answers = _given_up(reader, lines)
+        if known.begun[numbers[0]] >= self.most:
+            answers = _given_up(reader, lines, self.most)
         else:
             ray.get(self._ledger.begin.remote(key, numbers))
             answers = self._run(reader, lines, key)
@@ -88,7 +103,7 @@ class Worker:
     def _run(self, reader: Reader, lines: list[Line], key: Key) -> list[Answers]:
         sink, places = _Kept(), self.llm.plan.batches * self.llm.plan.batch_size
         room = lambda mine: max(0, 2 * places - mine)  # noqa: E731
-        runner = Runner(self.llm, iter(lines), reader, sink, room)
+        runner = Runner(self.llm, iter(lines), reader, sink, room, block=1)
         runner.start()
         try:
             self.llm.work(runner.ended.is_set)
@@ -117,12 +132,14 @@ class _Kept:
         self.answers.append(Answers(numbers, output, errors))
 
 
-def _given_up(reader: Reader, lines: Sequence[Line]) -> list[Answers]:
+def _given_up(reader: Reader, lines: Sequence[Line], times: int) -> list[Answers]:
     """What is said of requests that ended their process each time."""
-    error = QoffError(f"the process that answered this ended, {MOST} times")
+    error = QoffError(f"the process that answered this ended, {times} times")
     read = {line.number: reader.read(line) for line in lines}
-    told = [one.text if isinstance(one, Bad) else one.failed(error) for one in read.values()]
-    return [Answers([*read], [], told)]
+    return [
+        Answers([number], [], [one.text if isinstance(one, Bad) else one.failed(error)])
+        for number, one in read.items()
+    ]
 
 
 def open_llm(opening: Opening) -> LLM:
@@ -134,6 +151,12 @@ def open_llm(opening: Opening) -> LLM:
     path = find_checkpoint(opening.model, for_cpu=device.type == "cpu", **found)
     if opening.wanted is not None and fingerprint(Path(path)) != opening.wanted:
         raise QoffError(f"{path} on {ray.util.get_node_ip_address()} is another model")
+    if opening.adapters:
+        folders = options["adapters"]
+        for name, found in adapters_say(folders).items():
+            if found != opening.adapters.get(name):
+                where = f"{folders[name]} on {ray.util.get_node_ip_address()}"
+                raise QoffError(f"{where} is another adapter than {name}")
     if all(options.get(name) is None for name in _BOUNDS):
         checkpoint = Checkpoint.open(path)
         dtype = resolve_dtype(options.get("dtype", "auto"), checkpoint.config, device)

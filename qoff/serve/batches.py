@@ -13,7 +13,7 @@ from urllib.parse import quote
 from qoff.api.errors import ApiError
 from qoff.engine import LLM
 from qoff.errors import ArgumentError, QoffError
-from qoff.jobs.file import cache_says, fingerprint
+from qoff.jobs.file import adapters_say, cache_says, fingerprint
 from qoff.jobs.journal import Journal, Places
 from qoff.jobs.lines import overview, read_lines
 from qoff.jobs.requests import OpenAIReader
@@ -45,6 +45,7 @@ class Batches:
         """Run batches from now on. count: hears of tokens of prompts and answers."""
         self._llm, self._room, self._places, self._count = llm, room, places, count
         self._model = fingerprint(llm.runtime.checkpoint.path)
+        self._adapters = adapters_say(llm.adapter_folders)
         self._thread = threading.Thread(target=self._work, name="qoff-serve-batches")
         self._thread.start()
 
@@ -147,6 +148,8 @@ class Batches:
                     "endpoint": said["endpoint"],
                     **cache_says(self._llm.plan),
                 }
+                if self._adapters:
+                    says["adapters"] = self._adapters
                 journal = Journal(self._places_of(batch_id), says)
                 try:
                     with self.files.coming() as more:

@@ -26,6 +26,7 @@ from qoff.errors import ArgumentError
 from qoff.serve.batches import Batches, open_batches
 from qoff.serve.files import FileStore
 from qoff.serve.forms import UploadForm
+from tests.adapters import save_adapter
 
 from .conftest import MODEL, OPTIONS, Running, running
 
@@ -236,6 +237,25 @@ def test_a_batch_goes_on_after_a_restart(checkpoint: Path, tmp_path: Path) -> No
         with pytest.raises(ArgumentError, match="another server"):
             open_batches(tmp_path, MODEL, 1, 1)
         assert [path.name for path in (tmp_path / "batches").iterdir()] == [f"{made.id}.json"]
+
+
+def test_a_batch_does_not_go_on_with_another_adapter(checkpoint: Path, tmp_path: Path) -> None:
+    for name, alpha in (("a", 16), ("b", 8)):
+        save_adapter(checkpoint, tmp_path / name, lora_alpha=alpha)
+    options = replace(OPTIONS, shutdown_timeout_s=0.2)
+    files = tmp_path / "files"
+
+    def opened(name: str) -> Any:
+        adapters = {"sql": tmp_path / name}
+        return running(checkpoint, options, files=files, adapters=adapters, device="cpu")
+
+    with opened("a") as served, served.client() as client:
+        assert served.engine.batches is not None
+        made = slowly_begun(client, served)
+        served.engine.batches.stop()
+    with opened("b") as served, served.client() as client:
+        found = ended(client, made.id, "failed")
+        assert "adapters sql was" in found.errors.data[0].message
 
 
 class Killed(BaseException):
