@@ -75,6 +75,15 @@ def test_streamed_weights_and_other_answers_change_nothing(checkpoint: Path, llm
     assert answer.token_ids == wanted[0].token_ids
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_parked_hidden_states_are_pooled_too(
+    tier: Any, checkpoint: Path, llm: LLM, tmp_path: Path
+) -> None:
+    plan = replace(PLAN, activations=tier, batches=2, batch_size=1, spill_folder=tmp_path)
+    with LLM(checkpoint, plan, device="cpu") as parked:
+        assert torch.equal(vectors(parked), vectors(llm))
+
+
 def test_token_ids_are_prompts_too(llm: LLM) -> None:
     ids = [list(llm.encode(text)) for text in TEXTS]
     assert torch.equal(vectors(llm, ids), vectors(llm))

@@ -246,9 +246,10 @@ class Decoder:
             activations.store(run.input)
         weights = yield HEAD
         norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
+        hidden = activations.load()
         if run.states is not None:
-            self._hand_over(run.states, activations.load()[: run.ragged.tokens], norm)
-        rows = _taken(activations.load(), logit_rows)
+            self._hand_over(run.states, hidden[: run.ragged.tokens], norm)
+        rows = _taken(hidden, logit_rows)
         run.hidden = None
         end = logits_ending(self.spec) if self._scaled else PLAIN
         return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm, end=end))
