@@ -91,7 +91,7 @@ class BatchSlots:
             if other.waits_for is sequence:
                 self.cache.fork(slot, at)
                 other.read, other.waits_for = sequence.read, None
-                other.prompt_logprobs = sequence.prompt_logprobs
+                other.prompt_logprobs = list(sequence.prompt_logprobs)
                 same.append(at)
         return same
 

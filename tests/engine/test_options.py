@@ -58,6 +58,16 @@ def test_log_probabilities_of_prompts_are_those_of_the_model(checkpoint: Path, d
         assert len(rest) == len(prompt) - 1
 
 
+def test_a_prompt_that_is_read_again_has_its_log_probabilities_once(llm: LLM) -> None:
+    """Both answers of a prompt begin again after it was read."""
+    both = replace(PARAMS, n=2, max_tokens=100, prompt_logprobs=1)
+    found = llm.stream(PROMPTS[:2], [both, replace(PARAMS, max_tokens=60)])
+    assert next(found).index == 1
+    with llm._rounds._changed:
+        llm._rounds._begin_again()
+    assert [len(one.prompt_logprobs or ()) for one in found] == [len(PROMPTS[0])] * 2
+
+
 def test_a_stop_text_may_stay_in_the_text(llm: LLM) -> None:
     (whole,) = llm.generate([PROMPTS[1]], PARAMS)
     stop = whole.text[4:6]
