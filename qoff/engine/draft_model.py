@@ -50,6 +50,7 @@ class DraftModel:
             draft_model=None,
             draft_tokens=0,
             share_prefixes=False,
+            kv=replace(plan.kv, layers={}),  # that are the large model's
             kv_placement=KVPlacement(),
             activations="device",
             host_memory=None,

@@ -153,6 +153,17 @@ def test_a_small_model_drafts_and_changes_no_token(
     assert drafted > 0
 
 
+def test_bits_of_layers_that_a_small_model_lacks_are_the_large_ones(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    large = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
+    kv = KVQuant(window=16, layers={5: (8, 8)})
+    plan = replace(PLAN, kv=kv, draft_model=str(checkpoint), draft_tokens=2)
+    with LLM(large, plan, device="cpu") as llm:
+        (answer,) = llm.generate([LOOP[:9]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(answer.token_ids) == 3
+
+
 def test_models_that_cannot_draft_are_refused(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
