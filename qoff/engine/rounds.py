@@ -6,6 +6,7 @@ all of them. A caller that goes away takes its sequences with it between two rou
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ from .round_stats import Counts, RoundStats
 from .sampling import Sampler
 from .schedule import Schedule
 
+logger = logging.getLogger(__name__)
 _TOGETHER = 64  # steps of a round, at most
 _KEPT = 4096  # rounds whose numbers are kept, at least
 
@@ -317,11 +319,19 @@ class Rounds:
         stats = RoundStats(self._count, *tokens, ended - start, ended, *spent)
         self.history.append(stats)
         self._count += 1
-        if self._adapter is not None:
-            runs, several = [run for _, run in passes], generated is not None
-            self._adapter.observe(runs, stats, several, len(self._calls))
+        self._observe([run for _, run in passes], stats, generated is not None)
         if len(self.history) >= 2 * _KEPT:
             del self.history[:_KEPT]
+
+    def _observe(self, passes: list[ForwardPass], stats: RoundStats, several: bool) -> None:
+        """Let the adapter see a round; no answer is lost to what goes wrong there."""
+        if self._adapter is None:
+            return
+        try:
+            self._adapter.observe(passes, stats, several, len(self._calls))
+        except Exception:
+            logger.exception("the plan stays as it is from now on (adapt): rounds cannot be judged")
+            self._adapter = None
 
     def _step(self, passes: list[tuple[BatchSlots, ForwardPass]]) -> Counts:
         """Do each pass once."""

@@ -228,7 +228,8 @@ class RunningPlan:
             DEVICE: memory.total(DEVICE) + self._residency.device_bytes,
             HOST: memory.total(HOST) + self._residency.host_bytes,
         }
-        device = plan.device_memory or taken[DEVICE]
+        beside = sum(memory.purposes[DEVICE].get(name, 0) for name in ("adapters", "draft model"))
+        device = (plan.device_memory or taken[DEVICE]) - beside
         host = plan.host_memory or taken[HOST]
         room = {DEVICE: device, HOST: host} if on_gpu else {DEVICE: device + host, HOST: 0}
         machine = self.machine.with_memory(**room)

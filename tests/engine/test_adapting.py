@@ -24,13 +24,14 @@ from qoff.engine.rounds import Rounds
 from qoff.engine.schedule import Schedule
 from qoff.engine.simulated.executor import open_simulated
 from qoff.engine.simulated.machine import VirtualMachine
+from qoff.errors import BudgetError
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory.io.virtual import VirtualClock
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
-from qoff.plan.adapt import Knobs
-from qoff.plan.profile import Link
+from qoff.plan.adapt import Knobs, Load
+from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.sizes import ModelSizes
 from qoff.quant import QuantConfig
 from tests.plan.machines import MIB, SMALL, machine
@@ -126,6 +127,35 @@ def test_a_disk_that_recovers_is_used_again() -> None:
         fast = run.adapter._running.machine.disk_read.bytes_per_s
     assert slow == pytest.approx(FAST / 50, rel=0.1)
     assert fast > 20 * slow
+
+
+def test_what_goes_wrong_in_it_costs_no_answer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adapter, "observe", lambda *_: 1 // 0)
+    with virtual(PLAN) as run:
+        assert len(run.answer(5)) > 5
+    (said,) = caplog.records
+    assert said.exc_info is not None
+
+
+def test_a_plan_opened_anew_leaves_room_for_adapters_and_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = list[int]()
+
+    def find(_: ModelSizes, machine: MachineProfile, *__: object) -> None:
+        given.append(sum(machine.usable.values()))
+        raise BudgetError("enough")
+
+    monkeypatch.setattr("qoff.plan.adapt.find_plan", find)
+    with virtual(PLAN) as run:
+        assert run.adapter is not None
+        running = run.adapter._running
+        for beside in ({}, {"adapters": 1000, "draft model": 2000}):
+            running._memory = running._memory.beside(beside)
+            running.reopened(run.adapter.knobs, Load(2, 1, 100), 2)
+    assert given[0] - given[1] == 3000
 
 
 def test_rounds_as_expected_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
