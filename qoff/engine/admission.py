@@ -100,10 +100,13 @@ class Admission:
 
         params: complete ones. Raises ArgumentError for a prompt that cannot be read.
         """
-        groups = self.groups(prompts, SamplingParams(max_tokens=1))
-        for (one,) in groups:
-            one.pooled = Pooled(params, size)
-        return groups
+        found = list[list[Sequence]]()
+        for index, prompt in enumerate(prompts):
+            text, tokens = self._reader.read(prompt)
+            self._room(tokens, 0)
+            pooled = Pooled(params, size)
+            found.append([Sequence(index, 0, text, tokens, SamplingParams(), 0, pooled=pooled)])
+        return found
 
     def groups(
         self, prompts: list[Any], params: SamplingParams, adapter: str | None = None
@@ -157,7 +160,7 @@ class Admission:
             index, 0, text, tokens, params, most, ends, grammar=grammar, adapter=adapter
         )
         others = [
-            replace(first, sample=i, waits_for=first, answer=[], logprobs=[],
+            replace(first, sample=i, waits_for=first, answer=[], logprobs=[], prompt_logprobs=[],
                     grammar=None if grammar is None else grammar.copy())
             for i in range(1, params.n)
         ]  # fmt: skip
@@ -166,14 +169,15 @@ class Admission:
             others[-1].grammar = None
         return [first, *others]
 
-    def _room(self, tokens: tuple[int, ...]) -> int:
-        """How many tokens an answer may have."""
+    def _room(self, tokens: tuple[int, ...], least: int = 1) -> int:
+        """How many tokens an answer may have, `least` or more; 0: an embedding has none."""
         self._check_tokens("prompt", tokens)
         room = self._plan.context - len(tokens)
-        if room < 1:
+        if room < least:
+            fails = "leaves no room for an answer in" if least else "to embed is longer than"
             raise ArgumentError(
-                f"a prompt of {len(tokens)} tokens leaves no room for an answer in "
-                f"the plan's context of {self._plan.context}"
+                f"a prompt of {len(tokens)} tokens {fails} the plan's context of "
+                f"{self._plan.context}"
             )
         if self._whole_prompts and len(tokens) > self._plan.prefill_tokens:
             raise ArgumentError(
@@ -181,7 +185,7 @@ class Admission:
                 f"{len(tokens)} tokens needs a plan with prefill_tokens={len(tokens)} or more"
             )
         limit = self._limits.position_limit
-        self._limits.check_positions(len(tokens) + 1)
+        self._limits.check_positions(len(tokens) + least)
         return room if limit is None else min(room, limit - len(tokens))
 
     def _check_tokens(self, what: str, tokens: tuple[int, ...] | list[int]) -> None:

@@ -40,12 +40,14 @@ class SamplingParams:
     before a text of `stop`, but for `min_tokens` tokens with none of them; or after `max_tokens`
     tokens (None: as many as the plan's context holds). logprobs: also return the log-probabilities
     of each chosen token and of so many most likely ones. prompt_logprobs: the same of the prompt's
-    tokens; it is then read in pieces of as many tokens as a batch decodes at a time. The text ends
-    before what ended the answer, or with it (`include_stop_str_in_output`), and has special tokens
-    unless `skip_special_tokens`; there is none without `detokenize`. structured_outputs: what the
-    answer must match, unless `max_tokens` cuts it off. logits_processors: functions of the answer's
-    tokens so far, or of the prompt's and these, and of the logits, float32 [vocab_size], which they
-    may change; each returns the logits to go on with. Raises ArgumentError for values out of range.
+    tokens; it is then read in pieces of at most as many tokens as its batch has free places, and
+    where the KV cache is packed, they and the answer depend in their rounding on what else is
+    computed. The text ends before what ended the answer, or with it (`include_stop_str_in_output`),
+    and has special tokens unless `skip_special_tokens`; there is none without `detokenize`.
+    structured_outputs: what the answer must match, unless `max_tokens` cuts it off.
+    logits_processors: functions of the answer's tokens so far, or of the prompt's and these, and of
+    the logits, float32 [vocab_size], which they may change; each returns the logits to go on with.
+    Raises ArgumentError for values out of range.
     """
 
     n: int = 1
@@ -234,6 +236,6 @@ class Sequence:
         if self.grammar is not None:
             self.grammar.reset()
         self.logprobs.clear()
-        self.prompt_logprobs.clear()
+        self.prompt_logprobs = []
         if self.pooled is not None:
             self.pooled.begin_again()

@@ -90,6 +90,7 @@ def test_token_ids_are_prompts_too(llm: LLM) -> None:
     (one,) = llm.embed(TEXTS[0])
     assert (one.prompt, one.prompt_token_ids) == (TEXTS[0], tuple(ids[0]))
     assert sum(x * x for x in one.embedding) == pytest.approx(1)
+    assert len(llm.embed([[5] * PLAN.context])) == 1  # no answer follows
 
 
 def test_a_model_says_how_it_pools(tmp_path: Path) -> None:
@@ -117,8 +118,8 @@ def test_what_cannot_be_embedded_is_said(
             PoolingParams(**params)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="dimensions is 10000"):
         llm.embed("x", PoolingParams(dimensions=10_000))
-    with pytest.raises(ArgumentError, match="no room"):
-        llm.embed("x" * 500)
+    with pytest.raises(ArgumentError, match="to embed is longer than the plan's context of 120"):
+        llm.embed([[5] * 121])
     modules = module_checkpoint(tmp_path_factory.getbasetemp(), "stablelm")
     with LLM(modules, PLAN) as other, pytest.raises(ArgumentError, match="modules"):
         other.embed([[5]])
