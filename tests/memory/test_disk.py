@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from qoff.errors import DiskReadError
 from qoff.memory.arena import map_pages
-from qoff.memory.io.direct import SECTOR, Preadv
+from qoff.memory.io.direct import BLOCK, SECTOR, DirectFile, Preadv
 from qoff.memory.io.disk import DiskReader, Run
 
 SIZE = 300_001
@@ -102,6 +102,27 @@ def test_a_refused_direct_read_is_done_buffered_and_recorded(path: Path, content
         reader.submit(path, 0, dest).result(timeout=20)
         assert bytes(dest.numpy()) == content
         assert reader.stats.buffered_files == {path}
+
+
+def test_reads_by_sectors_that_are_refused_later_stay_direct(
+    path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's first sectors can be read so, others by whole pages alone."""
+
+    def by_pages(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and (offset | len(views[0])) % BLOCK:
+            raise OSError(errno.EINVAL, "whole pages alone")
+        return os.preadv(fd, views, offset)
+
+    monkeypatch.setattr("qoff.memory.io.direct._reads_sectors", lambda _: True)
+    with closing(DirectFile(path, preadv=by_pages)) as file:
+        if not file.direct:
+            pytest.skip("a file system without O_DIRECT")
+        dest, bounce = map_pages(9000), map_pages(BLOCK)
+        view = memoryview(dest.numpy())
+        file.read(SECTOR, view, dest.data_ptr(), memoryview(bounce.numpy()))
+        assert bytes(view) == content[SECTOR : SECTOR + 9000]
+        assert (file.direct, file.block) == (True, BLOCK)
 
 
 def test_a_missing_file_is_a_disk_read_error(tmp_path: Path) -> None:

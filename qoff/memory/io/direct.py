@@ -17,6 +17,10 @@ _REFUSED = (errno.EINVAL, errno.ENOTSUP)  # a file system without O_DIRECT, at o
 Preadv = Callable[[int, Sequence[memoryview], int], int]
 
 
+class _SectorsRefusedError(Exception):
+    """Direct reads of this file need larger blocks than a sector."""
+
+
 class DirectFile:
     """A file open for reading, with O_DIRECT unless the file system refuses it.
 
@@ -44,14 +48,13 @@ class DirectFile:
         nobody else uses meanwhile. Raises DiskReadError on an error or when the file ends early.
         """
         if not self.direct:
-            self._fill(offset, dest, len(dest))
+            self._fill(offset, dest, len(dest), 1)
             return
-        whole, block = 0, self.block
-        if offset % block == 0 and address % block == 0:
-            whole = len(dest) // block * block
-            self._fill(offset, dest[:whole], whole)
-        while whole < len(dest):
-            whole += self._bounced(offset + whole, dest[whole:], bounce)
+        try:
+            self._read_direct(offset, dest, address, bounce, self.block)
+        except _SectorsRefusedError:
+            self.block = BLOCK
+            self._read_direct(offset, dest, address, bounce, BLOCK)
 
     def close(self) -> None:
         """Close the file. No read may be in progress. Raises DiskReadError."""
@@ -75,36 +78,49 @@ class DirectFile:
                 self.direct = False
         return os.open(self.path, flags)
 
-    def _bounced(self, offset: int, dest: memoryview, bounce: memoryview) -> int:
+    def _read_direct(
+        self, offset: int, dest: memoryview, address: int, bounce: memoryview, block: int
+    ) -> None:
+        """Raises _SectorsRefusedError where blocks are too small."""
+        whole = 0
+        if offset % block == 0 and address % block == 0:
+            whole = len(dest) // block * block
+            self._fill(offset, dest[:whole], whole, block)
+        while whole < len(dest):
+            whole += self._bounced(offset + whole, dest[whole:], bounce, block)
+
+    def _bounced(self, offset: int, dest: memoryview, bounce: memoryview, block: int) -> int:
         """Read a first part of `dest` by whole blocks into `bounce`; returns the part's length."""
-        skip = offset % self.block
+        skip = offset % block
         wanted = min(len(dest), len(bounce) - skip)
-        blocks = -(-(skip + wanted) // self.block) * self.block
-        self._fill(offset - skip, bounce[:blocks], skip + wanted)
+        blocks = -(-(skip + wanted) // block) * block
+        self._fill(offset - skip, bounce[:blocks], skip + wanted, block)
         dest[:wanted] = bounce[skip : skip + wanted]
         return wanted
 
-    def _fill(self, offset: int, view: memoryview, wanted: int) -> None:
+    def _fill(self, offset: int, view: memoryview, wanted: int, block: int) -> None:
         """Read until the first `wanted` bytes of `view` are there; the rest is slack for blocks."""
         got = 0
         while got < wanted:
-            count = self._read_once(offset + got, view[got:])
+            count = self._read_once(offset + got, view[got:], block)
             got += count
-            if got < wanted and (count == 0 or (self.direct and got % self.block)):
+            if got < wanted and (count == 0 or (self.direct and got % block)):
                 raise DiskReadError(
                     f"{self.path}: short read: wanted {wanted:,} bytes at offset {offset:,}, got "
                     f"{got:,}; the file is damaged or was truncated, convert or copy it again"
                 )
 
-    def _read_once(self, offset: int, view: memoryview) -> int:
+    def _read_once(self, offset: int, view: memoryview, block: int) -> int:
         direct = self.direct  # another thread may turn it off meanwhile
         try:
             return self._preadv(self._fd, [view], offset)
         except OSError as error:
             if error.errno == errno.EINVAL and direct:
+                if block == SECTOR:
+                    raise _SectorsRefusedError from error
                 set_direct(self._fd, False)
                 self.direct = False
-                return self._read_once(offset, view)
+                return self._read_once(offset, view, block)
             raise DiskReadError(
                 f"{self.path}: reading {len(view):,} bytes at offset {offset:,} failed: "
                 f"{error.strerror or error}"
@@ -112,7 +128,7 @@ class DirectFile:
 
 
 def _reads_sectors(fd: int) -> bool:
-    """Whether a file takes direct reads that are aligned to a sector only."""
+    """Whether a file takes a direct read that is aligned to a sector only; others it may refuse."""
     try:
         os.preadv(fd, [memoryview(mmap.mmap(-1, BLOCK))[SECTOR : 2 * SECTOR]], SECTOR)
     except OSError:
