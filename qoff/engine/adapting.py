@@ -28,7 +28,10 @@ _WORTH = 1.2  # times as fast, to name a plan that the LLM would have to be open
 
 
 class Adapter:
-    """Watches rounds, and sets `knobs` between them. No token depends on these."""
+    """Watches rounds, and sets `knobs` between them.
+
+    No token depends on these, but where prompts share prefixes or have log-probabilities.
+    """
 
     def __init__(self, running: RunningPlan, executor: Executor, schedule: Schedule) -> None:
         plan = running.plan

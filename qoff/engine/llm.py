@@ -56,10 +56,10 @@ class LLM:
     them, {0: "12GiB", "cpu": "32GiB"}. adapters: folders of LoRA adapters that PEFT saved, by the
     name that prompts ask for them by; they stay on the device, which is a CPU. trace: a Chrome
     trace of every move and computation is written there on close. Raises BudgetError, with the
-    bytes wanted by tier and purpose, before anything is loaded, ArgumentError for two different
-    bounds and for what the model or the device cannot do, and the errors of `qoff.load`. Close it,
-    or use it as a context manager. Threads may share it: their sequences go through the same
-    rounds, and each gets its own answers.
+    bytes wanted by tier and purpose, before its weights are loaded (a draft model is loaded first),
+    ArgumentError for two different bounds and for what the model or the device cannot do, and the
+    errors of `qoff.load`. Close it, or use it as a context manager. Threads may share it: their
+    sequences go through the same rounds, and each gets its own answers.
     """
 
     @refusals()

@@ -41,13 +41,14 @@ class Plan:
     Memory bounds are in bytes or like "4GiB"; None: as much as it takes, on the host without any
     weights, which use what else a bound leaves there. With share_prefixes a prompt that begins with
     64 tokens or more of another one attends to their packed form instead of reading them, which is
-    rounded. draft_tokens: of each answer, so many tokens are drafted from what it and its prompt
-    have so far and go through one pass; those that the model chooses, too, need no passes of their
-    own, which pays where a pass reads weights from disk or host memory. draft_model: a small model
-    with the same tokenizer, which stays on the device and drafts them instead. token_s: seconds
-    between two tokens of a sequence at most. adapt: where rounds take longer or less long than
-    expected, the schedule and how many sequences and prompts a round has follow what the machine
-    does then; no token depends on it. Raises ArgumentError for values out of range.
+    rounded; which prompts find one depends on what is computed when they are read. draft_tokens: of
+    each answer, so many tokens are drafted from what it and its prompt have so far and go through
+    one pass; those that the model chooses, too, need no passes of their own, which pays where a
+    pass reads weights from disk or host memory. draft_model: a small model with the same tokenizer,
+    which stays on the device and drafts them instead. token_s: seconds between two tokens of a
+    sequence at most. adapt: where rounds take longer or less long than expected, the schedule and
+    how many sequences and prompts a round has follow what the machine does then; no token depends
+    on it without share_prefixes and prompt_logprobs. Raises ArgumentError for values out of range.
     """
 
     device_memory: MemorySize = MemorySize()  # noqa: RUF009
