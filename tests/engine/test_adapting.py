@@ -152,9 +152,9 @@ def test_a_plan_opened_anew_leaves_room_for_adapters_and_drafts(
     with virtual(PLAN) as run:
         assert run.adapter is not None
         running = run.adapter._running
-        for beside in ({}, {"adapters": 1000, "draft model": 2000}):
-            running._memory = running._memory.beside(beside)
-            running.reopened(run.adapter.knobs, Load(2, 1, 100), 2)
+        running.reopened(run.adapter.knobs, Load(2, 1, 100), 2)
+        running._memory = running._memory.beside({"adapters": 1000, "draft model": 2000})
+        running.reopened(run.adapter.knobs, Load(2, 1, 100), 2)
     assert given[0] - given[1] == 3000
 
 
