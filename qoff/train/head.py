@@ -124,7 +124,7 @@ class FusedHead:
             for at in used.split(piece):
                 loss, of_hidden = compute(flat[at], wanted[at], factor, learns)
                 total += loss
-                if grad is not None:
+                if grad is not None and of_hidden is not None:
                     grad[at] = of_hidden
         if grad is None:
             return total
