@@ -165,9 +165,10 @@ class Budget:
             work = self._pass([most] * sequences, most, rows, tokens)
             if cache + work <= self.free:
                 more = 0
-                native = isinstance(decoder, Decoder) and not decoder.caches_on_device
-                if native and not decoder.resident:  # what is resident is read by every batch
-                    shared = LayerWorkspace.nbytes(decoder.spec, sequences * most)
+                native = isinstance(decoder, Decoder) and decoder
+                # What is resident is not read, and a batch for itself is done earlier.
+                if native and not native.caches_on_device and not native.resident:
+                    shared = LayerWorkspace.nbytes(native.spec, sequences * most)
                     more = (self.free - cache - work) // (cache + work - shared)
                 return Room(sequences, most, 1 + more)
             if sequences > 1:

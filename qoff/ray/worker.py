@@ -153,8 +153,8 @@ def open_llm(opening: Opening) -> LLM:
         raise QoffError(f"{path} on {ray.util.get_node_ip_address()} is another model")
     if opening.adapters:
         folders = options["adapters"]
-        for name, found in adapters_say(folders).items():
-            if found != opening.adapters.get(name):
+        for name, says in adapters_say(folders).items():
+            if says != opening.adapters.get(name):
                 where = f"{folders[name]} on {ray.util.get_node_ip_address()}"
                 raise QoffError(f"{where} is another adapter than {name}")
     if all(options.get(name) is None for name in _BOUNDS):
