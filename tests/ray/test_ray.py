@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def machines(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch_module.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch_module.setenv("PYTHONPATH", str(ROOT))  # of the workers
+    monkeypatch_module.setenv("RAY_worker_niceness", "0")  # 15 starves them beside other tests
     size = {"num_cpus": 1, "object_store_memory": 80 << 20}
     found = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     try:
@@ -83,6 +84,7 @@ class Mortal(LineWorker):
         return super()._run(reader, lines, key)
 
 
+@pytest.mark.slow
 def test_killed_workers_and_machines_cost_no_answer(
     machines: Cluster, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -121,6 +123,7 @@ def test_killed_workers_and_machines_cost_no_answer(
     assert told[15]["error"]["code"] == "duplicate_custom_id"
 
 
+@pytest.mark.slow
 def test_a_dataset_goes_through_a_processor_once(
     machines: Cluster, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -155,6 +158,7 @@ def _id(row: dict[str, Any]) -> int:
     return int(row["id"])
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_on_a_cluster(
     machines: Cluster, checkpoint: Path, tmp_path: Path
 ) -> None:
