@@ -21,12 +21,13 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 # The stamp's name holds what was installed, so an edit of either file installs again.
 INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: help venv demo test lint types layers pytest page architectures bench triton-3.6 format lock clean
+.PHONY: help venv demo test lint types layers pytest page ray architectures bench triton-3.6 format lock clean
 
 help:
 	@echo "make demo     convert a small model to 4 bits and answer a prompt under a memory budget"
 	@echo "make test     lint, types and tests"
 	@echo "make page     the tests of the server's page, in headless Chromium"
+	@echo "make ray      the tests of jobs on a Ray cluster whose machines are killed: minutes"
 	@echo "make architectures  compile all variants of Triton kernels for every architecture"
 	@echo "make bench    the CPU and disk benches, each beside its peer or its limit"
 	@echo "make triton-3.6  fetch Triton 3.6.0, with which the tests then compile all kernels too"
@@ -86,6 +87,9 @@ page: $(INSTALLED)
 	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null \
 	    || { echo "there is no Chromium; Debian: apt-get install chromium" >&2; exit 1; }
 	$(BIN)/pytest tests/serve/test_page.py
+
+ray: $(INSTALLED)
+	QOFF_TEST_RAY=1 $(BIN)/pytest tests/ray
 
 architectures: $(INSTALLED)
 	QOFF_ALL_ARCHITECTURES=1 $(BIN)/pytest tests/kernels/test_compile.py

@@ -208,14 +208,14 @@ def _run_on_ray(
     options: dict[str, Any],
     noticed: Callable[[Counts], None],
 ) -> None:
-    from qoff.jobs.file import adapters_say, fingerprint
+    from qoff.jobs.file import fingerprint
     from qoff.ray import ProcessorConfig
     from qoff.ray.job import cluster, run
     from qoff.ray.worker import Opening
 
+    model = str(Path(model).resolve())  # workers run in other folders
     config = ProcessorConfig(model, concurrency=workers)
-    says = adapters_say(options["adapters"])
-    opening = Opening(model, options, fingerprint(Path(model)), adapters=says)
+    opening = Opening(model, options, fingerprint(Path(model)))
     with cluster(address):
         run(job, config, opening, noticed)
 

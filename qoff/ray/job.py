@@ -6,11 +6,10 @@ import logging
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,12 @@ from qoff.jobs.journal import BLOCK
 from qoff.jobs.lines import Bits, read_lines
 from qoff.jobs.requests import Bad, OpenAILines
 from qoff.jobs.runner import Counts
-from qoff.plan import Plan
 
 from .ledger import Answers
-from .processor import ProcessorConfig, answered, shares
+from .processor import ProcessorConfig, answered
 from .worker import Opening, Worker
 
 _COLUMN = "block"  # of datasets whose rows are pickled blocks
-_PLACES = 64  # of batches, where a plan does not say
-_MOST = 1024  # requests of a block, unless batches have more places: what a death may cost
 
 
 @contextmanager
@@ -72,12 +68,10 @@ def run(
     opening: Opening,
     noticed: Callable[[Counts], None],
     worker: type[LineWorker] | None = None,
-    block: int | None = None,
 ) -> None:
-    """Answer what is left of a job on the cluster that Ray is connected to.
+    """Answer what is left of a job on the cluster that Ray is connected to. worker: a `LineWorker`.
 
-    worker: a `LineWorker`. block: requests that a worker has at a time; None: as many as `share_of`
-    says. Raises what `FileJob.run` does, and QoffError for what ends the workers.
+    Raises what `FileJob.run` does, and QoffError for what ends the workers.
     """
     counts, sink = Counts(), job.sink
     counts.skipped = sink.completed + sink.failed
@@ -85,48 +79,24 @@ def run(
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # a row is a task of Ray, and they go out one by one
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    if block is None:
-        workers = shares(config, str(opening.options.get("device", "auto")), 0.0).workers
-        block = share_of(job.left or 0, workers, opening.options.get("plan"))
-    source = LineSource(job.requests.absolute(), job.reading, sink.done, block)
+    source = LineSource(job.requests, job.reading, sink.done, min(config.batch_size, BLOCK))
     lines = ray.data.read_datasource(
         source, num_cpus=0, override_num_blocks=1, ray_remote_args={"scheduling_strategy": here}
     )
     more = {"reading": job.reading}
     kind = worker or LineWorker
-    blocks = answered(lines, kind, config, opening, batch_size=1, more=more, spare=0.0)
+    found = answered(lines, kind, config, opening, batch_size=1, more=more, spare=0.0)
     with _in_a_line():
-        for row in blocks.iter_rows():
-            found: list[Answers] = pickle.loads(row[_COLUMN])
-            for some in _to_write(found, sink.done):
-                sink.write(some.numbers, some.output, some.errors)
-                counts.failed += len(some.errors)
-                counts.completed += len(some.numbers) - len(some.errors)
-                counts.prompt_tokens += some.prompt_tokens
-                counts.tokens += some.tokens
-                noticed(counts)
-    if job.left:
-        raise QoffError(f"{job.left} requests came back without an answer; try them again")
-
-
-def share_of(left: int, workers: int, plan: Plan | None) -> int:
-    """Requests of a block: as fill the batches of a plan, but several blocks for each worker."""
-    places = _PLACES if plan is None else plan.batches * plan.batch_size
-    least = min(places, ceil(left / workers))  # none is without work
-    return max(1, least, min(_MOST, left // (4 * workers)))
-
-
-def _to_write(found: Iterable[Answers], done: Bits) -> Iterator[Answers]:
-    """What is not done, as it is written together; the rest is of a task that Ray has repeated."""
-    left = (one for one in found if one.numbers[0] not in done)
-    while some := list(islice(left, BLOCK)):
-        yield Answers(
-            [number for one in some for number in one.numbers],
-            [line for one in some for line in one.output],
-            [line for one in some for line in one.errors],
-            sum(one.prompt_tokens for one in some),
-            sum(one.tokens for one in some),
-        )
+        for row in found.iter_rows():
+            answers: Answers = pickle.loads(row[_COLUMN])
+            if answers.numbers[0] in sink.done:
+                continue  # of a task that Ray has repeated
+            sink.write(answers.numbers, answers.output, answers.errors)
+            counts.failed += len(answers.errors)
+            counts.completed += len(answers.numbers) - len(answers.errors)
+            counts.prompt_tokens += answers.prompt_tokens
+            counts.tokens += answers.tokens
+            noticed(counts)
 
 
 class LineSource(Datasource):
@@ -139,7 +109,7 @@ class LineSource(Datasource):
     def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
         """One task, which reads as fast as its rows are taken."""
         unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-        return [ReadTask(lambda: (_table([block]) for block in self._blocks()), unknown)]
+        return [ReadTask(lambda: map(_table, self._blocks()), unknown)]
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -179,15 +149,16 @@ class LineWorker(Worker):
 
     def __call__(self, table: pa.Table) -> pa.Table:
         (block,) = (pickle.loads(one.as_py()) for one in table[_COLUMN])
-        found = [Answers([x.line.number], [], [x.wrong]) for x in block if x.wrong is not None]
+        wrong = [(one.line.number, one.wrong) for one in block if one.wrong is not None]
+        found = Answers([number for number, _ in wrong], [], [text for _, text in wrong])
         lines = [one.line for one in block if one.wrong is None]
         if lines:
-            found += self.answer(lambda: self._reading.reader(self.llm), lines)
-        return _table([found])
+            found.add(self.answer(lambda: self._reading.reader(self.llm), lines))
+        return _table(found)
 
 
-def _table(rows: Iterable[Any]) -> pa.Table:
-    return pa.table({_COLUMN: pa.array([pickle.dumps(row) for row in rows], pa.large_binary())})
+def _table(block: Any) -> pa.Table:
+    return pa.table({_COLUMN: pa.array([pickle.dumps(block)], pa.large_binary())})
 
 
 @contextmanager

@@ -16,22 +16,26 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 Key = tuple[str, int]  # a task of Ray, which keeps its name when it is repeated, and a block of it
 MOST = 4  # times that a request is begun: with its block, with a few others, and twice alone
-_FEW = 8  # requests that are begun together where a worker has died with them, before each is alone
+_GROUPS = (1 << 30, 8, 1, 1)  # requests that are begun together, by how often they were before
 _IDLE = 6  # deaths for each worker with nothing done in between: it is not the requests' fault
 
 
 @dataclass
 class Answers:
-    """Lines of answers and of errors, and the numbers of the requests they are of: one in a worker.
+    """Lines of answers and of errors, and the numbers of the requests they are of."""
 
-    prompt_tokens, tokens: of these and others before.
-    """
-
-    numbers: list[int]
-    output: list[bytes]
-    errors: list[bytes]
+    numbers: list[int] = field(default_factory=list)
+    output: list[bytes] = field(default_factory=list)
+    errors: list[bytes] = field(default_factory=list)
     prompt_tokens: int = 0
     tokens: int = 0
+
+    def add(self, other: Answers) -> None:
+        self.numbers += other.numbers
+        self.output += other.output
+        self.errors += other.errors
+        self.prompt_tokens += other.prompt_tokens
+        self.tokens += other.tokens
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Block:
     """A block of requests. begun: how often each was, that was not ended; kept: what is done."""
 
     begun: Counter[int] = field(default_factory=Counter)
-    kept: list[Answers] = field(default_factory=list)
+    kept: Answers = field(default_factory=Answers)
 
 
 class Ledger:
@@ -66,10 +70,10 @@ class Ledger:
         """Requests of a block are begun."""
         self._blocks[key].begun.update(numbers)
 
-    def keep(self, key: Key, answers: list[Answers]) -> None:
+    def keep(self, key: Key, answers: Answers) -> None:
         """Some requests of a block are done."""
         self._deaths = 0
-        self._blocks[key].kept += answers
+        self._blocks[key].kept.add(answers)
 
     def close(self, key: Key) -> None:
         """All of a block is done."""
@@ -89,11 +93,11 @@ def new_ledger(workers: int) -> Any:
     return ray.remote(Ledger).options(**options).remote(workers)
 
 
-def groups(numbers: Sequence[int], begun: Counter[int], most: int = MOST) -> list[list[int]]:
+def groups(numbers: Sequence[int], begun: Counter[int]) -> list[list[int]]:
     """The requests of a block as they are to be begun; those last that were begun most often."""
     found: list[list[int]] = []
     for times in sorted({begun[number] for number in numbers}):
         alike = [number for number in numbers if begun[number] == times]
-        size = len(alike) if times == 0 else _FEW if times < most - 2 else 1
+        size = _GROUPS[min(times, MOST - 1)]
         found += [alike[at : at + size] for at in range(0, len(alike), size)]
     return found

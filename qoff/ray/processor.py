@@ -22,6 +22,7 @@ from qoff.jobs.requests import Bad
 from .ledger import new_ledger
 from .worker import Opening, Worker
 
+_CALLS = 2  # blocks that a worker answers at a time
 ERROR = "__inference_error__"
 _ANSWER = pa.schema(
     [
@@ -41,14 +42,14 @@ class ProcessorConfig:
 
     model_source: as for `qoff.LLM`; every machine must find it under this name. engine_kwargs:
     options of `qoff.LLM`, with a plan, say; without a plan and bounds the planner decides, for each
-    worker's part of its machine. batch_size: rows of a block, answered by one worker: several times
-    as many as its plan has places in batches. concurrency: workers; None: one for each GPU, or for
-    each machine without one. num_cpus, num_gpus: of a worker; None: a GPU, or all processors but
-    one of the smallest machine, which other stages take. should_continue_on_error: a row that
-    cannot be answered has the reason as `__inference_error__`; otherwise it ends the run.
-    id_column, checkpoint_path: rows that a run with the same path wrote (`write_parquet` and the
-    like) are not answered again, where Ray read them from files or a table. Ray Data keeps this, in
-    a folder that all machines have; see `ray.data.checkpoint.CheckpointConfig`.
+    worker's part of its machine. batch_size: rows of a block, answered by one worker. concurrency:
+    workers; None: one for each GPU, or for each machine without one. num_cpus, num_gpus: of a
+    worker; None: a GPU, or all processors but one of the smallest machine, which other stages take.
+    should_continue_on_error: a row that cannot be answered has the reason as `__inference_error__`;
+    otherwise it ends the run. id_column, checkpoint_path: rows that a run with the same path wrote
+    (`write_parquet` and the like) are not answered again, where Ray read them from files or a
+    table. Ray Data keeps this, in a folder that all machines have; see
+    `ray.data.checkpoint.CheckpointConfig`.
     """
 
     model_source: str
@@ -65,10 +66,6 @@ class ProcessorConfig:
         for name, value in (("batch_size", self.batch_size), ("concurrency", self.concurrency)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
-        if self.num_gpus is not None and (self.num_gpus < 0 or self.num_gpus % 1):
-            raise ArgumentError(
-                f"num_gpus is {self.num_gpus:g}; a worker takes whole GPUs: use a whole number"
-            )
         if (self.id_column is None) != (self.checkpoint_path is None):
             raise ArgumentError("a checkpoint needs both: id_column and checkpoint_path")
 
@@ -150,13 +147,14 @@ def answered(
     if not ray.is_initialized():
         ray.init()
     wanted = shares(config, str(opening.options.get("device", "auto")), spare)
-    opening = replace(opening, part=wanted.part).from_anywhere()
-    workers = wanted.workers
+    opening, workers = replace(opening, part=wanted.part), wanted.workers
     return dataset.map_batches(
         worker,
         batch_size=batch_size,
         batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=workers),
+        compute=ActorPoolStrategy(
+            size=workers, max_concurrent_calls_per_actor=_CALLS, enable_true_multi_threading=True
+        ),
         fn_constructor_kwargs={"opening": opening, "ledger": new_ledger(workers), **more},
         **wanted.resources,
     )
@@ -210,8 +208,7 @@ class RowWorker(Worker):
         lines = [Line(number, number, None) for number in range(len(table))]
         reader = RowReader(table.to_pylist(), self.llm.get_default_sampling_params())
         answers = self.answer(lambda: reader, lines)
-        said = [json.loads(text) for one in answers for text in one.output + one.errors]
-        found = {one.pop("row"): one for one in said}
+        found = {one.pop("row"): one for one in map(json.loads, answers.output + answers.errors)}
         rows = [found[number] for number in range(len(table))]
         if not self._go_on:
             for row in rows:

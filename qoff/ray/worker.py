@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM
 from qoff.errors import DiskReadError, DiskWriteError, FormatError, QoffError
 from qoff.hf.load import find_checkpoint
-from qoff.jobs.file import adapters_say, fingerprint
+from qoff.jobs.file import fingerprint
 from qoff.jobs.lines import Bits, Line
 from qoff.jobs.requests import Bad, Reader
 from qoff.jobs.runner import Runner
 from qoff.plan.default import default_plan
 
-from .ledger import MOST, Answers, Block, Key, groups
+from .ledger import MOST, Answers, groups
 
 _OF_MACHINE = (DiskReadError, DiskWriteError, FormatError)
 _BOUNDS = ("plan", "device_memory", "host_memory", "max_memory")
@@ -33,26 +34,13 @@ _BOUNDS = ("plan", "device_memory", "host_memory", "max_memory")
 class Opening:
     """The model of a worker. options: of `qoff.LLM`; wanted: its fingerprint, if it is known.
 
-    part: of its machine's main memory, where nothing bounds it. adapters: hashes of the adapters
-    that must be there, by name.
+    part: of its machine's main memory, where nothing bounds it.
     """
 
     model: str
     options: dict[str, Any]
     wanted: str | None = None
     part: float = 1.0
-    adapters: Mapping[str, str] = field(default_factory=dict)
-
-    def from_anywhere(self) -> Opening:
-        """The same with whole paths: processes of Ray have folders of their own."""
-        options = dict(self.options)
-        if options.get("adapters"):
-            options["adapters"] = {
-                name: str(Path(folder).absolute()) for name, folder in options["adapters"].items()
-            }
-        here = Path(self.model)
-        model = str(here.absolute()) if here.is_dir() else self.model
-        return replace(self, model=model, options=options)
 
 
 class Worker:
@@ -61,49 +49,41 @@ class Worker:
     Raises the errors of `qoff.LLM`, and QoffError for another model than the one wanted.
     """
 
-    most = MOST
-
     def __init__(self, opening: Opening, ledger: Any) -> None:
         self.llm = open_llm(opening)
         self._ledger = ledger
-        self._task, self._numbers = "", count()
+        self._here = threading.local()  # two threads answer a block each, so places are never empty
 
-    def answer(self, new_reader: Callable[[], Reader], lines: Sequence[Line]) -> list[Answers]:
+    def answer(self, new_reader: Callable[[], Reader], lines: Sequence[Line]) -> Answers:
         """The answers to a block. A request that ends this process again and again is an error."""
         key = self._key()
         by_number = {line.number: line for line in lines}
         known = ray.get(self._ledger.open.remote(key, [*by_number]))
-        if not known.begun:
-            found = self._run(new_reader(), list(lines), key)
-        else:  # a worker has died with it
-            found = known.kept
-            left = by_number.keys() - {number for one in found for number in one.numbers}
-            for group in groups(sorted(left), known.begun, self.most):
-                found += self._with_few(new_reader(), [by_number[n] for n in group], key, known)
+        found, left = known.kept, by_number.keys() - set(known.kept.numbers)
+        for group in groups(sorted(left), known.begun):
+            times = known.begun[group[0]]
+            if times:
+                ray.get(self._ledger.begin.remote(key, group))
+            chosen = [by_number[number] for number in group]
+            reader = new_reader()
+            answers = _given_up(reader, chosen) if times >= MOST else self._run(reader, chosen, key)
+            if times:
+                ray.get(self._ledger.keep.remote(key, answers))
+            found.add(answers)
         ray.get(self._ledger.close.remote(key))
         return found
 
-    def _with_few(self, reader: Reader, lines: list[Line], key: Key, known: Block) -> list[Answers]:
-        numbers = [line.number for line in lines]
-        if known.begun[numbers[0]] >= self.most:
-            answers = _given_up(reader, lines, self.most)
-        else:
-            ray.get(self._ledger.begin.remote(key, numbers))
-            answers = self._run(reader, lines, key)
-        ray.get(self._ledger.keep.remote(key, answers))
-        return answers
-
-    def _key(self) -> Key:
+    def _key(self) -> tuple[str, int]:
         """The name of a block, the same when Ray repeats its task."""
-        task = ray.get_runtime_context().get_task_id() or ""
-        if task != self._task:
-            self._task, self._numbers = task, count()
-        return task, next(self._numbers)
+        task, here = ray.get_runtime_context().get_task_id() or "", self._here
+        if task != getattr(here, "task", None):
+            here.task, here.numbers = task, count()
+        return task, next(here.numbers)
 
-    def _run(self, reader: Reader, lines: list[Line], key: Key) -> list[Answers]:
+    def _run(self, reader: Reader, lines: list[Line], key: tuple[str, int]) -> Answers:
         sink, places = _Kept(), self.llm.plan.batches * self.llm.plan.batch_size
         room = lambda mine: max(0, 2 * places - mine)  # noqa: E731
-        runner = Runner(self.llm, iter(lines), reader, sink, room, block=1)
+        runner = Runner(self.llm, iter(lines), reader, sink, room)
         runner.start()
         try:
             self.llm.work(runner.ended.is_set)
@@ -117,8 +97,8 @@ class Worker:
             os._exit(1)
         if runner.error is not None:
             raise runner.error
-        sink.answers[-1].prompt_tokens = runner.counts.prompt_tokens
-        sink.answers[-1].tokens = runner.counts.tokens
+        sink.answers.prompt_tokens = runner.counts.prompt_tokens
+        sink.answers.tokens = runner.counts.tokens
         return sink.answers
 
 
@@ -126,20 +106,18 @@ class _Kept:
     """A sink in memory."""
 
     def __init__(self) -> None:
-        self.done, self.answers = Bits(), list[Answers]()
+        self.done, self.answers = Bits(), Answers()
 
     def write(self, numbers: list[int], output: list[bytes], errors: list[bytes]) -> None:
-        self.answers.append(Answers(numbers, output, errors))
+        self.answers.add(Answers(numbers, output, errors))
 
 
-def _given_up(reader: Reader, lines: Sequence[Line], times: int) -> list[Answers]:
+def _given_up(reader: Reader, lines: Sequence[Line]) -> Answers:
     """What is said of requests that ended their process each time."""
-    error = QoffError(f"the process that answered this ended, {times} times")
+    error = QoffError(f"the process that answered this ended, {MOST} times")
     read = {line.number: reader.read(line) for line in lines}
-    return [
-        Answers([number], [], [one.text if isinstance(one, Bad) else one.failed(error)])
-        for number, one in read.items()
-    ]
+    told = [one.text if isinstance(one, Bad) else one.failed(error) for one in read.values()]
+    return Answers([*read], [], told)
 
 
 def open_llm(opening: Opening) -> LLM:
@@ -151,12 +129,6 @@ def open_llm(opening: Opening) -> LLM:
     path = find_checkpoint(opening.model, for_cpu=device.type == "cpu", **found)
     if opening.wanted is not None and fingerprint(Path(path)) != opening.wanted:
         raise QoffError(f"{path} on {ray.util.get_node_ip_address()} is another model")
-    if opening.adapters:
-        folders = options["adapters"]
-        for name, says in adapters_say(folders).items():
-            if says != opening.adapters.get(name):
-                where = f"{folders[name]} on {ray.util.get_node_ip_address()}"
-                raise QoffError(f"{where} is another adapter than {name}")
     if all(options.get(name) is None for name in _BOUNDS):
         checkpoint = Checkpoint.open(path)
         dtype = resolve_dtype(options.get("dtype", "auto"), checkpoint.config, device)
