@@ -31,6 +31,8 @@ OTHERS = {
     "--unshared",
     "--address",
     "--threads",
+    "--rows",
+    "--texts",
 }
 
 

@@ -11,7 +11,6 @@ those of neighbouring columns all the same, as every kernel here reads them.
 from __future__ import annotations
 
 import torch
-from scipy.linalg import blas
 from torch import Tensor
 
 from qoff.errors import OpError, QuantizationError
@@ -29,6 +28,8 @@ _CHUNK = 1 << 18  # weights whose range is chosen at a time
 
 def moments(x: Tensor) -> Tensor:
     """The sum of x x^T over inputs x, float32 [M, K]: float32 [K, K], in half the products."""
+    from scipy.linalg import blas  # which machines that only compute may lack
+
     found = torch.from_numpy(blas.ssyrk(1.0, x.contiguous().numpy().T, lower=1).T)
     return found.triu_().add_(found.triu(1).T)
 

@@ -14,20 +14,19 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
+import mmap
 import os
 import platform
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from functools import cache
 from itertools import accumulate
 from typing import TypeAlias
 
-import torch
 from numba import types
-from torch.utils._python_dispatch import _disable_current_modes
 
 from qoff.kernels.processor import usable_threads
 from qoff.process import only_here
@@ -211,7 +210,7 @@ class Pool:
         self.threads = threads
         self.key = f"_arguments_of_pool_{next(_numbers)}"  # what ops keep for this pool
         self.lock = threading.RLock()  # held from filling a job's arguments to its end
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._workspace: ctypes.Array[ctypes.c_char] = (ctypes.c_char * 0)()
         self.moves = 0  # how often the workspace came to lie elsewhere
         self._recorded: list[Job] | None = None  # what is run is noted here
         self._step, self._list = (ctypes.c_int64 * 2)(), (ctypes.c_int64 * 3)()
@@ -265,12 +264,11 @@ class Pool:
 
     def workspace(self, nbytes: int) -> int:
         """Address of at least `nbytes` bytes of scratch, valid while `lock` is held."""
-        if self._workspace.numel() < nbytes + _LINE:
-            recording = self._recorded is not None  # to which it does not belong
-            with _disable_current_modes() if recording else nullcontext():
-                self._workspace = torch.empty(nbytes + _LINE, dtype=torch.uint8)
+        if len(self._workspace) < nbytes:
+            pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._workspace = (ctypes.c_char * nbytes).from_buffer(pages)
             self.moves += 1
-        return -(-self._workspace.data_ptr() // _LINE) * _LINE
+        return ctypes.addressof(self._workspace)
 
     def close(self) -> None:
         """End the threads; the pool cannot be used afterwards."""
