@@ -85,7 +85,7 @@ def test_a_replay_whose_scratch_has_moved_says_so(weight: QTensor) -> None:
     replay = JobRecorder()(lambda: cpu.w4_linear(X, weight))
     assert replay is not None
     pool = default_pool()
-    pool.workspace(2 * pool._workspace.numel())
+    pool.workspace(2 * len(pool._workspace))
     assert replay() is False
 
 
@@ -94,7 +94,7 @@ def test_scratch_that_grows_while_it_is_recorded_is_not_the_recordings() -> None
     pool, recorder = default_pool(), JobRecorder()
 
     def work() -> None:
-        pool.workspace(2 * pool._workspace.numel())
+        pool.workspace(2 * len(pool._workspace))
 
     replay = recorder(work)
     assert replay is not None
