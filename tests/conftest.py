@@ -48,6 +48,7 @@ _MAY_BE_MISSING = frozenset(
         "matplotlib",
         "openai",
         "peft",
+        "ray",
         "prometheus_client",
         "psutil",
         "pydantic",
