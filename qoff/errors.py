@@ -84,4 +84,16 @@ def raised_as(kind: type[QoffError], what: str, advice: str = "") -> Iterator[No
         raise kind(f"{what}: {reason}" + (f"; {advice}" if advice else "")) from error
 
 
+@contextmanager
+def io_errors(path: object, kind: type[QoffError], advice: str = "") -> Iterator[None]:
+    """Turn what the system says of a file or folder into one line of ours."""
+    try:
+        yield
+    except QoffError:
+        raise
+    except OSError as error:
+        ending = f"; {advice}" if advice else ""
+        raise kind(f"{path}: {error.strerror or error}{ending}") from error
+
+
 _SHOWN = 300  # characters of another's message

@@ -13,13 +13,19 @@ import re
 import secrets
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qoff.checkpoint.staging import sync_directory
-from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, QoffError
+from qoff.errors import (
+    ArgumentError,
+    DiskReadError,
+    DiskWriteError,
+    FormatError,
+    io_errors,
+)
 from qoff.schema import read_object, shown
 
 from .lines import Bits
@@ -63,10 +69,10 @@ class Journal:
         self.places, self._samples = places, samples
         self.done = Bits()
         self.completed = self.failed = 0  # requests
-        with _io_errors(places.header, DiskWriteError):
+        with io_errors(places.header, DiskWriteError):
             self._lock = _locked(places.header)
         try:
-            with _io_errors(places.header, DiskReadError):
+            with io_errors(places.header, DiskReadError):
                 self._open(json.loads(json.dumps(says)), overwrite)
         except BaseException:
             self.close()
@@ -79,25 +85,25 @@ class Journal:
             self._begin(says, overwrite)
         else:
             self.job = _check_header(places.header, says)
-        with _io_errors(places.sorting, DiskWriteError):
+        with io_errors(places.sorting, DiskWriteError):
             places.sorting.unlink(missing_ok=True)
         self.completed = self._take_up(places.output, self._samples)
         self.failed = self._take_up(places.errors, 1)
-        with _io_errors(places.output, DiskWriteError), places.output.open("ab"):
+        with io_errors(places.output, DiskWriteError), places.output.open("ab"):
             sync_directory(places.output.parent)
 
     def _begin(self, says: dict[str, Any], overwrite: bool) -> None:
         """Empty files and a header. It comes last: until then there is no job."""
         places = self.places
         for path in (places.output, places.errors):
-            with _io_errors(path, DiskWriteError):
+            with io_errors(path, DiskWriteError):
                 if path.exists() and path.stat().st_size and not overwrite:
                     places.header.unlink()  # which was made for its lock alone
                     raise ArgumentError(
                         f"{path} is there, but no job of qoff that it belongs to; choose another "
                         f"file, or {_ANEW}"
                     )
-        with _io_errors(places.header, DiskWriteError):
+        with io_errors(places.header, DiskWriteError):
             os.ftruncate(self._lock, 0)
             os.fsync(self._lock)
             for path in (places.output, places.errors):
@@ -115,7 +121,7 @@ class Journal:
         if not path.exists():
             return 0
         count = end = bad = after = 0
-        with _io_errors(path, DiskReadError), path.open("rb") as file:
+        with io_errors(path, DiskReadError), path.open("rb") as file:
             for at, line in enumerate(file, 1):
                 number = None if bad else self._number(path, line)
                 if number is None:
@@ -133,7 +139,7 @@ class Journal:
                 f"leaves its last lines; correct it, or {_ANEW}"
             )
         if end < size:
-            with _io_errors(path, DiskWriteError), path.open("r+b") as file:
+            with io_errors(path, DiskWriteError), path.open("r+b") as file:
                 file.truncate(end)
                 os.fsync(file.fileno())
         return count
@@ -142,7 +148,7 @@ class Journal:
         """Append lines, and wait until they are on disk. numbers: requests that are done by it."""
         for path, lines in ((self.places.output, output), (self.places.errors, errors)):
             if lines:
-                with _io_errors(path, DiskWriteError):
+                with io_errors(path, DiskWriteError):
                     self._append(path, b"".join(lines))
         for number in numbers:
             self.done.add(number)
@@ -165,7 +171,7 @@ class Journal:
         """
         starts, ends = array("q"), array("q")
         places = self.places
-        with _io_errors(places.output, DiskWriteError), places.output.open("rb") as file:
+        with io_errors(places.output, DiskWriteError), places.output.open("rb") as file:
             ordered, last, start = True, -1, 0
             for line in file:
                 number = self._number(places.output, line)
@@ -185,7 +191,7 @@ class Journal:
                         out.write(file.read(end - start))
                 out.flush()
                 os.fsync(out.fileno())
-        with _io_errors(places.output, DiskWriteError):
+        with io_errors(places.output, DiskWriteError):
             places.sorting.rename(places.output)
             sync_directory(places.output.parent)
 
@@ -263,13 +269,3 @@ def _pairs(found: Mapping[str, Any], says: Mapping[str, Any]) -> Iterator[tuple[
             yield from ((f"{name} {key}", a, b) for key, a, b in _pairs(was, now))
         elif was != now:
             yield name, was, now
-
-
-@contextmanager
-def _io_errors(path: Path, kind: type[DiskReadError | DiskWriteError]) -> Iterator[None]:
-    try:
-        yield
-    except QoffError:
-        raise
-    except OSError as error:
-        raise kind(f"{path}: {error.strerror or error}") from error

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from qoff.checkpoint.staging import sync_directory
-from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, QoffError
+from qoff.errors import (
+    ArgumentError,
+    DiskReadError,
+    DiskWriteError,
+    FormatError,
+    io_errors,
+)
 from qoff.schema import TEXT, Fields, Kind, check, read_object, whole
 
 from .homes import Home, Homes
@@ -89,7 +95,7 @@ def save(
         text = json.dumps(header, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"a position is what JSON can hold: {error}") from error
-    with _io_errors(folder, DiskWriteError, "the checkpoint that was there is as before"):
+    with io_errors(folder, DiskWriteError, "the checkpoint that was there is as before"):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             _write(folder / states, homes, kept)
@@ -122,7 +128,7 @@ def opened(
     _check_run(header["run"], run, folder)
     random = _decoded(header["random"], folder)
     path, wanted = folder / header["states"], sum(home.nbytes for home in kept)
-    with _io_errors(folder, DiskReadError):
+    with io_errors(folder, DiskReadError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = os.fstat(fd).st_size
@@ -174,14 +180,3 @@ def _check_run(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path
         raise ArgumentError(
             f"{folder} is a checkpoint of another run: its {name} are {theirs}, here {value}"
         )
-
-
-@contextmanager
-def _io_errors(folder: Path, kind: type[QoffError], more: str = "") -> Iterator[None]:
-    try:
-        yield
-    except QoffError:
-        raise
-    except OSError as error:
-        ending = f"; {more}" if more else ""
-        raise kind(f"{folder}: {error.strerror or error}{ending}") from error

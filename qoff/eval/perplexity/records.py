@@ -14,15 +14,21 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, QoffError
+from qoff.errors import (
+    ArgumentError,
+    DiskReadError,
+    DiskWriteError,
+    FormatError,
+    io_errors,
+)
 from qoff.schema import shown
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -42,10 +48,10 @@ class Records:
     def __init__(self, path: Path, says: Mapping[str, Any] | None = None) -> None:
         self.path, self.says, self._at = path, dict[str, Any](), dict[int, int]()
         self._begun = True
-        with _io_errors(path, DiskReadError if says is None else DiskWriteError):
+        with io_errors(path, DiskReadError if says is None else DiskWriteError):
             self._file: BinaryIO = path.open("rb") if says is None else _locked(path)
         try:
-            with _io_errors(path, DiskReadError):
+            with io_errors(path, DiskReadError):
                 self._open(None if says is None else _plain(says))
         except BaseException:
             self.close()
@@ -57,7 +63,7 @@ class Records:
 
     def read(self, window: int) -> dict[str, NDArray[Any]]:
         """The arrays of a window. Raises FormatError where they are damaged."""
-        with _io_errors(self.path, DiskReadError):
+        with io_errors(self.path, DiskReadError):
             self._file.seek(self._at[window])
             found = self._next()
         if found is None:
@@ -81,7 +87,7 @@ class Records:
 
     def append(self, window: int, arrays: Arrays) -> None:
         """Add a window, and wait until it is on disk."""
-        with _io_errors(self.path, DiskWriteError):
+        with io_errors(self.path, DiskWriteError):
             at = self._file.seek(0, os.SEEK_END)
             line = b"" if self._begun else json.dumps(self.says).encode() + b"\n"
             data = io.BytesIO()
@@ -194,13 +200,3 @@ def _locked(path: Path) -> BinaryIO:
         file.close()
         return _locked(path)
     return file
-
-
-@contextmanager
-def _io_errors(path: Path, kind: type[DiskReadError | DiskWriteError]) -> Iterator[None]:
-    try:
-        yield
-    except QoffError:
-        raise
-    except OSError as error:
-        raise kind(f"{path}: {error.strerror or error}") from error
