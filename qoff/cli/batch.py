@@ -208,14 +208,17 @@ def _run_on_ray(
     options: dict[str, Any],
     noticed: Callable[[Counts], None],
 ) -> None:
-    from qoff.jobs.file import fingerprint
+    from qoff.jobs.file import adapters_say, fingerprint
     from qoff.ray import ProcessorConfig
     from qoff.ray.job import cluster, run
     from qoff.ray.worker import Opening
 
     model = str(Path(model).resolve())  # workers run in other folders
+    adapters = {name: str(Path(x).resolve()) for name, x in options["adapters"].items()}
     config = ProcessorConfig(model, concurrency=workers)
-    opening = Opening(model, options, fingerprint(Path(model)))
+    opening = Opening(
+        model, options | {"adapters": adapters}, fingerprint(Path(model)), adapters_say(adapters)
+    )
     with cluster(address):
         run(job, config, opening, noticed)
 

@@ -104,10 +104,10 @@ class FileJob:
 
     @property
     def requests(self) -> Path:
-        """The file of requests. Raises ArgumentError for standard input."""
+        """The file of requests, absolute. Raises ArgumentError for standard input."""
         if str(self._asked.requests) == "-":
             raise ArgumentError("requests for many machines are in a file, not standard input")
-        return self._asked.requests
+        return self._asked.requests.resolve()
 
     @property
     def reading(self) -> Reading:

@@ -56,14 +56,14 @@ class Ledger:
         self._fault = "no machine could say why; see Ray's logs"
 
     def open(self, key: Key, numbers: Sequence[int]) -> Block:
-        """What is known of a block. One that is new is begun, and nothing is."""
+        """What is known of a block: nothing of a new one."""
         known = self._blocks.get(key)
         if known is not None:
             self._deaths += 1
             if self._deaths > self._most_deaths:
                 raise RuntimeError(f"{self._deaths} workers died one after another: {self._fault}")
             return known
-        self._blocks[key] = Block(Counter(numbers))
+        self._blocks[key] = Block()
         return Block()
 
     def begin(self, key: Key, numbers: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from .ledger import new_ledger
 from .worker import Opening, Worker
 
 _CALLS = 2  # blocks that a worker answers at a time
+_BOUNDED = {"plan", "device_memory", "max_memory"}  # by one of these a worker's GPU memory is
 ERROR = "__inference_error__"
 _ANSWER = pa.schema(
     [
@@ -45,6 +46,7 @@ class ProcessorConfig:
     worker's part of its machine. batch_size: rows of a block, answered by one worker. concurrency:
     workers; None: one for each GPU, or for each machine without one. num_cpus, num_gpus: of a
     worker; None: a GPU, or all processors but one of the smallest machine, which other stages take.
+    Parts of a GPU need `device_memory` in engine_kwargs.
     should_continue_on_error: a row that cannot be answered has the reason as `__inference_error__`;
     otherwise it ends the run. id_column, checkpoint_path: rows that a run with the same path wrote
     (`write_parquet` and the like) are not answered again, where Ray read them from files or a
@@ -180,7 +182,14 @@ def shares(config: ProcessorConfig, device: str, spare: float) -> Shares:
         if not gpus:
             raise ArgumentError(f"no machine of the cluster has {config.num_gpus:g} GPUs")
         each = config.num_gpus or 1.0
-        workers = config.concurrency or int(sum(gpus) / each)
+        if each < 1 and not _BOUNDED & config.engine_kwargs.keys():
+            raise ArgumentError(
+                f"{each:g} GPUs a worker: others use the same GPU, so engine_kwargs needs "
+                "device_memory, for one worker"
+            )
+        workers = config.concurrency or sum(
+            gpu * int(1 / each) if each < 1 else int(gpu / each) for gpu in gpus
+        )
         resources = {"num_gpus": each, "num_cpus": config.num_cpus or 1.0}
         return Shares(workers, resources, min(1.0, each / max(gpus)))
     spread: dict[str, Any] = {"scheduling_strategy": "SPREAD"}

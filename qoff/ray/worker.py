@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM
 from qoff.errors import DiskReadError, DiskWriteError, FormatError, QoffError
 from qoff.hf.load import find_checkpoint
-from qoff.jobs.file import fingerprint
+from qoff.jobs.file import adapters_say, fingerprint
 from qoff.jobs.lines import Bits, Line
 from qoff.jobs.requests import Bad, Reader
 from qoff.jobs.runner import Runner
@@ -34,12 +35,14 @@ _BOUNDS = ("plan", "device_memory", "host_memory", "max_memory")
 class Opening:
     """The model of a worker. options: of `qoff.LLM`; wanted: its fingerprint, if it is known.
 
-    part: of its machine's main memory, where nothing bounds it.
+    adapters: what `adapters_say` of them. part: of its machine's main memory, where nothing bounds
+    it.
     """
 
     model: str
     options: dict[str, Any]
     wanted: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
     part: float = 1.0
 
 
@@ -52,6 +55,7 @@ class Worker:
     def __init__(self, opening: Opening, ledger: Any) -> None:
         self.llm = open_llm(opening)
         self._ledger = ledger
+        self._model = _Shared()
         self._here = threading.local()  # two threads answer a block each, so places are never empty
 
     def answer(self, new_reader: Callable[[], Reader], lines: Sequence[Line]) -> Answers:
@@ -61,12 +65,14 @@ class Worker:
         known = ray.get(self._ledger.open.remote(key, [*by_number]))
         found, left = known.kept, by_number.keys() - set(known.kept.numbers)
         for group in groups(sorted(left), known.begun):
-            times = known.begun[group[0]]
-            if times:
-                ray.get(self._ledger.begin.remote(key, group))
+            times, reader = known.begun[group[0]], new_reader()
             chosen = [by_number[number] for number in group]
-            reader = new_reader()
-            answers = _given_up(reader, chosen) if times >= MOST else self._run(reader, chosen, key)
+            if times >= MOST:
+                answers = _given_up(reader, chosen)
+            else:
+                with self._model.held(alone=times > 0):
+                    ray.get(self._ledger.begin.remote(key, group))
+                    answers = self._run(reader, chosen, key)
             if times:
                 ray.get(self._ledger.keep.remote(key, answers))
             found.add(answers)
@@ -102,6 +108,30 @@ class Worker:
         return sink.answers
 
 
+class _Shared:
+    """Who has a model: blocks together, or one alone, beside which no innocent one can die."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._alone = False
+        self._holders = 0
+
+    @contextmanager
+    def held(self, alone: bool) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            self._alone = alone  # from now on nobody joins
+            self._changed.wait_for(lambda: not (alone and self._holders))
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holders -= 1
+                self._alone = self._alone and not alone
+                self._changed.notify_all()
+
+
 class _Kept:
     """A sink in memory."""
 
@@ -127,8 +157,11 @@ def open_llm(opening: Opening) -> LLM:
     device = resolve_device(options.get("device", "auto"))
     found = {name: options[name] for name in names if name in options}
     path = find_checkpoint(opening.model, for_cpu=device.type == "cpu", **found)
+    here = ray.util.get_node_ip_address()
     if opening.wanted is not None and fingerprint(Path(path)) != opening.wanted:
-        raise QoffError(f"{path} on {ray.util.get_node_ip_address()} is another model")
+        raise QoffError(f"{path} on {here} is another model")
+    if opening.adapters and adapters_say(options["adapters"]) != opening.adapters:
+        raise QoffError(f"adapters on {here} are others than where the job was started")
     if all(options.get(name) is None for name in _BOUNDS):
         checkpoint = Checkpoint.open(path)
         dtype = resolve_dtype(options.get("dtype", "auto"), checkpoint.config, device)

@@ -254,7 +254,9 @@ def test_weights_and_blocks_share_a_link(
     slow_layers(0.012)
     rate = (streamed_bytes(checkpoint, plan) + LAYERS * BATCHES * 4 * 12288) / 0.3
 
-    found = undisturbed(lambda: measure(checkpoint, plan, tmp_path, prompt=150, tokens=5, disk=rate))
+    found = undisturbed(
+        lambda: measure(checkpoint, plan, tmp_path, prompt=150, tokens=5, disk=rate)
+    )
     assert found.transfer >= 4 * 0.25
     assert found.seconds <= 0.9 * (found.compute + found.transfer), found
 

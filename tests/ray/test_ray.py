@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from qoff.plan import Plan
 from qoff.ray import ProcessorConfig, build_processor
 from qoff.ray.job import LineWorker, cluster, run
 from qoff.ray.ledger import MOST, Answers, Ledger, groups
-from qoff.ray.worker import Opening, open_llm
+from qoff.ray.worker import Opening, _Shared, open_llm
 
 
 def cluster_test(test: Callable[..., None]) -> Callable[..., None]:
@@ -184,6 +185,9 @@ def test_what_cannot_be_is_said_in_a_line(checkpoint: Path) -> None:
         pass
     with pytest.raises(QoffError, match="is another model"):
         open_llm(Opening(str(checkpoint), {}, "0" * 64))
+    folders = {"adapters": {"a": str(checkpoint)}}
+    with pytest.raises(QoffError, match="are others than where the job was started"):
+        open_llm(Opening(str(checkpoint), folders, adapters={"a": "0" * 64}))
     with pytest.raises(ArgumentError, match="both: id_column and checkpoint_path"):
         ProcessorConfig("m", id_column="id")
     with pytest.raises(ArgumentError, match="concurrency is 0"):
@@ -198,9 +202,33 @@ def test_what_was_begun_often_is_begun_with_few() -> None:
     ]  # fmt: skip
 
 
+def test_what_may_end_its_process_has_it_alone() -> None:
+    shared, order = _Shared(), list[str]()
+
+    def hold(name: str, alone: bool) -> threading.Thread:
+        def run() -> None:
+            with shared.held(alone):
+                order.append(name)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    with shared.held(alone=False), shared.held(alone=False):
+        suspect = hold("suspect", alone=True)
+        suspect.join(0.05)
+        joining = hold("joins after it", alone=False)
+        joining.join(0.05)
+        assert not order
+    suspect.join(10)
+    joining.join(10)
+    assert order == ["suspect", "joins after it"]
+
+
 def test_a_ledger_ends_a_run_whose_machines_are_at_fault() -> None:
     ledger, key = Ledger(workers=1), ("task", 0)
     assert ledger.open(key, [0, 1]).begun == {}
+    ledger.begin(key, [0, 1])
     ledger.fault(key, [0, 1], "the disk is broken")
     assert set(ledger.open(key, [0, 1]).begun.values()) == {0}
     ledger.keep(key, Answers([0], [b"x"]))
