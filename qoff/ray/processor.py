@@ -45,8 +45,8 @@ class ProcessorConfig:
     options of `qoff.LLM`, with a plan, say; without a plan and bounds the planner decides, for each
     worker's part of its machine. batch_size: rows of a block, answered by one worker. concurrency:
     workers; None: one for each GPU, or for each machine without one. num_cpus, num_gpus: of a
-    worker; None: a GPU, or all processors but one of the smallest machine, which other stages take.
-    Parts of a GPU need `device_memory` in engine_kwargs.
+    worker; None: a GPU, or all processors of the smallest machine but what other stages take: one,
+    two with a checkpoint. Parts of a GPU need `device_memory` in engine_kwargs.
     should_continue_on_error: a row that cannot be answered has the reason as `__inference_error__`;
     otherwise it ends the run. id_column, checkpoint_path: rows that a run with the same path wrote
     (`write_parquet` and the like) are not answered again, where Ray read them from files or a
@@ -102,6 +102,7 @@ class Processor:
             Opening(config.model_source, dict(config.engine_kwargs)),
             batch_size=config.batch_size,
             more={"go_on": config.should_continue_on_error},
+            spare=1.0 if config.id_column is None else 2.0,  # one reads, one filters what is done
         )
         return _mapped(dataset, *self._after)
 
@@ -177,6 +178,8 @@ def shares(config: ProcessorConfig, device: str, spare: float) -> Shares:
     Raises ArgumentError where no machine has what a worker wants.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if sum(node.get("CPU", 0) for node in nodes) < spare:
+        raise ArgumentError(f"the stages beside the workers need {spare:g} processors of Ray")
     gpus = [int(node["GPU"]) for node in nodes if node.get("GPU", 0) >= (config.num_gpus or 1)]
     if config.num_gpus or (config.num_gpus is None and gpus and device != "cpu"):
         if not gpus:

@@ -45,7 +45,7 @@ def machines(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch_module.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch_module.setenv("PYTHONPATH", str(ROOT))  # of the workers
     monkeypatch_module.setenv("RAY_worker_niceness", "0")  # 15 starves them beside other tests
-    size = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    size = {"num_cpus": 2, "object_store_memory": 80 << 20}
     found = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     try:
         found.other = found.add_node(**size)
