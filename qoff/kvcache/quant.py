@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Self
 
 from qoff.errors import ArgumentError, OpError, UnsupportedModelError
@@ -94,13 +95,7 @@ class KVQuant:
 
         Raises OpError for a head size that cannot be packed.
         """
-        bits = self.bits(layer)
-        if bits == (UNPACKED, UNPACKED):
-            return None
-        try:
-            return KVFormat(head_dim, *bits)
-        except OpError as error:
-            raise UnpackableError(str(error)) from error
+        return _form(head_dim, *self.bits(layer))
 
     def forms(self, head_dims: Sequence[int]) -> list[KVFormat | None]:
         """The forms of a model's layers, whose head sizes these are; None: not packed.
@@ -125,6 +120,16 @@ class KVQuant:
                 "4 or 8"
             )
         return forms
+
+
+@cache
+def _form(head_dim: int, k_bits: int, v_bits: int) -> KVFormat | None:
+    if k_bits == v_bits == UNPACKED:
+        return None
+    try:
+        return KVFormat(head_dim, k_bits, v_bits)
+    except OpError as error:
+        raise UnpackableError(str(error)) from error
 
 
 def kv_quant(kv: KVQuant | KVBits | None) -> KVQuant | None:

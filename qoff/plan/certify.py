@@ -12,7 +12,6 @@ import torch
 from qoff.errors import BudgetError
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
 from qoff.memory.plan import Residency, plan_residency
-from qoff.memory.plan.residency import streamed_images
 
 from .cost import PLACED, RESOURCES, Array, Choices, CostModel, Phase, round_seconds
 from .manual import Memory, Plan, Tier
@@ -170,6 +169,7 @@ class Certifier:
                     packing=self.packing,
                     host_memory=on_host,
                     host_staging=STAGING if machine.on_gpu else 0,
+                    layouts=sizes.layouts(self.packing),
                 )
             except BudgetError as error:
                 return HOST if str(error).startswith(HOST) else DEVICE
@@ -183,7 +183,7 @@ class Certifier:
         cost = self.cost
         weights = self._weights(residency)
         split = plan.kv_placement.split(max(1, plan.blocks_per_sequence))
-        placed = self.placed(plan, residency)
+        placed = self._parts(plan, weights)
         prefill, decode = cost.prefill(c), cost.decode(c)
         work = cost.workload
         moves = split[DISK] > 0 or (split[HOST] > 0 and not plan.attends_on_cpu)
@@ -202,7 +202,10 @@ class Certifier:
 
     def placed(self, plan: Plan, residency: Residency) -> Array:
         """The parts of weights and KV cache that are off the device, [1, PLACED]."""
-        weights, whole = self._weights(residency), self.cost.weight_bytes
+        return self._parts(plan, self._weights(residency))
+
+    def _parts(self, plan: Plan, weights: Mapping[str, int]) -> Array:
+        whole = self.cost.weight_bytes
         blocks = max(1, plan.blocks_per_sequence)
         split = plan.kv_placement.split(blocks)
         parts = [weights[HOST] / whole, weights[DISK] / whole]
@@ -210,11 +213,9 @@ class Certifier:
 
     def _weights(self, residency: Residency) -> dict[str, int]:
         """Bytes of weights by the tier that a pass reads them from, all experts included."""
-        checkpoint = self.cost.sizes.checkpoint
-        images = streamed_images(checkpoint, residency)
         streamed = {HOST: 0, DISK: 0}
-        for unit, image in images.items():
-            streamed[HOST if unit in residency.host else DISK] += image.nbytes
+        for unit, nbytes in residency.streamed.items():
+            streamed[HOST if unit in residency.host else DISK] += nbytes
         experts = self.cost.sizes.spec.experts
         if residency.expert_slots and experts is not None:
             count = experts.count * sum(experts.layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -61,7 +61,7 @@ def memory_on_gpu(
     forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
     blocks = device_block_plan(plan, forms, [shape.kv_heads for shape in shapes])
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
-    model = (spec, shapes, forms, device, dtype)
+    model = (spec, set(zip(shapes, forms, strict=True)), device, dtype)
     on_device = _pass_bytes(plan, *model, tiled) + _kept_bytes(plan, spec)
     if recorded:
         # Recordings are of more blocks than there are: see `tables.pass_tables`.
@@ -115,13 +115,15 @@ def device_block_plan(
 def _pass_bytes(
     plan: Plan,
     spec: DecoderSpec,
-    shapes: Sequence[HeadShape],
-    forms: Sequence[KVFormat],
+    kinds: Collection[tuple[HeadShape, KVFormat]],
     device: torch.device,
     dtype: torch.dtype,
     tiled: bool = False,
 ) -> int:
-    """Bytes of the device that the step of a pass allocates which takes most."""
+    """Bytes of the device that the step of a pass allocates which takes most.
+
+    kinds: attention and form of a block, of each kind of layer.
+    """
     attention = max(
         attention_bytes(
             plan.pass_tokens,
@@ -134,7 +136,7 @@ def _pass_bytes(
             offloaded=_attends_on_host(plan),
             values_rotated=plan.kv.values_rotated,
         )
-        for shape, form in set(zip(shapes, forms, strict=True))
+        for shape, form in kinds
     )
     tokens, scratch = plan.pass_tokens, scratch_bytes(device, plan.device_memory)
 

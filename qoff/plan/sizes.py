@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from qoff.checkpoint import Checkpoint, WeightFile, unwritten
+from qoff.checkpoint import (
+    Checkpoint,
+    QuantEntry,
+    TensorEntry,
+    WeightEntry,
+    WeightFile,
+    unwritten,
+)
 from qoff.checkpoint.layout import OUTER_FILE, layer_file
 from qoff.errors import OpError, UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.packing import packed_shapes
-from qoff.memory.plan import EMBEDDING, LM_HEAD, is_expert
+from qoff.memory.plan import EMBEDDING, LM_HEAD, Layouts, is_expert
 from qoff.models.families import converted
 from qoff.models.modules.configs import is_native
 from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
@@ -57,11 +64,16 @@ class ModelSizes:
         own, names = converted(config, lambda name: False)
         spec = DecoderSpec.from_config(own)
         folder = Path("model")
-        outer = _file(folder / OUTER_FILE, "", outer_weights(spec, names), quant)
-        layers = [
-            _file(folder / layer_file(i), layer_prefix(i), layer_weights(spec, i, names), quant)
-            for i in range(spec.num_layers)
-        ]
+        outer = planned_file(folder / OUTER_FILE, "", outer_weights(spec, names), quant)
+        made = dict[Hashable, tuple[str, WeightFile]]()
+        layers = list[WeightFile]()
+        for i in range(spec.num_layers):
+            weights, prefix = layer_weights(spec, i, names), layer_prefix(i)
+            forms = ((w.name, w.rows, w.columns, w.form(prefix, quant)) for w in weights)
+            like = len(prefix), *forms  # names are as long, so headers are, too
+            if like not in made:
+                made[like] = prefix, planned_file(folder / layer_file(i), prefix, weights, quant)
+            layers.append(_renamed(made[like][1], folder / layer_file(i), made[like][0], prefix))
         return cls(Checkpoint(folder, dict(own), tuple(layers), outer), spec)
 
     @classmethod
@@ -75,6 +87,11 @@ class ModelSizes:
     def shapes(self) -> tuple[HeadShape, ...]:
         """The attention of each layer."""
         return head_shapes(self.spec)
+
+    @cached_property
+    def layouts(self) -> Callable[[str], Layouts]:
+        """What its units take, by the packing on the device; kept for all plans."""
+        return cache(partial(Layouts, self.checkpoint))
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
@@ -139,7 +156,29 @@ def _bytes(file: WeightFile) -> int:
     return sum(entry.nbytes for entry in file.weights.values())
 
 
-def _file(path: Path, prefix: str, weights: Iterable[Weight], quant: QuantConfig) -> WeightFile:
+def _renamed(file: WeightFile, path: Path, old: str, new: str) -> WeightFile:
+    """The file at another path, of weights whose names begin otherwise."""
+
+    def tensor(t: TensorEntry) -> TensorEntry:
+        return TensorEntry(new + t.name.removeprefix(old), t.dtype, t.shape, t.offset, t.nbytes)
+
+    weights = dict[str, WeightEntry]()
+    for entry in file.weights.values():
+        found: WeightEntry
+        if isinstance(entry, QuantEntry):
+            codes, scales = tensor(entry.codes), tensor(entry.scale_min)
+            found = replace(
+                entry, name=new + entry.name.removeprefix(old), codes=codes, scale_min=scales
+            )
+        else:
+            found = tensor(entry)
+        weights[found.name] = found
+    return replace(file, path=path, weights=weights)
+
+
+def planned_file(
+    path: Path, prefix: str, weights: Iterable[Weight], quant: QuantConfig
+) -> WeightFile:
     """A file of weights as `convert` lays it out."""
     built: dict[str, QTensor | Tensor] = {}
     for weight in weights:

@@ -140,9 +140,10 @@ def test_rounds_are_never_shorter_than_what_the_busiest_resource_takes(
     if found is None:
         return
     timed = simulated(found, sizes(), on, work)
+    rounded = 0.05 + 0.5 / cost.mean_blocks * (on_disk > 0)  # virtual time has whole blocks
     for said, done in ((found.decode, timed.decode), (found.prefill, timed.prefill)):
-        # A block more or less of a sequence is what the model rounds.
-        assert done.seconds * done.rounds >= 0.95 * said.rounds * max(said.busy.values())
+        busiest = said.rounds * max(said.busy.values())
+        assert done.seconds * done.rounds >= (1 - rounded) * busiest
 
 
 def test_a_simulation_is_the_same_each_time() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.memory import WeightStore, plan_residency, residency_of
-from qoff.memory.plan import HEAD, streamed_images, unit_weights
+from qoff.memory.plan import HEAD, Layouts, layouts, streamed_images, tiles, unit_weights
 from qoff.plan.sizes import ModelSizes
+from qoff.quant import QuantConfig
 from tests.memory.checkpoints import all_names, units_of, write_checkpoint
 from tests.plan.machines import SMALL
 
@@ -103,6 +105,25 @@ def test_fewer_than_two_slots_are_refused(checkpoint: Checkpoint) -> None:
 def test_unknown_names_are_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(ValueError, match=r"model\.layers\.99\.x"):
         residency_of(checkpoint, ["model.layers.99.x"])
+
+
+def test_layers_that_lie_alike_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of 96 layers lay out no more than of 24, and no strip of scales of any tile."""
+    laid_out = Mock(wraps=layouts.plan_unit)
+    monkeypatch.setattr(layouts, "plan_unit", laid_out)
+    monkeypatch.setattr(tiles, "_strips", Mock(side_effect=AssertionError("for reads alone")))
+    counts = []
+    for layers in (24, 96):
+        laid_out.reset_mock()
+        config = SMALL | {"num_hidden_layers": layers, "intermediate_size": 8192}
+        checkpoint = ModelSizes.of(config, QuantConfig(packing="split32")).checkpoint
+        shared = Layouts(checkpoint, "rows16")
+        for budget in (3 << 20, 4 << 20, 3 << 20):
+            plan = plan_residency(checkpoint, budget, host_memory=8 << 20, layouts=shared)
+            assert plan.device_bytes <= budget
+            assert len(plan.tiled_layers) == layers
+        counts.append(laid_out.call_count)
+    assert counts[1] <= 1.2 * counts[0]
 
 
 def test_host_memory_holds_no_more_slots_than_experts_that_are_elsewhere() -> None:

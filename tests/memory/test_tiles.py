@@ -42,7 +42,7 @@ def checkpoint(
 ) -> Checkpoint:
     packing, tied = request.param
     path = tmp_path_factory.mktemp("ck") / "model"
-    return write_checkpoint(path, LAYERS, packing, tied, scale=3)
+    return write_checkpoint(path, LAYERS, packing, tied, scale=3, six=tied)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,9 @@ def test_no_tile_takes_more_than_its_slot(
     tile_bytes: int, packing: str, checkpoint: Checkpoint
 ) -> None:
     plan = residency_of(checkpoint, [], packing=packing, tile_bytes=tile_bytes)
-    for image in streamed_images(checkpoint, plan).values():
+    images = streamed_images(checkpoint, plan)
+    assert {unit: image.nbytes for unit, image in images.items()} == plan.streamed
+    for image in images.values():
         assert image.nbytes <= plan.slot_bytes
         if image.repacked:
             assert image.raw_bytes <= plan.staging_bytes

@@ -8,9 +8,14 @@ from dataclasses import replace
 import pytest
 
 from qoff.checkpoint import Checkpoint, WeightFile
+from qoff.checkpoint.layout import layer_file
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import plan_residency
-from qoff.plan.sizes import ModelSizes
+from qoff.models.families import tensor_names
+from qoff.models.names import layer_prefix, layer_weights
+from qoff.plan.sizes import ModelSizes, planned_file
+from qoff.quant import QuantConfig
+from tests.plan.machines import SMALL
 from tests.tiny_models import FAMILIES, QUANT, tiny_checkpoint, tiny_model
 
 
@@ -31,6 +36,16 @@ def test_every_byte_is_known_from_the_config(
 
 def _described(file: WeightFile) -> object:
     return file.path.name, file.data_start, file.nbytes, file.weights
+
+
+def test_layers_alike_are_made_once_and_named_apart() -> None:
+    """Each file is that of a model whose layers are all made, with headers of its own length."""
+    sizes = ModelSizes.of(SMALL)
+    names, spec = tensor_names("llama"), sizes.spec
+    for i, file in enumerate(sizes.checkpoint.layers):
+        weights = layer_weights(spec, i, names)
+        assert file == planned_file(file.path, layer_prefix(i), weights, QuantConfig())
+        assert file.path.name == layer_file(i)
 
 
 def test_placement_takes_it_as_a_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:

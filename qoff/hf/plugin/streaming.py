@@ -24,7 +24,7 @@ from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.packed.module import PackedModule, packing_for
 from qoff.kernels.layout.packing import read_bits
 from qoff.memory import Residency, WeightStore, place_in_host, residency_of
-from qoff.memory.plan import is_expert, streamed_images
+from qoff.memory.plan import Unit, is_expert
 from qoff.memory.plan.placement import spread_evenly
 from qoff.models.runtime import transfers_to
 from qoff.models.spec import DecoderSpec
@@ -79,8 +79,7 @@ class Streaming:
                 "qoff.load, which streams embedding and head, too"
             )
         kept = spread_evenly(sizes, budget - least)
-        images = streamed_images(self._part(range(len(files))), plan)
-        streamed: dict[Any, int] = {i: images[i].nbytes for i in sizes if i not in kept}
+        streamed: dict[Any, int] = {i: plan.streamed[i] for i in sizes if i not in kept}
         room = max(0, host - plan.host_staging_bytes)
         in_host = spread_evenly(streamed, 0 if self.device.type == "cpu" else room)
         return {i: "cpu" if i in in_host else "disk" for i in streamed}
@@ -189,8 +188,8 @@ def streamed_residency(
     """All layers stream through slots, those of `host` from host memory, the others from disk."""
     plan = residency_of(part, (), slots, packing=packing_for(device))
     plan = place_in_host(part, plan, None, 2 if device.type != "cpu" else 0)
-    images, units = streamed_images(part, plan), frozenset(host)
-    nbytes = sum(images[unit].nbytes for unit in units)
+    units = frozenset[Unit](host)
+    nbytes = sum(plan.streamed[unit] for unit in units)
     return replace(plan, host=units, host_weight_bytes=nbytes)
 
 

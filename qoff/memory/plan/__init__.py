@@ -2,11 +2,12 @@
 
 `plan_residency` chooses a `Residency` for a budget; `resident_images`, `streamed_images` and
 `host_images` say how its weights lie in memory and which reads bring them there. Inside, every
-module is built on the ones before it: `units`, `image`, `tiles`, `experts`, `residency`,
-`placement`.
+module is built on the ones before it: `units`, `image`, `tiles`, `parts`, `experts`,
+`residency`, `layouts`, `placement`.
 """
 
 from .image import FileRange, Image, Weight, view
+from .layouts import Layouts
 from .placement import place_in_host, plan_residency
 from .residency import (
     Residency,
@@ -40,6 +41,7 @@ __all__ = [
     "Expert",
     "FileRange",
     "Image",
+    "Layouts",
     "Residency",
     "Tile",
     "TiledMatrix",

@@ -157,16 +157,24 @@ def finish_image(
 
     Before codes that are widened there is the `room_to_widen`.
     """
-    raw_bytes = round_up(max(r.at + r.nbytes for r in ranges), PAGE)
+    raw_bytes, placed, nbytes = place_raw(raw, packing)
+    return Image(file, ranges, raw, raw_bytes, placed, nbytes)
+
+
+def place_raw(
+    raw: Mapping[str, WeightEntry], packing: str | None
+) -> tuple[int, Mapping[str, WeightEntry], int]:
+    """Of an image whose weights are read as `raw` says: `raw_bytes`, `placed` and `nbytes`."""
+    ends = (t.offset + t.nbytes for entry in raw.values() for t in tensors_of(entry))
+    raw_bytes = round_up(max(ends), PAGE)
     stay = packing is None or all(
         isinstance(e, TensorEntry) or e.packing == packing for e in raw.values()
     )
     if stay:
         wide = {name: _widened(entry) for name, entry in raw.items() if _widens(entry, packing)}
-        return Image(file, ranges, raw, raw_bytes, {**raw, **wide} if wide else raw, raw_bytes)
+        return raw_bytes, {**raw, **wide} if wide else raw, raw_bytes
     assert packing is not None
-    placed, nbytes = _place(raw, packing)
-    return Image(file, ranges, raw, raw_bytes, placed, nbytes)
+    return (raw_bytes, *_place(raw, packing))
 
 
 def aligned_ranges(tensors: list[TensorEntry], file_bytes: int) -> tuple[FileRange, ...]:

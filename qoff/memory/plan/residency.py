@@ -9,16 +9,18 @@ come one by one instead, as tokens choose them, through the slots of a cache of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
+from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.memory.arena import PAGE, round_up
 
 from .experts import LayerExperts, layer_experts
 from .image import Image, make_image
-from .tiles import read_bytes, slot_bytes, split_rows, tile_image
+from .parts import Total, kept_images, plan_unit, streamed_bytes, streamed_image
+from .tiles import tile_image
 from .units import (
     EMBEDDING,
     HEAD,
@@ -27,12 +29,8 @@ from .units import (
     TiledMatrix,
     Unit,
     WholeUnit,
-    expert_number,
-    is_expert,
     stored_matrix,
-    tiled_name,
     unit_files,
-    unit_weights,
 )
 
 
@@ -47,7 +45,8 @@ class Residency:
     staging_bytes: int
     workspace: int
     packing: str  # of quantized weights on the device
-    tiles: tuple[Tile, ...] = ()  # of all tiled units, in the order of computation
+    # bytes in a slot of all that streams but experts one by one, in the order of computation
+    streamed: Mapping[Unit, int] = field(default_factory=dict, hash=False)
     host: frozenset[Unit] = frozenset()  # streamed from host memory; EMBEDDING: its rows
     host_weight_bytes: int = 0
     host_staging: int = 0  # buffers in host memory for what goes from disk to the device
@@ -75,6 +74,11 @@ class Residency:
         kept = self.host_expert_slots * self.expert_bytes
         return self.host_weight_bytes + self.host_staging_bytes + kept
 
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Those of all tiled units, in the order of computation."""
+        return tuple(unit for unit in self.streamed if isinstance(unit, Tile))
+
     @property
     def tiled(self) -> frozenset[WholeUnit]:
         """The units whose matrices stream in tiles."""
@@ -89,17 +93,6 @@ class Residency:
     def in_parts(self) -> bool:
         """Whether layers come in parts, between which each pass keeps values of its own."""
         return bool(self.tiled_layers) or self.expert_slots > 0
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """What one unit keeps on the device and how the rest of it streams, with the bytes of each."""
-
-    kept: frozenset[str]
-    tiles: tuple[Tile, ...]
-    resident_bytes: int
-    slot_bytes: int  # 0 when nothing streams
-    staging_bytes: int
 
 
 def residency_of(
@@ -126,20 +119,39 @@ def residency_of(
     unknown = wanted.difference(*(file.weights for file in files.values()))
     if unknown:
         raise ArgumentError(f"{checkpoint.path} has no weights {', '.join(sorted(unknown))}")
-    units = [
-        plan_unit(unit, file, wanted, packing, tile_bytes, one_by_one)
+    units = {
+        unit: plan_unit(unit, file, wanted, packing, tile_bytes, one_by_one)
         for unit, file in files.items()
-    ]
-    slot = max(unit.slot_bytes for unit in units)
+    }
+    kept = frozenset().union(*(unit.kept for unit in units.values()))
+    streamed = dict[Unit, int]()
+    for unit, plan in units.items():
+        streamed |= streamed_bytes(unit, files[unit], plan, packing)
+    total = Total.of(list(units.values()))
+    return joined(total, kept, streamed, slots, workspace, packing, experts, expert_slots)
+
+
+def joined(
+    total: Total,
+    kept: frozenset[str],
+    streamed: Mapping[Unit, int],
+    slots: int,
+    workspace: int,
+    packing: str,
+    experts: Sequence[LayerExperts],
+    expert_slots: int,
+) -> Residency:
+    """The residency of planned units. experts: of the layers that have any, where they come one by
+    one through `expert_slots`."""
     return Residency(
-        frozenset().union(*(unit.kept for unit in units)),
-        slots if slot else 0,
-        slot,
-        sum(unit.resident_bytes for unit in units),
-        max([*(unit.staging_bytes for unit in units), *(e.staging_bytes for e in experts)]),
+        kept,
+        slots if total.slot else 0,
+        total.slot,
+        total.resident,
+        max([total.staging, *(e.staging_bytes for e in experts)]),
         workspace,
         packing,
-        tuple(tile for unit in units for tile in unit.tiles),
+        streamed,
         expert_slots=expert_slots if experts else 0,
         expert_bytes=max((e.nbytes for e in experts), default=0),
         expert_bias_bytes=max((e.bias_bytes for e in experts), default=0),
@@ -154,56 +166,10 @@ def check_slots(slots: int) -> None:
         )
 
 
-def plan_unit(
-    unit: WholeUnit,
-    file: WeightFile,
-    kept: Collection[str],
-    packing: str,
-    tile_bytes: int | None,
-    one_by_one: bool = False,
-) -> UnitPlan:
-    """What a unit takes that keeps those of its file's weights that are in `kept`.
-
-    Its vectors stay as well if it would stream more than `tile_bytes` and is cut into tiles.
-    one_by_one: without its experts, which a cache has.
-    """
-    kept = file.weights.keys() & kept
-    if one_by_one:
-        kept = {name for name in kept if expert_number(name) is None}
-    streamed = _streamed_image(unit, file, kept, packing, one_by_one)
-    tiles: list[Tile] = []
-    slot = staging = 0
-    if streamed is None:
-        pass
-    elif (
-        tile_bytes is None
-        or streamed.nbytes <= tile_bytes
-        or (not one_by_one and any(map(is_expert, streamed.raw)))
-    ):
-        slot, staging = streamed.nbytes, streamed.raw_bytes * streamed.repacked
-    else:
-        for name in streamed.raw:
-            entry = file.weights[name]
-            if not isinstance(entry, QuantEntry):
-                kept.add(name)
-                continue
-            rows = split_rows(entry, packing, tile_bytes)
-            for first in range(0, entry.shape[0], rows):
-                count = min(rows, entry.shape[0] - first)
-                tiles.append(Tile(unit, tiled_name(unit, name), first, count))
-            slot = max(slot, slot_bytes(entry, packing, rows))
-            if entry.packing != packing:
-                staging = max(staging, read_bytes(entry, rows))
-    resident = _kept_images(file, kept, packing)
-    staging = max([staging, *(image.raw_bytes for image in resident if image.repacked)])
-    nbytes = sum(image.nbytes for image in resident)
-    return UnitPlan(frozenset(kept), tuple(tiles), nbytes, slot, staging)
-
-
 def resident_images(checkpoint: Checkpoint, plan: Residency) -> dict[WholeUnit, list[Image]]:
     """How the weights of each unit's file that stay on the device lie there."""
     return {
-        unit: _kept_images(file, file.weights.keys() & plan.resident, plan.packing)
+        unit: kept_images(file, file.weights.keys() & plan.resident, plan.packing)
         for unit, file in unit_files(checkpoint).items()
     }
 
@@ -218,7 +184,7 @@ def streamed_images(checkpoint: Checkpoint, plan: Residency) -> dict[Unit, Image
                 entry = stored_matrix(unit, file, name)
                 images |= {t: tile_image(file, entry, t, plan.packing) for t in matrix.tiles}
         else:
-            image = _streamed_image(unit, file, plan.resident, plan.packing, plan.expert_slots > 0)
+            image = streamed_image(unit, file, plan.resident, plan.packing, plan.expert_slots > 0)
             if image is not None:
                 images[unit] = image
     return images
@@ -263,23 +229,3 @@ def expert_units(experts: Iterable[LayerExperts]) -> list[Expert]:
 def rows_image(checkpoint: Checkpoint) -> Image:
     """How an embedding lies whose rows are gathered: as in its file."""
     return make_image(checkpoint.outer, [EMBEDDING], None)
-
-
-def _kept_images(file: WeightFile, names: Collection[str], packing: str) -> list[Image]:
-    """How resident weights of one file lie: together as read, or each alone when repacked."""
-    if not names:
-        return []
-    together = make_image(file, names, packing)
-    if not together.repacked:
-        return [together]
-    return [make_image(file, [name], packing) for name in file.weights if name in names]
-
-
-def _streamed_image(
-    unit: WholeUnit, file: WeightFile, resident: Collection[str], packing: str, one_by_one: bool
-) -> Image | None:
-    """How the weights that a unit streams lie in one slot; None if all of them are resident."""
-    names = [name for name in unit_weights(unit, file) if name not in resident]
-    if one_by_one:
-        names = [name for name in names if expert_number(name) is None]
-    return make_image(file, names, packing) if names else None

@@ -15,7 +15,15 @@ from qoff.checkpoint import QuantEntry, TensorEntry, WeightFile
 from qoff.kernels.layout.packing import ROW_BLOCK, packed_shapes
 from qoff.memory.arena import PAGE, round_up
 
-from .image import FileRange, Image, aligned_ranges, finish_image, image_of, room_to_widen
+from .image import (
+    FileRange,
+    Image,
+    aligned_ranges,
+    finish_image,
+    image_of,
+    place_raw,
+    room_to_widen,
+)
 from .units import Tile
 
 TILE_ROWS = 32  # a tile has a multiple: two blocks of 16 rows, one of gate and one of up
@@ -52,32 +60,56 @@ def read_bytes(entry: QuantEntry, rows: int) -> int:
 
 def tile_image(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) -> Image:
     """Lay out a tile of the matrix `entry` of `file`, under the tile's name."""
-    first, rows = tile.first_row, tile.rows
-    if rows == entry.shape[0]:
-        return image_of(file, {tile.name: entry}, packing)
-    shape = (rows, entry.shape[1])
-    if entry.packing == "rows16":
-        blocks = slice(first // ROW_BLOCK, -(-tile.stop // ROW_BLOCK))
-        codes, scale_min = (_slice(t, blocks) for t in (entry.codes, entry.scale_min))
-        part = replace(entry, shape=shape, codes=codes, scale_min=scale_min)
-        return image_of(file, {tile.name: part}, packing)
-    codes = _slice(entry.codes, slice(first, tile.stop))
+    if not _in_strips(entry, tile):
+        return image_of(file, {tile.name: _rows_of(entry, tile)}, packing)
+    span, raw = _read_in_strips(file, entry, tile, packing)
+    strips = _strips(entry.scale_min, raw.scale_min, tile.first_row)
+    return finish_image(file, (span, *strips), {tile.name: raw}, packing)
+
+
+def tile_bytes(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) -> int:
+    """What `tile_image(...).nbytes` is, without the reads: a strip for each group of columns."""
+    if not _in_strips(entry, tile):
+        return tile_image(file, entry, tile, packing).nbytes
+    _, raw = _read_in_strips(file, entry, tile, packing)
+    return place_raw({tile.name: raw}, packing)[2]
+
+
+def _in_strips(entry: QuantEntry, tile: Tile) -> bool:
+    """Whether the scales of a tile are more than one range of the file."""
+    return tile.rows < entry.shape[0] and entry.packing != "rows16"
+
+
+def _rows_of(entry: QuantEntry, tile: Tile) -> QuantEntry:
+    """The entry of a tile that is a range of codes and one of scales, or of all rows."""
+    if tile.rows == entry.shape[0]:
+        return entry
+    blocks = slice(tile.first_row // ROW_BLOCK, -(-tile.stop // ROW_BLOCK))
+    codes, scale_min = (_slice(t, blocks) for t in (entry.codes, entry.scale_min))
+    return replace(entry, shape=(tile.rows, entry.shape[1]), codes=codes, scale_min=scale_min)
+
+
+def _read_in_strips(
+    file: WeightFile, entry: QuantEntry, tile: Tile, packing: str
+) -> tuple[FileRange, QuantEntry]:
+    """The read of a tile's codes, and the tile as it lies when its scales have been read, too."""
+    rows = tile.rows
+    codes = _slice(entry.codes, slice(tile.first_row, tile.stop))
     (span,) = aligned_ranges([codes], file.nbytes)
     room = room_to_widen(replace(entry, codes=codes), packing)
-    at = room + round_up(span.nbytes, PAGE)
-    strips = _strips(entry.scale_min, first, rows, at)
+    groups, n, pair = entry.scale_min.shape
     raw = replace(
         entry,
-        shape=shape,
+        shape=(rows, entry.shape[1]),
         codes=replace(codes, offset=room + codes.offset - span.offset),
         scale_min=replace(
             entry.scale_min,
-            shape=(len(strips), rows, 2),
-            offset=at,
-            nbytes=sum(strip.nbytes for strip in strips),
+            shape=(groups, rows, pair),
+            offset=room + round_up(span.nbytes, PAGE),
+            nbytes=entry.scale_min.nbytes // n * rows,
         ),
     )
-    return finish_image(file, (replace(span, at=room), *strips), {tile.name: raw}, packing)
+    return replace(span, at=room), raw
 
 
 def _part_bytes(entry: QuantEntry, packing: str, rows: int) -> tuple[int, int]:
@@ -100,12 +132,14 @@ def _slice(entry: TensorEntry, rows: slice) -> TensorEntry:
     )
 
 
-def _strips(scale_min: TensorEntry, first: int, rows: int, at: int) -> list[FileRange]:
-    """Reads of `scale_min[:, first : first + rows]`, [K/g, N, 2], to one place from `at` on."""
+def _strips(scale_min: TensorEntry, place: TensorEntry, first: int) -> list[FileRange]:
+    """Reads of `scale_min[:, first : first + rows]`, [K/g, N, 2], to their place [K/g, rows, 2]."""
     groups, n, pair = scale_min.shape
     item = pair * scale_min.dtype.itemsize
-    width = rows * item
+    width = place.shape[1] * item
     return [
-        FileRange(scale_min.offset + (group * n + first) * item, width, at + group * width)
+        FileRange(
+            scale_min.offset + (group * n + first) * item, width, place.offset + group * width
+        )
         for group in range(groups)
     ]
