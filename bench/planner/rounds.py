@@ -1,6 +1,6 @@
 """What the planner predicts, beside what was measured: decode rounds of `bench.offload`'s plans.
 
-The machine is measured first, then every plan runs in turn, round after round. A prediction is of
+The machine is measured between rounds in which every plan runs in turn. A prediction is of
 the plan as it is, with the exact bytes that its weights and KV cache have on each tier: with the
 profile as it was measured, and with factors for disk, copies and CPU that are fitted on the plans
 of the other model. The order of the plans counts as much as the error: Kendall's tau between
@@ -33,7 +33,7 @@ from qoff.errors import BudgetError
 from qoff.measure.profile import measured_profile
 from qoff.plan.certify import TIERS, Certified, Certifier
 from qoff.plan.cost import RESOURCES, Choices, CostModel, round_seconds
-from qoff.plan.profile import MachineProfile
+from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 
@@ -74,8 +74,7 @@ class Measured:
 
 def measured(path: Path, work: Work, rounds: int) -> Measured:
     """Run all plans of a model in turn, so many times each."""
-    folder = Path(tempfile.gettempdir())
-    machine = measured_profile(torch.device("cpu"), Checkpoint.open(path).path, folder)
+    folder, profiles = Path(tempfile.gettempdir()), list[MachineProfile]()
     refused = list[str]()
     with ExitStack() as stack:
         cases: dict[str, Case] = {}
@@ -87,11 +86,26 @@ def measured(path: Path, work: Work, rounds: int) -> Measured:
         for case in cases.values():
             case()  # compiles, and compares each file with its checksum
         seconds: dict[str, list[float]] = {label: [] for label in cases}
-        for _ in range(rounds):
+        for number in range(rounds):
+            if number % 2 == 0:  # disks are faster in some minutes than in others
+                device = torch.device("cpu")
+                profiles.append(measured_profile(device, Checkpoint.open(path).path, folder))
             for label, case in cases.items():
                 seconds[label].append(case().seconds)
+        machine = typical(profiles)
         found = {label: predicted(case.llm, machine, work) for label, case in cases.items()}
     return Measured(seconds, found, refused)
+
+
+def typical(profiles: Sequence[MachineProfile]) -> MachineProfile:
+    """The last one, with the medians of what links reached in all."""
+    links = ("disk_read", "disk_write", "to_device", "from_device")
+
+    def middle(name: str) -> Link:
+        values = [vars(getattr(one, name)) for one in profiles]
+        return Link(**{key: statistics.median(v[key] for v in values) for key in values[0]})
+
+    return replace(profiles[-1], **{name: middle(name) for name in links})
 
 
 class Factors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,29 +13,23 @@ import typer
 from typer import Option
 
 from qoff.errors import ArgumentError, QoffError
-from qoff.units import parse_size
 
 from .options import Json, Model, QuantOptions, command
 from .output import print_json, print_table
+from .plan_machine import MachineOptions, machine_of, rate_of
 
 if TYPE_CHECKING:
+    from qoff.plan import Plan
+    from qoff.plan.losses import Form, WeightForm
     from qoff.plan.pareto import Point
     from qoff.plan.profile import MachineProfile
     from qoff.plan.sizes import ModelSizes
+    from qoff.plan.workload import Workload
 
-
-@dataclass(frozen=True)
-class MachineOptions:
-    """A machine: the one at hand, one from a file, or one of given sizes and rates."""
-
-    machine: Path | None = Option(None, help="A machine that qoff env --measure --save wrote.")
-    gpu: str | None = Option(None, help="Memory of a GPU that need not be here, like 24GiB.")
-    gpu_rates: str = Option("1TB/s,100T", help="Its memory, and its arithmetic in flop/s.")
-    host: str | None = Option(None, help="Host memory that may be used, like 64GiB.")
-    disk: str | None = Option(None, help="Free disk, like 1TB.")
-    link: str | None = Option(None, help="From host to GPU, like 25GB/s.")
-    disk_rate: str | None = Option(None, help="Reads of the disk, like 3GB/s.")
-    device: str = Option("auto", help="What computes here: cpu, or a GPU such as cuda.")
+_ASSUMED = (
+    "losses are those of a model of 135M parameters (docs/accuracy.md); qoff eval MODEL --sweep "
+    "measures this one's, --losses reads them"
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +41,12 @@ class WorkOptions:
     requests: int = Option(256, min=1, help="How many there are.")
     objective: str = Option("throughput", help="throughput, or latency of one request.")
     token_s: float | None = Option(None, help="Seconds to the next token at most.")
+    max_kl: float | None = Option(
+        None, min=0, help="Choose the bits of weights and KV cache: nats a token lost at most."
+    )
+    losses: Path | None = Option(
+        None, exists=True, help="With --max-kl: the folder of a sweep of this model (qoff eval)."
+    )
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def plan(
     there = Path(model).absolute()
     machine = machine_of(on, there if there.exists() else Path(), folder)
     sizes = sizes_of(model, weights, machine.on_gpu)
-    cache = kv_quant(kv)
-    if cache is None:
+    packed, chosen = kv_quant(kv), None
+    if packed is None:
         raise ArgumentError("the KV cache of a plan is packed; use --kv 4, 8 or 8,4")
     workload = Workload(
         Lengths.of(work.prompt),
@@ -101,7 +102,11 @@ def plan(
         work.objective,  # type: ignore[arg-type]  # checked there
         work.token_s,
     )
-    template = Plan(kv=cache, spill_folder=spill_folder)
+    template = Plan(kv=packed, spill_folder=spill_folder)
+    if work.max_kl is not None:
+        chosen = _form(model, work, weights, machine, workload, template)
+        template = replace(template, kv=chosen.kv)
+        sizes = sizes_of(model, _quantized(weights, chosen.weights), machine.on_gpu)
     found = explain(
         sizes, machine, workload, template, lambda one: simulated(one, sizes, machine, workload)
     )
@@ -111,15 +116,50 @@ def plan(
         _draw(plot, lambda: pareto_front(sizes, machine, workload, template), machine.on_gpu)
     changes = [] if brief else found.changes()
     if as_json:
-        print_json({**found.values(), "changes": [list(row) for row in changes]})
+        form = None if chosen is None else {"form": str(chosen), "kl": chosen.loss}
+        print_json({**found.values(), "form": form, "changes": [list(row) for row in changes]})
         return
     typer.echo(f"{machine.name}: {found.line()}")
+    if chosen is not None:
+        typer.echo(f"{chosen}: loses {chosen.loss:.2g} nats a token")
+        if chosen.assumed:
+            typer.echo(f"note: {_ASSUMED}")
     print_table("what lives where", found.tiers(), ("tier", "what", "bytes"))
     print_table("busy in a round", found.resources(), ("resource", "prompts", "decoding"))
     columns = ("change", "new tokens/s", "whole work")
     print_table("what would be faster, by the model alone", changes, columns)
     for warning in found.warnings():
         typer.echo(f"note: {warning}")
+
+
+def _form(
+    model: str,
+    work: WorkOptions,
+    weights: QuantOptions,
+    machine: MachineProfile,
+    workload: Workload,
+    template: Plan,
+) -> Form:
+    """The bits that a bound on the loss allows, of the fastest plan."""
+    from qoff.hf.load import exists, is_checkpoint
+    from qoff.plan.losses import assumed_forms, best_form, measured_forms
+
+    converted = exists(model) and is_checkpoint(Path(model))
+    forms = assumed_forms(converted) if work.losses is None else measured_forms(work.losses)
+    fitting = [form for form in forms if (form.weights is None) == converted]
+    if not fitting:
+        raise ArgumentError(f"{work.losses}: is a sweep of other weights than {model}'s")
+
+    @cache
+    def sizes(form: WeightForm | None) -> ModelSizes:
+        return sizes_of(model, _quantized(weights, form), machine.on_gpu)
+
+    assert work.max_kl is not None
+    return best_form(fitting, work.max_kl, sizes, machine, workload, template)[0]
+
+
+def _quantized(weights: QuantOptions, form: WeightForm | None) -> QuantOptions:
+    return weights if form is None else replace(weights, **vars(form))
 
 
 def sizes_of(model: str, weights: QuantOptions, on_gpu: bool) -> ModelSizes:
@@ -148,78 +188,6 @@ def sizes_of(model: str, weights: QuantOptions, on_gpu: bool) -> ModelSizes:
     packing = "split32" if on_gpu else "rows16"
     quant = QuantConfig(**vars(weights), packing=packing)
     return ModelSizes.of(read_object(config), quant)
-
-
-def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
-    """The machine that options describe; what they leave out is that of the one at hand.
-
-    model, folder: where the model and the spill file are, whose disks count.
-    """
-    from qoff.budgets import memory_size, resolve_device
-    from qoff.plan.machine import assumed_profile, kept_profile
-    from qoff.plan.profile import MachineProfile
-
-    if on.machine is not None:
-        machine = MachineProfile.read(on.machine)
-    else:
-        device = resolve_device(on.device)
-        machine = kept_profile(device, model, folder) or assumed_profile(device, folder)
-    if on.gpu is not None:
-        machine = _with_gpu(machine, on.gpu, on.gpu_rates)
-    elif on.host is not None and not machine.on_gpu:
-        machine = machine.with_memory(device=memory_size("--host", on.host))
-    if machine.on_gpu:
-        machine = machine.with_memory(host=memory_size("--host", on.host))
-    machine = machine.with_memory(disk=memory_size("--disk", on.disk))
-    if on.link is not None:
-        rate = rate_of("--link", on.link)
-        machine = replace(
-            machine,
-            to_device=replace(machine.to_device, bytes_per_s=rate),
-            from_device=replace(machine.from_device, bytes_per_s=rate),
-            # Memory is written and read beside what the link moves.
-            host=replace(machine.host, bytes_per_s=max(machine.host.bytes_per_s, 3 * rate)),
-        )
-    if on.disk_rate is not None:
-        rate = rate_of("--disk-rate", on.disk_rate)
-        machine = replace(machine, disk_read=replace(machine.disk_read, bytes_per_s=rate))
-    return machine
-
-
-def _with_gpu(machine: MachineProfile, size: str, rates: str) -> MachineProfile:
-    from qoff.budgets import memory_size
-    from qoff.plan.profile import Link, Processor
-
-    memory, comma, flops = rates.partition(",")
-    if not comma:
-        raise ArgumentError(f"--gpu-rates is written like 1TB/s,100T, not {rates!r}")
-    gpu = Processor.of(rate_of("--gpu-rates", memory), rate_of("--gpu-rates", flops))
-    link = Link(12e9, 1e-5)
-    host = machine.usable["host"] if machine.on_gpu else machine.usable["device"]
-    usable = {**machine.usable, "device": memory_size("--gpu", size) or 0, "host": host}
-    note = f"the GPU is taken to read its memory with {memory} and to do {flops}flop/s"
-    return replace(
-        machine,
-        name=f"a GPU of {size}",
-        on_gpu=True,
-        device=gpu,
-        to_device=link,
-        from_device=link,
-        usable=usable,
-        notes=(*machine.notes, note),
-    )
-
-
-def rate_of(option: str, text: str) -> float:
-    """Units a second, of text like 25GB/s or 100T. Raises ArgumentError."""
-    found = text.strip().removesuffix("/s").removesuffix("flop")
-    try:
-        rate = parse_size(found if found[-1:].lower() == "b" else f"{found}B")
-    except QoffError as error:
-        raise ArgumentError(f"{option}: {text!r} is not a rate; write it like 25GB/s") from error
-    if rate <= 0:
-        raise ArgumentError(f"{option}: {text!r} is not a rate above 0")
-    return float(rate)
 
 
 def _draw(path: Path, front: Callable[[], list[Point]], on_gpu: bool) -> None:

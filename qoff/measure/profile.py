@@ -34,7 +34,7 @@ from qoff.plan.profile import Curve, Link, MachineProfile, Processor
 
 from .machine import machine
 
-_LARGE, _SMALL = 8 << 20, 1 << 20  # bytes of a request
+_LARGE, _SMALL, _TINY = 8 << 20, 1 << 20, 64 << 10  # bytes of a request
 _FILE = 256 << 20  # bytes that are written and read, around the page cache
 _POOL = 64 << 20  # bytes that are read in turn, more than caches hold
 _SIZE, _GROUP = 4096, 64  # rows and columns of a matrix, columns of a group
@@ -46,7 +46,7 @@ _LEAST_S = 0.02  # of a sample
 _LEAST = 64 << 10  # bytes that files are measured with
 _PART = 4  # requests at a time beside matmuls
 _IN_FLIGHT, _MANY = 2, 128  # requests at a time, as slots are; small ones
-_BESIDE_S = 0.4  # that is computed beside a link
+_BESIDE_S = 0.3  # that is computed beside a link
 Submit = Callable[[int, int, int], Future[None]]  # offset, bytes, buffer
 
 
@@ -227,8 +227,8 @@ def _prompt(ops: Ops) -> float:
     qkv = torch.randn(tokens, (8 + 2 * 2) * 64)
 
     def read() -> None:
-        cache = PlainCache([shape], 1, tokens + 1).begin(ragged).open(0)
-        ops.attention(qkv, shape, cache, ragged)
+        cache = PlainCache([shape], 1, tokens + 1)  # a pass does not keep it
+        ops.attention(qkv, shape, cache.begin(ragged).open(0), ragged)
 
     pairs = tokens * (tokens + 1) / 2
     return seconds_of(read) / (pairs * shape.heads * shape.head_dim)
@@ -256,7 +256,8 @@ def _copies(device: torch.device) -> tuple[Link, Link]:
         with ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(1)) as pool:
             return _link(lambda at, nbytes, number: pool.submit(part, at, nbytes, number))
 
-    return link(host, there), link(there, host)
+    to_device = link(host, there)
+    return to_device, link(there, host) if on_gpu else to_device
 
 
 def _disk(folder: Path) -> tuple[Link, Link]:
@@ -293,9 +294,13 @@ def _link(submit: Submit, large: int = _LARGE) -> Link:
     _run(submit, large, _FILE // 4)
     alone = median(_run(submit, large, _MANY * large // 4) for _ in range(3)) * 4 / _MANY
     short = median(_run(submit, small, _MANY * small) for _ in range(3)) / _MANY
-    rate, taken = _beside(submit, large)
+    (rate, taken), (_, by_tiny) = _beside(submit, large), _beside(submit, _TINY)
     each = max((alone - short) / (large - small), alone / large / 2)  # seconds of a byte
-    return Link(1 / max(each, 1 / rate), max(0.0, alone - large * each), taken)
+    # Of one core: those of a byte, and of a request of any size.
+    of_byte = max(0.0, (taken * large - by_tiny * _TINY) / (large - _TINY))
+    of_request = max(0.0, _TINY * (by_tiny - of_byte))
+    request_s = max(0.0, alone - large * each)
+    return Link(1 / max(each, 1 / rate), request_s, of_byte, of_request)
 
 
 def _beside(submit: Submit, large: int) -> tuple[float, float]:

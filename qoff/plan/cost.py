@@ -230,6 +230,7 @@ class CostModel:
         for number, link in enumerate(links):
             busy[:, number] = _link_s(link, bytes_[:, number], asked[:, number])
             busy[:, _CPU] += bytes_[:, number] * link.cpu_s_per_byte / machine.cores
+            busy[:, _CPU] += asked[:, number] * link.cpu_s_per_request / machine.cores
         compute = _GPU if on_gpu else _CPU
         busy[:, compute, 0] += seconds + attention
         if on_gpu:

@@ -109,7 +109,8 @@ def assumed_profile(device: torch.device, spill: Path) -> MachineProfile:
     host = Processor.of(bytes_per_s=12e9, flops_per_s=40e9 * cores, call_s=20e-6)
     gpu = Processor.of(bytes_per_s=300e9, flops_per_s=20e12, call_s=10e-6)
     on_gpu = device.type == "cuda"
-    disk, copies = Link(5e8, 1e-4, 4e-10), Link(8e9, 1e-5, 0.0 if on_gpu else 1.25e-10)
+    disk = Link(5e8, 1e-4, 4e-10, 1e-4)
+    copies = Link(8e9, 1e-5) if on_gpu else Link(8e9, 1e-5, 1.25e-10, 1e-4)
     return MachineProfile(
         name="not measured",
         on_gpu=on_gpu,

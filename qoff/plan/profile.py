@@ -19,7 +19,7 @@ from qoff.errors import ArgumentError, FormatError
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.schema import is_number, read_object, shown
 
-VERSION = 1
+VERSION = 2
 Array = npt.NDArray[np.float64]
 Curve = tuple[tuple[float, float], ...]  # (x, y), ascending in x
 _MOST = 1e18  # of any rate
@@ -30,18 +30,21 @@ _ROWS = (1, 16, 64, 256, 1024, 4096)  # of a processor that is described by two 
 class Link:
     """bytes_per_s: of large requests, several in flight. request_s: seconds that each request adds.
 
-    cpu_s_per_byte: seconds of one core that a byte takes from what is computed on the CPU.
+    cpu_s_per_byte, cpu_s_per_request: seconds of one core that a byte, and a request whatever its
+    size, take from what is computed on the CPU: threads are woken, and interrupt others.
     Raises ArgumentError for what is no rate.
     """
 
     bytes_per_s: float
     request_s: float = 0.0
     cpu_s_per_byte: float = 0.0
+    cpu_s_per_request: float = 0.0
 
     def __post_init__(self) -> None:
         _check("bytes_per_s", self.bytes_per_s)
         _check("request_s", self.request_s, zero=True)
         _check("cpu_s_per_byte", self.cpu_s_per_byte, zero=True)
+        _check("cpu_s_per_request", self.cpu_s_per_request, zero=True)
 
     def seconds(self, nbytes: float, requests: float) -> float:
         """Seconds that the link is busy."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
 from qoff.cli.main import app
+from qoff.kernels.cpu import ops
 from qoff.measure import profile as measuring
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.saved import read_plan
@@ -80,6 +82,24 @@ def test_a_model_without_weights_on_a_gpu_that_is_not_here(config: Path) -> None
     assert "what lives where" in found.stdout
 
 
+def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -> None:
+    def form(*options: object) -> dict[str, Any]:
+        found = run("plan", config, "--machine", here, *WORK, "--json", *options)
+        assert found.exit_code == 0, found.output
+        kept: dict[str, Any] = json.loads(found.stdout)["form"]
+        return kept
+
+    assert form("--max-kl", 1)["form"].startswith("weights of 4 bits in groups of 64")
+    close = form("--max-kl", 0.007)
+    assert "8 bits" in close["form"]
+    assert close["kl"] <= 0.007
+    cell = {"weights": "4 bits, group 32, hqq", "kv": "8,4, window 64", "mean_kl": 0.004}
+    other = {"weights": "4 bits, group 64, rtn", "kv": "4,4, window 64", "mean_kl": 0.5}
+    (tmp_path / "results.json").write_text(json.dumps([cell, other]))
+    measured = form("--max-kl", 0.007, "--losses", tmp_path)
+    assert (measured["kl"], "groups of 32, hqq" in measured["form"]) == (0.004, True)
+
+
 def test_memory_by_the_formulas(config: Path) -> None:
     found = run("plan", config, "--memory", "--json")
     assert found.exit_code == 0, found.output
@@ -99,6 +119,8 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--objective", "speed"], "objective"),
         (["--kv", "none"], "--kv"),
         (["--prompt", "100000"], "more than the"),
+        (["--max-kl", "0.001"], "8 bits"),
+        (["--max-kl", "1", "--losses", "/dev/null"], "sweep"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -110,6 +132,10 @@ def test_what_is_wrong_is_one_line(
     assert found.exit_code == 1
     assert what in found.output
     assert found.output.count("\n") == 1
+
+
+def test_prompts_are_measured() -> None:
+    assert measuring._prompt(ops) > 0
 
 
 def test_measuring_keeps_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,13 +54,16 @@ class VirtualLink:
     ) -> None:
         self._clock, self._stolen, self._through = clock, stolen, through
         self.rate, self._request_s = link.bytes_per_s, link.request_s
-        self._taken = link.cpu_s_per_byte / cores
+        self._taken, self._asked = link.cpu_s_per_byte / cores, link.cpu_s_per_request / cores
         self._free_at = 0.0
         self.bytes = 0
 
     def ask(self) -> None:
         """A request more, whatever it moves."""
-        self._free_at = max(self._clock.now(), self._free_at) + self._request_s
+        now = self._clock.now()
+        self._free_at = max(now, self._free_at) + self._request_s
+        if self._stolen is not None:
+            self._stolen.add(now, now + self._asked, self._asked)
 
     def start(self, nbytes: int) -> float:
         """Have bytes moved behind all others; when they will have arrived."""

@@ -1,0 +1,101 @@
+"""The machine that `qoff plan` plans for, of its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typer import Option
+
+from qoff.errors import ArgumentError, QoffError
+from qoff.units import parse_size
+
+if TYPE_CHECKING:
+    from qoff.plan.profile import MachineProfile
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """A machine: the one at hand, one from a file, or one of given sizes and rates."""
+
+    machine: Path | None = Option(None, help="A machine that qoff env --measure --save wrote.")
+    gpu: str | None = Option(None, help="Memory of a GPU that need not be here, like 24GiB.")
+    gpu_rates: str = Option("1TB/s,100T", help="Its memory, and its arithmetic in flop/s.")
+    host: str | None = Option(None, help="Host memory that may be used, like 64GiB.")
+    disk: str | None = Option(None, help="Free disk, like 1TB.")
+    link: str | None = Option(None, help="From host to GPU, like 25GB/s.")
+    disk_rate: str | None = Option(None, help="Reads of the disk, like 3GB/s.")
+    device: str = Option("auto", help="What computes here: cpu, or a GPU such as cuda.")
+
+
+def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
+    """The machine that options describe; what they leave out is that of the one at hand.
+
+    model, folder: where the model and the spill file are, whose disks count.
+    """
+    from qoff.budgets import memory_size, resolve_device
+    from qoff.plan.machine import assumed_profile, kept_profile
+    from qoff.plan.profile import MachineProfile
+
+    if on.machine is not None:
+        machine = MachineProfile.read(on.machine)
+    else:
+        device = resolve_device(on.device)
+        machine = kept_profile(device, model, folder) or assumed_profile(device, folder)
+    if on.gpu is not None:
+        machine = _with_gpu(machine, on.gpu, on.gpu_rates)
+    elif on.host is not None and not machine.on_gpu:
+        machine = machine.with_memory(device=memory_size("--host", on.host))
+    if machine.on_gpu:
+        machine = machine.with_memory(host=memory_size("--host", on.host))
+    machine = machine.with_memory(disk=memory_size("--disk", on.disk))
+    if on.link is not None:
+        rate = rate_of("--link", on.link)
+        machine = replace(
+            machine,
+            to_device=replace(machine.to_device, bytes_per_s=rate),
+            from_device=replace(machine.from_device, bytes_per_s=rate),
+            # Memory is written and read beside what the link moves.
+            host=replace(machine.host, bytes_per_s=max(machine.host.bytes_per_s, 3 * rate)),
+        )
+    if on.disk_rate is not None:
+        rate = rate_of("--disk-rate", on.disk_rate)
+        machine = replace(machine, disk_read=replace(machine.disk_read, bytes_per_s=rate))
+    return machine
+
+
+def _with_gpu(machine: MachineProfile, size: str, rates: str) -> MachineProfile:
+    from qoff.budgets import memory_size
+    from qoff.plan.profile import Link, Processor
+
+    memory, comma, flops = rates.partition(",")
+    if not comma:
+        raise ArgumentError(f"--gpu-rates is written like 1TB/s,100T, not {rates!r}")
+    gpu = Processor.of(rate_of("--gpu-rates", memory), rate_of("--gpu-rates", flops))
+    link = Link(12e9, 1e-5)
+    host = machine.usable["host"] if machine.on_gpu else machine.usable["device"]
+    usable = {**machine.usable, "device": memory_size("--gpu", size) or 0, "host": host}
+    note = f"the GPU is taken to read its memory with {memory} and to do {flops}flop/s"
+    return replace(
+        machine,
+        name=f"a GPU of {size}",
+        on_gpu=True,
+        device=gpu,
+        to_device=link,
+        from_device=link,
+        usable=usable,
+        notes=(*machine.notes, note),
+    )
+
+
+def rate_of(option: str, text: str) -> float:
+    """Units a second, of text like 25GB/s or 100T. Raises ArgumentError."""
+    found = text.strip().removesuffix("/s").removesuffix("flop")
+    try:
+        rate = parse_size(found if found[-1:].lower() == "b" else f"{found}B")
+    except QoffError as error:
+        raise ArgumentError(f"{option}: {text!r} is not a rate; write it like 25GB/s") from error
+    if rate <= 0:
+        raise ArgumentError(f"{option}: {text!r} is not a rate above 0")
+    return float(rate)

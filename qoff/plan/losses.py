@@ -1,0 +1,140 @@
+"""The fastest plan whose bits of weights and KV cache lose no more than a bound.
+
+Losses are KL from the model in floats, nats a token: those of a sweep of the same model
+(`qoff eval MODEL --sweep`), or, assumed, those of docs/accuracy.md, of a model of 135M parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qoff.errors import ArgumentError, BudgetError, FormatError
+from qoff.kvcache import KVQuant
+from qoff.schema import is_number
+
+from .certify import Certified
+from .manual import Plan
+from .profile import MachineProfile
+from .search import find_plan
+from .sizes import ModelSizes
+from .workload import Workload
+
+_WEIGHTS = {(4, 64): 0.080, (4, 32): 0.060, (8, 32): 0.0002}  # gptq, weights off their grid; rtn
+_CACHES = {(4, 4): 0.0232, (8, 4): 0.0061}  # of the text that loses more
+_WEIGHTS_NAME = re.compile(r"(\d) bits, group (\d+), (\w+)")
+_CACHE_NAME = re.compile(r"(\d),(\d), window (\d+)")
+_AS_THEY_ARE = "as they are"
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """How weights are quantized, by the fields of `QuantConfig`."""
+
+    bits: int
+    group_size: int
+    solver: str
+
+    def __str__(self) -> str:
+        return f"weights of {self.bits} bits in groups of {self.group_size}, {self.solver}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is stored in how many bits, and what it loses.
+
+    weights: None for those of a checkpoint as they are.
+    """
+
+    weights: WeightForm | None
+    kv: KVQuant
+    loss: float
+    assumed: bool = False
+
+    def __str__(self) -> str:
+        weights = "weights as they are" if self.weights is None else str(self.weights)
+        return f"{weights}, KV cache of {self.kv.k_bits},{self.kv.v_bits} bits"
+
+
+def assumed_forms(converted: bool) -> list[Form]:
+    """Those of docs/accuracy.md; losses of weights and cache are added.
+
+    converted: the weights are what they are, and only the cache counts.
+    """
+    caches = {KVQuant(*bits): loss for bits, loss in _CACHES.items()}
+    if converted:
+        return [Form(None, kv, loss, True) for kv, loss in caches.items()]
+    weights = {WeightForm(*f, "gptq" if f[0] < 8 else "rtn"): x for f, x in _WEIGHTS.items()}
+    return [Form(f, kv, a + b, True) for f, a in weights.items() for kv, b in caches.items()]
+
+
+def measured_forms(path: Path) -> list[Form]:
+    """The cells of a sweep with a packed KV cache; path: its folder, or its JSON.
+
+    Raises FormatError for a file that is none, or has no such cell with a loss.
+    """
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        cells = json.loads(file.read_text())
+        found = [form for cell in cells if (form := _form(cell)) is not None]
+    except (OSError, ValueError, TypeError, AttributeError, ArgumentError) as error:
+        raise FormatError(f"{file}: is no result of qoff eval --sweep ({error})") from error
+    if not found:
+        raise FormatError(
+            f"{file}: no cell has a packed KV cache and a KL; measure with qoff eval MODEL --sweep "
+            "--reference MODEL"
+        )
+    return found
+
+
+def _form(cell: Mapping[str, Any]) -> Form | None:
+    cache, loss = _CACHE_NAME.fullmatch(cell.get("kv", "")), cell.get("mean_kl")
+    if cache is None or not is_number(loss):
+        return None
+    kv = KVQuant(*map(int, cache.groups()))
+    if cell["weights"] == _AS_THEY_ARE:
+        return Form(None, kv, float(loss))
+    weights = _WEIGHTS_NAME.fullmatch(cell["weights"])
+    if weights is None:
+        return None
+    bits, group, solver = weights.groups()
+    return Form(WeightForm(int(bits), int(group), solver), kv, float(loss))
+
+
+def best_form(
+    forms: Sequence[Form],
+    most: float,
+    sizes_of: Callable[[WeightForm | None], ModelSizes],
+    machine: MachineProfile,
+    workload: Workload,
+    template: Plan,
+) -> tuple[Form, Certified]:
+    """The form that loses at most `most` and has the fastest plan, with this plan.
+
+    Of those as fast, the one that loses least. Raises ArgumentError where all lose more,
+    BudgetError where no plan of any fits.
+    """
+    allowed = [form for form in forms if form.loss <= most]
+    if not allowed:
+        least = min(forms, key=lambda form: form.loss)
+        raise ArgumentError(
+            f"a loss of at most {most:g} nats a token is less than that of any form: {least} loses "
+            f"{least.loss:.2g}; allow that"
+        )
+    found, refusal = list[tuple[Form, Certified]](), BudgetError("")
+    for form in allowed:
+        try:
+            one = find_plan(
+                sizes_of(form.weights), machine, workload, replace(template, kv=form.kv)
+            )
+        except BudgetError as error:
+            refusal = error
+            continue
+        found.append((form, one))
+    if not found:
+        raise refusal
+    return min(found, key=lambda one: (round(one[1].seconds, 6), one[0].loss))
