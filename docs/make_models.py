@@ -12,7 +12,7 @@ from qoff.models.convert.convert import open_source
 from qoff.models.families import FAMILIES, SOURCES, converted
 from qoff.models.spec import DecoderSpec
 from tests.module_models import MODULES
-from tests.tiny_models import FAMILIES as TESTED
+from tests.tiny_families import FAMILIES as TESTED
 from tests.tiny_models import save_model
 
 PATH = Path(__file__).with_name("models.md")
@@ -74,7 +74,7 @@ _TRAITS = {
     "deepseek_v3": "DeepSeek V3: latent attention, groups of experts, a shared expert",
     "jamba": "Jamba: Mamba and attention in turn, experts",
     "gpt2": "GPT-2: transposed linear layers, learned positions",
-    "cohere2": "Command R7B: attention and MLP side by side, sliding windows, scaled logits",
+    "vaultgemma": "VaultGemma: sliding windows, capped logits",
     "falcon_h1": "Falcon H1: Mamba 2 and attention side by side",
     "mamba2": "Mamba 2: no attention",
 }
@@ -90,7 +90,7 @@ def table() -> str:
         for key in tested:
             traits |= dict.fromkeys(_traits(_spec(key)))
         if name in SOURCES:
-            traits = {"those of `gemma3_text`, which it becomes": None}
+            traits = {"those of its language model, which it becomes": None}
         rows.append((f"`{name}`", family.models, "; ".join(traits), ", ".join(tested)))
     native = "".join("| " + " | ".join(row) + " |\n" for row in rows)
     others = "".join(f"- `{name}`: {_TRAITS[name]}\n" for name in MODULES)
@@ -126,8 +126,11 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "attention and MLP side by side": spec.parallel,
         "scaled embeddings": spec.embedding_scale != 1,
         "scaled residuals": spec.residual_scale != 1,
+        "scaled logits": spec.logit_scale != 1,
         "tied embeddings": spec.tie_word_embeddings,
         "experts": spec.experts is not None,
+        "routers with a correction": spec.experts is not None and spec.experts.correction,
+        "groups of experts": spec.experts is not None and spec.experts.groups > 1,
         "a shared expert": spec.experts is not None and spec.experts.shared_size,
     }
     activation = spec.activation if spec.experts is None else spec.experts.activation

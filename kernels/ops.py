@@ -17,6 +17,7 @@ from .layout.low_rank import LowRanks
 from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
+from .layout.routing import Routing
 
 
 class WorkReplay(Protocol):
@@ -78,7 +79,7 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def route(
-        self, scores: Tensor, top_k: int, softmax: str = "all", normalized: bool = False
+        self, scores: Tensor, routing: Routing, correction: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     def experts(

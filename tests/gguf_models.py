@@ -36,13 +36,24 @@ ARCHITECTURES = {  # by model_type
     "gemma2": ARCH.GEMMA2,
     "gemma3_text": ARCH.GEMMA3,
     "gpt_neox": ARCH.GPTNEOX,
+    "cohere2": ARCH.COHERE2,
+    "exaone4": ARCH.EXAONE4,
+    "seed_oss": ARCH.SEED_OSS,
+    "ernie4_5": ARCH.ERNIE4_5,
     "starcoder2": ARCH.STARCODER2,
     "qwen2_moe": ARCH.QWEN2MOE,
     "qwen3_moe": ARCH.QWEN3MOE,
     "gpt_oss": ARCH.GPT_OSS,
+    "olmoe": ARCH.OLMOE,
+    "granitemoe": ARCH.GRANITE_MOE,
+    "glm4_moe": ARCH.GLM4_MOE,
+    "dots1": ARCH.DOTS1,
+    "minimax_m2": ARCH.MINIMAXM2,
+    "ernie4_5_moe": ARCH.ERNIE4_5_MOE,
 }
 _SUFFIXES = (".weight", ".bias")
-_PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+_PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe")
+_SIGMOID = ("glm4_moe", "dots1", "minimax_m2")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -56,6 +67,13 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "sliding_window": "attention.sliding_window",
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
@@ -176,8 +194,11 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if model_type == "gemma3_text":
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["attention.sliding_window_pattern"] = slides
-    if model_type == "gpt_oss":
+    if model_type in ("gpt_oss", "minimax_m2"):
         found["expert_feed_forward_length"] = config["intermediate_size"]
+    if model_type in _SIGMOID:
+        found["expert_gating_func"] = 2
+        found |= {"expert_weights_norm": config["norm_topk_prob"]} if "n_group" in config else {}
     return found
 
 
@@ -190,6 +211,12 @@ def _renamed(
         one = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
         if one is not None:
             stacks.setdefault(f"{one[1]}.{one[3]}.weight", {})[int(one[2])] = values
+        elif name.endswith("e_score_correction_bias"):
+            yield name.replace("_bias", ".bias"), values.flatten()
+        elif "block_sparse_moe.input_linear" in name:
+            stem = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
+            for which, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield stem.format(which), part
         elif ".mlp.experts." in name:
             yield from _gpt_oss_experts(name, values)
         elif name.endswith(".sinks"):

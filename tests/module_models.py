@@ -16,7 +16,8 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.convert.convert import convert
 from qoff.models.modules.structure import CACHE_ARGUMENTS, Structure, UnitWeight, matrices_of
-from tests.tiny_models import BOS, EOS, PAD, QUANT, TINY, save_tokenizer
+from tests.tiny_families import BOS, EOS, PAD, TINY
+from tests.tiny_models import QUANT, save_tokenizer
 
 HYBRID_JAMBA: dict[str, Any] = {
     "model_type": "jamba",
@@ -47,10 +48,13 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "jamba": HYBRID_JAMBA,
     "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": 80},
-    "cohere2": {
-        "model_type": "cohere2",
+    "vaultgemma": {
+        "model_type": "vaultgemma",
+        "head_dim": 16,
         "tie_word_embeddings": True,
-        "logit_scale": 0.3,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": 5.0,
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
@@ -84,7 +88,7 @@ HEADS_OF_64: dict[str, Any] = {
 PACKABLE: dict[str, dict[str, Any]] = {
     "stablelm-head64": {"model_type": "stablelm", **HEADS_OF_64},
     "gpt2-head64": {"model_type": "gpt2", **HEADS_OF_64, "n_inner": 80},
-    "cohere2-head64": {**MODULES["cohere2"], **HEADS_OF_64, "sliding_window": 90},
+    "vaultgemma-head64": {**MODULES["vaultgemma"], **HEADS_OF_64, "sliding_window": 90},
     "jamba-head64": {**HYBRID_JAMBA, **HEADS_OF_64},
 }
 

@@ -37,181 +37,9 @@ from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
+from tests.tiny_families import BOS, EOS, FAMILIES, PAD, TINY, VOCAB
 
 QUANT = QuantConfig(group_size=32, solver="rtn")
-VOCAB = 128
-PAD, BOS, EOS = 0, 1, 2
-TINY: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "tie_word_embeddings": False,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "num_hidden_layers": 4},
-    "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "llama-gqa-tied": {
-        "model_type": "llama",
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_hidden_layers": 5,
-        "vocab_size": 130,  # no multiple of 16
-        "tie_word_embeddings": True,
-    },
-    "llama-head64": {"model_type": "llama", "head_dim": 64, "num_key_value_heads": 2},
-    "llama-head64-deep": {
-        "model_type": "llama",
-        "head_dim": 64,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 6,
-    },
-    "llama3-rope": {"model_type": "llama", "head_dim": 32, "rope_parameters": LLAMA3_ROPE},
-    "mistral-window": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 7},
-    "qwen2": {"model_type": "qwen2", "hidden_size": 128, "num_key_value_heads": 2},
-    "qwen2-window": {
-        "model_type": "qwen2",
-        "num_hidden_layers": 3,
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "max_window_layers": 1,
-    },
-    "qwen3-tied": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 4,
-        "hidden_size": 96,
-        "head_dim": 32,  # 4 heads of 32 are wider than the model
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "smollm3": {
-        "model_type": "smollm3",
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "no_rope_layer_interval": 2,
-    },
-    "phi3": {"model_type": "phi3", "num_key_value_heads": 2, "sliding_window": 9},
-    "phi4-partial": {
-        "model_type": "phi3",
-        "hidden_size": 128,
-        "num_key_value_heads": 2,
-        "partial_rotary_factor": 0.75,
-        "tie_word_embeddings": True,
-    },
-    "phi3-longrope": {
-        "model_type": "phi3",
-        "rope_scaling": {
-            "type": "longrope",
-            "short_factor": [1.0 + i / 8 for i in range(8)],
-            "long_factor": [2.0 + i for i in range(8)],
-        },
-        "original_max_position_embeddings": 64,
-    },
-    "granite": {
-        "model_type": "granite",
-        "embedding_multiplier": 6.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 3.0,
-    },
-    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2},
-    "cohere": {
-        "model_type": "cohere",
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "logit_scale": 0.3,
-    },
-    "glm": {"model_type": "glm", "head_dim": 32, "num_key_value_heads": 2},
-    "glm4": {"model_type": "glm4", "head_dim": 32, "num_key_value_heads": 2},
-    "gemma": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
-    "gemma2": {
-        "model_type": "gemma2",
-        "head_dim": 32,
-        "num_key_value_heads": 2,
-        "query_pre_attn_scalar": 24,
-        "sliding_window": 6,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 5.0,
-        "tie_word_embeddings": True,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "head_dim": 32,
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "num_key_value_heads": 1,
-        "query_pre_attn_scalar": 24,
-        "sliding_window": 6,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-    "opt": {"model_type": "opt", "ffn_dim": 96, "tie_word_embeddings": True},
-    "opt-350m": {
-        "model_type": "opt",
-        "ffn_dim": 96,
-        "do_layer_norm_before": False,
-        "word_embed_proj_dim": 64,
-    },
-    "gpt-neox": {"model_type": "gpt_neox", "hidden_size": 128, "rotary_pct": 0.25},
-    "gpt-neox-serial": {
-        "model_type": "gpt_neox",
-        "hidden_size": 128,
-        "attention_bias": False,
-        "use_parallel_residual": False,
-    },
-    "starcoder2": {
-        "model_type": "starcoder2",
-        "num_key_value_heads": 2,
-        "sliding_window": 8,
-        "tie_word_embeddings": True,
-    },
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 2},
-    "qwen3-moe": {
-        "model_type": "qwen3_moe",
-        "head_dim": 32,
-        "num_key_value_heads": 2,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 4,
-        "decoder_sparse_step": 2,
-    },
-    "qwen2-moe": {
-        "model_type": "qwen2_moe",
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-        "mlp_only_layers": [0],
-    },
-    "gpt-oss": {
-        "model_type": "gpt_oss",
-        "head_dim": 32,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 8,
-    },
-}
-EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]
 
 
 def save_model(directory: Path, family: str = "llama", **changes: Any) -> None:
@@ -222,6 +50,9 @@ def save_model(directory: Path, family: str = "llama", **changes: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=float("norm" in name), std=0.1)
+        for name, buffer in model.named_buffers():
+            if "correction" in name:
+                buffer.normal_(std=0.1)
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(directory)
 

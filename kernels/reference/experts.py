@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.qexperts import ExpertsMlp
+from qoff.kernels.layout.routing import NEVER_ZERO, Routing
 
 from .linear import activated, gate_and_up
 
@@ -24,20 +25,30 @@ def activate(z: Tensor, activation: str) -> Tensor:
 
 
 def route(
-    scores: Tensor, top_k: int, softmax: str = "all", normalized: bool = False
+    scores: Tensor, routing: Routing, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Experts of each token, int64 [M, top_k], best first, and their weights, float32 [M, top_k].
 
-    scores: [M, E], of a router. The weights are the softmax of all scores ("all") or of the best
-    ("topk"); normalized: they are divided by their sum.
+    scores: [M, E], of a router. correction: [E]. `Routing` says what becomes of them.
     """
-    scores = scores.float()
-    if softmax == "all":
-        scores = scores.softmax(-1)
-    weights, ids = scores.topk(top_k, dim=-1)
-    if softmax == "topk":
+    shares = scores.float()
+    if routing.shares == "all":
+        shares = shares.softmax(-1)
+    elif routing.shares == "sigmoid":
+        shares = shares.sigmoid()
+    merits = shares if correction is None else shares + correction.float()
+    if routing.groups > 1:
+        grouped = merits.unflatten(1, (routing.groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
+        others = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        merits = grouped.masked_fill(others[..., None], -torch.inf).flatten(1)
+    ids = merits.topk(routing.top_k, dim=-1).indices
+    weights = shares.gather(1, ids)
+    if routing.shares == "topk":
         weights = weights.softmax(-1)
-    return ids, weights / weights.sum(-1, keepdim=True) if normalized else weights
+    if routing.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + NEVER_ZERO)
+    return ids, weights * routing.scale if routing.scale != 1 else weights
 
 
 def experts(

@@ -41,6 +41,7 @@ ROW_BLOCK = 16
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
 POSITIONS = "embed_positions"  # of layer 0
 ROUTER, SHARED_GATE = "mlp.router", "mlp.shared_expert_gate"
+CORRECTION = "mlp.router.correction"  # of what experts are chosen by
 
 Order = Callable[[Tensor], Tensor]
 
@@ -251,6 +252,10 @@ class _Layer:
         hidden, parts = self._spec.hidden_size, (self._part(ROUTER, experts.count),)
         router, *bias = _linear(ROUTER, parts, hidden, experts.router_bias)
         yield from bias
+        if experts.correction:
+            source, count = self._source(CORRECTION, ""), experts.count
+            flat = count if self._names.correction_of_groups else None
+            yield Weight(CORRECTION, (Part(source, count, flat=flat),))
         if self._names.stacked_experts:
             yield from self._stacked(experts)
         else:

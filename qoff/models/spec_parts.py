@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qoff.errors import UnsupportedModelError
+from qoff.errors import OpError, UnsupportedModelError
+from qoff.kernels.layout.routing import Routing
 from qoff.schema import is_number, shown
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
@@ -53,16 +54,19 @@ class ExpertsSpec:
     """A mixture of experts in place of the MLP, in some layers.
 
     A linear router scores all experts for each token; the `top_k` best of them compute, and their
-    outputs are added up, weighted by the softmax of the scores of all experts ("all") or of the
-    best ones ("topk"). normalized: the weights are divided by their sum.
+    outputs are added up, weighted as `Routing` has it.
     """
 
     count: int
     top_k: int  # experts of a token
     intermediate_size: int
     layers: tuple[bool, ...]  # per layer: whether it has experts; otherwise it has an MLP
-    softmax: Literal["all", "topk"] = "all"
+    shares: Literal["all", "topk", "sigmoid"] = "all"
     normalized: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    correction: bool = False  # of the shares as experts are chosen
     activation: str = "silu"
     router_bias: bool = False
     bias: bool = False  # of the experts' matrices
@@ -81,6 +85,22 @@ class ExpertsSpec:
             )
         if self.activation not in EXPERT_ACTIVATIONS:
             raise unsupported("hidden_act", self.activation, ", ".join(EXPERT_ACTIVATIONS))
+        try:
+            self.routing.check(self.count)
+        except OpError as error:
+            raise UnsupportedModelError(f"config.json: {error}; correct n_group") from error
+
+    @property
+    def routing(self) -> Routing:
+        """How the router's scores choose experts."""
+        return Routing(
+            self.top_k, self.shares, self.normalized, self.groups, self.top_groups, self.scale
+        )
+
+    @property
+    def judged(self) -> bool:
+        """Whether experts are chosen by other numbers than the router's scores."""
+        return self.shares == "sigmoid" or self.correction or self.groups > 1
 
 
 def unsupported(key: str, found: object, supported: str) -> UnsupportedModelError:

@@ -19,7 +19,8 @@ from qoff.hf.load import load
 from qoff.kvcache import KVQuant
 from qoff.measure.samples import Samples
 from qoff.models.runtime import Runtime
-from tests.tiny_models import VOCAB, reference_model, tiny_checkpoint
+from tests.tiny_families import VOCAB
+from tests.tiny_models import reference_model, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.cli.main import app
 from tests.module_models import module_checkpoint
-from tests.tiny_models import EOS, QUANT, load_budgets, tiny_checkpoint, tiny_model
+from tests.tiny_families import EOS
+from tests.tiny_models import QUANT, load_budgets, tiny_checkpoint, tiny_model
 
 # What `generate` and `eval` do not use with qoff's own decoder, and what it would take: 120 MB.
 UNUSED = {

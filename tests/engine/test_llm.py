@@ -26,8 +26,9 @@ from qoff.models.convert.convert import convert
 from qoff.models.native.decoder import Decoder
 from qoff.plan import Plan
 from tests.instruments import POISON
-from tests.tiny_models import EOS, budgets, save_model, tiny_checkpoint
+from tests.tiny_families import EOS
 from tests.tiny_models import QUANT as TINY_QUANT
+from tests.tiny_models import budgets, save_model, tiny_checkpoint
 
 LETTERS = random.Random(3)
 PROMPTS = [

@@ -21,15 +21,16 @@ from qoff.plan import Plan
 from tests.engine.test_allocations import Peak
 from tests.instruments import POISON
 from tests.module_models import module_checkpoint
-from tests.tiny_models import VOCAB, budgets, refused
+from tests.tiny_families import VOCAB
+from tests.tiny_models import budgets, refused
 
 KV = KVQuant(window=16)
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PLAN = Plan(batch_size=2, batches=2, context=120, prefill_tokens=100, kv=KV)
-PLAIN = ["bloom", "deepseek_v3", "jamba", "cohere2", "falcon_h1", "mamba2"]
+PLAIN = ["bloom", "deepseek_v3", "jamba", "vaultgemma", "falcon_h1", "mamba2"]
 RECURRENT = ["jamba", "falcon_h1", "mamba2"]
 WORKSPACES = ("workspace", "tiled_workspace")
-PACKED = ["gpt2-head64", "cohere2-head64", "jamba-head64"]
+PACKED = ["gpt2-head64", "vaultgemma-head64", "jamba-head64"]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_the_answers_are_those_of_generate(base: Path, name: str) -> None:
     ("name", "changes"),
     [
         ("bloom", {"prefill_tokens": 7, "schedule": "sequential"}),
-        ("cohere2", {"prefill_tokens": 40, "batches": 1, "batch_size": 5}),
+        ("vaultgemma", {"prefill_tokens": 40, "batches": 1, "batch_size": 5}),
         ("jamba-head64", {"kv_placement": KVPlacement(0, 0.5)}),
         ("gpt2-head64", {"kv_placement": KVPlacement(0, 0), "batches": 3}),
     ],
@@ -83,7 +84,7 @@ def test_the_answers_do_not_depend_on_the_plan(
     assert answers(path, replace(PLAN, **changes)) == alone(path, KV if name in PACKED else None)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "falcon_h1", "cohere2-head64"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "falcon_h1", "vaultgemma-head64"])
 def test_weights_stream_within_the_budget(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)
     with LLM(path, PLAN, device="cpu") as llm:
@@ -120,7 +121,7 @@ def test_layers_larger_than_a_slot_come_in_tiles(
     assert found == alone(path, KV if name in PACKED else None)
 
 
-@pytest.mark.parametrize("name", ["bloom", "jamba", "gpt2-head64", "cohere2"])
+@pytest.mark.parametrize("name", ["bloom", "jamba", "gpt2-head64", "vaultgemma"])
 def test_no_more_is_allocated_than_is_counted(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)
     with Peak() as peak, LLM(path, PLAN, device="cpu") as llm:

@@ -17,7 +17,8 @@ from qoff.engine.sampling import LogitsRow, Sampler
 from qoff.kernels import sampling
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
-from tests.tiny_models import EOS, reference_model, tiny_checkpoint
+from tests.tiny_families import EOS
+from tests.tiny_models import reference_model, tiny_checkpoint
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.9, -1.0, 1.0, 0.0])

@@ -41,7 +41,8 @@ from qoff.models.convert.unconverted import Unconverted
 from qoff.models.runtime import Runtime
 from qoff.models.sources import open_source
 from tests.module_models import module_source
-from tests.tiny_models import VOCAB, reference_model, save_gguf, tiny_checkpoint, tiny_model
+from tests.tiny_families import VOCAB
+from tests.tiny_models import reference_model, save_gguf, tiny_checkpoint, tiny_model
 
 FAMILY, MIXTURE = "llama-head64", "qwen3-moe"
 

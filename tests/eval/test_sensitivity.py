@@ -16,7 +16,8 @@ from qoff.models.convert.unconverted import Unconverted
 from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
 from tests.models.test_convert_gguf import Model as GGUFModel
-from tests.tiny_models import VOCAB, save_model, tiny_model
+from tests.tiny_families import VOCAB
+from tests.tiny_models import save_model, tiny_model
 
 RTN = QuantConfig(group_size=32, solver="rtn")
 FORMATS = (Format(4, 128), Format(4, 64), Format(4, 32), Format(8, 64))

@@ -21,7 +21,8 @@ from qoff.eval.sweep.cells import CellResult, as_csv, as_json, draw, markdown, p
 from qoff.eval.sweep.grid import Cell, Grid
 from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.hf.load import load_tokenizer
-from tests.tiny_models import VOCAB, tiny_checkpoint, tiny_model
+from tests.tiny_families import VOCAB
+from tests.tiny_models import tiny_checkpoint, tiny_model
 
 GRID = "bits=4,8 group=32 solver=rtn kv=float,4:4"
 

@@ -16,7 +16,8 @@ import qoff
 from qoff.errors import ArgumentError, OpError
 from qoff.kvcache import KVQuant, PackedCache, PlainCache
 from qoff.kvcache.quant import KVBits
-from tests.tiny_models import PAD, tiny_checkpoint
+from tests.tiny_families import PAD
+from tests.tiny_models import tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, assert_close
 
 WINDOW = 16

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 import qoff
 from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.dispatch.units import units_of
-from tests.tiny_models import TINY
+from tests.tiny_families import TINY
 
 SIZES = {**TINY, "num_hidden_layers": 5}
 LLAMA = {**SIZES, "model_type": "llama"}

@@ -21,7 +21,8 @@ from transformers import (
 
 import qoff
 from qoff.errors import QoffError
-from tests.tiny_models import EOS, load_budgets
+from tests.tiny_families import EOS
+from tests.tiny_models import load_budgets
 
 NEW = 12
 PROMPTS = ["Hello", "a much longer prompt, of 40 characters..", "?"]

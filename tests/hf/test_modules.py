@@ -68,7 +68,7 @@ def _refusal(base: Path, cache: Any) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["stablelm-head64", "cohere2-head64", "jamba-head64"])
+@pytest.mark.parametrize("name", ["stablelm-head64", "vaultgemma-head64", "jamba-head64"])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_qoffs_own_cache_generates_what_transformers_does(
     base: Path, name: str, beams: int

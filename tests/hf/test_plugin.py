@@ -28,7 +28,8 @@ from qoff.hf.packed.derived import QoffEmbedding
 from qoff.hf.packed.linear import QoffLinear
 from qoff.hf.plugin.install import packed_modules
 from qoff.kernels.layout.qtensor import QTensor
-from tests.tiny_models import EXPERTS, FAMILIES, reference_model, tiny_checkpoint, tiny_model
+from tests.tiny_families import EXPERTS, FAMILIES
+from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 20, 21]])

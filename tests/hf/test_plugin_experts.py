@@ -16,7 +16,8 @@ from qoff.errors import FormatError, OpError, UnsupportedModelError
 from qoff.hf.packed.derived import QoffRouter
 from qoff.hf.packed.experts import PackedExperts, QoffExperts
 from tests.module_models import module_source
-from tests.tiny_models import EXPERTS, reference_model, tiny_checkpoint, tiny_model
+from tests.tiny_families import EXPERTS
+from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 20, 21]])

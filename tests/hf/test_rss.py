@@ -16,7 +16,8 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.names import layer_prefix, layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
 from tests.kernels.operands import random_weight
-from tests.tiny_models import VOCAB, save_tokenizer, tiny_checkpoint
+from tests.tiny_families import VOCAB
+from tests.tiny_models import save_tokenizer, tiny_checkpoint
 
 BUDGET = 16 << 20
 SLACK = 12 << 20  # stacks of threads, bounce buffers, allocators

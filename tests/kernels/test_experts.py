@@ -19,6 +19,7 @@ from qoff.kernels.cpu.moe.route import route
 from qoff.kernels.layout.ending import GATED_SILU
 from qoff.kernels.layout.qexperts import ACTIVATIONS, ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.routing import Routing
 from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_experts, random_weight
 from tests.tolerances import INT8_EXPERTS, INT16_EXPERTS, RELATIVE_RMS, assert_close, relative_rms
@@ -288,20 +289,68 @@ def test_parts_that_do_not_fit() -> None:
         replace(gate_up, bits=8)
 
 
-@pytest.mark.parametrize("softmax", ["all", "topk"])
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("count", [3, 60])
-def test_routes_are_those_of_the_reference(softmax: str, normalized: bool, count: int) -> None:
+ROUTINGS = [
+    Routing(3),
+    Routing(3, normalized=True),
+    Routing(3, "topk"),
+    Routing(3, "sigmoid", normalized=True, scale=2.5),
+    Routing(3, "sigmoid"),
+    Routing(3, normalized=True, groups=6, top_groups=2),
+    Routing(3, "sigmoid", normalized=True, groups=6, top_groups=3, scale=0.5),
+]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("count", [12, 60])
+def test_routes_are_those_of_the_reference(routing: Routing, corrected: bool, count: int) -> None:
     scores = torch.randn(7, 100)[:, :count]
-    expected = reference_ops.route(scores, 3, softmax, normalized)
-    ids, weights = route(scores, 3, softmax, normalized)
+    correction = torch.randn(count) if corrected else None
+    expected = reference_ops.route(scores, routing, correction)
+    ids, weights = route(scores, routing, correction)
     assert torch.equal(ids, expected[0])
     assert_close(weights, expected[1], tolerance=RELATIVE_RMS[torch.float32])
 
 
-def test_equal_scores_go_to_the_first_expert_and_bad_ones_are_not_hidden() -> None:
+def test_experts_are_chosen_from_the_groups_with_the_two_best_of_their_own() -> None:
+    scores = torch.tensor([[9.0, -9.0, -9.0, 1.0, 2.0, 0.0, 1.5, 1.0, 0.0]])
+    routing = Routing(2, "sigmoid", groups=3, top_groups=1)  # the best expert is in another group
+    for op in (route, reference_ops.route):
+        ids, weights = op(scores, routing, torch.zeros(9))
+        assert ids.tolist() == [[4, 3]]
+        assert_close(weights, scores[:, [4, 3]].sigmoid(), tolerance=1e-6)
+
+
+def test_a_correction_chooses_and_does_not_weigh() -> None:
+    scores, correction = torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([0.0, 0.0, 5.0])
+    ids, weights = route(scores, Routing(1, "sigmoid"), correction)
+    assert ids.tolist() == [[2]]
+    assert_close(weights, scores[:, [2]].sigmoid(), tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("routing", "correction", "message"),
+    [
+        (Routing(5), None, "1 to 4 experts, not 5"),
+        (Routing(1, groups=3), None, "4 experts are no 3 groups"),
+        (Routing(1, groups=4), None, "4 experts are no 4 groups"),  # of one
+        (Routing(3, groups=2), None, "of which 1 have 3 experts"),
+        (Routing(1), torch.zeros(3), r"float32 \[4\]"),
+    ],
+)
+def test_routes_that_there_are_not(
+    routing: Routing, correction: Tensor | None, message: str
+) -> None:
+    with pytest.raises(OpError, match=message):
+        route(torch.zeros(2, 4), routing, correction)
+    with pytest.raises(OpError, match="1 to 2 groups, not 3"):
+        replace(routing, groups=2, top_groups=3)
+
+
+@pytest.mark.parametrize("routing", [Routing(3), Routing(3, "sigmoid", normalized=True)], ids=str)
+def test_equal_scores_go_to_the_first_expert_and_bad_ones_are_not_hidden(routing: Routing) -> None:
     scores = torch.tensor([[1.0, 2.0, 1.0, 2.0], [0.0, torch.nan, 1.0, 0.0]])
-    ids, weights = route(scores, 3)
+    ids, weights = route(scores, routing)
     assert ids[0].tolist() == [1, 3, 0]
     assert ((ids >= 0) & (ids < 4)).all()
     assert weights[1].isnan().all()
@@ -310,7 +359,7 @@ def test_equal_scores_go_to_the_first_expert_and_bad_ones_are_not_hidden() -> No
 def test_experts_add_to_the_residual() -> None:
     gate_up, down = random_experts(4, 64, 32)
     mlp, x, hidden = ExpertsMlp(gate_up, down, "silu"), torch.randn(3, 64), torch.randn(3, 64)
-    chosen = route(torch.randn(3, 4), 2)
+    chosen = route(torch.randn(3, 4), Routing(2))
     expected = experts(x, *chosen, mlp) + hidden
     experts(x, *chosen, mlp, residual=hidden, out=hidden)
     assert torch.equal(hidden, expected)

@@ -22,7 +22,8 @@ from qoff.models.names import POSITIONS
 from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
 from tests.module_models import dequantized, module_source
-from tests.tiny_models import FAMILIES, VOCAB, reference_model, tiny_model
+from tests.tiny_families import FAMILIES, VOCAB
+from tests.tiny_models import reference_model, tiny_model
 from tests.tolerances import DECODER_LOGITS, assert_close
 
 GPTQ = QuantConfig(group_size=32, solver="gptq")

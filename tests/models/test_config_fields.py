@@ -22,7 +22,8 @@ from qoff.models.runtime import Runtime
 from qoff.models.sources import open_source
 from qoff.quant import QuantConfig
 from tests.checkpoint.samples import edit_json
-from tests.tiny_models import FAMILIES, TINY, save_gguf, tiny_checkpoint, tiny_model
+from tests.tiny_families import FAMILIES, TINY
+from tests.tiny_models import save_gguf, tiny_checkpoint, tiny_model
 
 HUGE = (0, -1, 1 << 17, 1 << 20, 1 << 32, 1 << 63, 10**400, 1.5, True, "2", [2], math.nan)
 COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")

@@ -14,7 +14,8 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import PlainCache
 from qoff.models.forward_pass import ForwardPass
-from tests.tiny_models import FAMILIES, PlainRun, reference_model, tiny_checkpoint
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 
 OPS = [cpu, reference_ops]

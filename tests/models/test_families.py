@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from qoff.checkpoint import Checkpoint
 from qoff.kernels.layout.ragged import Ragged
@@ -17,18 +17,45 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.quant import QuantConfig
-from tests.tiny_models import FAMILIES, TINY, PlainRun, save_model
+from tests.tiny_families import FAMILIES, TINY
+from tests.tiny_models import PlainRun, save_model
 from tests.tolerances import relative_rms
 
 EIGHT = QuantConfig(bits=8, group_size=32, head_bits=8, solver="rtn")
 NEARLY = 0.02  # relative, of logits after rounding weights to 8 bits
-VISION = {
+_VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+VISION: dict[str, dict[str, Any]] = {
+    "gemma3": _VISION,
+    "mistral3": {**_VISION, "head_dim": 16, "model_type": "pixtral"},
+    "qwen3_vl": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+    },
+}
+_TEXT = {**TINY, "num_key_value_heads": 2, "head_dim": 32}
+SEEN_BY: dict[str, dict[str, Any]] = {
+    "gemma3": {k: v for k, v in {**TINY, **FAMILIES["gemma3"]}.items() if k != "model_type"},
+    "mistral3": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+    "qwen3_vl": {
+        **_TEXT,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    },
 }
 
 
@@ -60,12 +87,24 @@ def test_a_narrow_embedding_is_multiplied_by_its_projections(tmp_path: Path, tie
     assert not config["tie_word_embeddings"]
 
 
-@pytest.mark.parametrize("naming", ["new", "old"])
-def test_a_model_that_sees_becomes_its_language_model(tmp_path: Path, naming: str) -> None:
-    text = {k: v for k, v in {**TINY, **FAMILIES["gemma3"]}.items() if k != "model_type"}
-    config = Gemma3Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
+@pytest.mark.parametrize(
+    ("kind", "text", "naming"),
+    [
+        ("gemma3", "gemma3_text", "new"),
+        ("gemma3", "gemma3_text", "old"),
+        ("mistral3", "mistral", "old"),
+        ("qwen3_vl", "qwen3", "new"),
+    ],
+)
+def test_a_model_that_sees_becomes_its_language_model(
+    tmp_path: Path, kind: str, text: str, naming: str
+) -> None:
+    tied = text == "gemma3_text"
+    config = AutoConfig.for_model(
+        kind, text_config=SEEN_BY[kind], vision_config=VISION[kind], tie_word_embeddings=tied
+    )
     torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config)
+    model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.1)
@@ -79,4 +118,4 @@ def test_a_model_that_sees_becomes_its_language_model(tmp_path: Path, naming: st
     convert(tmp_path / "model", tmp_path / "out", quant=EIGHT)
     tokens = torch.randint(3, 128, (19,))
     assert relative_rms(logits(tmp_path / "out", tokens), expected(model, tokens)) < NEARLY
-    assert Checkpoint.open(tmp_path / "out").config["model_type"] == "gemma3_text"
+    assert Checkpoint.open(tmp_path / "out").config["model_type"] == text

@@ -44,7 +44,8 @@ from tests.module_models import (
     save_model_with_code,
     save_module_model,
 )
-from tests.tiny_models import QUANT, TINY, VOCAB, budgets
+from tests.tiny_families import TINY, VOCAB
+from tests.tiny_models import QUANT, budgets
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 
 DECODE_STEPS = 4
@@ -233,7 +234,7 @@ def test_a_cache_forgets_and_selects(base: Path) -> None:
 
 def test_a_cache_is_gone_on_with_by_as_many_tokens_of_each_sequence(base: Path) -> None:
     prompts, decoded = tokens([4, 9])
-    with Runtime(module_checkpoint(base, "cohere2")) as runtime:
+    with Runtime(module_checkpoint(base, "vaultgemma")) as runtime:
         cache: Any = runtime.new_cache(2)
         runtime.forward(next_batch(cache, prompts))
         with pytest.raises(OpError, match="as many tokens"):

@@ -27,7 +27,8 @@ from qoff.models.modules.probe import is_standard
 from qoff.models.runtime import Runtime
 from tests.instruments import POISON
 from tests.module_models import PACKABLE, expected_logits, module_checkpoint, module_reference
-from tests.tiny_models import EXPERTS, QUANT, VOCAB, budgets, save_model, save_tokenizer
+from tests.tiny_families import EXPERTS, VOCAB
+from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer
 from tests.tolerances import DECODER_LOGITS, PACKED_4, PACKED_8, assert_close
 
 LENGTHS = [200, 1, 133]
@@ -109,7 +110,7 @@ def test_streaming_changes_no_bit(base: Path, name: str) -> None:
 
 
 def test_passes_that_take_turns_at_every_layer(base: Path) -> None:
-    path, kv = module_checkpoint(base, "cohere2-head64"), KVQuant(4, 4, window=16)
+    path, kv = module_checkpoint(base, "vaultgemma-head64"), KVQuant(4, 4, window=16)
     inputs = [torch.randint(3, VOCAB, (90 + n,)) for n in range(3)]
     with Runtime(path, kv=kv) as runtime:
         alone = [runtime.forward(batch(runtime.new_cache(1), [one])) for one in inputs]

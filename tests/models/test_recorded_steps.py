@@ -22,7 +22,8 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache import KVCache, KVQuant
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.graphs import Replays
-from tests.tiny_models import FAMILIES, PlainRun, tiny_checkpoint
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import PlainRun, tiny_checkpoint
 
 CPU = torch.device("cpu")
 SLOTS, WINDOW = 3, 16

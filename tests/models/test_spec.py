@@ -14,7 +14,8 @@ from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.models.families import converted
 from qoff.models.names import layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
-from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import tiny_model
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

@@ -29,7 +29,8 @@ from qoff.plan import Plan
 from tests.instruments import POISON
 from tests.models.test_runtime import logits_of
 from tests.models.test_triton_decoder import KV8, greedy, interpreted, triton_ops
-from tests.tiny_models import EXPERTS, QUANT, budgets, save_model, tiny_checkpoint
+from tests.tiny_families import EXPERTS
+from tests.tiny_models import QUANT, budgets, save_model, tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPTS = [list(range(5, 45)), [99], list(range(60, 40, -1)), [7, 8, 9]]

@@ -16,7 +16,8 @@ from qoff.models.names import layer_prefix, layer_weights
 from qoff.plan.sizes import ModelSizes, planned_file
 from qoff.quant import QuantConfig
 from tests.plan.machines import SMALL
-from tests.tiny_models import FAMILIES, QUANT, tiny_checkpoint, tiny_model
+from tests.tiny_families import FAMILIES
+from tests.tiny_models import QUANT, tiny_checkpoint, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

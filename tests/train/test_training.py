@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qoff import train
 from qoff.errors import ArgumentError, BudgetError, TrainingError, UnsupportedModelError
-from tests.tiny_models import TINY
+from tests.tiny_families import TINY
 
 LAYERS, TOKENS = 3, 12
 CONFIGS: dict[str, dict[str, Any]] = {

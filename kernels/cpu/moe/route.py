@@ -11,16 +11,31 @@ from torch import Tensor
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import default_pool, take
-from qoff.kernels.cpu.operands import check_rows, fail, int64s, offsets
+from qoff.kernels.cpu.operands import address, check_dense, check_rows, int64s, offsets
+from qoff.kernels.layout.routing import NEVER_ZERO, Routing
+
+_OF_ALL, _OF_CHOSEN, _SIGMOID = range(3)
+_SHARES = {"all": _OF_ALL, "topk": _OF_CHOSEN, "sigmoid": _SIGMOID}
 
 
 class RouteArguments(ctypes.Structure):
-    """Addresses, a stride in bytes, sizes, and whether weights are shares of all experts."""
+    """Addresses, a stride in bytes, sizes, what scores become, and a factor.
 
-    _fields_ = int64s("scores", "stride", "tokens", "experts", "top_k", "ids", "weights", "of_all")
+    shares and merits: float32 [M, E] each, memory for what each expert's score becomes, and for
+    that as experts are chosen by it; 0 where both are the scores. correction: 0 for none.
+    """
+
+    _fields_ = (
+        *int64s("scores", "stride", "tokens", "experts", "top_k", "ids", "weights"),
+        *int64s("kind", "normalized", "groups", "top_groups", "correction", "shares", "merits"),
+        ("scale", ctypes.c_float),
+    )
 
 
-SCORES, STRIDE, M, EXPERTS, TOP_K, IDS, WEIGHTS, OF_ALL = offsets(RouteArguments)
+(
+    SCORES, STRIDE, M, EXPERTS, TOP_K, IDS, WEIGHTS,
+    KIND, NORMALIZED, GROUPS, TOP_GROUPS, CORRECTION, SHARES, MERITS, SCALE,
+) = offsets(RouteArguments)  # fmt: skip
 
 
 @inner
@@ -39,32 +54,112 @@ def _next_best(scores, experts, number, score):
 
 
 @inner
+def _judge(args, scores, shares, merits):
+    """Write each expert's share, and that with its correction."""
+    experts, correction = simd.peek_i64(args + EXPERTS), simd.peek_i64(args + CORRECTION)
+    kind = simd.peek_i64(args + KIND)
+    largest, total = np.float32(-np.inf), np.float32(0.0)
+    for e in range(experts):
+        largest = max(largest, simd.peek_f32(scores + 4 * e))
+    for e in range(experts):
+        score = simd.peek_f32(scores + 4 * e)
+        if kind == _SIGMOID:
+            score = np.float32(1.0) / (np.float32(1.0) + np.exp(-score))
+        elif kind == _OF_ALL:
+            score = np.exp(score - largest)
+            total += score
+        simd.poke_f32(shares + 4 * e, score)
+    for e in range(experts):
+        share = simd.peek_f32(shares + 4 * e)
+        if kind == _OF_ALL:
+            share /= total
+            simd.poke_f32(shares + 4 * e, share)
+        if correction != 0:
+            share += simd.peek_f32(correction + 4 * e)
+        simd.poke_f32(merits + 4 * e, share)
+
+
+@inner
+def _group_value(merits, first, each):
+    """The sum of the two best merits of a group."""
+    best, second = np.float32(-np.inf), np.float32(-np.inf)
+    for e in range(first, first + each):
+        merit = simd.peek_f32(merits + 4 * e)
+        if merit > best:
+            best, second = merit, best
+        elif merit > second:
+            second = merit
+    return best + second
+
+
+@inner
+def _keep_best_groups(args, merits):
+    """Make the merits of all but the best groups minus infinity; of equal ones the first stay."""
+    groups, experts = simd.peek_i64(args + GROUPS), simd.peek_i64(args + EXPERTS)
+    each = experts // groups
+    for _ in range(groups - simd.peek_i64(args + TOP_GROUPS)):
+        worst, least = -1, np.float32(0.0)
+        for g in range(groups):
+            value = _group_value(merits, g * each, each)
+            if value > -np.inf and (worst < 0 or value <= least):
+                worst, least = g, value
+        if worst >= 0:
+            for e in range(worst * each, (worst + 1) * each):
+                simd.poke_f32(merits + 4 * e, np.float32(-np.inf))
+
+
+@inner
+def _divisor(args, scores, total, largest, judged):
+    """What the weights of the chosen, whose sum is `total`, are divided by."""
+    kind, normalized = simd.peek_i64(args + KIND), simd.peek_i64(args + NORMALIZED) != 0
+    if kind == _OF_CHOSEN or (normalized and not judged):
+        return total
+    if normalized:
+        return total + np.float32(NEVER_ZERO)
+    total *= np.float32(0.0)
+    if judged:
+        return total + np.float32(1.0)
+    for e in range(simd.peek_i64(args + EXPERTS)):
+        total += np.exp(simd.peek_f32(scores + 4 * e) - largest)
+    return total
+
+
+@inner
 def _route_token(args, token):
     experts, top_k = simd.peek_i64(args + EXPERTS), simd.peek_i64(args + TOP_K)
     scores = simd.peek_i64(args + SCORES) + token * simd.peek_i64(args + STRIDE)
     ids = simd.peek_i64(args + IDS) + 8 * token * top_k
     weights = simd.peek_i64(args + WEIGHTS) + 4 * token * top_k
-    number, score, largest = -1, np.float32(np.inf), np.float32(0.0)
+    shares = merits = scores
+    judged = simd.peek_i64(args + MERITS) != 0
+    if judged:
+        shares = simd.peek_i64(args + SHARES) + 4 * token * experts
+        merits = simd.peek_i64(args + MERITS) + 4 * token * experts
+        _judge(args, scores, shares, merits)
+        if simd.peek_i64(args + GROUPS) > 1:
+            _keep_best_groups(args, merits)
     total = np.float32(0.0)  # NaN if any score is
     for e in range(experts):
         total += simd.peek_f32(scores + 4 * e) * np.float32(0.0)
+    number, merit, largest = -1, np.float32(np.inf), np.float32(0.0)
     for t in range(top_k):
-        number = _next_best(scores, experts, number, score)
+        number = _next_best(merits, experts, number, merit)
         if number < 0:
             number = 0
-        score = simd.peek_f32(scores + 4 * number)
-        if t == 0:
-            largest = score
-        weight = np.exp(score - largest)
+        merit = simd.peek_f32(merits + 4 * number)
+        weight = simd.peek_f32(shares + 4 * number)
+        if not judged or simd.peek_i64(args + KIND) == _OF_CHOSEN:
+            if t == 0:
+                largest = weight
+            weight = np.exp(weight - largest)
         total += weight
         simd.poke_i64(ids + 8 * t, number)
         simd.poke_f32(weights + 4 * t, weight)
-    if simd.peek_i64(args + OF_ALL) != 0:
-        total *= np.float32(0.0)
-        for e in range(experts):
-            total += np.exp(simd.peek_f32(scores + 4 * e) - largest)
+    total = _divisor(args, scores, total, largest, judged)
+    scale = simd.peek_f32(args + SCALE)
     for t in range(top_k):
-        simd.poke_f32(weights + 4 * t, simd.peek_f32(weights + 4 * t) / total)
+        weight = simd.peek_f32(weights + 4 * t) / total
+        simd.poke_f32(weights + 4 * t, weight * scale)
 
 
 @job
@@ -78,25 +173,30 @@ def route_job(pool, thread, threads, args):
 
 
 def route(
-    scores: Tensor, top_k: int, softmax: str = "all", normalized: bool = False
+    scores: Tensor, routing: Routing, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Experts of each token, int64 [M, top_k], best first, and their weights, float32 [M, top_k].
 
-    scores: float32 [M, E], rows contiguous; of equal ones the first expert's is the better. The
-    weights are as in `reference.experts.route`; NaN where any score of the token is NaN or
-    infinite. Raises OpError.
+    scores: float32 [M, E], rows contiguous; of equal ones the first expert's is the better.
+    correction: float32 [E]. The weights are as in `reference.experts.route`; NaN where any score of
+    the token is NaN or infinite. Raises OpError.
     """
     tokens, experts = scores.shape
     check_rows("route", "scores", scores, tokens, experts)
-    if not 1 <= top_k <= experts:
-        fail("route", f"a token chooses 1 to {experts} experts, not {top_k}")
-    ids = torch.empty(tokens, top_k, dtype=torch.int64)
-    weights = torch.empty(tokens, top_k)
+    routing.check(experts)
+    if correction is not None:
+        check_dense("route", "correction", correction, (experts,))
+    ids = torch.empty(tokens, routing.top_k, dtype=torch.int64)
+    weights = torch.empty(tokens, routing.top_k)
+    judged = routing.shares == "sigmoid" or correction is not None or routing.groups > 1
+    memory = torch.empty(2, tokens, experts) if judged and tokens else None
     if tokens:
-        of_all = softmax == "all" and not normalized
         arguments = RouteArguments(
-            scores.data_ptr(), 4 * scores.stride(0), tokens, experts, top_k, ids.data_ptr(),
-            weights.data_ptr(), of_all,
+            scores.data_ptr(), 4 * scores.stride(0), tokens, experts, routing.top_k,
+            ids.data_ptr(), weights.data_ptr(), _SHARES[routing.shares], routing.normalized,
+            routing.groups, routing.top_groups, address(correction),
+            *((0, 0) if memory is None else (memory[0].data_ptr(), memory[1].data_ptr())),
+            routing.scale,
         )  # fmt: skip
         default_pool().run(route_job.address, arguments)
     return ids, weights

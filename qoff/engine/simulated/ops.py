@@ -17,6 +17,7 @@ from qoff.kernels.layout.low_rank import LowRanks
 from qoff.kernels.layout.qexperts import ExpertsMlp
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.routing import Routing
 from qoff.plan.profile import Processor
 
 from .machine import VirtualMachine
@@ -74,12 +75,12 @@ class SimulatedOps:
         return x.new_empty(len(x), rows.stop - rows.start)
 
     def route(
-        self, scores: Tensor, top_k: int, softmax: str = "all", normalized: bool = False
+        self, scores: Tensor, routing: Routing, correction: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         self._machine.compute(self._device.call_s)
         order = torch.rand(scores.shape, generator=self._random).argsort(dim=1)
-        ids = order[:, :top_k].contiguous()
-        return ids, torch.full(ids.shape, 1 / top_k)
+        ids = order[:, : routing.top_k].contiguous()
+        return ids, torch.full(ids.shape, 1 / routing.top_k)
 
     def experts(
         self,

@@ -71,8 +71,9 @@ def packed_modules(model: nn.Module) -> dict[str, PackedModule]:
 
 
 def parameters_of(model: nn.Module) -> dict[str, Packed | Tensor]:
-    """The parameters of a model, those that are packed by the names of transformers', too."""
-    found: dict[str, Packed | Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    """Parameters and buffers of a model, those that are packed by transformers' names, too."""
+    found: dict[str, Packed | Tensor] = dict(model.named_buffers())
+    found |= dict(model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         if isinstance(module, PackedModule):
             found[f"{name}.weight"] = module.qtensor

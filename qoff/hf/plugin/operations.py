@@ -94,7 +94,7 @@ class Unfuse(Operation):
         stored, weight, tensors = self._stored, self._stored.weight, tuple(found.values())
         if weight.columns is None:
             parts = stored.split(tensors[0])
-            dtypes = {key: into.model.get_parameter(key).dtype for key in parts}
+            dtypes = {key: into.model.get_parameter_or_buffer(key).dtype for key in parts}
             return {k: v.to(dtypes[k]) for k, v in parts.items() if isinstance(v, Tensor)}
         whole = qtensor_of(tensors[0], tensors[1], (weight.rows, weight.columns))
         for target, part in stored.split(whole).items():

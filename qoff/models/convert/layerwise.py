@@ -132,7 +132,7 @@ class _DenseExperts(Experts):
 
     def compute(self, x: Tensor, scores: Tensor, weights: Weights, hidden: Tensor) -> None:
         """See `Experts.compute`."""
-        ids, shares = self.route(scores)
+        ids, shares = self.route(scores, weights)
         biases = self._biases(weights)
         for e in ids.unique().tolist():
             token, place = (ids == e).nonzero(as_tuple=True)

@@ -9,15 +9,21 @@ from typing import Any
 from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import unsupported
 
-from . import experts, gemma, layer_norm, llama
+from . import corrected, experts, gemma, layer_norm, llama, with_vision
 from .config_fields import check_fields
 from .family import Family, Fields, Has, TensorNames, common_fields, full_config
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {**llama.FAMILIES, **gemma.FAMILIES, **layer_norm.FAMILIES, **experts.FAMILIES}
+    {
+        **llama.FAMILIES,
+        **gemma.FAMILIES,
+        **layer_norm.FAMILIES,
+        **experts.FAMILIES,
+        **corrected.FAMILIES,
+    }
 )
 # What becomes one of these when it is converted.
-SOURCES: Mapping[str, Family] = MappingProxyType({"gemma3": gemma.WITH_VISION})
+SOURCES: Mapping[str, Family] = MappingProxyType(dict(with_vision.SOURCES))
 
 
 def read_spec(config: Mapping[str, Any]) -> Fields:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from qoff.models.spec_parts import ExpertsSpec, unsupported
 
 from .family import Family, Fields, TensorNames, activation, biases, one_window, positive, windows
+from .llama import granite
 
 
 def _mixtral(config: Any) -> Fields:
@@ -51,6 +53,29 @@ def _qwen_experts(config: Any, **more: Any) -> ExpertsSpec:
     )
 
 
+def _olmoe(config: Any) -> Fields:
+    """Norms of all queries and of all keys; experts in every layer."""
+    if config.clip_qkv is not None:
+        raise unsupported("clip_qkv", config.clip_qkv, "null")
+    experts = replace(
+        _everywhere(config, activation=activation(config.hidden_act)),
+        normalized=config.norm_topk_prob,
+    )
+    return {**biases(config.attention_bias), "qk_norm": "all", "experts": experts}
+
+
+def _granite_moe(config: Any) -> Fields:
+    """Granite with experts in every layer, whose weights have the factor of the residual."""
+    experts = _everywhere(
+        config,
+        shares="topk",
+        normalized=False,
+        scale=float(config.residual_multiplier),
+        activation=activation(config.hidden_act),
+    )
+    return {**granite(config), **biases(config.attention_bias), "experts": experts}
+
+
 def _gpt_oss(config: Any) -> Fields:
     """Sinks, biases everywhere, and a clamped activation."""
     for key, wanted in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
@@ -62,7 +87,7 @@ def _gpt_oss(config: Any) -> Fields:
         "sliding_window": windows(config),
         "experts": _everywhere(
             config,
-            softmax="topk",
+            shares="topk",
             normalized=False,
             activation="clamped_swiglu",
             router_bias=True,
@@ -74,7 +99,7 @@ def _gpt_oss(config: Any) -> Fields:
 def _everywhere(config: Any, **more: Any) -> ExpertsSpec:
     """Experts in all layers."""
     return ExpertsSpec(
-        count=config.num_local_experts,
+        count=getattr(config, "num_local_experts", None) or config.num_experts,
         top_k=config.num_experts_per_tok,
         intermediate_size=config.intermediate_size,
         layers=(True,) * config.num_hidden_layers,
@@ -94,5 +119,18 @@ FAMILIES = {
     ),
     "qwen2_moe": Family("Qwen 1.5 and 2 MoE", _qwen2_moe, _QWEN_NAMES),
     "qwen3_moe": Family("Qwen 3 MoE 30B-A3B, 235B-A22B", _qwen3_moe, _QWEN_NAMES),
+    "olmoe": Family("OLMoE 1B-7B", _olmoe, _QWEN_NAMES),
+    "granitemoe": Family(
+        "Granite 3 MoE 1B-A400M, 3B-A800M",
+        _granite_moe,
+        TensorNames(
+            modules={
+                "mlp.router": "block_sparse_moe.router.layer",
+                "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear",
+                "mlp.experts.down_proj": "block_sparse_moe.output_linear",
+            },
+            stacked_experts="halves",
+        ),
+    ),
     "gpt_oss": Family("gpt-oss 20B, 120B", _gpt_oss, TensorNames(stacked_experts="columns")),
 }

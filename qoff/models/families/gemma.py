@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from qoff.models.spec_parts import unsupported
 
 from .family import (
-    Config,
     Family,
     Fields,
-    Has,
     TensorNames,
     activation,
     biases,
@@ -62,31 +59,6 @@ def _gemma3(config: Any) -> Fields:
     }
 
 
-def _text_alone(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
-    """The language model of one that sees, as transformers 4 or 5 calls its tensors."""
-    if not isinstance(config.get("text_config"), dict):
-        raise unsupported("text_config", config.get("text_config"), "an object")
-    text = {
-        **config["text_config"],
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
-        "tie_word_embeddings": config.get("tie_word_embeddings", True),
-    }
-    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if config.get(key) is not None:
-            text.setdefault(key, config[key])
-    old = has("language_model.model.embed_tokens.weight")
-    begin = "language_model.model." if old else "model.language_model."
-    names = replace(
-        _NAMES,
-        layer=f"{begin}layers.{{}}.",
-        embedding=f"{begin}embed_tokens.weight",
-        norm=f"{begin}norm",
-        head="language_model.lm_head.weight" if old else "lm_head.weight",
-    )
-    return text, names
-
-
 _SANDWICH = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "self_attn.post_norm": "post_attention_layernorm",
@@ -98,4 +70,3 @@ FAMILIES = {
     "gemma2": Family("Gemma 2", _gemma2, _NAMES),
     "gemma3_text": Family("Gemma 3 1B", _gemma3, _NAMES),
 }
-WITH_VISION = Family("Gemma 3 4B to 27B, without images", _gemma3, _NAMES, _text_alone)

@@ -8,7 +8,17 @@ from typing import Any
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.spec_parts import unsupported
 
-from .family import Config, Family, Fields, Has, TensorNames, activation, biases, one_window
+from .family import (
+    Config,
+    Family,
+    Fields,
+    Has,
+    TensorNames,
+    activation,
+    biases,
+    one_window,
+    windows,
+)
 
 _OPT_EPS = 1e-5  # torch's default
 
@@ -60,7 +70,7 @@ def _starcoder2(config: Any) -> Fields:
 
 def _cohere(config: Any) -> Fields:
     """Attention and MLP side by side, after one norm without a bias; pairs of channels turn."""
-    if config.use_qk_norm:
+    if getattr(config, "use_qk_norm", False):
         raise unsupported("use_qk_norm", True, "false")
     return {
         "norm": "layer",
@@ -69,6 +79,16 @@ def _cohere(config: Any) -> Fields:
         "parallel": True,
         "logit_scale": float(config.logit_scale),
         **biases(config.attention_bias),
+    }
+
+
+def _cohere2(config: Any) -> Fields:
+    """Cohere whose layers with a sliding window rotate, and no others."""
+    sliding = windows(config)
+    return {
+        **_cohere(config),
+        "sliding_window": sliding,
+        "rope_layers": tuple(window is not None for window in sliding),
     }
 
 
@@ -101,6 +121,9 @@ _OPT_NAMES = TensorNames(
     positions="model.decoder.embed_positions.weight",
     norm="model.decoder.final_layer_norm",
 )
+_COHERE_NAMES = TensorNames(
+    rope_pairs=True, modules={"post_attention_layernorm": "input_layernorm"}
+)
 FAMILIES = {
     "opt": Family("OPT, all sizes", _opt, _OPT_NAMES, _without_projections),
     "gpt_neox": Family(
@@ -120,11 +143,8 @@ FAMILIES = {
             fused_qkv="heads",
         ),
     ),
-    "cohere": Family(
-        "Command-R 35B",
-        _cohere,
-        TensorNames(rope_pairs=True, modules={"post_attention_layernorm": "input_layernorm"}),
-    ),
+    "cohere": Family("Command-R 35B", _cohere, _COHERE_NAMES),
+    "cohere2": Family("Command R7B, Command A, Aya", _cohere2, _COHERE_NAMES),
     "starcoder2": Family(
         "StarCoder 2",
         _starcoder2,

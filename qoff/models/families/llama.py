@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .family import Family, Fields, TensorNames, biases, one_window, positive, windows
+from .family import Family, Fields, TensorNames, biases, one_window, positive, rope_of, windows
 
 
 def _llama(config: Any) -> Fields:
@@ -41,10 +41,10 @@ def _smollm3(config: Any) -> Fields:
     }
 
 
-def _granite(config: Any) -> Fields:
+def granite(config: Any) -> Fields:
     """Llama with factors on embedding, scores, what a layer adds, and logits."""
     return {
-        **_llama(config),
+        **biases(config.attention_bias, getattr(config, "mlp_bias", False)),
         "embedding_scale": float(config.embedding_multiplier),
         "attention_scale": float(config.attention_multiplier),
         "residual_scale": float(config.residual_multiplier),
@@ -62,6 +62,41 @@ def _olmo2(config: Any) -> Fields:
     }
 
 
+def _olmo3(config: Any) -> Fields:
+    """OLMo 2 with sliding windows, whose layers do not scale their RoPE."""
+    ropes, head_dim = config.rope_parameters, config.hidden_size // config.num_attention_heads
+    return {
+        **_olmo2(config),
+        "sliding_window": windows(config),
+        "rope": rope_of(config, ropes["full_attention"], head_dim),
+        "local_rope": rope_of(config, ropes["sliding_attention"], head_dim),
+        "rope_layers": (True,) * config.num_hidden_layers,
+    }
+
+
+def exaone4(config: Any) -> Fields:
+    """Norms after attention and MLP, and of query and key heads; RoPE in windows only."""
+    hybrid = config.sliding_window is not None
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    return {
+        "pre_norm": False,
+        "post_norm": True,
+        "qk_norm": "head",
+        "sliding_window": windows(config),
+        "rope_layers": tuple(slides or not hybrid for slides in sliding),
+    }
+
+
+def _seed_oss(config: Any) -> Fields:
+    """Llama whose output projection has a bias of its own."""
+    return {**_llama(config), "o_bias": config.attention_out_bias}
+
+
+def _ernie4_5(config: Any) -> Fields:
+    """Llama whose neighbouring channels turn together."""
+    return biases(config.use_bias, config.use_bias)
+
+
 def _glm(config: Any) -> Fields:
     """Half of each head rotates, in neighbouring pairs."""
     return {"qkv_bias": config.attention_bias}
@@ -72,6 +107,12 @@ def _glm4(config: Any) -> Fields:
     return {**_glm(config), "post_norm": True}
 
 
+_AFTER = TensorNames(
+    modules={
+        "self_attn.post_norm": "post_attention_layernorm",
+        "mlp.post_norm": "post_feedforward_layernorm",
+    }
+)
 FAMILIES = {
     "llama": Family("Llama 1 to 3, SmolLM 1 and 2, Yi, many others", _llama),
     "mistral": Family("Mistral 7B, Mistral Nemo", _mistral),
@@ -81,17 +122,12 @@ FAMILIES = {
     "phi3": Family(
         "Phi-3, Phi-3.5, Phi-4", _mistral, TensorNames(fused_qkv="rows", fused_gate_up=True)
     ),
-    "granite": Family("Granite 3", _granite),
-    "olmo2": Family(
-        "OLMo 2",
-        _olmo2,
-        TensorNames(
-            modules={
-                "self_attn.post_norm": "post_attention_layernorm",
-                "mlp.post_norm": "post_feedforward_layernorm",
-            }
-        ),
-    ),
+    "granite": Family("Granite 3", granite),
+    "olmo2": Family("OLMo 2", _olmo2, _AFTER),
+    "olmo3": Family("OLMo 3", _olmo3, _AFTER),
+    "exaone4": Family("EXAONE 4", exaone4, _AFTER),
+    "seed_oss": Family("Seed-OSS 36B", _seed_oss),
+    "ernie4_5": Family("ERNIE 4.5 0.3B", _ernie4_5, TensorNames(rope_pairs=True)),
     "glm": Family("GLM-4 9B of 2024", _glm, TensorNames(fused_gate_up=True, rope_pairs=True)),
     "glm4": Family(
         "GLM-4 0414, 9B and 32B",

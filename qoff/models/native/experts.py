@@ -15,6 +15,7 @@ from qoff.kernels.upload import on_device
 from qoff.memory import EXPERTS, ChosenExperts, Expert, Weights
 from qoff.memory.experts import ExpertWave
 from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass
+from qoff.models.names import CORRECTION
 from qoff.models.spec_parts import ExpertsSpec
 
 from .linear import Steps, vector, wait_for
@@ -38,7 +39,7 @@ class Experts:
     """Computes the experts of a layer."""
 
     def __init__(self, spec: ExpertsSpec, ops: Ops) -> None:
-        self.spec, self._ops = spec, ops
+        self.spec, self._ops, self._routing = spec, ops, spec.routing
         self._views: dict[tuple[int, ...], list[QExperts]] = {}  # by where they lie
 
     def compute(self, x: Tensor, scores: Tensor, weights: Weights, hidden: Tensor) -> None:
@@ -48,18 +49,17 @@ class Experts:
         """
         gate_up, down = self._matrices(weights)
         mlp = ExpertsMlp(gate_up, down, self.spec.activation, *self._biases(weights))
-        self._ops.experts(x, *self.route(scores), mlp, residual=hidden, out=hidden)
+        self._ops.experts(x, *self.route(scores, weights), mlp, residual=hidden, out=hidden)
 
-    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, scores: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """Experts of each token, [M, T], and their weights."""
-        spec = self.spec
-        return self._ops.route(scores, spec.top_k, spec.softmax, spec.normalized)
+        return self._ops.route(scores, self._routing, vector(weights, CORRECTION))
 
-    def choice(self, x: Tensor, scores: Tensor, part: slice) -> Choice:
+    def choice(self, x: Tensor, scores: Tensor, weights: Weights, part: slice) -> Choice:
         """What the router chose for tokens whose experts come one by one."""
-        ids, weights = self.route(scores)
+        ids, shares = self.route(scores, weights)
         ids = ids.cpu()
-        return Choice(part, x, ids, weights, torch.ones_like(ids, dtype=torch.bool))
+        return Choice(part, x, ids, shares, torch.ones_like(ids, dtype=torch.bool))
 
     def in_waves(
         self,

@@ -181,7 +181,7 @@ class Layer:
         for part in parts:
             x = self._ops.norm(run.input[part], norm)
             scores = yield from self._exact_linear(run, weights, names.ROUTER, x)
-            choices.append(experts.choice(x, scores, part))
+            choices.append(experts.choice(x, scores, weights, part))
         streamed = cast(StreamedExperts, weights[EXPERTS])
         guesses = self._guesses(experts, streamed, run.input[parts[-1]])
         yield from experts.in_waves(layer, weights, run, choices, guesses)
@@ -198,7 +198,7 @@ class Layer:
         ops = self._exact_ops
         bias = vector(given, f"{names.ROUTER}.bias")
         scores = ops.w4_linear(ops.norm(hidden, norm), router, bias=bias)
-        ids, votes = experts.route(scores)[0].cpu().unique(return_counts=True)
+        ids, votes = experts.route(scores, given)[0].cpu().unique(return_counts=True)
         order = votes.argsort(descending=True, stable=True)
         return tuple(Expert(streamed.following, number) for number in ids[order].tolist())
 
@@ -259,7 +259,7 @@ def layer_bytes(
     if spec.experts is not None:
         experts = spec.experts
         some = mlp_tokens(tokens, tiled, on_gpu=True)
-        routed = some * (experts.count * (item + 12) + experts.top_k * 24)
+        routed = some * (experts.count * (item + 12 + 16 * experts.judged) + experts.top_k * 24)
         routed += linear(some, experts.count, hidden)
         sizes = (experts.top_k, experts.count, experts.intermediate_size, hidden)
         shared = mlp(experts.shared_size) + 3 * aside if experts.shared_size else 0

@@ -50,9 +50,9 @@ def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*steps, _BYTES])
 
 
-def _words(numbers: str) -> str:
+def _words(numbers: str, rest: str = _REST) -> str:
     """The expression that Llama 3 and Qwen2 share but for numbers."""
-    return "|".join((_CONTRACTIONS, _WORDS, numbers, _REST))
+    return "|".join((_CONTRACTIONS, _WORDS, numbers, rest))
 
 
 def _cased(numbers: str, suffix: str = "") -> str:
@@ -79,9 +79,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "glm4": Kind(_LLAMA3.pre_tokenizer, ignore_merges=True),
         **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo"), _QWEN2),
         **dict.fromkeys(("stablelm2", "megrez", "hunyuan"), Kind(_QWEN2.pre_tokenizer)),
-        **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
+        **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
         "tekken": Kind(_split(_cased(r"\p{N}")), ignore_merges=True, add_bos=True),
         **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _V3),
+        "seed-coder": Kind(
+            _split(_words(r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES)),
+        ),
         "deepseek-coder": Kind(_split("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
         "falcon": Kind(
             pre_tokenizers.Sequence(

@@ -1,0 +1,79 @@
+"""Models that see become their language models: images are not read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from qoff.models.spec_parts import unsupported
+
+from . import gemma, llama
+from .family import Config, Family, Has, TensorNames
+
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def _text_alone(
+    config: Config, has: Has, kind: str, becomes: str, model: str, names: TensorNames
+) -> tuple[dict[str, Any], TensorNames]:
+    """The language model, as transformers 4 or 5 calls its tensors.
+
+    kind: the `model_type` of its part of the config. becomes: which one that is then, and model:
+    its class.
+    """
+    if not isinstance(text := config.get("text_config"), dict):
+        raise unsupported("text_config", text, "an object")
+    if text.get("model_type", kind) != kind:
+        raise unsupported("text_config.model_type", text["model_type"], kind)
+    old = has("language_model.model.embed_tokens.weight")
+    begin = "language_model.model." if old else "model.language_model."
+    head = "language_model.lm_head.weight" if old else "lm_head.weight"
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", not has(head)))
+    found = {
+        **text,
+        "model_type": becomes,
+        "architectures": [model],
+        "tie_word_embeddings": tied,
+    }
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := found.get(key), dict):
+            found[key] = _of_text(rope)
+    for key in _TOKENS:
+        if config.get(key) is not None:
+            found.setdefault(key, config[key])
+    return found, replace(
+        names,
+        layer=f"{begin}layers.{{}}.",
+        embedding=f"{begin}embed_tokens.weight",
+        norm=f"{begin}norm",
+        head=head,
+    )
+
+
+def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
+    """RoPE whose positions have three dimensions, where all three are those of the text."""
+    dimensions = ("mrope_section", "mrope_interleaved")
+    found = {key: value for key, value in rope.items() if key not in dimensions}
+    for key in ("rope_type", "type"):
+        if found.get(key) == "mrope":
+            found[key] = "default"
+    return found
+
+
+def _family(models: str, kind: str, of: dict[str, Family], becomes: str, model: str) -> Family:
+    names = of[becomes].names
+    alone = partial(_text_alone, kind=kind, becomes=becomes, model=model, names=names)
+    return Family(f"{models}, without images", of[becomes].fields, names, alone)
+
+
+SOURCES: Mapping[str, Family] = {
+    "gemma3": _family(
+        "Gemma 3 4B to 27B", "gemma3_text", gemma.FAMILIES, "gemma3_text", "Gemma3ForCausalLM"
+    ),
+    "mistral3": _family(
+        "Mistral Small 3.1 and 3.2", "mistral", llama.FAMILIES, "mistral", "MistralForCausalLM"
+    ),
+    "qwen3_vl": _family("Qwen 3 VL", "qwen3_vl_text", llama.FAMILIES, "qwen3", "Qwen3ForCausalLM"),
+}

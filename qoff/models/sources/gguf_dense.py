@@ -1,0 +1,138 @@
+"""Fields of the `config.json` of architectures of GGUF without experts."""
+
+from __future__ import annotations
+
+from qoff.errors import UnsupportedModelError
+
+from .gguf_fields import FULL, SLIDING, Config, dense, has_bias, rms, scales, windows
+from .gguf_metadata import Metadata
+
+
+def llama(metadata: Metadata, config: Config) -> Config:
+    return {**dense(metadata), "mlp_bias": has_bias(metadata, "ffn_up")}
+
+
+def qwen(metadata: Metadata, config: Config) -> Config:
+    return dense(metadata)
+
+
+def granite(metadata: Metadata, config: Config) -> Config:
+    return {**llama(metadata, config), **scales(metadata, config)}
+
+
+def olmo2(metadata: Metadata, config: Config) -> Config:
+    metadata.only("attention.sliding_window", 0)  # of Olmo 3
+    return dense(metadata)
+
+
+def phi3(metadata: Metadata, config: Config) -> Config:
+    """transformers wants original_max_position_embeddings beside `rope_parameters`, too."""
+    rope = config["rope_parameters"]
+    original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+    return {
+        **dense(metadata),
+        "sliding_window": metadata.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": original,
+    }
+
+
+def glm(metadata: Metadata, config: Config) -> Config:
+    if any(metadata.get("rope.dimension_sections", ())):
+        raise UnsupportedModelError(
+            f"{metadata.path}: {metadata.architecture}.rope.dimension_sections says that positions "
+            "have several dimensions; supported: one"
+        )
+    return dense(metadata)
+
+
+def gemma(metadata: Metadata, config: Config) -> Config:
+    """Norms are stored whole, so that 1 is not added to them again."""
+    return {**dense(metadata), "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def gemma2(metadata: Metadata, config: Config) -> Config:
+    return {
+        **gemma(metadata, config),
+        **windows(metadata, config, 2, 4096),
+        "query_pre_attn_scalar": _query_scalar(config, 46),
+        "attn_logit_softcapping": metadata.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", 30.0),
+    }
+
+
+def gemma3(metadata: Metadata, config: Config) -> Config:
+    """Scaling is that of the layers without a window."""
+    local = float(metadata.get("rope.freq_base_swa", 10000.0))
+    return {
+        **gemma(metadata, config),
+        **windows(metadata, config, 6, 0),
+        "query_pre_attn_scalar": _query_scalar(config, 62),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
+        "rope_parameters": {
+            FULL: config["rope_parameters"],
+            SLIDING: {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+def _query_scalar(config: Config, largest: int) -> int:
+    """Queries are scaled by its root: the size of a head, but for the models of 27 billion.
+
+    Files do not have it; llama.cpp knows these by the number of their layers, too.
+    """
+    if config["num_hidden_layers"] == largest:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def gpt_neox(metadata: Metadata, config: Config) -> Config:
+    """llama.cpp computes GELU by its approximation; what a file has of it is not known."""
+    return {
+        "layer_norm_eps": metadata.need("attention.layer_norm_epsilon"),
+        "use_parallel_residual": metadata.get("use_parallel_residual", True),
+        "attention_bias": has_bias(metadata, "attn_qkv", "attn_q"),
+    }
+
+
+def starcoder2(metadata: Metadata, config: Config) -> Config:
+    """Files do not have the sliding window, and llama.cpp has none."""
+    return {
+        "norm_epsilon": metadata.need("attention.layer_norm_epsilon"),
+        "use_bias": has_bias(metadata, "ffn_up"),
+        "sliding_window": metadata.get("attention.sliding_window") or None,
+    }
+
+
+def cohere(metadata: Metadata, config: Config) -> Config:
+    return {
+        "layer_norm_eps": metadata.need("attention.layer_norm_epsilon"),
+        "logit_scale": metadata.need("logit_scale"),
+        "attention_bias": has_bias(metadata, "attn_q"),
+        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def cohere2(metadata: Metadata, config: Config) -> Config:
+    """Three layers in four have the window, which no key says."""
+    return {
+        "layer_norm_eps": metadata.need("attention.layer_norm_epsilon"),
+        "logit_scale": metadata.need("logit_scale"),
+        "attention_bias": has_bias(metadata, "attn_q"),
+        **windows(metadata, config, 4, 4096),
+    }
+
+
+def exaone4(metadata: Metadata, config: Config) -> Config:
+    """Only the 32B has windows, in three layers of four."""
+    found = windows(metadata, config, 4, 0)
+    return {**dense(metadata), "sliding_window": None, **found}
+
+
+def seed_oss(metadata: Metadata, config: Config) -> Config:
+    out = has_bias(metadata, "attn_output")
+    return {**dense(metadata), "attention_out_bias": out, "mlp_bias": has_bias(metadata, "ffn_up")}
+
+
+def ernie4_5(metadata: Metadata, config: Config) -> Config:
+    return {**rms(metadata), "use_bias": has_bias(metadata, "attn_q")}

@@ -1,0 +1,165 @@
+"""Fields of the `config.json` of architectures of GGUF with experts."""
+
+from __future__ import annotations
+
+from qoff.errors import FormatError
+
+from .gguf_fields import Config, has_bias, rms, scales, windows
+from .gguf_metadata import Metadata
+
+_INNER = "expert_feed_forward_length"
+_SOFTMAX, _SIGMOID = (0, 1), (0, 2)  # of `expert_gating_func`
+
+
+def mixtral(metadata: Metadata, config: Config) -> Config:
+    return {**rms(metadata), **_experts(metadata, "num_local_experts"), "sliding_window": None}
+
+
+def olmoe(metadata: Metadata, config: Config) -> Config:
+    metadata.only("expert_weights_norm", False)
+    return {
+        **rms(metadata),
+        **_experts(metadata, "num_experts"),
+        "intermediate_size": metadata.get(_INNER, config["intermediate_size"]),
+        "norm_topk_prob": False,
+    }
+
+
+def granite_moe(metadata: Metadata, config: Config) -> Config:
+    """Those with a shared expert are another family."""
+    metadata.only("expert_shared_feed_forward_length", 0)
+    return {
+        **rms(metadata),
+        **_experts(metadata, "num_local_experts"),
+        **scales(metadata, config),
+        "attention_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+    }
+
+
+def glm4_moe(metadata: Metadata, config: Config) -> Config:
+    return {
+        **_deepseek(metadata, config),
+        "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
+        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def dots1(metadata: Metadata, config: Config) -> Config:
+    return {
+        **_deepseek(metadata, config),
+        "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
+        "sliding_window": None,
+    }
+
+
+def minimax_m2(metadata: Metadata, config: Config) -> Config:
+    metadata.only("expert_weights_scale", 0.0, 1.0)
+    return {
+        **rms(metadata),
+        **_experts(metadata, "num_local_experts", _SIGMOID),
+        "intermediate_size": metadata.get(_INNER, config["intermediate_size"]),
+    }
+
+
+def ernie4_5_moe(metadata: Metadata, config: Config) -> Config:
+    """A file says with which layer experts begin, and in every which they are."""
+    found = _experts(metadata, "moe_num_experts")
+    return {
+        **rms(metadata),
+        "moe_num_experts": found["moe_num_experts"],
+        "moe_k": found["num_experts_per_tok"],
+        "moe_intermediate_size": metadata.need(_INNER),
+        "moe_num_shared_experts": _shared(metadata),
+        "moe_layer_interval": metadata.get("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": metadata.get("leading_dense_block_count", 0),
+        "use_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+    }
+
+
+def _deepseek(metadata: Metadata, config: Config) -> Config:
+    """What the keys say of experts that are chosen as DeepSeek V3 does, in one group."""
+    found = _experts(metadata, "n_routed_experts", _SIGMOID)
+    return {
+        **rms(metadata),
+        **found,
+        "attention_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+        "moe_intermediate_size": metadata.need(_INNER),
+        "n_shared_experts": _shared(metadata),
+        "norm_topk_prob": metadata.get("expert_weights_norm", False),
+        "routed_scaling_factor": float(metadata.get("expert_weights_scale") or 1.0),
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
+def _shared(metadata: Metadata) -> int:
+    """How many experts all tokens have: they are one MLP of so many times their inner size."""
+    names = (name for name in sorted(metadata.tensors) if name.endswith(".ffn_up_shexp.weight"))
+    first = next(names, None)
+    rows = 0 if first is None else metadata.shape(first)[0]
+    if rows % metadata.need(_INNER):
+        raise FormatError(
+            f"{metadata.path}: tensor {first} has {rows} rows; expected a multiple of "
+            f"{metadata.architecture}.{_INNER}, which is {metadata.need(_INNER)}"
+        )
+    return int(rows // metadata.need(_INNER))
+
+
+def _experts(metadata: Metadata, count: str, gating: tuple[int, ...] = _SOFTMAX) -> Config:
+    """How many experts there are and how many of them compute; count: the name in the config.
+
+    gating: what llama.cpp calls what becomes of the router's scores, and 0 where a file says
+    nothing.
+    """
+    metadata.only("expert_gating_func", *gating)
+    if gating == _SOFTMAX:
+        metadata.only("expert_weights_scale", 0.0, 1.0)
+    experts, used = metadata.need("expert_count"), metadata.need("expert_used_count")
+    if not 1 <= used <= experts:
+        raise FormatError(
+            f"{metadata.path}: {metadata.architecture}.expert_used_count is {used} of {experts} "
+            "experts"
+        )
+    return {count: experts, "num_experts_per_tok": used}
+
+
+def _qwen_moe(metadata: Metadata, config: Config, normalized: bool) -> Config:
+    experts = _experts(metadata, "num_experts")
+    each = config["intermediate_size"] // experts["num_experts_per_tok"]
+    layers = range(config["num_hidden_layers"])
+    return {
+        **rms(metadata),
+        **experts,
+        "moe_intermediate_size": metadata.get("expert_feed_forward_length", each),
+        "norm_topk_prob": metadata.get("expert_weights_norm", normalized),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in layers if not metadata.has(f"blk.{i}.ffn_gate_inp.weight")],
+    }
+
+
+def qwen2_moe(metadata: Metadata, config: Config) -> Config:
+    shared = metadata.get("expert_shared_feed_forward_length", config["intermediate_size"])
+    return {
+        **_qwen_moe(metadata, config, normalized=False),
+        "shared_expert_intermediate_size": shared,
+        "qkv_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+    }
+
+
+def qwen3_moe(metadata: Metadata, config: Config) -> Config:
+    bias = has_bias(metadata, "attn_q", "attn_qkv")
+    return {**_qwen_moe(metadata, config, normalized=True), "attention_bias": bias}
+
+
+def gpt_oss(metadata: Metadata, config: Config) -> Config:
+    """Its YaRN does not round the channels between which it changes, which no key says."""
+    rope = config["rope_parameters"]
+    yarn = {"truncate": False} if rope["rope_type"] == "yarn" else {}
+    return {
+        **rms(metadata),
+        **_experts(metadata, "num_local_experts"),
+        **windows(metadata, config, 2, 128),
+        "intermediate_size": metadata.need("expert_feed_forward_length"),
+        "attention_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+        "rope_parameters": rope | yarn,
+    }

@@ -1,0 +1,88 @@
+"""Fields of a `config.json` that many architectures of GGUF have alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qoff.errors import FormatError
+
+from .gguf_metadata import EMBEDDING, HEAD, Metadata
+from .gguf_rope import rope_parameters
+
+Config = dict[str, Any]
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def common(metadata: Metadata, partial: bool) -> Config:
+    """What all have. partial: a part of each head may turn."""
+    hidden, heads = metadata.need("embedding_length"), metadata.need("attention.head_count")
+    head_dim = metadata.get("attention.key_length", hidden // heads)
+    metadata.only("attention.value_length", head_dim)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": metadata.need("feed_forward_length"),
+        "num_hidden_layers": metadata.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.need("context_length"),
+        "vocab_size": metadata.shape(EMBEDDING)[0],
+        "rope_parameters": rope_parameters(metadata, head_dim, partial),
+        "tie_word_embeddings": not metadata.has(HEAD),
+        "bos_token_id": metadata.token("bos"),
+        "eos_token_id": metadata.token("eos"),
+        "pad_token_id": metadata.token("padding"),
+    }
+
+
+def dense(metadata: Metadata) -> Config:
+    """RMSNorm, no experts; biases of attention where there are some."""
+    metadata.only("expert_count", 0)
+    return {**rms(metadata), "attention_bias": has_bias(metadata, "attn_q", "attn_qkv")}
+
+
+def rms(metadata: Metadata) -> Config:
+    return {"rms_norm_eps": metadata.need("attention.layer_norm_rms_epsilon")}
+
+
+def has_bias(metadata: Metadata, *modules: str) -> bool:
+    return any(metadata.has(f"blk.0.{module}.bias") for module in modules)
+
+
+def windows(metadata: Metadata, config: Config, period: int, default: int) -> Config:
+    """The sliding window, and in which layers it is: by their pattern, in all but every n-th."""
+    layers = config["num_hidden_layers"]
+    window = metadata.get("attention.sliding_window", default)
+    pattern = metadata.get("attention.sliding_window_pattern", period)
+    if not isinstance(pattern, int):
+        if len(pattern) != layers:
+            raise FormatError(
+                f"{metadata.path}: {metadata.architecture}.attention.sliding_window_pattern has "
+                f"{len(pattern)} entries for {layers} layers"
+            )
+        slides = [bool(x) for x in pattern]
+    else:
+        slides = [pattern == 0 or i % pattern < pattern - 1 for i in range(layers)]
+    kinds = [SLIDING if window and slide else FULL for slide in slides]
+    return {"layer_types": kinds, **({"sliding_window": window} if window else {})}
+
+
+def stacked(metadata: Metadata) -> Any:
+    """How experts lie in the first layer that has them."""
+    names = metadata.tensors
+    if any(name.endswith(".ffn_gate_up_exps.weight") for name in names):
+        return "halves"
+    return "rows" if any(name.endswith(".ffn_up_exps.weight") for name in names) else ""
+
+
+def scales(metadata: Metadata, config: Config) -> Config:
+    """Granite's factors: one of 0 or none is none."""
+    metadata.only("rope.scaling.finetuned", True)
+    return {
+        "embedding_multiplier": float(metadata.get("embedding_scale") or 1.0),
+        "residual_multiplier": float(metadata.get("residual_scale") or 1.0),
+        "attention_multiplier": float(
+            metadata.get("attention.scale") or config["head_dim"] ** -0.5
+        ),
+        "logits_scaling": float(metadata.need("logit_scale")),
+    }
