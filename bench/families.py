@@ -52,6 +52,7 @@ SHAPE: dict[str, Any] = {
 QUICK = {"num_hidden_layers": 2, "hidden_size": 192, "num_attention_heads": 4, "vocab_size": 512}
 _UNGATED = {"intermediate_size": 3456}  # two matrices as large as three of 2304
 _EXPERTS = {"intermediate_size": 1152, "num_local_experts": 8, "num_experts_per_tok": 2}
+_SMALL = {"num_experts_per_tok": 4, "moe_intermediate_size": 576}
 CHANGES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                 "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
@@ -62,7 +63,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss": _EXPERTS | {"max_position_embeddings": 131072},  # as its RoPE says
     "qwen2_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384,
                   "shared_expert_intermediate_size": 768},
-    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 576},
+    "qwen3_moe": _SMALL | {"num_experts": 16},
+    "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 576},
+    "granitemoe": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 576},
+    **dict.fromkeys(("glm4_moe", "dots1", "solar_open"), _SMALL | {"n_routed_experts": 16,
+                    "n_shared_experts": 1}),
+    **dict.fromkeys(("exaone_moe", "hy_v3"), _SMALL | {"num_experts": 16}),
+    "minimax_m2": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 576},
+    "ernie4_5_moe": {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 576,
+                     "moe_num_shared_experts": 1},
 }  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def full_config(config: Mapping[str, Any]) -> Any:
 def common_fields(config: Any) -> Fields:
     """The fields of a spec as most families call them."""
     layers = config.num_hidden_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_dim_of(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_type = set(rope) <= {"full_attention", "sliding_attention"}  # of layers, or there is none
     return {
@@ -128,6 +128,12 @@ def common_fields(config: Any) -> Fields:
         "rope_layers": (bool(rope),) * layers,
         "sliding_window": (None,) * layers,
     }
+
+
+def head_dim_of(config: Any) -> int:
+    """Channels of a head, where a config does not say so those of the hidden states' share."""
+    own = getattr(config, "head_dim", None)
+    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:

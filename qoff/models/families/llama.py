@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from .family import Family, Fields, TensorNames, biases, one_window, positive, rope_of, windows
+from .family import (
+    Family,
+    Fields,
+    TensorNames,
+    biases,
+    head_dim_of,
+    one_window,
+    positive,
+    rope_of,
+    windows,
+)
 
 
 def _llama(config: Any) -> Fields:
@@ -64,7 +74,7 @@ def _olmo2(config: Any) -> Fields:
 
 def _olmo3(config: Any) -> Fields:
     """OLMo 2 with sliding windows, whose layers do not scale their RoPE."""
-    ropes, head_dim = config.rope_parameters, config.hidden_size // config.num_attention_heads
+    ropes, head_dim = config.rope_parameters, head_dim_of(config)
     return {
         **_olmo2(config),
         "sliding_window": windows(config),
