@@ -115,7 +115,8 @@ def test_modules_that_stay_as_they_are(
     routers = [m for m in model.modules() if isinstance(m, QoffRouter)]
     assert bool(routers) == (kept == ["lm_head"])
     model.save_pretrained(tmp_path)  # no qoff checkpoint can hold these
-    tolerance = RELATIVE_RMS[torch.float32] if kept == ["experts"] else 0.0
+    # experts of torch round by where they lie in memory, and 16-bit activations behind them again
+    tolerance = DECODER_LOGITS if kept == ["experts"] else 0.0
     assert_close(logits(load(tmp_path)), logits(model), tolerance=tolerance)
     with pytest.raises(FormatError, match=r"layout is 'state_dict'"):
         qoff.load(tmp_path)
