@@ -34,6 +34,8 @@ _APPENDED = (  # forms, and pairs of channels that are turned
     (KVFormat(80, k_bits=8), 40),
     (KVFormat(80, v_bits=8), 40),
     (KVFormat(96, v_bits=8), 24),
+    (KVFormat(96, 3, 2), 48),
+    (KVFormat(128, 2, 3), 64),
     (KVFormat(128), 64),
     (KVFormat(128), 64),  # with the other type
     (KVFormat(128, k_bits=8, v_bits=8), 64),
@@ -97,6 +99,8 @@ def _decode(capability: int) -> Iterator[Variant]:
     Turing's head size 256 and groups over 8, which spill registers."""
     for form in (
         *map(KVFormat, HEAD_DIMS),
+        KVFormat(64, 2, 3),
+        KVFormat(128, 3, 2),
         KVFormat(128, k_bits=8),
         KVFormat(128, k_bits=8, v_bits=8),
     ):
@@ -122,15 +126,17 @@ def _prefill(capability: int) -> Iterator[Variant]:
     rows = _FEW if capability >= 80 else _MANY
     yield _attention("prefill", capability, "fp16", KVFormat(128), rows=rows, extras=True)
     if capability >= 80:
+        yield _attention("prefill", capability, "fp16", KVFormat(128, 3, 2))
         yield _attention("prefill", capability, "fp16", KVFormat(128, k_bits=8, v_bits=8))
         for rows in (_FEW, _MANY):
             yield _attention("prefill", capability, "bf16", KVFormat(128), rows=rows)
 
 
 def _scratch() -> Iterator[Variant]:
-    """Each head size with the default form, one of them with the extras; 8-bit codes with head size
+    """Each head size with the default form, one of them with the extras; other codes with head size
     128."""
-    for form in (*map(KVFormat, HEAD_DIMS), KVFormat(128, k_bits=8, v_bits=8)):
+    others = KVFormat(128, 3, 2), KVFormat(128, k_bits=8, v_bits=8)
+    for form in (*map(KVFormat, HEAD_DIMS), *others):
         yield _attention("scratch", 0, "fp16", form, rows=_MANY, extras=form.head_dim == 64)
 
 

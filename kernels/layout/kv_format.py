@@ -9,6 +9,11 @@ Codes of 4 bits are uint8 [64, D/2]: byte (t, c) holds channel c of token t in i
 channel c + D/2 in its high nibble, so that the two nibble planes are two matrices with the same
 tokens, and neither has to be interleaved with the other. Codes of 8 bits are uint8 [64, D].
 
+Codes of 2 bits are uint8 [32, D/2]: such bytes of token t, and two bits higher those of token
+t + 32. Codes of 3 bits are their lower two bits in this form, and then uint8 [16, D/2] of their
+upper bits: of tokens t, t + 16, t + 32 and t + 48 in the four bits of a nibble. So a shift and a
+mask of whole rows make them codes of 4 bits, of which all that computes with them takes them for.
+
 K has a scale and a minimum per channel over the 64 tokens, [D]; V per token and part, [parts, 64],
 a part being D / parts neighbouring channels: see KIVI (arXiv 2402.02750).
 """
@@ -24,6 +29,8 @@ from qoff.errors import OpError
 
 BLOCK_TOKENS = 64
 HEAD_DIMS = (64, 80, 96, 128, 256)
+KV_BITS = (2, 3, 4, 8)
+CLIPPED = {2: 1 / 8, 3: 1 / 16}  # of a group's range, left off at either end; powers of two
 _HALF_BYTES = 2  # of a float16
 
 
@@ -41,8 +48,13 @@ class KVFormat:
                 f"heads of {self.head_dim} channels (head_dim) have no packed KV cache; those of "
                 f"{', '.join(map(str, HEAD_DIMS))} do. A cache that is not packed takes any"
             )
-        if self.k_bits not in (4, 8) or self.v_bits not in (4, 8):
-            raise OpError(f"K and V have 4 or 8 bits, not {self.k_bits} and {self.v_bits}")
+        if self.k_bits not in KV_BITS or self.v_bits not in KV_BITS:
+            raise OpError(f"K and V have 2, 3, 4 or 8 bits, not {self.k_bits} and {self.v_bits}")
+
+    @property
+    def bits_per_value(self) -> float:
+        """Of K and V on average, with scales and minima."""
+        return 8 * self.nbytes / (2 * BLOCK_TOKENS * self.head_dim)
 
     @property
     def half(self) -> int:
@@ -87,22 +99,25 @@ class KVFormat:
     def views(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Views of records uint8 [..., nbytes], in the order they lie in.
 
-        k_codes uint8 [..., 64, D * k_bits / 8], k_scale and k_minimum float16 [..., D],
-        v_codes, v_scale, v_minimum alike. Raises OpError for records of another size.
+        k_codes uint8 [..., 64, D] of 8 bits or [..., 16 * k_bits, D / 2] of fewer, k_scale and
+        k_minimum float16 [..., D], v_codes, v_scale, v_minimum alike. Raises OpError for records of
+        another size.
         """
         if records.dtype != torch.uint8 or records.shape[-1] != self.nbytes:
             raise OpError(
                 f"records of {self} are uint8 [..., {self.nbytes}], "
                 f"not {records.dtype} {tuple(records.shape)}"
             )
-        k_width, v_width = (self.head_dim * bits // 8 for bits in (self.k_bits, self.v_bits))
+        k_width, v_width = (
+            self.head_dim if bits == 8 else self.half for bits in (self.k_bits, self.v_bits)
+        )
         k_minimum = self.k_scale + self.head_dim * _HALF_BYTES
         v_minimum = self.v_scale + self.v_params * _HALF_BYTES
         return (
-            records[..., : self.k_scale].unflatten(-1, (BLOCK_TOKENS, k_width)),
+            records[..., : self.k_scale].unflatten(-1, (-1, k_width)),
             records[..., self.k_scale : k_minimum].view(torch.float16),
             records[..., k_minimum : self.v_codes].view(torch.float16),
-            records[..., self.v_codes : self.v_scale].unflatten(-1, (BLOCK_TOKENS, v_width)),
+            records[..., self.v_codes : self.v_scale].unflatten(-1, (-1, v_width)),
             records[..., self.v_scale : v_minimum].view(torch.float16),
             records[..., v_minimum:].view(torch.float16),
         )

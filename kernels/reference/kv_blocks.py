@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, CLIPPED, KVFormat
 
 from .elementwise import rope
 from .quantization import nearest_levels
@@ -31,12 +31,12 @@ def quantize_blocks(k: Tensor, v: Tensor, form: KVFormat, opening: Tensor | None
 def dequantize_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
     """Undo `quantize_blocks`: float32 K and V, [..., 64, D]."""
     k_codes, k_scale, k_min, v_codes, v_scale, v_min = form.views(records)
-    k = _unpack(k_codes, form.k_bits)
+    k = levels(k_codes, form.k_bits)
     k = k * k_scale.float()[..., None, :] + k_min.float()[..., None, :]
     scale, minimum = (
         x.float().unflatten(-1, (form.parts, BLOCK_TOKENS))[..., None] for x in (v_scale, v_min)
     )
-    v = _parts(_unpack(v_codes, form.v_bits), form) * scale + minimum
+    v = _parts(levels(v_codes, form.v_bits), form) * scale + minimum
     return k, v.movedim(-3, -2).flatten(-2)
 
 
@@ -56,6 +56,12 @@ def _quantize(
 ) -> None:
     """Write codes, scale and minimum of groups [..., parts, rows, g] of float32."""
     low, high = torch.aminmax(groups, dim=-1)
+    low, high = _clipped(low, high, bits)
+    if opening is not None:  # the first token stays within
+        first = groups[..., 0]
+        there = opening.expand(low.shape[:-2])[..., None, None]
+        low = torch.where(there, torch.minimum(low, first), low)
+        high = torch.where(there, torch.maximum(high, first), high)
     # By a tensor: on a GPU, torch multiplies by the inverse of a number, which rounds differently.
     step = (high - low) / low.new_tensor(2**bits - 1)
     if opening is not None:
@@ -65,13 +71,35 @@ def _quantize(
     scale.copy_(step.flatten(-2))
     minimum.copy_(low.flatten(-2))
     scale, minimum = (x.float().view_as(low) for x in (scale, minimum))
-    levels = nearest_levels(groups, scale, minimum, bits).to(torch.uint8)
+    found = nearest_levels(groups, scale, minimum, bits).to(torch.uint8)
     # [..., 1, D, 64] or [..., parts, 64, D / parts] -> [..., 64, D]
-    levels = levels.squeeze(-3).mT if transposed else levels.movedim(-3, -2).flatten(-2)
-    if bits == 4:
-        low_half, high_half = levels.chunk(2, dim=-1)
-        levels = low_half | (high_half << 4)
-    codes.copy_(levels)
+    found = found.squeeze(-3).mT if transposed else found.movedim(-3, -2).flatten(-2)
+    codes.copy_(_pack(found, bits))
+
+
+def _pack(found: Tensor, bits: int) -> Tensor:
+    """Levels uint8 [..., 64, D] as codes."""
+    if bits == 8:
+        return found
+    low_half, high_half = found.chunk(2, dim=-1)
+    nibbles = low_half | (high_half << 4)
+    planes, done = [], 0
+    for width in _PLANES[bits]:
+        plane = (nibbles >> done) & _EACH[width]
+        parts = plane.chunk(4 // width, dim=-2)
+        planes.append(torch.stack([x << width * i for i, x in enumerate(parts)]).sum(0).byte())
+        done += width
+    return torch.cat(planes, dim=-2)
+
+
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code that lie together, the lowest first
+_EACH = {1: 0x11, 2: 0x33, 4: 0xFF}  # so many of the lowest bits of both nibbles
+
+
+def _clipped(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The range that levels cover: below 4 bits a part is left off at either end."""
+    off = (high - low) * CLIPPED.get(bits, 0.0)
+    return (low + off, high - off) if bits in CLIPPED else (low, high)
 
 
 def _anchored(
@@ -90,11 +118,17 @@ def _anchored(
     return scale, first - torch.where(below, top - steps, steps) * scale.half().float()
 
 
-def _unpack(codes: Tensor, bits: int) -> Tensor:
-    """Codes as float32 [..., 64, D]."""
+def levels(codes: Tensor, bits: int) -> Tensor:
+    """The levels that codes say, float32 [..., 64, D]."""
     if bits == 8:
         return codes.float()
-    return torch.cat((codes & 15, codes >> 4), dim=-1).float()
+    nibbles, done = torch.zeros_like(codes[..., :1, :]), 0
+    for width in _PLANES[bits]:
+        plane = codes[..., 16 * done : 16 * (done + width), :]
+        tokens = torch.cat([plane >> width * i for i in range(4 // width)], dim=-2)
+        nibbles = nibbles | ((tokens & _EACH[width]) << done)
+        done += width
+    return torch.cat((nibbles & 15, nibbles >> 4), dim=-1).float()
 
 
 def append(

@@ -66,7 +66,7 @@ def plan(
     work: WorkOptions,
     weights: QuantOptions,
     training: TrainingOptions,
-    kv: str = Option("4", help="Bits of the KV cache: 4, 8, or 8,4 for K and V."),
+    kv: str = Option("4", help="Bits of the KV cache: 2, 3, 4, 8, or 8,4 for K and V."),
     spill_folder: Path | None = Option(None, help="Folder for what is on the disk tier."),
     save: Annotated[Path | None, Option(help="Write the plan, for --plan and qoff.LLM.")] = None,
     memory: bool = Option(False, "--memory", help="Print standard formulas' bytes instead."),

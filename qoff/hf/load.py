@@ -83,7 +83,7 @@ def load(
     "32GiB"}. activation_bits: 16, or on a CPU 8 for up to twice the speed with many tokens at a
     time, at some loss.
 
-    kv: how the KV cache is packed: 4 or 8 bits, a pair of them for K and V, text like "4/0-3:8,4"
+    kv: how the KV cache is packed: 2, 3, 4 or 8 bits, a pair for K and V, text like "4/0-3:8,4"
     (4 bits, but 8 for K and 4 for V in layers 0 to 3), or a KVQuant; None or "none": float32, on a
     CPU. "auto" is `KVQuant()`, 4 bits behind a window of 64 tokens, where the model's attention
     can be packed, else float32; the model's repr says which. timeline: notes every move and

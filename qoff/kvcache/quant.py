@@ -9,7 +9,7 @@ from functools import cache
 from typing import Self
 
 from qoff.errors import ArgumentError, OpError, UnsupportedModelError
-from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.kv_format import KV_BITS, KVFormat
 
 KVBits = int | tuple[int, int] | str  # of K and V together, of each, or text as `KVQuant.of` reads
 SPARSE_TOP = 0.6  # of `attention_top`: loses less than 0.02 nats, see docs/accuracy.md
@@ -29,7 +29,8 @@ class KVQuant:
     """Bits of K (per channel over 64 tokens) and V (per token); what is never packed.
 
     layers: K's and V's bits of the layers that have others. Raises ArgumentError for other bits
-    than 4 and 8 (or 16 for both: a layer that is not packed), and for a negative window or layer.
+    than 2, 3, 4 and 8 (or 16 for both: a layer that is not packed), and for a negative window or
+    layer.
     """
 
     k_bits: int = 4
@@ -42,9 +43,9 @@ class KVQuant:
 
     def __post_init__(self) -> None:
         for k_bits, v_bits in ((self.k_bits, self.v_bits), *self.layers.values()):
-            packed = k_bits in (4, 8) and v_bits in (4, 8)
+            packed = k_bits in KV_BITS and v_bits in KV_BITS
             if not packed and (k_bits, v_bits) != (UNPACKED, UNPACKED):
-                raise ArgumentError(f"a KV cache has 4 or 8 bits, not {k_bits} and {v_bits}")
+                raise ArgumentError(f"a KV cache has 2, 3, 4 or 8 bits, not {k_bits} and {v_bits}")
         if self.layers and min(self.layers) < 0:
             raise ArgumentError(f"layers count from 0; there is no layer {min(self.layers)}")
         if not 0 < self.attention_top <= 1:
@@ -117,7 +118,7 @@ class KVQuant:
         if len(forms) < len(found):
             raise ArgumentError(
                 f"layer {found.index(None)} has {UNPACKED} bits; here every layer's KV cache has "
-                "4 or 8"
+                "2 to 8"
             )
         return forms
 

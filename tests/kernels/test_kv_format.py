@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import OpError
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, CLIPPED, HEAD_DIMS, KV_BITS, KVFormat
 from qoff.kernels.layout.rotation import hadamard
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from tests.tolerances import assert_close
@@ -14,7 +14,7 @@ from tests.tolerances import assert_close
 
 @st.composite
 def forms(draw):
-    head_dim, bits = draw(st.sampled_from(HEAD_DIMS)), st.sampled_from([4, 8])
+    head_dim, bits = draw(st.sampled_from(HEAD_DIMS)), st.sampled_from(KV_BITS)
     return KVFormat(head_dim, draw(bits), draw(bits))
 
 
@@ -46,6 +46,11 @@ def steps(record, form):
     return (per_channel(k_scale), per_channel(k_min)), (per_token(v_scale), per_token(v_min))
 
 
+def within(x, scale, low, bits):
+    """x, or the nearest level of the clipped range."""
+    return x.clamp(low, low + (2**bits - 1) * scale) if bits in CLIPPED else x
+
+
 @given(blocks())
 def test_rounding_error_is_half_a_step_plus_that_of_float16(block):
     form, k, v = block
@@ -56,7 +61,8 @@ def test_rounding_error_is_half_a_step_plus_that_of_float16(block):
         top = 2**width - 1
         stored = (top * scale + low.abs()) * 2.0**-11 + (top + 1) * 2.0**-25
         arithmetic = (top * scale + low.abs()) * 2.0**-21
-        assert bool(((x - y).abs() <= scale / 2 + stored * 1.01 + arithmetic).all())
+        near = within(x, scale, low, width)
+        assert bool(((near - y).abs() <= scale / 2 + stored * 1.01 + arithmetic).all())
 
 
 @given(blocks())
@@ -67,13 +73,15 @@ def test_the_first_token_of_a_sequence_is_kept_to_float16(block):
     assert torch.equal(record[~opening], plain[~opening])
     (scale, low), values = steps(record, form)[0], steps(record, form)[1]
     assert all(map(torch.equal, values, steps(plain, form)[1]))
-    error, top = (k - dequantize_blocks(record, form)[0])[0].abs(), 2**form.k_bits - 1
+    bits, near = form.k_bits, k.clone()
+    near[0, 1:] = within(k[0], scale[0], low[0], bits)[1:]
+    error, top = (near - dequantize_blocks(record, form)[0])[0].abs(), 2**bits - 1
     stored = (top * scale + low.abs())[0] * 2.0**-11 + (top + 1) * 2.0**-25
     arithmetic = (top * scale + low.abs())[0] * 2.0**-21
     rounded = low[0, 0].abs() * 2.0**-11 + 2.0**-25  # of the minimum, to float16
     assert bool((error[0] <= rounded * 1.01 + arithmetic[0]).all())
     assert bool((error <= scale[0] * (1 / 2 + 1 / 64) + stored * 1.01 + arithmetic).all())
-    widest = (top / (top // 2)) * steps(plain, form)[0][0]
+    widest = (top / (top // 2)) * steps(plain, form)[0][0] / (1 - 2 * CLIPPED.get(bits, 0))
     assert bool((scale <= widest * (1 + 2.0**-9) + 2.0**-24).all())
 
 
@@ -120,6 +128,8 @@ def test_parts_lie_one_after_another_and_fill_the_record(form):
         (KVFormat(80, k_bits=8), 64 * (80 + 40) + 4 * (80 + 2 * 64)),
         (KVFormat(96, v_bits=8), 64 * (48 + 96) + 4 * (96 + 2 * 64)),
         (KVFormat(256), 64 * 256 + 4 * (256 + 2 * 64)),
+        (KVFormat(64, v_bits=2), 64 * (32 + 16) + 4 * (64 + 64)),
+        (KVFormat(80, 3, 2), 64 * (30 + 20) + 4 * (80 + 2 * 64)),
     ],
 )
 def test_sizes_of_records(form, nbytes):
@@ -137,6 +147,25 @@ def test_a_byte_holds_a_channel_and_that_half_a_head_on():
     assert not codes[1].any()
 
 
+@pytest.mark.parametrize(
+    ("bits", "byte", "where"),
+    [(2, 1 | 2 << 2 | 3 << 4, [(5, 1), (37, 2), (5, 35, 3)]),
+     (3, 1 | 1 << 3 | 1 << 4, [(5, 4), (53, 4), (5, 35, 4)])],
+)  # fmt: skip
+def test_a_byte_of_few_bits_holds_tokens_that_are_apart(bits, byte, where):
+    """Scale 1 and minimum 0, of a range of which some is left off at either end."""
+    form, off = KVFormat(64, bits, bits), CLIPPED[bits]
+    top = 2**bits - 1
+    k = torch.zeros(BLOCK_TOKENS, 64)
+    k[0], k[1] = -top * off / (1 - 2 * off), top + top * off / (1 - 2 * off)
+    for token, *channel, value in where:
+        k[token, (channel or [3])[0]] = value
+    record = quantize_blocks(k, k, form)
+    assert torch.equal(form.views(record)[1], torch.ones(64).half())
+    row = 5 if bits == 2 else 32 + 5
+    assert int(form.views(record)[0][row, 3]) == byte
+
+
 def test_hadamard_is_orthonormal_and_symmetric():
     h = hadamard(64, torch.float64)
     assert_close(h @ h, torch.eye(64, dtype=torch.float64))
@@ -147,8 +176,8 @@ def test_hadamard_is_orthonormal_and_symmetric():
     ("arguments", "message"),
     [
         ((72,), "heads of 72 channels"),
-        ((64, 3), "4 or 8 bits, not 3 and 4"),
-        ((64, 4, 16), "4 or 8 bits, not 4 and 16"),
+        ((64, 5), "2, 3, 4 or 8 bits, not 5 and 4"),
+        ((64, 4, 16), "2, 3, 4 or 8 bits, not 4 and 16"),
     ],
 )
 def test_formats_that_do_not_exist_are_refused(arguments, message):

@@ -44,7 +44,7 @@ def rotated(v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("bits", [(4, 4), (8, 8), (8, 4), (4, 8)], ids=str)
+@pytest.mark.parametrize("bits", [(4, 4), (8, 8), (8, 4), (4, 8), (3, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_records_are_the_references_bit_for_bit(
     dim: int, bits: tuple[int, int], turned: bool

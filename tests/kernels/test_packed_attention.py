@@ -97,16 +97,17 @@ def check(case: Case, **options: Any) -> None:
     assert_close(lse, expected_lse.float(), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("bits", [(4, 4), (8, 4), (4, 8), (8, 8)])
+@pytest.mark.parametrize("bits", [(4, 4), (8, 4), (4, 8), (8, 8), (4, 2), (3, 3), (2, 3)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_equals_attention_over_the_dequantized_cache(head_dim: int, bits: tuple[int, int]) -> None:
     check(make(KVFormat(head_dim, *bits), 6, 2, (1, 3, 40)))
 
 
+@pytest.mark.parametrize("bits", [(4, 4), (3, 2)])
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 8, 16, 17, 40])
-def test_any_number_of_queries_shares_a_kv_head(heads: int) -> None:
-    check(make(KVFormat(64), heads, 1, (2, 5)))
-    check(make(KVFormat(64), heads, 1, (2, 5), (3, 19)))
+def test_any_number_of_queries_shares_a_kv_head(heads: int, bits: tuple[int, int]) -> None:
+    check(make(KVFormat(64, *bits), heads, 1, (2, 5)))
+    check(make(KVFormat(64, *bits), heads, 1, (2, 5), (3, 19)))
 
 
 @pytest.mark.parametrize("window", [None, 100])

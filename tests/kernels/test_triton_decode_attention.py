@@ -33,6 +33,8 @@ FORMS = [
     KVFormat(64, k_bits=8, v_bits=8),
     KVFormat(96, k_bits=8),
     KVFormat(80, k_bits=8),
+    KVFormat(64, 4, 2),
+    KVFormat(80, 2, 3),
 ]
 
 

@@ -25,6 +25,8 @@ FORMS = [
     KVFormat(256),
     KVFormat(64, k_bits=8, v_bits=8),
     KVFormat(80, k_bits=8),
+    KVFormat(64, 4, 2),
+    KVFormat(80, 2, 3),
 ]
 
 

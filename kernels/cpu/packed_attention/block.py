@@ -2,9 +2,10 @@
 
 Queries, with K's scales folded in, become 16-bit integers (two int8 planes); probabilities, with
 V's scales folded in, become 8-bit ones, relative to the largest of the block; the dot products are
-exact in int32. What rounding a probability takes from or adds to the mean value code is given back.
-What a row has seen so far is a running maximum, a sum, and an output that is relative to that
-maximum (Milakov and Gimelshein, 2018); scores and maxima are exponents of two.
+exact in int32. Codes of 2 and 3 bits are made codes of 4 in the scratch. What rounding a
+probability takes from or adds to the mean value code is given back. What a row has seen so far is a
+running maximum, a sum, and an output that is relative to that maximum (Milakov and Gimelshein,
+2018); scores and maxima are exponents of two.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from qoff.kernels.cpu.jit.powers import log2_above
 from . import block_emit as emit
 from .block_emit import TOKENS
 from .fold import OFFSET, SCALE, fold_queries
+from .narrow import to_nibbles
 from .softmax import (
     BOUND,
     CORRECTION,
@@ -43,7 +45,9 @@ WEIGHTS = SCORES + TOGETHER * 4 * TOKENS  # uint8 [2 parts, rows, 64]
 FACTORS = WEIGHTS + 2 * TOGETHER * TOKENS  # see packed_softmax
 KEYS = FACTORS + FACTORS_BYTES  # float32 [2, up to 256], scales and minima
 VALUES = KEYS + 2 * 4 * 256  # see packed_softmax
-SCRATCH = VALUES + VALUES_BYTES
+K_CODES = VALUES + VALUES_BYTES  # uint8 [64, up to 128], where they have less than 4 bits
+V_CODES = K_CODES + TOKENS * 128
+SCRATCH = V_CODES + TOKENS * 128
 
 
 @inner
@@ -109,8 +113,8 @@ def _widen_values(v_scale, parts, v_bits, scratch):
 
 @inner
 def _middle(bits):
-    """The mean of 4-bit codes; what 8-bit ones are lessened by."""
-    return 7.5 if bits == 4 else 128.0
+    """The mean of codes; what 8-bit ones are lessened by."""
+    return 128.0 if bits == 8 else ((1 << bits) - 1) / 2
 
 
 @inner
@@ -182,7 +186,22 @@ def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits,
         rows, queries, scratch + KEYS, dim // 16, scratch + QUERY, plane, scratch + FACTORS, factor
     )
     _pad_planes(rows, half, kind, plane, scratch)
-    _score_rows(record, rows, half, kind, plane, ahead, scratch)
+    codes, ahead = _codes(record, ahead, row, half, k_bits, scratch + K_CODES)
+    _score_rows(codes, rows, half, kind, plane, ahead, scratch)
+
+
+@inner
+def _codes(codes, ahead, row, half, bits, nibbles):
+    """Codes of 4 bits at least, and how far from them those lie that are to be asked for.
+
+    Those of fewer bits are widened for the first rows that see the block; what comes after them is
+    asked for then, and 0 is left to ask for.
+    """
+    if bits >= 4:
+        return codes, ahead
+    if row == 0:
+        to_nibbles(codes, 16 * half, bits, ahead, nibbles)
+    return nibbles, 0
 
 
 @inner
@@ -214,7 +233,7 @@ def weigh_block(rows, firsts, soft_cap, half, v_bits, maxima, sums, scratch):
     parts = 1 if half == 32 else 2
     if firsts != 0 or soft_cap != np.float32(0.0):
         _restrict_scores(rows, firsts, soft_cap, scratch)
-    back = np.float32(_middle(v_bits) if v_bits == 4 else 0.0)
+    back = np.float32(0.0 if v_bits == 8 else _middle(v_bits))
     find_weights(
         rows, parts, scratch + SCORES, scratch + FACTORS, maxima, sums, scratch + VALUES, back,
         scratch + WEIGHTS,
@@ -222,14 +241,17 @@ def weigh_block(rows, firsts, soft_cap, half, v_bits, maxima, sums, scratch):
 
 
 @inner
-def sum_block(record, ahead, rows, half, k_bits, v_bits, out, scratch):
+def sum_block(record, ahead, row, rows, half, k_bits, v_bits, out, scratch):
     """Add the weighed values to the outputs, the last step.
 
-    out: float32 [rows, chunks, 64], relative to the maxima, in the lanes that `lane_of` says.
+    row: as for `score_block`. out: float32 [rows, chunks, 64], relative to the maxima, in the lanes
+    that `lane_of` says.
     """
     kind = kind_of(half, v_bits)
     chunks = chunk_count(half)
     stride = 2 * half if kind == emit.WHOLE else half
+    codes = _v_codes(record, half, k_bits)
+    codes, ahead = _codes(codes, ahead, row, half, v_bits, scratch + V_CODES)
     for chunk in range(chunks):
         upper = 1 if chunks > 1 and chunk >= chunks // 2 else 0
         column = 64 * (chunk - upper * (chunks // 2))
@@ -238,7 +260,7 @@ def sum_block(record, ahead, rows, half, k_bits, v_bits, out, scratch):
         weights = scratch + WEIGHTS + upper * TOGETHER * TOKENS
         factors = scratch + FACTORS
         emit.block_weigh(
-            kind, upper, rows, _v_codes(record, half, k_bits) + column, stride, ahead, weights,
+            kind, upper, rows, codes + column, stride, ahead, weights,
             factors + CORRECTION, factors + STEP + 64 * upper,
             factors + SHIFT + 64 * upper, out + 256 * chunk, 256 * chunks,
         )  # fmt: skip

@@ -191,7 +191,7 @@ def _attend_run(
                     head, place = 0, place + 1
         if turn > 0:
             sum_block(
-                last_record, last_ahead, last_count, half, k_bits, v_bits,
+                last_record, last_ahead, last_at % padded, last_count, half, k_bits, v_bits,
                 scratch + THREAD_BYTES + out_bytes * last_at, scratch,
             )  # fmt: skip
 

@@ -74,6 +74,12 @@ def step_of(b, low, high, top):
     return b.fdiv(b.fsub(high, low), splat(b, top, V_F32))
 
 
+@vector_intrinsic(f32x16, f32x16, f32x16, f32x16, _f32)
+def moved(b, x, low, high, part):
+    """x and a part of the distance from low to high."""
+    return b.fadd(x, b.fmul(b.fsub(high, low), splat(b, part, V_F32)))
+
+
 @vector_intrinsic(types.void, _i64, _i64, f32x16, f32x16, f32x16, f32x16, _f32)
 def anchor(b, scale_at, minimum_at, first, low, high, step, top):
     """Store scale and minimum, float32, with a level at `first`: `kv_blocks._anchored`."""
@@ -117,7 +123,7 @@ def levels(b, x, minimum, by, top):
 
 
 @vector_intrinsic(i32x16, i32x16, i32x16)
-def nibbles(b, low, high):
+def joined(b, low, high):
     """Codes of 4 bits, two to a byte."""
     return b.or_(low, b.shl(high, const_i32(4)))
 

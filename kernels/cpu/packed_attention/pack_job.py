@@ -10,16 +10,18 @@ from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inlined, inner, job
 from qoff.kernels.cpu.jit.pool import take
 from qoff.kernels.cpu.operands import int64s, offsets
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, CLIPPED
 
+from .narrow import from_nibbles
 from .pack_emit import (
     anchor,
     divisor,
     highest,
+    joined,
     levels,
     lower,
     lowest,
-    nibbles,
+    moved,
     step_of,
     store_f16,
     transpose_bytes,
@@ -29,6 +31,7 @@ from .pack_emit import (
 ORIGIN_FIELDS = ("slot", "place of the first token", "opens a sequence", "address of the record")
 MOVE_FIELDS = ("slot", "place of the first token", "tokens", "slot to", "place to")
 _VECTORS = BLOCK_TOKENS // 16  # of keys, in a block
+_CLIPPED_2, _CLIPPED_3 = CLIPPED[2], CLIPPED[3]
 
 
 class PackArguments(ctypes.Structure):
@@ -59,8 +62,9 @@ class MoveArguments(ctypes.Structure):
 
 @inner
 def scratch_bytes(dim):
-    """Bytes that a thread needs: 16 x 16 codes, three numbers a channel or token, V of a block."""
-    return 4 * BLOCK_TOKENS * dim + 256 + 12 * max(dim, 2 * BLOCK_TOKENS)
+    """Bytes that a thread needs: V and 4-bit codes of a block, 16 x 16 codes, three numbers a
+    channel or token."""
+    return BLOCK_TOKENS * dim * 9 // 2 + 256 + 12 * max(dim, 2 * BLOCK_TOKENS)
 
 
 @inlined
@@ -69,10 +73,21 @@ def _top(bits):
 
 
 @inlined
-def _fields(at, count, top, opening, lows, highs, firsts, nbytes):
+def _clipped(bits):
+    return np.float32(_CLIPPED_2 if bits == 2 else _CLIPPED_3 if bits == 3 else 0.0)
+
+
+@inlined
+def _fields(at, count, bits, opening, lows, highs, firsts, nbytes):
     """Store scales at `at`, minima behind them; leave divisors in `highs`, minima in `lows`."""
+    top, off = _top(bits), _clipped(bits)
     for i in range(0, 4 * count, 64):
         low, high = simd.load_f32(lows + i), simd.load_f32(highs + i)
+        if bits < 4:
+            low, high = moved(low, low, high, off), moved(high, low, high, -off)
+            if opening != 0:
+                first = simd.load_f32(firsts + i)
+                low, high = lower(low, first), upper(high, first)
         scale = step_of(low, high, top)
         if opening != 0:
             anchor(highs + i, lows + i, simd.load_f32(firsts + i), low, high, scale, top)
@@ -89,8 +104,9 @@ def _levels(x, lows, highs, place, top):
 
 
 @inner
-def _pack_keys(keys, dim, bits, opening, codes, fields, scratch):
+def _pack_keys(keys, dim, bits, opening, codes, fields, nibbles, scratch):
     """K of a block, 16 tokens in a vector, [4, dim, 16]: scales and minima of channels."""
+    to = codes if bits >= 4 else nibbles
     square, lows = scratch, scratch + 256
     highs, firsts = lows + 4 * dim, lows + 8 * dim
     stride, top = 64 * dim, _top(bits)
@@ -103,20 +119,22 @@ def _pack_keys(keys, dim, bits, opening, codes, fields, scratch):
         simd.poke_f32(lows + 4 * channel, lowest(low))
         simd.poke_f32(highs + 4 * channel, highest(high))
         simd.poke_f32(firsts + 4 * channel, simd.peek_f32(x))
-    _fields(fields, dim, top, opening, lows, highs, firsts, 2 * dim)
-    width = dim * bits // 8
+    _fields(fields, dim, bits, opening, lows, highs, firsts, 2 * dim)
+    width = dim if bits == 8 else dim // 2
     for vector in range(_VECTORS):
         x = keys + vector * stride
         for start in range(0, width, 16):
             first = min(start, width - 16)  # the last 16 may be some of those before
             for channel in range(first, first + 16):
                 found = _levels(x + 64 * channel, lows, highs, channel, top)
-                if bits == 4:
+                if bits <= 4:
                     other = channel + width
                     more = _levels(x + 64 * other, lows, highs, other, top)
-                    found = nibbles(found, more)
+                    found = joined(found, more)
                 simd.store_i8(square + 16 * (channel - first), found)
-            transpose_bytes(square, codes + 16 * vector * width + first, width)
+            transpose_bytes(square, to + 16 * vector * width + first, width)
+    if bits < 4:
+        from_nibbles(nibbles, 8 * dim, bits, codes)
 
 
 @inlined
@@ -141,8 +159,9 @@ def _times(x, matrix, run, to):
 
 
 @inner
-def _pack_values(values, dim, bits, parts, signs, run, codes, fields, scratch):
+def _pack_values(values, dim, bits, parts, signs, run, codes, fields, nibbles, scratch):
     """V of a block, [64, dim]: scales and minima of each token's parts."""
+    rows = codes if bits >= 4 else nibbles
     lows = scratch + 256
     highs = lows + 4 * parts * BLOCK_TOKENS
     if signs != 0:
@@ -157,26 +176,29 @@ def _pack_values(values, dim, bits, parts, signs, run, codes, fields, scratch):
             simd.poke_f32(lows + place, _channels(x, part, 0))
             simd.poke_f32(highs + place, _channels(x, part, 1))
     count = parts * BLOCK_TOKENS
-    _fields(fields, count, top, 0, lows, highs, 0, 2 * count)
+    _fields(fields, count, bits, 0, lows, highs, 0, 2 * count)
     for token in range(BLOCK_TOKENS):
-        x, to = values + 4 * token * dim, codes + token * dim * bits // 8
+        x, to = values + 4 * token * dim, rows + token * (dim if bits == 8 else half)
         upper_place = (parts - 1) * BLOCK_TOKENS + token
         for start in range(0, half, 16):
             first = min(start, half - 16)
             found = _levels(x + 4 * first, lows, highs, token, top)
             more = _levels(x + 4 * (half + first), lows, highs, upper_place, top)
-            if bits == 4:
-                simd.store_i8(to + first, nibbles(found, more))
+            if bits <= 4:
+                simd.store_i8(to + first, joined(found, more))
             else:
                 simd.store_i8(to + first, found)
                 simd.store_i8(to + half + first, more)
+    if bits < 4:
+        from_nibbles(nibbles, 8 * dim, bits, codes)
 
 
 @job
 def pack_job(pool, thread, threads, args):
     """All heads of all blocks."""
     heads, dim = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + DIM)
-    scratch = simd.peek_i64(args + SCRATCH) + thread * scratch_bytes(dim)
+    nibbles = simd.peek_i64(args + SCRATCH) + thread * scratch_bytes(dim)
+    scratch = nibbles + BLOCK_TOKENS * dim // 2
     items = simd.peek_i64(args + COUNT) * heads
     item = take(pool, 0)
     while item < items:
@@ -186,12 +208,14 @@ def pack_job(pool, thread, threads, args):
         record = simd.peek_i64(origin + 24) + head * simd.peek_i64(args + RECORD)
         _pack_keys(
             simd.peek_i64(args + KEYS) + first, dim, simd.peek_i64(args + K_BITS),
-            simd.peek_i64(origin + 16), record, record + simd.peek_i64(args + K_SCALE), scratch,
+            simd.peek_i64(origin + 16), record, record + simd.peek_i64(args + K_SCALE), nibbles,
+            scratch,
         )  # fmt: skip
         _pack_values(
             simd.peek_i64(args + VALUES) + first, dim, simd.peek_i64(args + V_BITS),
             simd.peek_i64(args + PARTS), simd.peek_i64(args + SIGNS), simd.peek_i64(args + RUN),
-            record + simd.peek_i64(args + V_CODES), record + simd.peek_i64(args + V_SCALE), scratch,
+            record + simd.peek_i64(args + V_CODES), record + simd.peek_i64(args + V_SCALE), nibbles,
+            scratch,
         )  # fmt: skip
         item = take(pool, 0)
 

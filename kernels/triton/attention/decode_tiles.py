@@ -92,8 +92,8 @@ def attend_blocks(
     PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend to the packed blocks begin..stop-1 of one sequence and KV head."""
-    K_RAISE: tl.constexpr = 0.0625 if K_BITS == 4 else 1.0
-    V_RAISE: tl.constexpr = 0.0625 if V_BITS == 4 else 1.0
+    K_RAISE: tl.constexpr = 1.0 if K_BITS == 8 else 0.0625
+    V_RAISE: tl.constexpr = 1.0 if V_BITS == 8 else 0.0625
     r2 = (q2 * K_RAISE).to(tl.float16)
     r3 = (q3 * K_RAISE).to(tl.float16)
     o0 = tl.zeros([PAIRS, COLUMNS], tl.float32)

@@ -19,17 +19,17 @@ import triton.language as tl
 
 from qoff.kernels.triton.linear.planes import byte_planes, halves, nibble_planes
 
-from .kv_tiles import TOKENS, load_where
+from .kv_tiles import load_code_rows, load_where
 
 
 @triton.jit
 def raised_pairs(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
     """Four float16 planes of uint16 tiles of pairs of bytes: even, odd, even, odd channels.
 
-    4 bits: 1024 + code of the low nibbles, twice, and 1024 + 16 * code of the high nibbles, twice;
-    `second` is not read. 8 bits: 1024 + code, two planes from each tile.
+    8 bits: 1024 + code, two planes from each tile. Fewer: 1024 + code of the low nibbles, twice,
+    and 1024 + 16 * code of the high nibbles, twice; `second` is not read.
     """
-    if BITS == 4:
+    if BITS <= 4:
         a, b, c, d = nibble_planes(first, tl.float16, True, ASM)
     else:
         a, b = byte_planes(first, tl.float16, ASM)
@@ -39,20 +39,19 @@ def raised_pairs(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def load_code_pairs(codes, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, BITS: tl.constexpr):
-    """Codes of the low and the high channels, uint16 [64, PAIRS] each (the same tile if 4-bit).
+    """Codes of the low and the high channels, uint16 [64, PAIRS] each (one tile below 8 bits).
 
     An element is two bytes, of neighbouring channels. 0 beyond HEAD_DIM / 4 pairs.
     """
     QUARTER: tl.constexpr = HEAD_DIM // 4
-    WIDTH: tl.constexpr = HEAD_DIM * BITS // 16
-    pair = tl.arange(0, PAIRS)
-    place = tl.arange(0, TOKENS)[:, None] * WIDTH + pair[None, :]
-    at = codes.to(tl.pointer_type(tl.uint16)) + place
-    inside = (pair < QUARTER)[None, :]
-    first = load_where(at, inside, PAIRS == QUARTER)
+    WIDTH: tl.constexpr = 2 * QUARTER if BITS == 8 else QUARTER
+    pair = tl.arange(0, PAIRS)[None, :]
+    at = codes.to(tl.pointer_type(tl.uint16))
+    inside = pair < QUARTER
+    first = load_code_rows(at, pair, inside, WIDTH, BITS, PAIRS == QUARTER)
     second = first
     if BITS == 8:
-        second = load_where(at + QUARTER, inside, PAIRS == QUARTER)
+        second = load_code_rows(at + QUARTER, pair, inside, WIDTH, BITS, PAIRS == QUARTER)
     return first, second
 
 

@@ -51,6 +51,30 @@ def load_where(at, inside, ALL: tl.constexpr):
 
 
 @triton.jit
+def load_code_rows(
+    codes, column, inside, WIDTH: tl.constexpr, BITS: tl.constexpr, ALL: tl.constexpr
+):  # fmt: skip
+    """Rows of 64 tokens of codes of 2, 3, 4 or 8 bits: [64, columns], 0 where not `inside`.
+
+    codes: pointer to elements of one or two bytes, `column` those of a row of WIDTH that are
+    loaded. Codes of 2 and 3 bits become codes of 4.
+    """
+    token = tl.arange(0, TOKENS)[:, None]
+    if BITS >= 4:
+        rows = load_where(codes + token * WIDTH + column, inside, ALL)
+    else:
+        # The same mask for both bytes of an element: a shift takes nothing across that is kept.
+        EACH: tl.constexpr = 1 if codes.dtype.element_ty == tl.uint8 else 257
+        lower = load_where(codes + token % 32 * WIDTH + column, inside, ALL)
+        rows = (lower >> (token // 32 * 2).to(lower.dtype)) & (0x33 * EACH)
+        if BITS == 3:
+            upper = load_where(codes + (32 + token % 16) * WIDTH + column, inside, ALL)
+            rows |= ((upper >> (token // 16).to(upper.dtype)) & (0x11 * EACH)) << 2
+        rows = rows.to(codes.dtype.element_ty)
+    return rows
+
+
+@triton.jit
 def load_token_params(params, PARTS: tl.constexpr):
     """Scales of both planes and minima of both planes, float16 [64] each."""
     SECOND: tl.constexpr = (PARTS - 1) * TOKENS

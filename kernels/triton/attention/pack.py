@@ -11,7 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qoff.kernels.layout.kv_format import CLIPPED
 from qoff.kernels.triton.elementwise.rope import turned
+
+CLIPPED_2, CLIPPED_3 = tl.constexpr(CLIPPED[2]), tl.constexpr(CLIPPED[3])
 
 
 @triton.jit
@@ -107,14 +110,19 @@ def pack_channels(
     low_most, high_most = tl.split(most)
     low_least, high_least = tl.split(-least)
     there = channel < HALF
+    if BITS < 4:
+        low_least, low_most = _clipped(low_least, low_most, BITS)
+        high_least, high_most = _clipped(high_least, high_most, BITS)
+        if opening:
+            low_least = tl.minimum(low_least, _first(low))
+            low_most = tl.maximum(low_most, _first(low))
+            high_least = tl.minimum(high_least, _first(high))
+            high_most = tl.maximum(high_most, _first(high))
     low_step = _step(low_least, low_most, BITS)
     high_step = _step(high_least, high_most, BITS)
     if opening:
-        first = tl.arange(0, 64)[:, None] == 0
-        low_first = tl.sum(tl.where(first, low, 0.0), axis=0)
-        high_first = tl.sum(tl.where(first, high, 0.0), axis=0)
-        low_step, low_least = _anchored(low_first, low_least, low_most, low_step, BITS)
-        high_step, high_least = _anchored(high_first, high_least, high_most, high_step, BITS)
+        low_step, low_least = _anchored(_first(low), low_least, low_most, low_step, BITS)
+        high_step, high_least = _anchored(_first(high), high_least, high_most, high_step, BITS)
     low_base, low_inverse = _parameters(params, low_step, low_least, there, 2 * HALF)
     high_base, high_inverse = _parameters(params + HALF, high_step, high_least, there, 2 * HALF)
     low = _levels(low, low_base[None, :], low_inverse[None, :], BITS)
@@ -147,15 +155,34 @@ def pack_tokens(
     high_max = tl.max(tl.where(within, high, float("-inf")), axis=1)
     if PARTS == 1:
         least, most = tl.minimum(low_min, high_min), tl.maximum(low_max, high_max)
+        least, most = _clipped(least, most, BITS)
         low_base, low_inverse = _parameters(params, _step(least, most, BITS), least, there, 64)
         high_base, high_inverse = low_base, low_inverse
     else:
+        low_min, low_max = _clipped(low_min, low_max, BITS)
+        high_min, high_max = _clipped(high_min, high_max, BITS)
         low_step, high_step = _step(low_min, low_max, BITS), _step(high_min, high_max, BITS)
         low_base, low_inverse = _parameters(params, low_step, low_min, there, 128)
         high_base, high_inverse = _parameters(params + 64, high_step, high_min, there, 128)
     low = _levels(low, low_base[:, None], low_inverse[:, None], BITS)
     high = _levels(high, high_base[:, None], high_inverse[:, None], BITS)
     _store_codes(record, low, high, HALF, PADDED, BITS)
+
+
+@triton.jit
+def _first(x):
+    """The first token's row of [64, PADDED]."""
+    return tl.sum(tl.where(tl.arange(0, 64)[:, None] == 0, x, 0.0), axis=0)
+
+
+@triton.jit
+def _clipped(least, most, BITS: tl.constexpr):
+    """The range that levels cover: below 4 bits a part is left off at either end."""
+    if BITS < 4:
+        off = (most - least) * (CLIPPED_2 if BITS == 2 else CLIPPED_3)
+        least += off
+        most -= off
+    return least, most
 
 
 @triton.jit
@@ -211,6 +238,20 @@ def _store_codes(record, low, high, HALF: tl.constexpr, PADDED: tl.constexpr, BI
     if BITS == 4:
         both = tl.reshape((low | (high << 4)).to(tl.uint8), (64, PADDED // 8, 8))
         tl.store(record + token * HALF + channel, both, mask=mask)
+    elif BITS < 4:
+        # As many bits of tokens that are 32 or 16 apart become one byte.
+        nibbles = ((low & 15) | ((high & 15) << 4)).to(tl.int32)
+        row = tl.arange(0, 16)[:, None, None]
+        rows = (row >= 0) & (channel < HALF)
+        x = tl.reshape(nibbles, (4, 16, PADDED // 8, 8))
+        index = tl.arange(0, 4)[:, None, None, None]
+        first = tl.sum(tl.where(index % 2 == 0, (x & 0x33) << index // 2 * 2, 0), axis=0)
+        second = tl.sum(tl.where(index % 2 == 1, (x & 0x33) << index // 2 * 2, 0), axis=0)
+        tl.store(record + row * HALF + channel, first.to(tl.uint8), mask=rows)
+        tl.store(record + (16 + row) * HALF + channel, second.to(tl.uint8), mask=rows)
+        if BITS == 3:
+            upper = tl.sum(((x >> 2) & 0x11) << index, axis=0)
+            tl.store(record + (32 + row) * HALF + channel, upper.to(tl.uint8), mask=rows)
     else:
         target = record + token * (2 * HALF) + channel
         tl.store(target, tl.reshape(low.to(tl.uint8), (64, PADDED // 8, 8)), mask=mask)

@@ -13,21 +13,20 @@ import triton.language as tl
 
 from qoff.kernels.triton.linear.nibbles import byte_values, dot16, low_high
 
-from .kv_tiles import TOKENS, cap_scores, load_token_params, load_where
+from .kv_tiles import TOKENS, cap_scores, load_code_rows, load_token_params, load_where
 
 
 @triton.jit
 def load_codes(codes, HEAD_DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.constexpr):
-    """Codes uint8 of both halves, [64, PAD] each (one tile twice if 4-bit); 0 where padded."""
+    """Codes uint8 of both halves, [64, PAD] each (one tile below 8 bits); 0 where padded."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    WIDTH: tl.constexpr = HEAD_DIM * BITS // 8
-    channel = tl.arange(0, PAD)
-    place = tl.arange(0, TOKENS)[:, None] * WIDTH + channel[None, :]
-    inside = (channel < HALF)[None, :]
-    first = load_where(codes + place, inside, PAD == HALF)
+    WIDTH: tl.constexpr = HEAD_DIM if BITS == 8 else HALF
+    channel = tl.arange(0, PAD)[None, :]
+    inside = channel < HALF
+    first = load_code_rows(codes, channel, inside, WIDTH, BITS, PAD == HALF)
     second = first
     if BITS == 8:
-        second = load_where(codes + HALF + place, inside, PAD == HALF)
+        second = load_code_rows(codes + HALF, channel, inside, WIDTH, BITS, PAD == HALF)
     return first, second
 
 
@@ -47,7 +46,7 @@ def load_channel_params(params, HEAD_DIM: tl.constexpr, PAD: tl.constexpr):
 @triton.jit
 def exact_planes(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
     """The codes of both halves as float16."""
-    if BITS == 4:
+    if BITS <= 4:
         low, high = low_high(first, tl.float16, ASM)
     else:
         low = byte_values(first, tl.float16, ASM)

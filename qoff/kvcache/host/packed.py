@@ -1,4 +1,4 @@
-"""A KV cache whose older tokens are 4- or 8-bit blocks of 64, shared where sequences share them."""
+"""A KV cache whose older tokens are packed in blocks of 64, shared where sequences share them."""
 
 from __future__ import annotations
 
