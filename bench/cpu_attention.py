@@ -2,7 +2,7 @@
 
 Each case reads a pool far larger than the caches, beside torch's attention over the same tokens
 uncompressed, beside reading the same records alone, and beside itself on a block that stays in the
-cache: where that is no faster, what limits is arithmetic.
+cache: where that is no faster, what limits is arithmetic. `--bits 4,2` is for other codes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
+from qoff.kvcache import KVQuant
 from qoff.memory.arena import map_pages
 
 KV_HEADS = 8
@@ -64,8 +65,8 @@ QUICK_SHAPES = (Shape(1, 256, 64, 3), Shape(2, 128, 128, 1))
 class Operands:
     """A pool of random blocks, and the same tokens uncompressed."""
 
-    def __init__(self, shape: Shape, least_bytes: int) -> None:
-        self.shape, form = shape, KVFormat(shape.head_dim)
+    def __init__(self, shape: Shape, form: KVFormat, least_bytes: int) -> None:
+        self.shape = shape
         blocks = shape.context // BLOCK_TOKENS
         used = shape.batch * blocks
         self.nbytes = used * KV_HEADS * form.nbytes
@@ -73,9 +74,13 @@ class Operands:
         pool = map_pages(copies * self.nbytes).view(copies * used, KV_HEADS, form.nbytes)
         pool.random_(256)
         _, k_scale, k_minimum, _, v_scale, v_minimum = form.views(pool)
-        for scale, minimum in ((k_scale, k_minimum), (v_scale, v_minimum)):
-            scale.copy_(0.1 + 0.2 * torch.rand(scale.shape))
-            minimum.copy_(-7.5 * scale.float())
+        for bits, scale, minimum in (
+            (form.k_bits, k_scale, k_minimum),
+            (form.v_bits, v_scale, v_minimum),
+        ):
+            top = 2**bits - 1
+            scale.copy_((0.1 + 0.2 * torch.rand(scale.shape)) * 15 / top)
+            minimum.copy_(-top / 2 * scale.float())
         ragged = Ragged.of([1] * shape.batch, [shape.context] * shape.batch)
         order = torch.randperm(copies * used).int().view(copies, shape.batch, blocks)
         counts = [shape.context] * shape.batch
@@ -131,9 +136,11 @@ def check(shape: Shape, calls: dict[str, Callable[[], Any]]) -> None:
         raise QoffError(f"{shape.name}: off by {error:.1%}, nothing measured")
 
 
-def add_case(result: Report, shape: Shape, reading: ReadBandwidth, quick: bool) -> float:
+def add_case(
+    result: Report, shape: Shape, form: KVFormat, reading: ReadBandwidth, quick: bool
+) -> float:
     """Measure one shape into the report; returns the fraction of the read bandwidth."""
-    operands = Operands(shape, (1 << 20) if quick else POOL_BYTES)
+    operands = Operands(shape, form, (1 << 20) if quick else POOL_BYTES)
     calls = operands.calls()
     check(shape, calls)
     least_s = 0.001 if quick else 0.05
@@ -185,13 +192,17 @@ def add_instructions(result: Report, shapes: Sequence[Shape]) -> None:
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
-    args = arguments(__doc__, argv)
-    shapes = QUICK_SHAPES if args.quick else SHAPES
+    args = arguments(__doc__, argv, bits=(str, "4", "bits of K and V, as --kv has them"))
+    shapes, kv = QUICK_SHAPES if args.quick else SHAPES, KVQuant.of(args.bits)
     reading = ReadBandwidth((64 << 20) if args.quick else BUFFER_BYTES)
     result = Report(
         "cpu_attention",
-        {"kv_heads": KV_HEADS, "quick": args.quick, "form": "4-bit K per channel, 4-bit V"},
-        "decode attention over 4-bit blocks, 8 KV heads; eta: of the read bandwidth of the same "
+        {
+            "kv_heads": KV_HEADS,
+            "quick": args.quick,
+            "form": f"{kv.k_bits}-bit K per channel, {kv.v_bits}-bit V",
+        },
+        "decode attention over packed blocks, 8 KV heads; eta: of the read bandwidth of the same "
         "minute; records: of the rate at which the same records are read alone; one block: the "
         "time for as many tokens that are one block in the processor's cache, over this time; "
         "/ torch: times as fast as it uncompressed",
@@ -199,10 +210,12 @@ def main(argv: Sequence[str] | None = None) -> None:
          "/ torch fp32", "/ torch bf16"),
     )  # fmt: skip
     for shape in shapes:
-        eta = add_case(result, shape, reading, args.quick)
+        form = KVFormat(shape.head_dim, kv.k_bits, kv.v_bits)
+        eta = add_case(result, shape, form, reading, args.quick)
         if shape.group <= 4 and shape.context >= 16384:
             result.bars.append(Bar(f"eta, {shape.name}", 0.7, eta))
-    add_instructions(result, shapes)
+    if form == KVFormat(form.head_dim):
+        add_instructions(result, shapes)
     result.publish(args.out)
 
 

@@ -4,7 +4,8 @@ K and V of whole windows of a text are packed and unpacked before attention, so 
 attends to packed tokens alone, itself and its neighbours included: no recent window helps. The
 second half of each window is scored against the same model with K and V as they are, token by
 token. `--layers` packs one layer at a time, which says where more bits would pay. `--window 64` has
-the newest tokens unpacked, as in use.
+the newest tokens unpacked, as in use. `--caches "4;4,2;for 3.5"` measures qoff's own caches in use
+instead: bits as `--kv` has them, or those that `--kv-target-bits` chooses for a size.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from bench.harness import Report, arguments
 from bench.kv_schemes import DEFAULT, Scheme, schemes
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
+from qoff.eval.kv import kv_bytes_per_token
+from qoff.eval.mixing.kv_bits import kv_for_bits
 from qoff.eval.perplexity.metrics import Divergence, summarize
+from qoff.eval.perplexity.models import PIECE_TOKENS
 from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
 from qoff.eval.perplexity.subjects import QoffSubject
@@ -33,6 +37,7 @@ from qoff.eval.perplexity.windows import Window
 from qoff.eval.texts import encode, read_text
 from qoff.hf.load import load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kvcache import KVQuant
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 
@@ -71,6 +76,22 @@ class Judge:
         assert found is not None
         return found
 
+    def judge_cache(self, kv: KVQuant) -> Divergence:
+        """What a cache costs whose newest tokens are not packed, read in pieces of 64 tokens."""
+        with Runtime(self._checkpoint, kv=kv) as runtime:
+            subject = QoffSubject(runtime, str(kv), PIECE_TOKENS)
+            found = summarize(evaluate(subject, self._sample, self.reference)).divergence
+        assert found is not None
+        return found
+
+    def cache(self, text: str) -> tuple[KVQuant, float]:
+        """A cache and the bits of its packed values, from text like "4,2" or "for 3.5"."""
+        target = text.removeprefix("for ")
+        kv = KVQuant.of(text) if target == text else kv_for_bits(self._checkpoint, float(target))
+        spec = DecoderSpec.from_config(Checkpoint.open(self._checkpoint).config)
+        nbytes = kv_bytes_per_token(kv, spec)
+        return kv, 8 * nbytes / (2 * spec.num_kv_heads * spec.head_dim * spec.num_layers)
+
 
 def only_layer(scheme: Scheme, layer: int, place: int) -> Scheme:
     """A scheme that packs K (place 0) or V (1) of one layer alone."""
@@ -97,19 +118,32 @@ def chosen(names: str) -> list[Scheme]:
 def add_rows(result: Report, judge: Judge, wanted: Sequence[Scheme]) -> None:
     """Judge schemes into the report."""
     for scheme in wanted:
-        found = judge.judge(scheme)
-        ratio = found.perplexity_ratio
-        row = (
-            scheme.name, f"{scheme.bits:.2f}", f"{100 * (ratio.value - 1):+.2f} %",
-            f"{100 * ratio.error:.2f}", f"{found.mean_kl.value:.5f}", f"{found.kl_99:.4f}",
-            f"{100 * found.same_top.value:.2f} %",
-        )  # fmt: skip
-        result.rows.append(row)
-        print(*row, flush=True)
-        measured: dict[str, Any] = {"bits": scheme.bits, "ratio": ratio.value}
-        measured |= {"ratio_error": ratio.error, "kl": found.mean_kl.value}
-        measured |= {"kl_99": found.kl_99, "top": found.same_top.value}
-        result.measured[scheme.name], result.ratios[scheme.name] = measured, ratio.value
+        add_row(result, scheme.name, scheme.bits, judge.judge(scheme))
+
+
+def add_caches(result: Report, judge: Judge, texts: Sequence[str]) -> None:
+    """Judge caches into the report."""
+    for text in texts:
+        kv, bits = judge.cache(text)
+        add_row(result, text, bits, judge.judge_cache(kv))
+        measured = result.measured[text]
+        measured["layers"] = [kv.bits(layer) for layer in range(judge.layers)]
+
+
+def add_row(result: Report, name: str, bits: float, found: Divergence) -> None:
+    """Add what something costs to the report, and print it."""
+    ratio = found.perplexity_ratio
+    row = (
+        name, f"{bits:.2f}", f"{100 * (ratio.value - 1):+.2f} %",
+        f"{100 * ratio.error:.2f}", f"{found.mean_kl.value:.5f}", f"{found.kl_99:.4f}",
+        f"{100 * found.same_top.value:.2f} %",
+    )  # fmt: skip
+    result.rows.append(row)
+    print(*row, flush=True)
+    measured: dict[str, Any] = {"bits": bits, "ratio": ratio.value}
+    measured |= {"ratio_error": ratio.error, "kl": found.mean_kl.value}
+    measured |= {"kl_99": found.kl_99, "top": found.same_top.value}
+    result.measured[name], result.ratios[name] = measured, ratio.value
 
 
 def add_layers(result: Report, judge: Judge, scheme: Scheme) -> None:
@@ -128,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         windows=(int, 12, f"windows of {WINDOW} tokens"), only=(str, "", "schemes, with ; between"),
         layers=(bool, False, "each layer alone, too"),
         window=(int, None, "newest tokens that are not packed; default: all are"),
+        caches=(str, "", "qoff's own caches instead, with ; between"),
     )  # fmt: skip
     if args.text is None:
         raise SystemExit("kv_accuracy: --text FILE is missing: the text that is scored")
@@ -149,7 +184,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(checkpoint, Sample(ids, windows), Path(folder), args.window)
         with closing(judge.reference):
-            add_rows(result, judge, wanted)
+            if args.caches:
+                add_caches(result, judge, args.caches.split(";"))
+            else:
+                add_rows(result, judge, wanted)
             if args.layers:
                 add_layers(result, judge, chosen(DEFAULT)[0])
     result.publish(args.out)

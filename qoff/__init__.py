@@ -33,6 +33,7 @@ from qoff.hf.plugin.register import register_with_transformers
 
 if TYPE_CHECKING:
     from qoff.engine import LLM, Completion, SamplingParams
+    from qoff.eval.mixing.kv_bits import kv_for_bits
     from qoff.hf.cache import QoffCache
     from qoff.hf.dispatch import dispatch
     from qoff.hf.load import load
@@ -70,6 +71,7 @@ __all__ = [
     "__version__",
     "convert",
     "dispatch",
+    "kv_for_bits",
     "load",
     "train",
 ]
@@ -87,6 +89,7 @@ _MODULES = {
     "SamplingParams": "qoff.engine",
     "convert": "qoff.models.convert.convert",
     "dispatch": "qoff.hf.dispatch",
+    "kv_for_bits": "qoff.eval.mixing.kv_bits",
     "load": "qoff.hf.load",
 }
 

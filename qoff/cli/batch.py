@@ -55,7 +55,9 @@ class PlanOptions:
         None, help="LoRA adapter as NAME=FOLDER; requests name it as their model; repeatable."
     )
 
-    def plan(self, how: RunOptions, cache: CacheOptions) -> tuple[Plan | None, dict[str, Any]]:
+    def plan(
+        self, model: str, how: RunOptions, cache: CacheOptions
+    ) -> tuple[Plan | None, dict[str, Any]]:
         """The plan, None for one that fits what is free, and the options of `qoff.LLM` beside it.
 
         Raises ArgumentError for a KV cache that is not packed, FormatError for a saved plan that
@@ -64,7 +66,7 @@ class PlanOptions:
         from qoff.kvcache import KVPlacement, KVQuant
         from qoff.plan import Plan
 
-        kv = cache.quant()
+        kv = cache.quant(model, how)
         if kv is None:
             raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")
         given, opening = dict(vars(self)), how.opening()
@@ -169,7 +171,7 @@ def batch(
         raise ArgumentError("give one file of requests: qoff batch MODEL FILE, or -i FILE")
     if ray is not None and (trace is not None or stats):
         raise ArgumentError("--trace and --stats are of one process; leave them out with --ray")
-    plan, opening = planned.plan(how, cache)
+    plan, opening = planned.plan(model, how, cache)
     asked = Asked(
         prompts or input_file or Path(),
         output,

@@ -159,7 +159,7 @@ def run_named_tasks(
 ) -> None:
     """Run tasks of lm-evaluation-harness and print a table; chosen: more for `run_tasks`."""
     path = how.checkpoint(model, quant, as_json)
-    found = run_tasks(path, names, kv=cache.quant(), **how.opening(), **chosen)
+    found = run_tasks(path, names, kv=cache.quant(path, how), **how.opening(), **chosen)
     if as_json:
         print_json({**found, "model": model})
     else:

@@ -83,7 +83,8 @@ def evaluate_one(
     checkpoint = how.checkpoint(model, quant, as_json)
     tokenizer = load_tokenizer(checkpoint, how.trust_remote_code)
     sample = texts.sample(tokenizer)
-    options = {**how.opening(), "kv": cache.quant(), "length": sample.longest, "batch_size": batch}
+    kv = cache.quant(checkpoint, how)
+    options = {**how.opening(), "kv": kv, "length": sample.longest, "batch_size": batch}
     with (
         _journal(checkpoint, sample, options, original) as journal,
         _truth(original, sample, tokenizer, batch) as truth,

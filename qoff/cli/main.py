@@ -137,7 +137,7 @@ def generate(
         checked_path(trace)
     params = SamplingParams(**vars(draw), max_tokens=max_new_tokens)
     path = how.checkpoint(model, quiet=as_json)
-    opening = {**how.opening(), "kv": cache.quant()}
+    opening = {**how.opening(), "kv": cache.quant(path, how)}
     opened, tokenizer, ids = open_for(path, prompt, max_new_tokens, raw, timeline, **opening)
     with ExitStack() as ends:  # whatever of it fails
         ends.callback(opened.runtime.close)
@@ -173,7 +173,7 @@ def chat(
 
     path = how.checkpoint(model)
     tokenizer = load_tokenizer(path, how.trust_remote_code)
-    opened = open_runtime(path, context=context, kv=cache.quant(), **how.opening())
+    opened = open_runtime(path, context=context, kv=cache.quant(path, how), **how.opening())
     with closing(opened.runtime), ChatRenderer() as renderer:
         params = params_of(opened, vars(draw), max_new_tokens)
         conversation = Conversation(opened, tokenizer, params, context, renderer)

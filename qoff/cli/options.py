@@ -167,8 +167,15 @@ class CacheOptions:
     kv: str = Option(
         "auto",
         help=(
-            "Bits of the KV cache: 4, 8, or 8,4 for K and V; 4/0-3:8,4/9:8 uses other bits in "
-            "some layers; none: not packed; auto: 4 where the model allows."
+            "Bits of the KV cache: 2, 3, 4, 8, or 8,4 for K and V; 4/0-3:8,4/9:8 uses other bits "
+            "in some layers; none: not packed; auto: 4 where the model allows."
+        ),
+    )
+    kv_target_bits: float | None = Option(
+        None,
+        help=(
+            "Bits a value of the KV cache, scales included, like 3.5: each layer's bits by what "
+            "few cost it, measured once for a checkpoint and kept with it."
         ),
     )
     attention_top: float = Option(
@@ -178,11 +185,12 @@ class CacheOptions:
         help="Fraction of packed KV that is attended to; on: 0.6.",
     )
 
-    def quant(self, **form: Any) -> KVQuant | str | None:
+    def quant(self, model: str | Path, how: RunOptions, **form: Any) -> KVQuant | str | None:
         """What `qoff.load` takes as `kv`; form: fields of `KVQuant` that are not its defaults.
 
-        "auto" means 4 bits, on any model, where it does not stand alone. Raises ArgumentError for
-        options that need a packed cache.
+        "auto" means 4 bits, on any model, where it does not stand alone. The model is opened, as
+        `how` says, where its layers' losses have to be measured. Raises ArgumentError for options
+        that need a packed cache, or that exclude each other.
         """
         from dataclasses import replace
 
@@ -190,6 +198,8 @@ class CacheOptions:
 
         if self.attention_top != 1:
             form["attention_top"] = self.attention_top
+        if self.kv_target_bits is not None:
+            return replace(self._for_bits(model, how, self.kv_target_bits), **form)
         if self.kv == "auto" and not form:
             return "auto"
         packed = kv_quant("4" if self.kv == "auto" else self.kv)
@@ -198,6 +208,18 @@ class CacheOptions:
                 "with --kv none nothing is packed; leave it out, or --attention-top and --kv-window"
             )
         return None if packed is None else replace(packed, **form)
+
+    def _for_bits(self, model: str | Path, how: RunOptions, bits: float) -> KVQuant:
+        if self.kv != "auto":
+            raise ArgumentError("--kv and --kv-target-bits both choose bits; give one of them")
+        if how.plan is not None:
+            raise ArgumentError(
+                "--plan says how the KV cache is packed; leave --kv-target-bits out"
+            )
+        from qoff.eval.mixing.kv_bits import kv_for_bits
+
+        with progress_bar("measuring what bits of the KV cache cost") as tell:
+            return kv_for_bits(how.checkpoint(str(model)), bits, tell=tell, **how.opening())
 
 
 @dataclass(frozen=True)
@@ -302,11 +324,11 @@ class FormOptions(CacheOptions):
 
     kv_window: int = Option(64, min=0, help="Newest tokens that stay unpacked.")
 
-    def quant(self, **form: Any) -> KVQuant | str | None:
-        """What `qoff.load` takes as `kv`. Raises ArgumentError for what does not fit together."""
+    def quant(self, model: str | Path, how: RunOptions, **form: Any) -> KVQuant | str | None:
+        """The same, with these."""
         if self.kv_window != 64:
             form["window"] = self.kv_window
-        return super().quant(**form)
+        return super().quant(model, how, **form)
 
 
 def memory_by_place(text: str | None) -> dict[int | str, str] | None:

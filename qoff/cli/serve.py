@@ -76,7 +76,7 @@ def serve(
         raise ArgumentError("TLS needs both --ssl-certfile and --ssl-keyfile")
     if "" in (api_key or ()):
         raise ArgumentError("an API key is empty; leave --api-key out, or give one")
-    plan, opening = planned.plan(how, cache)
+    plan, opening = planned.plan(model, how, cache)
     options = ServeOptions(
         host=host,
         port=port,

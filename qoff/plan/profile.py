@@ -111,8 +111,13 @@ class Processor:
         return _at(_nearest(self.matmul, bits), rows)
 
     def attention_s(self, bits: int, group: Array) -> Array:
-        """Seconds for each byte of packed K and V; group: queries of a KV head."""
-        return _at(_nearest(self.attention, bits), group)
+        """Seconds for each byte of packed K and V; group: queries of a KV head.
+
+        Codes of fewer bits than were measured take as long as those that were: they become these.
+        """
+        longer = max(1.0, (min(map(int, self.attention)) + 0.5) / (bits + 0.5))
+        found: Array = longer * _at(_nearest(self.attention, bits), group)
+        return found
 
 
 @dataclass(frozen=True)

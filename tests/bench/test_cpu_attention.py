@@ -37,11 +37,11 @@ def test_the_bench_runs(tmp_path: Path) -> None:
     assert written["bars"] == []  # of small cases nothing is wanted
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (128, 1)])
-def test_both_alternatives_of_qoff_attend_to_what_torch_does(head_dim: int, group: int) -> None:
-    shape = Shape(2, 128, head_dim, group)
-    operands = Operands(shape, 1 << 19)
-    assert operands.nbytes == 2 * 2 * 8 * KVFormat(head_dim).nbytes
+@pytest.mark.parametrize(("form", "group"), [(KVFormat(64), 3), (KVFormat(128, 3, 2), 1)])
+def test_both_alternatives_of_qoff_attend_to_what_torch_does(form: KVFormat, group: int) -> None:
+    shape = Shape(2, 128, form.head_dim, group)
+    operands = Operands(shape, form, 1 << 19)
+    assert operands.nbytes == 2 * 2 * 8 * form.nbytes
     calls = operands.calls()
     check(shape, calls)
     once = calls[CACHED]()

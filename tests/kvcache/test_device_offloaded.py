@@ -38,7 +38,7 @@ triton_ops = triton_module("ops")
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE, WINDOWED = HeadShape(2, 1, 64, 0.125), HeadShape(2, 1, 64, 0.125, window=150)
-FORMS = (KVFormat(64), KVFormat(64, k_bits=8))
+FORMS = (KVFormat(64), KVFormat(64, 3, 2))
 HALF, NONE = KVPlacement(0.5, 0.5), KVPlacement(0, 1)
 
 

@@ -53,6 +53,7 @@ class Batch(NamedTuple):
 
     sequences: Sequence[Tensor]
     places: Sequence[int]
+    cache: KVCache | None = None  # an empty one; None: in the form that the runtime's have
 
 
 @torch.inference_mode()
@@ -64,7 +65,12 @@ def read_together(
     Yields the number of a batch and predictions of it.
     """
     longest = max(len(batch.sequences[0]) for batch in batches)
-    caches = [runtime.new_cache(len(one.sequences), len(one.sequences[0])) for one in batches]
+    caches = [
+        runtime.new_cache(len(one.sequences), len(one.sequences[0]))
+        if one.cache is None
+        else one.cache
+        for one in batches
+    ]
     schedule, decoder = Schedule(runtime.decoder, runtime.store, "block"), runtime.decoder
     most = min(longest, piece) * max(len(batch.sequences) for batch in batches)
     shared = None

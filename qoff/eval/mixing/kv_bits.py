@@ -1,0 +1,230 @@
+"""Bits of K and V in each layer, for a size of the KV cache: by what few bits cost each layer.
+
+The cost of 2 bits is measured for K and for V of a few neighbouring layers at a time, all else at 8
+bits: the divergence of the predicted tokens, in nats, from those with 8 bits everywhere. Many
+caches go through a layer before the next is read. What 3 and 4 bits cost is measured for K, and for
+V, of all layers together; a layer's part of it is its part of the cost of 2 bits. Losses are added.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from qoff.budgets import resolve_device
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError, BudgetError, FormatError
+from qoff.eval.perplexity.models import PIECE_TOKENS, model_stamps, open_runtime
+from qoff.eval.perplexity.subjects import Batch, read_together
+from qoff.eval.texts import CALIBRATION_TEXT, digest, encode, read_text
+from qoff.hf.load import find_checkpoint, load_tokenizer
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kvcache import KVQuant
+from qoff.models.runtime import Runtime
+from qoff.schema import read_object
+
+from .mixing import choose
+
+FILE = "kv-sensitivity.json"  # in a checkpoint's folder
+MOST = 8  # bits of what is compared with
+_FEWEST, _BETWEEN = 2, (3, 4)
+_TOKENS = 512  # of a text, whose second half is scored
+_GROUPS = 16  # of neighbouring layers, at most
+_TOGETHER = 8  # caches that go through a layer together
+_VERSION = 1
+_Losses = tuple[Mapping[int, float], ...]  # of each layer, nats a token by bits
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KVSensitivity:
+    """What K and V of each layer lose by their bits.
+
+    shapes: head size and KV heads of each layer. seconds: that measuring it took.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    keys: _Losses
+    values: _Losses
+    made_of: str = ""  # digest of the checkpoint's files
+    seconds: float = 0.0
+    version: int = _VERSION
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self | None:
+        """What is kept with a checkpoint; None without, and for one that has changed since."""
+        try:
+            found = read_object(checkpoint / FILE, "remove it")
+            losses = {name: tuple(map(_numbers, found[name])) for name in ("keys", "values")}
+            shapes = tuple((int(dim), int(heads)) for dim, heads in found["shapes"])
+            kept = cls(**{**found, **losses, "shapes": shapes})
+        except (FormatError, KeyError, TypeError, ValueError, AttributeError):
+            return None
+        current = digest(model_stamps(checkpoint))
+        return kept if (kept.version, kept.made_of) == (_VERSION, current) else None
+
+    def write(self, checkpoint: Path) -> None:
+        """Keep it with a checkpoint; where its folder cannot be written, say so."""
+        partial = checkpoint / f".{FILE}.partial"
+        try:
+            partial.write_text(json.dumps(asdict(self)))
+            partial.replace(checkpoint / FILE)
+        except OSError as error:
+            logger.warning("what bits of the KV cache cost is measured again next time: %s", error)
+
+
+def kv_for_bits(
+    model: str | Path,
+    bits: float,
+    *,
+    tell: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> KVQuant:
+    """Bits of K and V in each layer that lose least, with at most `bits` a value of the cache.
+
+    Scales and minima are included; tokens of the window, which are not packed, are not. What layers
+    lose is measured where the checkpoint does not have it, and kept in its folder. model: as
+    `qoff.load` takes it. tell: progress of the measurement. options: of it, those of `qoff.load`
+    that say where and in how much memory a model runs. Raises ArgumentError for fewer bits than 2
+    for all take, and the errors of `qoff.load`.
+    """
+    options = {"device": "auto", **options}
+    for_cpu = resolve_device(options["device"]).type == "cpu"
+    checkpoint = find_checkpoint(model, for_cpu=for_cpu)
+    found = KVSensitivity.read(checkpoint)
+    if found is None:
+        found = _measured(checkpoint, tell, options)
+        found.write(checkpoint)
+    return chosen(found, bits)
+
+
+def _measured(
+    checkpoint: Path, tell: Callable[[int, int], None] | None, options: Mapping[str, Any]
+) -> KVSensitivity:
+    text = _text(checkpoint)
+    for together in (_TOGETHER, 1):
+        fixed = {"kv": KVQuant(MOST, MOST, window=0), "length": len(text)}
+        try:
+            opened = open_runtime(checkpoint, **{**options, **fixed, "batch_size": 1 + together})
+        except BudgetError:
+            if together == 1:
+                raise
+            continue
+        with opened as runtime:
+            return measured(runtime, text, digest(model_stamps(checkpoint)), together, tell)
+    raise AssertionError
+
+
+def measured(
+    runtime: Runtime,
+    text: Tensor,
+    made_of: str = "",
+    together: int = _TOGETHER,
+    tell: Callable[[int, int], None] | None = None,
+) -> KVSensitivity:
+    """What K and V of each layer lose. text: int64 [tokens]. together: caches at a time.
+
+    runtime: with a packed cache.
+    """
+    start = time.perf_counter()
+    shapes = [(shape.head_dim, shape.kv_heads) for shape in runtime.decoder.head_shapes]
+    width = -(-len(shapes) // _GROUPS)
+    groups = [range(len(shapes))[i : i + width] for i in range(0, len(shapes), width)]
+    wanted = [_all(place, bits) for place in (0, 1) for bits in _BETWEEN]
+    wanted += [_only(group, place) for place in (0, 1) for group in groups]
+    losses: list[float] = []
+    for begin in range(0, len(wanted), together):
+        losses += _losses(runtime, text, wanted[begin : begin + together])
+        if tell is not None:
+            tell(len(losses), len(wanted))
+    left, found = iter(losses), []
+    wholes = [{bits: next(left) for bits in _BETWEEN} for _ in (0, 1)]
+    for whole in wholes:
+        alone = [next(left) for _ in groups]
+        by_group = (_by_bits(loss, sum(alone), whole) for loss in alone)
+        of_layer = zip(groups, by_group, strict=True)
+        found.append(
+            tuple(
+                {bits: loss / len(group) for bits, loss in by_bits.items()}
+                for group, by_bits in of_layer
+                for _ in group
+            )
+        )
+    seconds = time.perf_counter() - start
+    return KVSensitivity(tuple(shapes), *found, made_of=made_of, seconds=seconds)
+
+
+def chosen(found: KVSensitivity, bits: float) -> KVQuant:
+    """The bits of least loss for a size. Raises ArgumentError where 2 bits for all are too many."""
+    losses, sizes, values = [], [], 0
+    for (head_dim, kv_heads), *both in zip(found.shapes, found.keys, found.values, strict=True):
+        values += 2 * kv_heads * head_dim * BLOCK_TOKENS
+        for place, by_bits in enumerate(both):
+            losses.append(list(by_bits.values()))
+            forms = [_all(place, b).form(head_dim, 0) for b in by_bits]
+            parts = [form and (form.v_codes, form.nbytes - form.v_codes)[place] for form in forms]
+            sizes.append([kv_heads * float(part or 0) for part in parts])
+    picked = choose(losses, sizes, bits * values / 8)
+    if picked is None:
+        least = 8 * sum(map(min, sizes)) / values
+        raise ArgumentError(
+            f"{bits:g} bits a value of the KV cache are too few; {_FEWEST} bits for all take "
+            f"{least:.3g}, scales and minima included"
+        )
+    options = [
+        list(by_bits) for both in zip(found.keys, found.values, strict=True) for by_bits in both
+    ]
+    each = [option[i] for option, i in zip(options, picked, strict=True)]
+    pairs = list(zip(each[::2], each[1::2], strict=True))
+    ((usual, _),) = Counter(pairs).most_common(1)
+    return KVQuant(*usual, layers={i: pair for i, pair in enumerate(pairs) if pair != usual})
+
+
+def _losses(runtime: Runtime, text: Tensor, some: Sequence[KVQuant]) -> list[float]:
+    """The mean divergence from a cache of 8 bits, nats a token, of each cache."""
+    forms, place = [KVQuant(MOST, MOST, window=0), *some], len(text) // 2
+    caches = [runtime.decoder.new_cache(1, len(text), form) for form in forms]
+    batches = [Batch([text[:-1]], [place], cache) for cache in caches]
+    truth, totals, count = torch.empty(0), [0.0] * len(forms), 0
+    for number, found in read_together(runtime, batches, PIECE_TOKENS):
+        logs = found.logits.float().log_softmax(-1)
+        if number == 0:
+            truth, count = logs, count + len(logs)
+        totals[number] += float((truth.exp() * (truth - logs)).sum())
+    return [max(0.0, total / count) for total in totals[1:]]
+
+
+def _only(layers: Sequence[int], place: int) -> KVQuant:
+    pair = (_FEWEST, MOST) if place == 0 else (MOST, _FEWEST)
+    return KVQuant(MOST, MOST, window=0, layers=dict.fromkeys(layers, pair))
+
+
+def _all(place: int, bits: int) -> KVQuant:
+    return KVQuant(*((bits, MOST) if place == 0 else (MOST, bits)), window=0)
+
+
+def _by_bits(loss: float, total: float, whole: Mapping[int, float]) -> dict[int, float]:
+    """What a layer loses by its bits, from its loss with the fewest and all layers' with more."""
+    part = loss / total if total > 0 else 0.0
+    return {_FEWEST: loss, **{bits: part * more for bits, more in whole.items()}, MOST: 0.0}
+
+
+def _text(checkpoint: Path) -> Tensor:
+    """Tokens from the middle of the text to calibrate on."""
+    config = Checkpoint.open(checkpoint).config
+    limit = (config.get("text_config") or config).get("max_position_embeddings")
+    ids = encode(load_tokenizer(checkpoint), read_text(CALIBRATION_TEXT))
+    return ids[len(ids) // 2 :][: min(_TOKENS, limit or _TOKENS)]
+
+
+def _numbers(losses: Mapping[str, float]) -> dict[int, float]:
+    return {int(bits): float(loss) for bits, loss in losses.items()}

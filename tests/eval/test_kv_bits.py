@@ -1,0 +1,86 @@
+"""Bits of the KV cache by layer: what is measured, kept, and chosen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qoff.errors import ArgumentError
+from qoff.eval.kv import kv_name
+from qoff.eval.mixing import kv_bits
+from qoff.eval.mixing.kv_bits import KVSensitivity, chosen, kv_for_bits
+from qoff.kvcache import KVQuant
+from tests.cli.test_cli import fail, succeed
+from tests.tiny_models import tiny_checkpoint
+
+FAMILY = "llama-head64"
+LOSSES = {2: 1.0, 3: 0.25, 4: 0.05, 8: 0.0}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of a folder that can be written."""
+    kept = tmp_path / FAMILY
+    shutil.copytree(tiny_checkpoint(tmp_path_factory.getbasetemp(), FAMILY), kept)
+    return kept
+
+
+def sensitivity(keys: list[float], values: list[float]) -> KVSensitivity:
+    """Layers of head size 64 that lose so many times LOSSES."""
+    of = [
+        tuple({b: x * by for b, x in LOSSES.items()} for by in factors)
+        for factors in (keys, values)
+    ]
+    return KVSensitivity(((64, 2),) * len(keys), *of)
+
+
+def bits_of(kv: KVQuant, layers: int) -> float:
+    return sum(sum(kv.bits(i)) + 1 for i in range(layers)) / (2 * layers)
+
+
+@pytest.mark.parametrize("bits", [2.5, 3, 3.5, 4.25, 8.5, 20])
+def test_no_more_bits_than_asked_for_go_where_they_pay(bits: float) -> None:
+    keys, values = [9.0, 1, 20, 2], [3, 0.5, 1, 5]
+    kv = chosen(sensitivity(keys, values), bits)
+    assert bits - 0.5 < bits_of(kv, 4) <= bits or bits_of(kv, 4) == 8.5
+    given = [kv.bits(layer)[place] for place in (0, 1) for layer in range(4)]
+    by_loss = [b for _, b in sorted(zip(keys + values, given, strict=True))]
+    assert by_loss == sorted(given)  # else two would change places
+
+
+def test_fewer_bits_than_there_are_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"2\.4 bits a value .* 2 bits for all take 2\.5"):
+        chosen(sensitivity([1, 1], [1, 1]), 2.4)
+
+
+def test_what_is_measured_is_kept_until_the_checkpoint_changes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    kv = kv_for_bits(checkpoint, 3.5, tell=lambda *x: told.append(x))
+    assert bits_of(kv, 2) <= 3.5
+    assert told[-1] == (8, 8)  # K and V of two layers, and of all with 3 and 4 bits
+    found = KVSensitivity.read(checkpoint)
+    assert found is not None
+    for losses in (*found.keys, *found.values):
+        assert losses[2] > losses[4] > losses[8] == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(kv_bits, "measured", None)
+        assert kv_for_bits(checkpoint, 3.5) == kv
+    (checkpoint / "config.json").touch()
+    assert KVSensitivity.read(checkpoint) is None
+
+
+def test_commands_choose_the_bits(checkpoint: Path) -> None:
+    generate = ["generate", checkpoint, "a b", "--max-new-tokens", 2, "--kv-target-bits", 3.5]
+    assert "at least" in fail(*generate, "--device-memory", 1)
+    assert "give one of them" in fail(*generate, "--kv", 4)
+    assert KVSensitivity.read(checkpoint) is None
+    succeed(*generate)
+    found = KVSensitivity.read(checkpoint)
+    assert found is not None
+    name = json.loads(succeed("eval", checkpoint, "--limit", 1, "--json", *generate[-2:]))["kv"]
+    assert name == kv_name(chosen(found, 3.5))
