@@ -14,27 +14,27 @@ from qoff.eval.mixing import kv_bits
 from qoff.eval.mixing.kv_bits import KVSensitivity, chosen, kv_for_bits
 from qoff.kvcache import KVQuant
 from tests.cli.test_cli import fail, succeed
+from tests.module_models import module_checkpoint
 from tests.tiny_models import tiny_checkpoint
 
-FAMILY = "llama-head64"
+NATIVE, MODULES = "llama-head64", "stablelm-head64"
 LOSSES = {2: 1.0, 3: 0.25, 4: 0.05, 8: 0.0}
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of a folder that can be written."""
-    kept = tmp_path / FAMILY
-    shutil.copytree(tiny_checkpoint(tmp_path_factory.getbasetemp(), FAMILY), kept)
-    return kept
+@pytest.fixture(params=[NATIVE])
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A copy, for what is kept in its folder."""
+    base, name = tmp_path_factory.getbasetemp(), request.param
+    made = module_checkpoint(base, name) if name == MODULES else tiny_checkpoint(base, name)
+    return Path(shutil.copytree(made, tmp_path / name))
 
 
 def sensitivity(keys: list[float], values: list[float]) -> KVSensitivity:
     """Layers of head size 64 that lose so many times LOSSES."""
-    of = [
-        tuple({b: x * by for b, x in LOSSES.items()} for by in factors)
-        for factors in (keys, values)
-    ]
-    return KVSensitivity(((64, 2),) * len(keys), *of)
+    lost = [tuple({b: x * by for b, x in LOSSES.items()} for by in all_) for all_ in (keys, values)]
+    return KVSensitivity(((64, 2),) * len(keys), lost[0], lost[1])
 
 
 def bits_of(kv: KVQuant, layers: int) -> float:
@@ -56,15 +56,17 @@ def test_fewer_bits_than_there_are_are_refused() -> None:
         chosen(sensitivity([1, 1], [1, 1]), 2.4)
 
 
+@pytest.mark.parametrize("checkpoint", [NATIVE, MODULES], indirect=True)
 def test_what_is_measured_is_kept_until_the_checkpoint_changes(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, int]] = []
     kv = kv_for_bits(checkpoint, 3.5, tell=lambda *x: told.append(x))
-    assert bits_of(kv, 2) <= 3.5
-    assert told[-1] == (8, 8)  # K and V of two layers, and of all with 3 and 4 bits
     found = KVSensitivity.read(checkpoint)
     assert found is not None
+    layers = len(found.shapes)
+    assert bits_of(kv, layers) <= 3.5
+    assert told[-1][0] == told[-1][1] == 2 * layers + 4  # and with 3 and 4 bits for all
     for losses in (*found.keys, *found.values):
         assert losses[2] > losses[4] > losses[8] == 0
     with monkeypatch.context() as patched:

@@ -29,6 +29,7 @@ from qoff.eval.texts import CALIBRATION_TEXT, digest, encode, read_text
 from qoff.hf.load import find_checkpoint, load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
+from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.schema import read_object
 
@@ -136,7 +137,9 @@ def measured(
     runtime: with a packed cache.
     """
     start = time.perf_counter()
-    shapes = [(shape.head_dim, shape.kv_heads) for shape in runtime.decoder.head_shapes]
+    decoder = runtime.decoder
+    packed = decoder.head_shapes if isinstance(decoder, Decoder) else decoder.packed_shapes.values()
+    shapes = [(shape.head_dim, shape.kv_heads) for shape in packed]
     width = -(-len(shapes) // _GROUPS)
     groups = [range(len(shapes))[i : i + width] for i in range(0, len(shapes), width)]
     wanted = [_all(place, bits) for place in (0, 1) for bits in _BETWEEN]
@@ -146,7 +149,7 @@ def measured(
         losses += _losses(runtime, text, wanted[begin : begin + together])
         if tell is not None:
             tell(len(losses), len(wanted))
-    left, found = iter(losses), []
+    left, found = iter(losses), list[_Losses]()
     wholes = [{bits: next(left) for bits in _BETWEEN} for _ in (0, 1)]
     for whole in wholes:
         alone = [next(left) for _ in groups]
@@ -160,7 +163,8 @@ def measured(
             )
         )
     seconds = time.perf_counter() - start
-    return KVSensitivity(tuple(shapes), *found, made_of=made_of, seconds=seconds)
+    keys, values = found
+    return KVSensitivity(tuple(shapes), keys, values, made_of, seconds)
 
 
 def chosen(found: KVSensitivity, bits: float) -> KVQuant:
