@@ -76,7 +76,7 @@ def test_what_is_measured_is_kept_until_the_checkpoint_changes(
     assert KVSensitivity.read(checkpoint) is None
 
 
-def test_commands_choose_the_bits(checkpoint: Path) -> None:
+def test_commands_choose_the_bits(checkpoint: Path, tmp_path: Path) -> None:
     generate = ["generate", checkpoint, "a b", "--max-new-tokens", 2, "--kv-target-bits", 3.5]
     assert "at least" in fail(*generate, "--device-memory", 1)
     assert "give one of them" in fail(*generate, "--kv", 4)
@@ -86,3 +86,6 @@ def test_commands_choose_the_bits(checkpoint: Path) -> None:
     assert found is not None
     name = json.loads(succeed("eval", checkpoint, "--limit", 1, "--json", *generate[-2:]))["kv"]
     assert name == kv_name(chosen(found, 3.5))
+    prompts = tmp_path / "prompts"
+    prompts.write_text("a b\n")
+    assert "token_ids" in succeed("batch", checkpoint, prompts, "--max-tokens", 2, *generate[-2:])

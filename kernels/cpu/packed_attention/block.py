@@ -14,7 +14,7 @@ import numpy as np
 
 from qoff.kernels.cpu.attention.soft_cap import capped
 from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inner
+from qoff.kernels.cpu.jit.compiled import inlined, inner
 from qoff.kernels.cpu.jit.powers import log2_above
 
 from . import block_emit as emit
@@ -190,7 +190,7 @@ def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits,
     _score_rows(codes, rows, half, kind, plane, ahead, scratch)
 
 
-@inner
+@inlined
 def _codes(codes, ahead, row, half, bits, nibbles):
     """Codes of 4 bits at least, and how far from them those lie that are to be asked for.
 
