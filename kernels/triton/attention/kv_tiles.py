@@ -61,14 +61,14 @@ def load_code_rows(
     """
     token = tl.arange(0, TOKENS)[:, None]
     if BITS >= 4:
-        rows = load_where(codes + token * WIDTH + column, inside, ALL)
+        rows = load_where(codes + (token * WIDTH + column), inside, ALL)
     else:
         # The same mask for both bytes of an element: a shift takes nothing across that is kept.
         EACH: tl.constexpr = 1 if codes.dtype.element_ty == tl.uint8 else 257
-        lower = load_where(codes + token % 32 * WIDTH + column, inside, ALL)
+        lower = load_where(codes + (token % 32 * WIDTH + column), inside, ALL)
         rows = (lower >> (token // 32 * 2).to(lower.dtype)) & (0x33 * EACH)
         if BITS == 3:
-            upper = load_where(codes + (32 + token % 16) * WIDTH + column, inside, ALL)
+            upper = load_where(codes + ((32 + token % 16) * WIDTH + column), inside, ALL)
             rows |= ((upper >> (token // 16).to(upper.dtype)) & (0x11 * EACH)) << 2
         rows = rows.to(codes.dtype.element_ty)
     return rows
