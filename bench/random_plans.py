@@ -62,6 +62,7 @@ _CACHES = (
     KVQuant(8, 8, window=100, sinks=16),
     KVQuant(window=40, attention_top=0.5),
     KVQuant(window=16, layers={1: (8, 8)}, values_rotated=False),
+    KVQuant(3, 2, window=0, layers={1: (4, 3)}),
 )
 
 
