@@ -14,7 +14,7 @@ import numpy as np
 
 from qoff.kernels.cpu.attention.soft_cap import capped
 from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inlined, inner
+from qoff.kernels.cpu.jit.compiled import inner
 from qoff.kernels.cpu.jit.powers import log2_above
 
 from . import block_emit as emit
@@ -186,22 +186,21 @@ def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits,
         rows, queries, scratch + KEYS, dim // 16, scratch + QUERY, plane, scratch + FACTORS, factor
     )
     _pad_planes(rows, half, kind, plane, scratch)
-    codes, ahead = _codes(record, ahead, row, half, k_bits, scratch + K_CODES)
+    codes = record
+    if k_bits < 4:
+        codes, ahead = _widened(record, ahead, row, half, k_bits, scratch + K_CODES), 0
     _score_rows(codes, rows, half, kind, plane, ahead, scratch)
 
 
-@inlined
-def _codes(codes, ahead, row, half, bits, nibbles):
-    """Codes of 4 bits at least, and how far from them those lie that are to be asked for.
+@inner
+def _widened(codes, ahead, row, half, bits, nibbles):
+    """Codes of less than 4 bits as codes of 4, at `nibbles`, once for all rows that see the block.
 
-    Those of fewer bits are widened for the first rows that see the block; what comes after them is
-    asked for then, and 0 is left to ask for.
+    Those `ahead` bytes on are asked for then.
     """
-    if bits >= 4:
-        return codes, ahead
     if row == 0:
         to_nibbles(codes, 16 * half, bits, ahead, nibbles)
-    return nibbles, 0
+    return nibbles
 
 
 @inner
@@ -251,7 +250,8 @@ def sum_block(record, ahead, row, rows, half, k_bits, v_bits, out, scratch):
     chunks = chunk_count(half)
     stride = 2 * half if kind == emit.WHOLE else half
     codes = _v_codes(record, half, k_bits)
-    codes, ahead = _codes(codes, ahead, row, half, v_bits, scratch + V_CODES)
+    if v_bits < 4:
+        codes, ahead = _widened(codes, ahead, row, half, v_bits, scratch + V_CODES), 0
     for chunk in range(chunks):
         upper = 1 if chunks > 1 and chunk >= chunks // 2 else 0
         column = 64 * (chunk - upper * (chunks // 2))
