@@ -87,13 +87,13 @@ def _of_cache(args, token, kv_head):
 
 
 @inner
-def _add_keys(args, token, rows, start, last, queries, stride, keys, values, scores, state):
+def _add_keys(args, width, token, rows, start, last, queries, stride, keys, values, scores, state):
     """Add keys [start, last) to the running attention of a tile: consecutive tokens of a head.
 
-    start: a multiple of 16. queries: `stride` bytes apart. keys, values: of `start` and on. scores:
-    room for them.
+    width: bytes of a number. start: a multiple of 16. queries: `stride` bytes apart. keys, values:
+    of `start` and on. scores: room for them.
     """
-    dim, width = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.WIDTH)
+    dim = simd.peek_i64(args + f.DIM)
     count = last - start
     vectors = (count + 15) // 16
     product(
@@ -144,7 +144,7 @@ def _end(args, token, rows, head, state):
 
 
 @inner
-def _attend_tile(args, token, rows, head, base, last, stride, queries, keys, values, scratch,
+def _attend_tile(args, width, token, rows, head, base, last, stride, queries, keys, values, scratch,
                  state, begins, ends):  # fmt: skip
     """Let a tile attend to what it sees of the keys from `base` on and before `last`."""
     if begins:
@@ -152,9 +152,9 @@ def _attend_tile(args, token, rows, head, base, last, stride, queries, keys, val
     start = max(base, first_key(args, _position(args, token)) // 16 * 16)
     last = min(last, _position(args, token + rows - 1) + 1)
     if start < last:
-        before = simd.peek_i64(args + f.WIDTH) * simd.peek_i64(args + f.DIM) * (start - base)
+        before = width * simd.peek_i64(args + f.DIM) * (start - base)
         _add_keys(
-            args, token, rows, start, last, queries, stride, keys + before, values + before,
+            args, width, token, rows, start, last, queries, stride, keys + before, values + before,
             scratch, state,
         )  # fmt: skip
     if ends:
@@ -162,9 +162,9 @@ def _attend_tile(args, token, rows, head, base, last, stride, queries, keys, val
 
 
 @inner
-def _attend_run(args, token, tokens, kv_head, base, last, scratch, begins, ends):
+def _attend_run(args, width, token, tokens, kv_head, base, last, scratch, begins, ends):
     """Let tokens attend to keys [base, last) of one KV head, with all heads of it."""
-    dim, width = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.WIDTH)
+    dim = simd.peek_i64(args + f.DIM)
     group = _group(args)
     states = scratch + _states_at(dim, group, width)
     cache = _of_cache(args, token, kv_head) + 4 * dim * base
@@ -184,7 +184,7 @@ def _attend_run(args, token, tokens, kv_head, base, last, scratch, begins, ends)
             rows = tile_rows(tokens - done)
             state = states + (head * tokens + done) * _row_bytes(dim)
             _attend_tile(
-                args, token + done, rows, kv_head * group + head, base, last, stride,
+                args, width, token + done, rows, kv_head * group + head, base, last, stride,
                 queries + done * stride, keys, values, scratch, state, begins, ends,
             )  # fmt: skip
             done += rows
@@ -202,19 +202,32 @@ def _round_queries(args, token, tokens, kv_head, out):
 
 
 @inner
+def _only(args, token):
+    """Whether a token is the only one of its sequence."""
+    slot = _slot(args, token)
+    if token > 0 and _slot(args, token - 1) == slot:
+        return False
+    return token + 1 == simd.peek_i64(args + f.M) or _slot(args, token + 1) != slot
+
+
+@inner
 def _attend_tokens(args, token, tokens, kv_head, scratch):
     """Attend consecutive tokens of one sequence, and write their output.
 
-    Runs of keys begin at multiples of 512, so that no bit depends on what is attended together.
+    Runs of keys begin at multiples of 512, and the only token of its sequence is attended with
+    float32 numbers, as where all are such: so no bit depends on what is attended together.
     """
-    if simd.peek_i64(args + f.WIDTH) == 2:
+    width = simd.peek_i64(args + f.WIDTH)
+    if tokens == 1 and _only(args, token):
+        width = 4
+    if width == 2:
         _round_queries(args, token, tokens, kv_head, scratch + _QUERIES)
     end = _position(args, token + tokens - 1) + 1
     base = first_key(args, _position(args, token)) // 16 * 16
     begins = True
     while base < end:
         last = min(base // _RUN * _RUN + _RUN, end)
-        _attend_run(args, token, tokens, kv_head, base, last, scratch, begins, last == end)
+        _attend_run(args, width, token, tokens, kv_head, base, last, scratch, begins, last == end)
         base, begins = last, False
 
 
