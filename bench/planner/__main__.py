@@ -3,8 +3,7 @@
 links: link-bound rounds over simulated links. rounds: real plans on two models, each predicted with
 constants fitted on the other. regret: the chosen plan beside random ones that were run. grid:
 beside all of a grid, in virtual time. budgets: bytes at the peak, and a cgroup that kills what
-takes more. peers: others' plans in such cgroups. flexgen: its published figures by its own model,
-and qoff on its machine.
+takes more. flexgen: its published figures by its own model, and qoff on its machine.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from bench.harness import Report
 
-MEASURES = ("links", "rounds", "regret", "grid", "budgets", "peers", "flexgen")
+MEASURES = ("links", "rounds", "regret", "grid", "budgets", "flexgen")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -17,10 +17,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,17 +39,8 @@ from qoff.plan.workload import Lengths, Workload
 
 _ROOT = Path("/sys/fs/cgroup/memory")
 _OVER = 0.01  # of a plan's bytes
-MIB = 1 << 20
-PROCESS = 8 * MIB  # tokenizer, threads' stacks, Python's own: not a plan's
-
-
-@dataclass(frozen=True)
-class Answered:
-    """What a process did: bytes of its plan, and at its peak beside what it had before."""
-
-    counted: int
-    peak: int
-    tokens_per_s: float
+_MIB = 1 << 20
+_PROCESS = 8 * _MIB  # tokenizer, threads' stacks, Python's own: not a plan's
 
 
 @contextmanager
@@ -78,14 +68,14 @@ def measure(quick: bool) -> Report:
     path, work = fetch_checkpoint(), Work(4, 2, 128, 8) if quick else Work(4, 2, 256, 32)
     killed, over = 0, 0.0
     for label, plan in _plans(path, work, quick).items():
-        found = answered_in(path, plan, work)
+        found = _run(path, plan, work)
         if found is None:
             killed += 1
             result.rows.append((label, "", "", "", "yes"))
             continue
-        counted, peak = found.counted, found.peak
-        over = max(over, (peak - PROCESS) / counted - 1)
-        mib = f"{counted / MIB:.1f}", f"{peak / MIB:.1f}"
+        counted, peak = found
+        over = max(over, (peak - _PROCESS) / counted - 1)
+        mib = f"{counted / _MIB:.1f}", f"{peak / _MIB:.1f}"
         result.rows.append((label, *mib, f"{peak / counted:.1%}", "no"))
         result.measured[label] = {"counted": counted, "peak": peak}
     result.bars.append(Bar("plans that are not killed", 1, float(not killed)))
@@ -101,7 +91,7 @@ def _plans(path: Path, work: Work, quick: bool) -> dict[str, Plan]:
     count = work.batch_size * work.batches
     asked = Workload(Lengths.of(work.prompt), Lengths.of(work.new), count)
     for budget in (96,) if quick else (64, 96, 160):
-        there = machine.with_memory(device=budget * MIB, host=0)
+        there = machine.with_memory(device=budget * _MIB, host=0)
         try:
             found[f"the planner's, {budget} MiB"] = find_plan(sizes, there, asked).plan
         except BudgetError:
@@ -110,8 +100,8 @@ def _plans(path: Path, work: Work, quick: bool) -> dict[str, Plan]:
     return found | dict(list(by_hand.items())[: 2 if quick else None])
 
 
-def answered_in(path: Path, plan: Plan, work: Work) -> Answered | None:
-    """What a process did that may take no more than its plan counts; None if it was killed."""
+def _run(path: Path, plan: Plan, work: Work) -> tuple[int, int] | None:
+    """Bytes counted and at the peak of a process; None if it was killed."""
     with cgroup() as group, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(plan_text(plan))
         file.flush()
@@ -122,16 +112,8 @@ def answered_in(path: Path, plan: Plan, work: Work) -> Answered | None:
         return None
     if done.returncode:
         raise QoffError(f"the plan's process failed: {done.stderr[-500:]}")
-    return Answered(*json.loads(done.stdout.splitlines()[-1]))
-
-
-def limited(group: Path, nbytes: int) -> None:
-    """Kill this process, of the cgroup, if it takes so much more than now, and `PROCESS`."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is freed goes back to the system
-    (group / "memory.force_empty").write_text("0")  # of pages of files
-    now = int((group / "memory.usage_in_bytes").read_text())
-    (group / "memory.limit_in_bytes").write_text(str(now + nbytes + PROCESS))
+    counted, peak = json.loads(done.stdout.splitlines()[-1])
+    return counted, peak
 
 
 def _child(argv: Sequence[str] | None = None) -> None:
@@ -147,28 +129,36 @@ def _child(argv: Sequence[str] | None = None) -> None:
     prompts = torch.randint(1000, (args.count, args.prompt)).tolist()
     params = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True)
 
-    def answer(one: Plan) -> tuple[int, float]:
+    def answer(one: Plan) -> int:
         with LLM(args.path, replace(one, adapt=False), device="cpu") as llm:
-            start = time.perf_counter()
             llm.generate(prompts, params)
-            seconds = time.perf_counter() - start
             tiers = llm.memory_by_tier()
-            return sum(sum(tiers[tier].values()) for tier in ("device", "host")), seconds
+            return sum(sum(tiers[tier].values()) for tier in ("device", "host"))
 
-    counted, _ = answer(plan)  # compiles, and allocates what a process keeps
-    limited(group, int(counted * (1 + _OVER)))
+    counted = answer(plan)  # compiles, and allocates what a process keeps
+    _trim()
+    (group / "memory.force_empty").write_text("0")  # of pages of files
+    limit = int((group / "memory.usage_in_bytes").read_text()) + int(counted * (1 + _OVER))
+    limit += _PROCESS
+    (group / "memory.limit_in_bytes").write_text(str(limit))
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    _, seconds = answer(plan)
+    answer(plan)
     peak = _status("VmHWM") - before
     (_ROOT / "cgroup.procs").write_text(str(os.getpid()))
-    print(json.dumps([counted, peak, args.count * args.new / seconds]))
+    print(json.dumps([counted, peak]))
 
 
 def _status(name: str) -> int:
     """Bytes of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(x.split()[1]) for x in lines if x.startswith(f"{name}:"))
+
+
+def _trim() -> None:
+    """Give freed memory back to the system."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 if __name__ == "__main__":
