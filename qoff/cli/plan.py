@@ -92,7 +92,8 @@ def plan(
     there = Path(model).absolute()
     machine = machine_of(on, there if there.exists() else Path(), folder)
     sizes = sizes_of(model, weights, machine.on_gpu)
-    packed, chosen = kv_quant(kv), None
+    packed = kv_quant(kv)
+    chosen: Form | None = None
     if packed is None:
         raise ArgumentError("the KV cache of a plan is packed; use --kv 4, 8 or 8,4")
     workload = Workload(

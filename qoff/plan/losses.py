@@ -95,7 +95,8 @@ def _form(cell: Mapping[str, Any]) -> Form | None:
     cache, loss = _CACHE_NAME.fullmatch(cell.get("kv", "")), cell.get("mean_kl")
     if cache is None or not is_number(loss):
         return None
-    kv = KVQuant(*map(int, cache.groups()))
+    k_bits, v_bits, window = map(int, cache.groups())
+    kv = KVQuant(k_bits, v_bits, window)
     if cell["weights"] == _AS_THEY_ARE:
         return Form(None, kv, float(loss))
     weights = _WEIGHTS_NAME.fullmatch(cell["weights"])

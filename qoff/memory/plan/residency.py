@@ -123,7 +123,7 @@ def residency_of(
         unit: plan_unit(unit, file, wanted, packing, tile_bytes, one_by_one)
         for unit, file in files.items()
     }
-    kept = frozenset().union(*(unit.kept for unit in units.values()))
+    kept = frozenset[str]().union(*(unit.kept for unit in units.values()))
     streamed = dict[Unit, int]()
     for unit, plan in units.items():
         streamed |= streamed_bytes(unit, files[unit], plan, packing)
