@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,7 +106,8 @@ def typical(profiles: Sequence[MachineProfile]) -> MachineProfile:
         values = [vars(getattr(one, name)) for one in profiles]
         return Link(**{key: statistics.median(v[key] for v in values) for key in values[0]})
 
-    return replace(profiles[-1], **{name: middle(name) for name in links})
+    found: dict[str, Any] = {name: middle(name) for name in links}
+    return replace(profiles[-1], **found)
 
 
 class Factors:

@@ -93,7 +93,7 @@ def measured_forms(path: Path) -> list[Form]:
 
 def _form(cell: Mapping[str, Any]) -> Form | None:
     cache, loss = _CACHE_NAME.fullmatch(cell.get("kv", "")), cell.get("mean_kl")
-    if cache is None or not is_number(loss):
+    if cache is None or loss is None or not is_number(loss):
         return None
     k_bits, v_bits, window = map(int, cache.groups())
     kv = KVQuant(k_bits, v_bits, window)
