@@ -263,7 +263,7 @@ def row(peer: Peer, inputs: Inputs, chosen: Mapping[str, Sample]) -> dict[str, A
     """What a peer comes to on each text, kept in a file; what was killed goes on by window."""
     asked = [
         str(inputs.source),
-        inputs.ids.shape,
+        digest(inputs.ids),
         {name: sample.digest for name, sample in chosen.items()},
     ]
     kept = inputs.folder / f"{digest(peer.name, asked)}.json"

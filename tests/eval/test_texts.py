@@ -22,6 +22,15 @@ def test_texts_come_with_the_package_and_do_not_overlap() -> None:
     assert sum(piece in calibration for piece in pieces) < len(pieces) / 100
 
 
+def test_every_third_of_the_calibration_text_has_prose_and_source() -> None:
+    text = CALIBRATION_TEXT.read_text()
+    third = len(text) // 3
+    for part in (text[i * third : (i + 1) * third] for i in range(3)):
+        lines = part.splitlines()
+        assert sum(line.lstrip().startswith(("def ", "return ", "import ")) for line in lines) > 10
+        assert sum(len(line) for line in lines if len(line) > 500) > third / 3  # an address
+
+
 @pytest.mark.parametrize("content", [b"", b" \n\t", b"\xff\xfe\x00"])
 def test_what_is_no_text_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "text"
