@@ -8,7 +8,7 @@ QuantizationError as `minmax_scale` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,21 +29,26 @@ _TINY = 1e-30
 
 
 def mse(
-    groups: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None = None
+    groups: Tensor,
+    bits: int,
+    scale_dtype: torch.dtype,
+    importance: Tensor | None = None,
+    shrinks: Sequence[float] = _MSE_SHRINKS,
+    refits: int = _MSE_REFITS,
 ) -> Range:
     """Minimize the squared error of each group, weighted by the importance of columns [G, g].
 
     Tries ranges shrunk around their middle, then refits scale and minimum to the codes by least
-    squares.
+    squares, some times.
     """
     loss = partial(_error, groups, bits, 2, importance)
     best = minmax_scale(groups, bits, scale_dtype)
     scale, minimum = (x.float() for x in best)
     half_span, error = scale * ((2**bits - 1) / 2), loss(best)
-    for shrink in _MSE_SHRINKS:
+    for shrink in shrinks:
         tried = scale * shrink, minimum + half_span * (1 - shrink)
         best, error = _better(loss, best, error, tried)
-    for _ in range(_MSE_REFITS):
+    for _ in range(refits):
         tried = _line(nearest_levels(groups, *best, bits), groups, importance)
         best, error = _better(loss, best, error, tried)
     return best
