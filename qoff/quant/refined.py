@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qoff.kernels.cpu.linear.descent import descend
-
 _RIDGE = 1e-3  # of the curvature in each scale and minimum
 _PART = 1 << 24  # numbers of the systems that are solved together
 
@@ -29,6 +27,8 @@ def refined(
 
     w: float32 [N, K]. hessian: float32 [K, K], positive definite. order: int64 [K], of columns.
     """
+    from qoff.kernels.cpu.linear.descent import descend  # numba, which loading does not need
+
     n, k = w.shape
     levels, groups = codes.float(), scale.shape[1]
     rows = max(1, _PART // max(k, 4 * groups**2))
