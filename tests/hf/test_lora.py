@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from qoff.errors import ArgumentError, OpError, QuantizationError
-from qoff.hf.packed import linear as module
 from qoff.hf.packed.linear import QoffLinear, packed_linear
+from qoff.kernels import dequantize as module
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.quant import quantize
 from tests.tiny_models import reference_model, tiny_checkpoint
-from tests.tolerances import DECODER_LOGITS, INT16_ACTIVATIONS, RELATIVE_RMS, assert_close
+from tests.tolerances import INT16_ACTIVATIONS, RELATIVE_RMS, assert_close
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 20, 21]])
 
@@ -52,20 +52,20 @@ def test_gradients_are_those_of_the_dequantized_linear(
     expected.backward(grad.float())
     assert isinstance(x.grad, Tensor)
     assert x.grad.dtype == dtype
-    assert_close(x.grad, wide.grad, dtype=dtype)
+    assert_close(x.grad, wide.grad, dtype=torch.bfloat16)  # in which a CPU multiplies
     assert_close(bias.grad, dense.bias.grad, dtype=dtype)
 
 
 def test_no_whole_copy_of_the_weight_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = QTensor.dequantize
+    original = module.dequantize
 
-    def counted(self: QTensor, *args: Any) -> Tensor:
-        sizes.append(self.shape[0])
-        return original(self, *args)
+    def counted(weight: QTensor, dtype: torch.dtype) -> Tensor:
+        sizes.append(weight.shape[0])
+        return original(weight, dtype)
 
     monkeypatch.setattr(module, "_PIECE", 32 * 64)
-    monkeypatch.setattr(QTensor, "dequantize", counted)
+    monkeypatch.setattr(module, "dequantize", counted)
     linear = QoffLinear(matrix(144, 64))
     x = torch.randn(5, 64, requires_grad=True)
     linear(x).sum().backward()
@@ -102,7 +102,7 @@ def test_gradients_through_a_whole_model(tmp_path_factory: pytest.TempPathFactor
         x = embedded.clone().requires_grad_()
         model(inputs_embeds=x).logits.square().sum().backward()
         grads.append(x.grad)
-    assert_close(*grads, tolerance=DECODER_LOGITS)
+    assert_close(*grads, dtype=torch.bfloat16)
 
 
 def lora(model: Any, **options: Any) -> Any:
@@ -126,7 +126,7 @@ def test_lora_learns_as_on_dequantized_weights(
     assert grads[0].keys() == grads[1].keys()
     assert len(grads[0]) >= 2 * 8
     for name, grad in grads[0].items():
-        assert_close(grad, grads[1][name], tolerance=5 * DECODER_LOGITS)
+        assert_close(grad, grads[1][name], dtype=torch.bfloat16)
 
     trained = models[0]
     learned = [p for p in trained.parameters() if p.requires_grad]

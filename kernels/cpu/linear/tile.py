@@ -70,7 +70,7 @@ def _const(value):
     return ir.Constant(I64, value)
 
 
-def _codes_32(b, address, bits):
+def codes_32(b, address, bits):
     """32 packed codes of 16 rows: (first of 4 elements of K, a vector of these, unsigned bytes)."""
 
     def masked(vector, shift, mask):
@@ -102,7 +102,7 @@ def _dot_32(b, bits, codes, ahead, planes, accumulators):
     for address in ahead:
         for step in range(bits):
             prefetch(b, address, step * VECTOR_BYTES)
-    for parts in zip(*(_codes_32(b, address, bits) for address in codes), strict=True):
+    for parts in zip(*(codes_32(b, address, bits) for address in codes), strict=True):
         for row, (k, part) in enumerate(parts):
             for plane, addresses in enumerate(planes):
                 for token, at_token in enumerate(addresses):

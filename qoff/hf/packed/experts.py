@@ -12,10 +12,11 @@ from torch.autograd.function import once_differentiable
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import ops_for
-from qoff.kernels.reference.experts import expert
+from qoff.kernels.reference.experts import activate
 from qoff.kernels.reference.experts import experts as dense_experts
 from qoff.models.names import from_halves, from_pairs
 
+from .linear import packed_linear
 from .module import CodesModule, packing_for, qtensor_of
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of transformers' experts modules
@@ -27,8 +28,8 @@ def packed_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: Exper
 
     x: [M, H] of any float dtype, under autocast cast to its dtype. topk_ids: int64 [M, T].
     topk_weights: [M, T]. Differentiable in x and topk_weights; weights and biases are frozen. The
-    forward pass is the device's `experts`, the backward pass dequantizes one expert after another.
-    Raises OpError.
+    forward pass is the device's `experts`, the backward pass takes one expert after another. Raises
+    OpError.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -58,11 +59,20 @@ class _PackedExperts(torch.autograd.Function):
             rows = x[token].detach().requires_grad_()
             weights = topk_weights[token, place].detach().requires_grad_()
             with torch.enable_grad():
-                found = expert(rows, ctx.mlp, e) * weights[:, None].to(x.dtype)
+                found = _expert(rows, ctx.mlp, e) * weights[:, None].to(x.dtype)
             by_rows, by_weights = torch.autograd.grad(found, (rows, weights), grad[token])
             of_x.index_add_(0, token, by_rows)
             of_share[token, place] = by_weights
         return of_x, None, of_share, None
+
+
+def _expert(x: Tensor, mlp: ExpertsMlp, e: int) -> Tensor:
+    """The MLP of expert e on rows x [m, H]."""
+    of_gate_up, of_down = (
+        None if bias is None else bias[e].detach() for bias in (mlp.gate_up_bias, mlp.down_bias)
+    )
+    z = packed_linear(x, mlp.gate_up.expert(e), of_gate_up)
+    return packed_linear(activate(z, mlp.activation), mlp.down.expert(e), of_down)
 
 
 def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:

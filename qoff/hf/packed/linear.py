@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,13 +9,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qoff.errors import OpError
-from qoff.kernels.layout.packing import ROW_BLOCK
+from qoff.kernels.dequantize import pieces, times_matrix
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import ops_for
 
 from .module import PackedModule
 
-_PIECE = 1 << 22  # weights that are dequantized at a time: 16 MiB in float32
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -25,7 +23,7 @@ def packed_linear(x: Tensor, packed: QTensor, bias: Tensor | None = None) -> Ten
 
     x: [..., K] of any float dtype, under autocast cast to its dtype. packed: [N, K], in the packing
     of its device. bias: [N]. The forward pass is the device's `w4_linear` (on a GPU for float16 and
-    bfloat16); the backward pass dequantizes W a piece of rows at a time. Raises OpError.
+    bfloat16), the backward pass is `times_matrix`. Raises OpError.
     """
     if x.shape[-1:] != (packed.shape[1],):
         raise OpError(f"x must be [..., {packed.shape[1]}], not {list(x.shape)}")
@@ -54,13 +52,7 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """grad [M, N] @ W, in the dtype of grad; on a CPU computed in float32."""
-        dtype = torch.float32 if grad.device.type == "cpu" else grad.dtype
-        shape = len(grad), ctx.packed.shape[1]
-        wide = torch.zeros(shape, dtype=torch.float32, device=grad.device)
-        for rows, dense in _pieces(ctx.packed, dtype):
-            wide += grad[:, rows].to(dtype) @ dense
-        return wide.to(grad.dtype), None, None
+        return times_matrix(grad, ctx.packed), None, None
 
 
 def _forward(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
@@ -69,21 +61,12 @@ def _forward(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
         return x.new_empty(0, packed.shape[0])
     on_cpu = x.device.type == "cpu"
     if not on_cpu and x.dtype not in _HALVES:  # no kernel takes this dtype
-        y = torch.cat([x @ dense.T for _, dense in _pieces(packed, x.dtype)], dim=1)
+        y = torch.cat([x @ dense.T for _, dense in pieces(packed, x.dtype)], dim=1)
         return y if bias is None else y + bias.to(y.dtype)
     taken = x.float() if on_cpu else x
     dense_bias = None if bias is None else bias.detach().to(taken.dtype)
     y = ops_for(x.device).w4_linear(taken.detach().contiguous(), packed, bias=dense_bias)
     return y.to(x.dtype)
-
-
-def _pieces(packed: QTensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of a matrix piece by piece, whole blocks of 16, dequantized."""
-    n, k = packed.shape
-    rows = max(1, _PIECE // k // ROW_BLOCK) * ROW_BLOCK
-    for start in range(0, n, rows):
-        stop = min(n, start + rows)
-        yield slice(start, stop), packed.rows(start, stop).dequantize(dtype)
 
 
 class QoffLinear(PackedModule, nn.Linear):

@@ -1,0 +1,41 @@
+"""Dense matrices of the kernels are those of the reference, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qoff.errors import OpError
+from qoff.kernels.cpu.linear.dequantize import DTYPES
+from qoff.kernels.cpu.linear.dequantize import dequantize as kernel
+from qoff.kernels.dequantize import dequantize, times_matrix
+from tests.kernels.operands import random_weight
+from tests.tolerances import assert_close
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize(("n", "k", "group"), [(1, 96, 32), (33, 128, 64), (160, 256, 128)])
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
+def test_equals_reference(n: int, k: int, group: int, bits: int, scale_dtype: torch.dtype) -> None:
+    weight = random_weight(n, k, bits, group, scale_dtype=scale_dtype)
+    for dtype in (*DTYPES, torch.float16):
+        assert torch.equal(dequantize(weight, dtype), weight.dequantize(dtype))
+
+
+@pytest.mark.parametrize(("n", "k"), [(80, 96), (50, 64)])
+def test_products_with_it_are_those_of_the_dense_matrix(
+    n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.kernels.dequantize._PIECE", 32 * k)
+    weight, x = random_weight(n, k, group_size=32), torch.randn(7, n)
+    expected = x @ weight.dequantize()
+    assert_close(times_matrix(x, weight), expected, dtype=DTYPES[-1])
+    assert times_matrix(x[:0], weight).shape == (0, k)
+
+
+def test_places_that_do_not_fit_are_refused() -> None:
+    weight = random_weight(33, 64)
+    with pytest.raises(OpError, match=r"out must be contiguous float32 or bfloat16 \[48, 64\]"):
+        kernel(weight, torch.empty(33, 64))
+    with pytest.raises(OpError, match="packing rows16 on the CPU, not split32"):
+        kernel(random_weight(33, 64, packing="split32"), torch.empty(48, 64))
