@@ -23,13 +23,13 @@ class UpdateArguments(ctypes.Structure):
     """Addresses, sizes, and numbers of the rule; see `update.Rule`.
 
     second: 0 where the rule has one moment. first_scale: 0 where moments are float32. weight: of a
-    bfloat16 copy, or 0.
+    copy in bfloat16, or in float16 where `half` is 1; 0: there is none.
     """
 
     _fields_ = (
         *int64s(
             "rule", "n", "master", "grad", "narrow", "first", "second", "first_scale",
-            "second_scale", "weight", "nesterov", "scratch",
+            "second_scale", "weight", "half", "nesterov", "scratch",
         ),
         *((name, ctypes.c_float) for name in (
             "grad_scale", "keep", "l2", "beta1", "rest1", "beta2", "rest2", "rate", "root", "eps",
@@ -37,8 +37,8 @@ class UpdateArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-(RULE, N, MASTER, GRAD, NARROW, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, WEIGHT, NESTEROV, SCRATCH,
- GRAD_SCALE, KEEP, L2, BETA1, REST1, BETA2, REST2, RATE, ROOT, EPS) = offsets(
+(RULE, N, MASTER, GRAD, NARROW, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, WEIGHT, HALF, NESTEROV,
+ SCRATCH, GRAD_SCALE, KEEP, L2, BETA1, REST1, BETA2, REST2, RATE, ROOT, EPS) = offsets(
     UpdateArguments
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ def _number(args, field):
 
 @inlined
 def _numbers(args):
-    """Of the rule, once for a loop: grad_scale, l2, keep, rate, root, eps."""
+    """Of the rule, once for a loop: grad_scale, l2, keep, rate, root, eps, and four of means."""
     return (
         _number(args, GRAD_SCALE),
         _number(args, L2),
@@ -58,6 +58,33 @@ def _numbers(args):
         _number(args, RATE),
         _number(args, ROOT),
         _number(args, EPS),
+        _number(args, BETA1),
+        _number(args, REST1),
+        _number(args, BETA2),
+        _number(args, REST2),
+    )
+
+
+@inlined
+def _memory(args):
+    """Master, copy, both moments and gradient."""
+    return (
+        simd.peek_i64(args + MASTER),
+        simd.peek_i64(args + WEIGHT),
+        simd.peek_i64(args + FIRST),
+        simd.peek_i64(args + SECOND),
+        simd.peek_i64(args + GRAD),
+    )
+
+
+@inlined
+def _flags(args):
+    """Whether copies are float16, gradients bfloat16 and decayed, momentum Nesterov's."""
+    return (
+        simd.peek_i64(args + HALF) != 0,
+        simd.peek_i64(args + NARROW) != 0,
+        simd.peek_f32(args + L2) != np.float32(0.0),
+        simd.peek_i64(args + NESTEROV) != 0,
     )
 
 
@@ -75,14 +102,17 @@ def _next_weight(numbers, p, step):
 
 
 @inlined
-def _write_weight(master, copy, at, p):
+def _write_weight(master, copy, half, at, p):
     simd.store_f32(master + 4 * at, p)
     if copy != 0:
-        lanes.store_bf16(copy + 2 * at, p)
+        if half:
+            lanes.store_f16(copy + 2 * at, p)
+        else:
+            lanes.store_bf16(copy + 2 * at, p)
 
 
 @inlined
-def _by_first(args, rule, nesterov, g, m, m_next, old, new):
+def _by_first(rule, nesterov, g, m, m_next, old, new):
     """The step of a rule with one moment. old, new: factors of moment and gradient in it."""
     if rule == LION:
         return lanes.sign(simd.mul_add(old, m, simd.mul(new, g)))
@@ -93,13 +123,9 @@ def _by_first(args, rule, nesterov, g, m, m_next, old, new):
 def _wide(args, rule, start, stop):
     """Weights whose moments are float32."""
     numbers = _numbers(args)
-    master, copy = simd.peek_i64(args + MASTER), simd.peek_i64(args + WEIGHT)
-    first, second = simd.peek_i64(args + FIRST), simd.peek_i64(args + SECOND)
-    grad, narrow = simd.peek_i64(args + GRAD), simd.peek_i64(args + NARROW) != 0
-    decays = simd.peek_f32(args + L2) != np.float32(0.0)
-    nesterov = simd.peek_i64(args + NESTEROV) != 0
-    beta1, rest1 = _number(args, BETA1), _number(args, REST1)
-    beta2, rest2 = _number(args, BETA2), _number(args, REST2)
+    master, copy, first, second, grad = _memory(args)
+    half, narrow, decays, nesterov = _flags(args)
+    beta1, rest1, beta2, rest2 = numbers[6:]
     for at in range(start, stop, 16):
         p = simd.load_f32(master + 4 * at)
         g = _gradient(numbers, grad, narrow, decays, at, p)
@@ -115,8 +141,8 @@ def _wide(args, rule, start, stop):
             simd.store_f32(second + 4 * at, v_next)
             step = simd.div(m_next, simd.mul_add(lanes.sqrt(v_next), numbers[4], numbers[5]))
         else:
-            step = _by_first(args, rule, nesterov, g, m, m_next, beta1, rest1)
-        _write_weight(master, copy, at, _next_weight(numbers, p, step))
+            step = _by_first(rule, nesterov, g, m, m_next, beta1, rest1)
+        _write_weight(master, copy, half, at, _next_weight(numbers, p, step))
 
 
 @inlined
@@ -128,13 +154,9 @@ def _share(wanted, largest):
 @inlined
 def _change(args, numbers, rule, start, scratch):
     """Step one block whose moments are codes; new moments go to scratch, their scales home."""
-    master, copy = simd.peek_i64(args + MASTER), simd.peek_i64(args + WEIGHT)
-    first, second = simd.peek_i64(args + FIRST), simd.peek_i64(args + SECOND)
-    grad, narrow = simd.peek_i64(args + GRAD), simd.peek_i64(args + NARROW) != 0
-    decays = simd.peek_f32(args + L2) != np.float32(0.0)
-    nesterov = simd.peek_i64(args + NESTEROV) != 0
-    beta1, rest1 = _number(args, BETA1), _number(args, REST1)
-    beta2, rest2 = _number(args, BETA2), _number(args, REST2)
+    master, copy, first, second, grad = _memory(args)
+    half, narrow, decays, nesterov = _flags(args)
+    beta1, rest1, beta2, rest2 = numbers[6:]
     of_first = simd.peek_i64(args + FIRST_SCALE) + 4 * (start // BLOCK)
     of_second = simd.peek_i64(args + SECOND_SCALE) + 4 * (start // BLOCK)
     m_scale = simd.splat_f32(simd.peek_f32(of_first) * np.float32(1 / 127**2))
@@ -162,8 +184,8 @@ def _change(args, numbers, rule, start, scratch):
             root = simd.mul_add(simd.mul(v_next, reciprocal), numbers[4], numbers[5])
             step = simd.mul(m_next, lanes.reciprocal(root))
         else:
-            step = _by_first(args, rule, nesterov, g, m, m_next, beta1, rest1)
-        _write_weight(master, copy, at, _next_weight(numbers, p, step))
+            step = _by_first(rule, nesterov, g, m, m_next, beta1, rest1)
+        _write_weight(master, copy, half, at, _next_weight(numbers, p, step))
     simd.poke_f32(of_first, simd.largest(most_m))
     if rule == ADAM:
         simd.poke_f32(of_second, simd.largest(most_v))

@@ -1,4 +1,4 @@
-"""bfloat16 and 8-bit moments in SIMD registers.
+"""bfloat16, float16 and 8-bit moments in SIMD registers.
 
 Moments of 8 bits have a scale in each block of 256, as in Dettmers et al., "8-bit Optimizers via
 Block-wise Quantization" (arXiv 2110.02861), but no table: codes are linear in the square root of
@@ -20,6 +20,7 @@ from numba.core import types
 from qoff.kernels.cpu.jit.emit import (
     I8,
     LANES,
+    V_F16,
     V_F32,
     V_I32,
     at,
@@ -67,6 +68,12 @@ def store_bf16(b, address, value):
     rounded = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
     words = b.trunc(b.lshr(rounded, const_i32(16)), _V_I16)
     b.store(words, at(b, address, 0, _V_I16), align=1)
+
+
+@vector_intrinsic(types.void, _i64, f32x16)
+def store_f16(b, address, value):
+    """16 numbers rounded to float16."""
+    b.store(b.fptrunc(value, V_F16), at(b, address, 0, V_F16), align=1)
 
 
 def _reciprocal_root(b, x, features=_FEATURES):

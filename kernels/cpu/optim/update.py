@@ -65,8 +65,8 @@ def update(
     """One step: weights and moments change in place.
 
     master: float32 [n]; n is a multiple of 16, of 256 where moments are codes. grad: float32 or
-    bfloat16 [n]. weight: bfloat16 [n], becomes the new weights, rounded. All are contiguous on the
-    CPU. Raises OpError.
+    bfloat16 [n]. weight: bfloat16 or float16 [n], becomes the new weights, rounded. All are
+    contiguous on the CPU. Raises OpError.
     """
     pool = pool or default_pool()
     n, coded = len(master), moments.first_scale is not None
@@ -77,7 +77,7 @@ def update(
         fail(_OP, f"{rule.kind} with a second moment, or adam without")
     _check("master", master, n, (torch.float32,))
     _check("grad", grad, n, (torch.float32, torch.bfloat16))
-    _check("weight", weight, n, (torch.bfloat16,))
+    _check("weight", weight, n, (torch.bfloat16, torch.float16))
     for name, code in (("first", torch.int8), ("second", torch.uint8)):
         _check(f"{name} moment", getattr(moments, name), n, (code if coded else torch.float32,))
         _check(f"{name} scale", getattr(moments, f"{name}_scale"), n // BLOCK, (torch.float32,))
@@ -87,9 +87,10 @@ def update(
             _RULES[rule.kind], n, master.data_ptr(), grad.data_ptr(),
             grad.dtype == torch.bfloat16, moments.first.data_ptr(), address(moments.second),
             address(moments.first_scale), address(moments.second_scale), address(weight),
-            rule.nesterov, pool.workspace(pool.threads * SCRATCH_BYTES), rule.grad_scale, rule.keep,
-            rule.l2, rule.beta1, 1.0 if plain else 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
-            -rule.rate, rule.root, rule.eps,
+            weight is not None and weight.dtype == torch.float16, rule.nesterov,
+            pool.workspace(pool.threads * SCRATCH_BYTES), rule.grad_scale, rule.keep, rule.l2,
+            rule.beta1, 1.0 if plain else 1 - rule.beta1, rule.beta2, 1 - rule.beta2, -rule.rate,
+            rule.root, rule.eps,
         )  # fmt: skip
         pool.run(update_job.address, arguments)
 
