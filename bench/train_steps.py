@@ -36,6 +36,7 @@ _FULL, _LORA = "all weights, ", "adapters, "
 _TORCH, _PEFT = f"{_FULL}torch", f"{_LORA}PEFT and transformers, fp32"
 _MEMORY, _DISK = f"{_LORA}qoff, packed in memory", f"{_LORA}qoff, packed from disk"
 _KEPT = f"{_FULL}qoff, activations kept"
+_MEMORY_KEPT = f"{_MEMORY}, activations kept"
 
 Step = Callable[[], object]
 
@@ -99,6 +100,7 @@ def contestants(
         f"{_FULL}qoff, on disk": lambda: ours(_model(config), host_memory=0, disk=folder),
         _PEFT: lambda: _theirs(_adapted(_model(config)), batches),
         _MEMORY: lambda: ours(packed()),
+        _MEMORY_KEPT: lambda: ours(packed(), activation_memory="64GiB"),
         _DISK: lambda: ours(packed(device_map="disk")),
     }
     return {name: make() for name, make in makers.items() if name.startswith(only)}
@@ -118,9 +120,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         only=(_kind, "", "measure one kind of training: 'all' (weights) or 'adapters'"),
         tokens=(int, 512, "of a micro-batch"),
         micro_batches=(int, 2, "of a step"),
+        layers=(int, 0, "of a model that is as wide as TinyLlama (2048), instead"),
         rounds=(int, 3, "steps of each"),
     )
     config = SMALL | {"num_hidden_layers": 2, "hidden_size": 128} if args.quick else _MIDDLE
+    if args.layers:
+        config = TINYLLAMA | {"num_hidden_layers": args.layers}
     tokens, rounds = (32, 1) if args.quick else (args.tokens, args.rounds)
     ids = torch.randint(3, config["vocab_size"], (args.micro_batches, 1, tokens))
     batches = [{"input_ids": x, "labels": x} for x in ids]

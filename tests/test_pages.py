@@ -31,6 +31,7 @@ OTHERS = {
     "--unshared",
     "--address",
     "--threads",
+    "--layers",
     "--rows",
     "--texts",
 }

@@ -33,8 +33,11 @@ def finetune(
     micro_batches: int = Option(8, min=1, help="Sequences of a step."),
     epochs: float = Option(1.0, min=0, help="How often to go through the data."),
     steps: int | None = Option(None, min=1, help="How many steps instead, of the whole run."),
+    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion"] = Option(
+        "adamw", help="With moments of 32 or 8 bits, of rows and columns, or one alone."
+    ),
     lr: float | None = Option(
-        None, min=0, help="Of AdamW; default: 2e-4 for adapters, 2e-5 for all weights."
+        None, min=0, help="Rate; default: 2e-4 for adapters, 2e-5 for all weights."
     ),
     schedule: Literal["constant", "linear", "cosine"] = Option(
         "constant", help="Of the rate: how it falls to 0 at the last step, if at all."
@@ -49,12 +52,16 @@ def finetune(
     activation_memory: str = Option(
         "0", help="Bound of what layers keep for their backward, beside the others."
     ),
+    activation_disk: str = Option(
+        "0", help="Bound of what more layers keep on --disk, where that is faster."
+    ),
     disk: Path | None = Option(None, help="Folder for what does not fit."),
-    dtype: Literal["auto", "float32", "bfloat16"] = Option(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Option(
         "auto", help="Of weights; auto: the model's."
     ),
     seed: int = Option(0, min=0, max=(1 << 31) - 1, help="Of order, adapters and dropout."),
     save_every: int = Option(100, min=1, help="Steps between two checkpoints."),
+    tensorboard: Path | None = Option(None, help="Folder for curves that TensorBoard shows."),
     strict: bool = Option(False, "--strict", help="End at the first line that is broken."),
     overwrite: bool = Option(False, "--overwrite", help="Begin anew, whatever OUTPUT has."),
 ) -> None:
@@ -64,14 +71,17 @@ def finetune(
     """
     from qoff.hf.chat import ChatRenderer
     from qoff.hf.load import load_tokenizer, local_source
-    from qoff.train import AdamW, offload
     from qoff.train import finetune as work
+    from qoff.train import offload
     from qoff.train.data import Encoder, examples, packed
+    from qoff.train.logs import writer_class
 
     if (lora is None) != full:
         raise ArgumentError("say what learns: --lora r=16, or --full")
     chosen = None if lora is None else work.Lora.parse(lora)
     work.check_place(output, overwrite)
+    if tensorboard is not None:
+        writer_class()  # before a model is loaded
     path = local_source(model)
     tokenizer = load_tokenizer(path)
     broken = 0
@@ -108,11 +118,14 @@ def finetune(
         warmup,
         None if schedule == "constant" else total,
         hold_out,
+        optimizer,
     )
-    optimizer = AdamW(lr=recipe.rate)  # before the model is loaded, which takes long
+    stepping = work.OPTIMIZERS[optimizer](
+        recipe.rate
+    )  # before the model is loaded, which takes long
     training = offload(
         work.loaded(path, recipe, dtype),
-        optimizer,
+        stepping,
         tokens=sequence,
         micro_batches=micro_batches,
         device_memory=device_memory,
@@ -120,8 +133,9 @@ def finetune(
         disk=disk,
         max_norm=max_norm,
         activation_memory=activation_memory,
+        activation_disk=activation_disk,
     )
-    run = work.Run(training, found, recipe, output, overwrite, held_out)
+    run = work.Run(training, found, recipe, output, overwrite, held_out, tensorboard)
     if run.saved is not None:
         typer.echo(f"{run.checkpoint}: goes on after step {run.saved}", err=True)
     try:

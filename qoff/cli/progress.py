@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 if TYPE_CHECKING:
     from qoff.eval.perplexity.scoring import Tell
     from qoff.jobs.runner import Counts
-    from qoff.train.finetune import Told
+    from qoff.train.logs import Told
 
 _EACH_S = 10.0  # a line, where there is no terminal
 

@@ -1,8 +1,18 @@
 """Training of models that do not fit into memory: units stream forward and then in reverse."""
 
 from .offload import offload
-from .optimizers import SGD, Adam, AdamW, Lion, Optimizer
+from .optimizers import SGD, Adafactor, Adam, AdamW, Lion, Optimizer
 from .schedules import Schedule
 from .training import Training
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion", "Optimizer", "Schedule", "Training", "offload"]
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "Optimizer",
+    "Schedule",
+    "Training",
+    "offload",
+]

@@ -1,11 +1,15 @@
-"""What layers save for their backward: kept where a bound of bytes allows, else computed again."""
+"""What layers save for their backward: kept, or swapped to disk, within bounds of bytes.
+
+What is neither is computed again.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,17 +18,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from qoff.memory.arena import PAGE, round_up
+
+from .swaps import LINE, STAGES, Place, Stage, Swaps
+
 _BUCKETS = 2048  # of bytes, in the plan
-Place: TypeAlias = tuple[int, int]  # layer and micro-batch
 Shape: TypeAlias = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a layer with inputs of a shape: bytes that its backward needs, seconds of its forward."""
+    """Of a layer with inputs of a shape: bytes that its backward needs, seconds of its forward.
+
+    on_stage: bytes on a stage, where each tensor is aligned.
+    """
 
     nbytes: int
     seconds: float
+    on_stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,20 +63,25 @@ class _Tally:
     def nbytes(self) -> int:
         return self.x.nbytes + sum(self.storages.values())
 
+    @property
+    def on_stage(self) -> int:
+        return sum(round_up(size, LINE) for size in (self.x.nbytes, *self.storages.values()))
+
 
 class Activations:
-    """Chooses, before each step, whose activations stay from forward to backward.
+    """Chooses, before each step, whose activations stay from forward to backward, and where.
 
-    bound: in bytes. Costs are measured when a layer is computed again for its backward; what was
-    not measured with a shape is not kept. may_keep: which layers can be: not those whose packed
-    weights move without being bound to parameters.
+    bound: in bytes, of memory; swaps has that of the disk. Costs are measured when a layer is
+    computed again for its backward; what was not measured with a shape is not kept. may_keep:
+    which layers can be: not those whose packed weights move without being bound to parameters.
 
     planned, peak: bytes of the last step, as chosen and as counted.
     """
 
-    def __init__(self, bound: int, may_keep: Callable[[int], bool]) -> None:
+    def __init__(self, bound: int, may_keep: Callable[[int], bool], swaps: Swaps) -> None:
         self.planned = self.peak = 0
-        self._bound, self._may_keep = bound, may_keep
+        self._bound, self._may_keep, self._swaps = bound, may_keep, swaps
+        self._swapped: set[Place] = set()
         self._costs: dict[tuple[int, Shape], Cost] = {}
         self._chosen: set[Place] = set()
         self._kept: dict[Place, _Kept] = {}
@@ -74,17 +90,22 @@ class Activations:
     def plan(self, layers: int, shapes: Sequence[Shape]) -> None:
         """Choose for a step. shapes: of the hidden states of each micro-batch."""
         self._chosen.clear()
+        self._swapped.clear()
         self.planned = self.peak = self._used = 0
         if not self._bound:
             return
         places = [(i, m) for i in range(layers) for m in range(len(shapes)) if self._may_keep(i)]
         found = {(i, m): self._costs.get((i, shapes[m])) for i, m in places}
         costs = {place: cost for place, cost in found.items() if cost is not None}
-        self._chosen = chosen(costs, self._bound)
-        self.planned = sum(costs[place].nbytes for place in self._chosen)
+        swaps = self._swaps
+        self._chosen, self._swapped = shared_out(costs, self._bound, swaps.capacity, swaps.rate)
+        self._used = self.peak = STAGES * _stage_of(costs, self._swapped)
+        self.planned = self._used + sum(costs[place].nbytes for place in self._chosen)
+        swaps.begin(_stage_of(costs, self._swapped))
 
     def keeps(self, i: int, m: int) -> bool:
-        return (i, m) in self._chosen
+        """Whether a layer's activations stay, in memory or on disk."""
+        return (i, m) in self._chosen or (i, m) in self._swapped
 
     def has(self, i: int, m: int) -> bool:
         """Whether they are there."""
@@ -105,17 +126,34 @@ class Activations:
         may lie elsewhere at its backward.
         """
         x = hidden.clone().requires_grad_()
-        with torch.enable_grad(), self._counting(x, layer, given, flat) as tally:
-            y, rest = compute(x)
-        self._kept[place] = _Kept(x, get_gradient_edge(y), tally.nbytes)
-        self._used += tally.nbytes
+        stage = self._swaps.stage() if place in self._swapped else None
+        try:
+            counting = self._counting(x, layer, given, flat, place, stage)
+            with torch.enable_grad(), counting as tally:
+                y, rest = compute(x)
+        except BaseException:
+            if stage is not None:
+                self._swaps.drop(stage)
+            raise
+        nbytes = tally.nbytes if stage is None else 0
+        self._kept[place] = _Kept(x, get_gradient_edge(y), nbytes)
+        self._used += nbytes
         self.peak = max(self.peak, self._used)
+        if stage is not None:
+            x.data = _NOTHING.to(x.dtype).expand(x.shape)
+            self._swaps.write(place, stage)
         return y.detach(), rest
+
+    def turn(self, order: Iterable[Place]) -> None:
+        """The backward pass begins, in this order."""
+        self._swaps.order(order)
 
     def backward(self, i: int, m: int, grad: Tensor) -> Tensor:
         """The gradient of a kept layer's input; its activations are free then."""
         kept = self._kept.pop((i, m))
         torch.autograd.backward([kept.edge], [grad])
+        if (i, m) in self._swapped:
+            self._swaps.give_back((i, m))
         self._used -= kept.nbytes
         assert kept.x.grad is not None
         return kept.x.grad
@@ -132,39 +170,82 @@ class Activations:
         start = time.perf_counter()
         with self._counting(x, layer, given, flat) as tally:
             yield
-        self._costs[key] = Cost(tally.nbytes, time.perf_counter() - start)
+        self._costs[key] = Cost(tally.nbytes, time.perf_counter() - start, tally.on_stage)
 
     def end(self) -> None:
         """Let go of all."""
+        self._swaps.stop()
         self._kept.clear()
         self._chosen.clear()
+        self._swapped.clear()
 
     @contextmanager
     def _counting(
-        self, hidden: Tensor, layer: nn.Module, given: Any, flat: Callable[[], Tensor]
+        self,
+        hidden: Tensor,
+        layer: nn.Module,
+        given: Any,
+        flat: Callable[[], Tensor],
+        place: Place = (0, 0),
+        stage: Stage | None = None,
     ) -> Iterator[_Tally]:
+        """Count what is saved within, and copy it to a stage where there is one."""
         weights = flat()
         first, last = weights.data_ptr(), weights.data_ptr() + weights.nbytes
         others = [*layer.parameters(), *layer.buffers(), *tree_leaves(given)]
         there = {_of(x) for x in others if isinstance(x, Tensor)} | {_of(weights)}
         tally = _Tally(hidden, there)
 
-        def pack(x: Tensor) -> Any:
-            if first <= x.data_ptr() < last:
-                start = (x.data_ptr() - first) // weights.itemsize
-                return start, x.shape, x.stride()
-            tally.add(x)
-            return x.detach()
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            start, shape, stride = packed
+        def weight(start: int, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
             found = flat()
             return found.as_strided(shape, stride, found.storage_offset() + start)
 
-        with saved_tensors_hooks(pack, unpack):
+        def pack(x: Tensor) -> Callable[[], Tensor]:
+            if first <= x.data_ptr() < last:
+                start = (x.data_ptr() - first) // weights.itemsize
+                return partial(weight, start, x.shape, x.stride())
+            tally.add(x)
+            if stage is None or _of(x) in there:
+                return x.detach
+            taken = stage.take(x.detach())
+            return lambda: self._swaps.read(place).at(*taken)
+
+        with saved_tensors_hooks(pack, lambda found: found()):
             yield tally
+
+
+def shared_out(
+    costs: Mapping[Place, Cost], bound: int, disk: int, rate: float
+) -> tuple[set[Place], set[Place]]:
+    """Those to keep in `bound` bytes of memory, and those to swap to `disk` bytes of disk.
+
+    rate: of the disk, bytes per second there and back, as if nothing were computed meanwhile. First
+    memory is filled with what saves most against the next best way, and then the disk.
+    """
+    alone = chosen(costs, bound)
+    each = {place: cost.on_stage / rate for place, cost in costs.items()} if disk else {}
+    faster = {place for place, seconds in each.items() if seconds < costs[place].seconds}
+    room = bound - STAGES * _stage_of(costs, faster)
+    if not faster or room < 0:
+        return alone, set()
+    gains = {
+        place: Cost(cost.nbytes, min(cost.seconds, each[place])) for place, cost in costs.items()
+    }
+    kept = chosen(gains, room)
+    left = {
+        place: Cost(round_up(costs[place].on_stage, PAGE), costs[place].seconds - each[place])
+        for place in sorted(faster - kept)
+    }
+    swapped = chosen(left, disk)
+    gain = sum(costs[place].seconds for place in kept)
+    gain += sum(left[place].seconds for place in swapped)
+    if gain <= sum(costs[place].seconds for place in alone):
+        return alone, set()
+    return kept, swapped
+
+
+def _stage_of(costs: Mapping[Place, Cost], places: Iterable[Place]) -> int:
+    return max((round_up(costs[place].on_stage, PAGE) for place in places), default=0)
 
 
 def chosen(costs: Mapping[Place, Cost], bound: int) -> set[Place]:
@@ -192,6 +273,9 @@ def chosen(costs: Mapping[Place, Cost], bound: int) -> set[Place]:
             found.add(place)
             at -= size
     return found
+
+
+_NOTHING = torch.full((), float("nan"))
 
 
 def _of(x: Tensor) -> int:

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from qoff.schema import TEXT, Fields, Kind, check, read_object, whole
 
 from .homes import Home, Homes
 from .layout import FlatUnit
+from .loss_scale import LossScale
 from .optimizers import Optimizer
 
 _HEADER, _VERSION = "run.json", 1
@@ -45,11 +46,15 @@ _FIELDS: Fields = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. random: of torch's generator. position: the caller's, in its data."""
+    """How far a run is. random: of torch's generator. position: the caller's, in its data.
+
+    loss_scale: of a run in float16.
+    """
 
     steps: int
     random: torch.Tensor
     position: Any
+    loss_scale: LossScale | None = None
 
 
 def kind_of_run(units: Sequence[FlatUnit], optimizer: Optimizer) -> dict[str, Any]:
@@ -89,6 +94,7 @@ def save(
         "steps": now.steps,
         "random": base64.b64encode(now.random.numpy().tobytes()).decode(),
         "position": now.position,
+        "loss_scale": None if now.loss_scale is None else asdict(now.loss_scale),
         "run": run,
     }
     try:
@@ -134,7 +140,9 @@ def opened(
             found = os.fstat(fd).st_size
             if found != wanted:
                 raise FormatError(f"{path}: {found:,} bytes, not {wanted:,}: it is not whole")
-            yield fd, Progress(header["steps"], random, header.get("position"))
+            scale = header.get("loss_scale")
+            known = None if scale is None else LossScale(**scale)
+            yield fd, Progress(header["steps"], random, header.get("position"), known)
         finally:
             os.close(fd)
 

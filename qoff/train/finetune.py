@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,13 +16,24 @@ from transformers import PreTrainedTokenizerBase
 from qoff.errors import ArgumentError, QoffError, TrainingError, UnsupportedModelError, raised_as
 from qoff.hf.load import is_checkpoint
 
-from . import checkpoints
+from . import checkpoints, logs
 from .data import Sequences
+from .logs import Told
+from .optimizers import Adafactor, AdamW, Lion, Optimizer
 from .schedules import Schedule
 from .training import Training
 
 _CHECKPOINT, _LOG = "checkpoint", "log.csv"
-_COLUMNS = ("step", "loss", "norm", "lr", "tokens_per_s", "held_out_loss")
+
+
+OPTIMIZERS: Mapping[str, Callable[[Schedule], Optimizer]] = MappingProxyType(
+    {
+        "adamw": lambda rate: AdamW(lr=rate),
+        "adamw-8bit": lambda rate: AdamW(lr=rate, bits=8),
+        "adafactor": lambda rate: Adafactor(lr=rate),
+        "lion": lambda rate: Lion(lr=rate),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class Recipe:
     """What makes a run what it is, beside its data. lora: None: all weights learn.
 
     decay_steps: after which the rate is 0; None: never. hold_out: share of sequences that are not
-    learned.
+    learned. optimizer: one of OPTIMIZERS.
     """
 
     model: str
@@ -67,25 +78,12 @@ class Recipe:
     warmup: int = 0
     decay_steps: int | None = None
     hold_out: float = 0.0
+    optimizer: str = "adamw"
 
     @property
     def rate(self) -> Schedule:
         """Of a step."""
         return Schedule(self.lr, self.schedule, self.warmup, self.decay_steps)
-
-
-@dataclass(frozen=True)
-class Told:
-    """What is known after a step. norm: of gradients, where they are clipped.
-
-    held_out_loss: of sequences that are not learned, where they were evaluated.
-    """
-
-    step: int
-    loss: float
-    norm: float | None
-    tokens_per_s: float
-    held_out_loss: float | None = None
 
 
 def loaded(path: Path, recipe: Recipe, dtype: str) -> Any:
@@ -151,8 +149,9 @@ class Run:
         out: Path,
         overwrite: bool,
         held_out: Sequences | None = None,
+        board: Path | None = None,
     ) -> None:
-        """held_out: is evaluated whenever a checkpoint has been written.
+        """held_out: is evaluated whenever a checkpoint has been written. board: for TensorBoard.
 
         Raises ArgumentError where `out` has the checkpoint of another run.
         """
@@ -164,7 +163,8 @@ class Run:
         if checkpoints.exists(self.checkpoint) and not overwrite:
             self._resume()
         out.mkdir(parents=True, exist_ok=True)
-        self._begin_log()
+        logs.begin(out / _LOG, self.steps)
+        self._board = board
 
     @property
     def steps(self) -> int:
@@ -180,14 +180,14 @@ class Run:
     ) -> None:
         """Train up to `steps` steps of the run, or so many epochs; save every so many steps.
 
-        Raises TrainingError, which names the last checkpoint.
+        Raises TrainingError, which names the last checkpoint, QoffError without TensorBoard.
         """
         recipe, training = self._recipe, self._training
         most = self._sequences(epochs) if steps is None else steps * recipe.micro_batches
         last = self.steps_of(epochs) if steps is None else steps
-        with (self._out / _LOG).open("a", newline="") as file:
+        with logs.opened(self._out / _LOG, self._board, self.steps) as log:
             while training.steps < last:
-                start = time.perf_counter()
+                start, done = time.perf_counter(), training.steps
                 batches = self._data.of_step(
                     training.steps, recipe.micro_batches, recipe.seed, most
                 )
@@ -195,6 +195,8 @@ class Run:
                     loss = training.step(batches)
                 except TrainingError as error:
                     raise TrainingError(f"{error}; {self.where}") from error
+                if training.steps == done:  # gradients overflowed: once more, with another scale
+                    continue
                 tokens = sum(batch["input_ids"].numel() for batch in batches)
                 rate = tokens / (time.perf_counter() - start)
                 held_out = None
@@ -206,10 +208,9 @@ class Run:
                     held_out = self._evaluated() if ends else None
                 finally:  # the checkpoint has this step, so the log has it
                     lr = recipe.rate(training.steps - 1)
-                    row = [training.steps, loss, training.grad_norm, lr, f"{rate:.1f}", held_out]
-                    csv.writer(file).writerow(["" if x is None else x for x in row])
-                    file.flush()
-                tell(Told(training.steps, loss, training.grad_norm, rate, held_out))
+                    told = Told(training.steps, loss, training.grad_norm, lr, rate, held_out)
+                    log.add(told)
+                tell(told)
 
     @property
     def where(self) -> str:
@@ -245,14 +246,3 @@ class Run:
                     f"{value}; choose another --output, or begin anew with --overwrite"
                 )
         self.saved = self._training.steps
-
-    def _begin_log(self) -> None:
-        """Keep the rows of steps that are in the checkpoint."""
-        path, rows = self._out / _LOG, list[list[str]]()
-        if self.steps and path.exists():
-            with path.open(newline="") as file:
-                rows = [row for row in csv.reader(file) if row and row[0].isdecimal()]
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(_COLUMNS)
-            writer.writerows(row for row in rows if int(row[0]) <= self.steps)

@@ -42,6 +42,11 @@ class Gradients:
                 for p in unit.parameters.values():
                     p.register_post_accumulate_grad_hook(self._add)
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether all units' gradients stay until their norm is known."""
+        return self._places is not None
+
     def begin(self) -> Tensor:
         """Forget the last step; returns the gradients of the last unit, which are bound."""
         self._squares.clear()

@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qoff.errors import UnsupportedModelError
+from qoff.hf.packed.linear import QoffLinear
+from qoff.kernels.dequantize import times_matrix
+from qoff.kernels.ops import ops_for
 
 from .passes import TrainingPass
 
 _LOGITS = 16 << 20  # bytes that are there at once; one token's, if that is more
+_OF_PACKED = 32 << 20  # as each piece dequantizes the head
 _IGNORED = -100
 
 
@@ -45,7 +49,8 @@ class FusedHead:
         if not self._is_linear:
             return 0
         each = 4 * self._head.out_features
-        return each * min(tokens, max(1, _LOGITS // each))
+        most = _OF_PACKED if type(self._head) is QoffLinear else _LOGITS
+        return each * min(tokens, max(1, most // each))
 
     def begin(self, memory: Tensor, sum_of: Callable[[Tensor], Tensor]) -> None:
         """Take the places of head and loss. sum_of: where a parameter's gradients are summed."""
@@ -75,7 +80,7 @@ class FusedHead:
 
     @property
     def _is_linear(self) -> bool:
-        return self.fused is not False and type(self._head) is nn.Linear
+        return self.fused is not False and type(self._head) in (nn.Linear, QoffLinear)
 
     def _takes(self, here: object) -> TypeGuard[TrainingPass]:
         """Whether a pass is computed here. One without gradients is if others were."""
@@ -136,8 +141,11 @@ class FusedHead:
     ) -> tuple[Tensor, Tensor | None]:
         """Loss and gradient of hidden states [n, K], times `factor`; adds that of the weights."""
         weight, bias = self._head.weight, self._head.bias
-        logits = self._memory[: len(x) * len(weight)].view(len(x), -1)
-        if weight.dtype == torch.float32:
+        packed = self._head.qtensor if type(self._head) is QoffLinear else None
+        logits = self._memory[: len(x) * self._head.out_features].view(len(x), -1)
+        if packed is not None:
+            ops_for(x.device).w4_linear(x.float().contiguous(), packed, out=logits)
+        elif weight.dtype == torch.float32:
             torch.mm(x, weight.t(), out=logits)
         else:
             logits.copy_(x @ weight.t())
@@ -151,6 +159,10 @@ class FusedHead:
             return loss, None
         logits *= factor / sums
         logits.scatter_add_(1, wanted[:, None], torch.full_like(picked, -factor))
+        if bias is not None and bias.requires_grad:
+            self._sum_of(bias).add_(logits.sum(0))
+        if packed is not None:
+            return loss, times_matrix(logits, packed).to(x.dtype)
         narrow = logits.to(weight.dtype)
         if weight.requires_grad:
             place = self._sum_of(weight)
@@ -158,8 +170,6 @@ class FusedHead:
                 place.addmm_(narrow.t(), x)
             else:
                 place += narrow.t() @ x
-        if bias is not None and bias.requires_grad:
-            self._sum_of(bias).add_(logits.sum(0))
         return loss, narrow @ weight
 
     def _of_any(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,33 +17,36 @@ from .optimizers import Optimizer
 
 PIECE = 1 << 20  # weights whose states are read, changed and written together
 _LINE = 16  # weights: every tensor begins at a cache line
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FlatUnit:
     """Parameters of a unit that learn, one behind the other.
 
-    parameters: by the name in the model. count: of elements, with what lies between them.
+    parameters: by the name in the model. starts: where each begins. count: of elements, with what
+    lies between them.
     """
 
     def __init__(self, path: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raises UnsupportedModelError for other dtypes than float32 and bfloat16, or both."""
+        """Raises UnsupportedModelError for other dtypes than float32 and the halves, or several."""
         self.path, self.parameters = path, dict(parameters)
         dtypes = {p.dtype for p in parameters.values()}
         if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
             names = ", ".join(sorted(str(x).removeprefix("torch.") for x in dtypes))
             raise UnsupportedModelError(
-                f"{path}: weights that learn are {names}; they can be float32 or bfloat16, all of "
-                "a layer the same: load the model with dtype=torch.float32"
+                f"{path}: weights that learn are {names}; they can be float32, bfloat16 or "
+                "float16, all of a layer the same: load the model with dtype=torch.float32"
             )
         self.dtype = dtypes.pop() if dtypes else torch.float32
         self.shapes = {name: p.shape for name, p in parameters.items()}
-        self._starts: dict[str, int] = {}
+        self.starts: dict[str, int] = {}
         end = 0
         for name, p in parameters.items():
-            self._starts[name] = end
+            self.starts[name] = end
             end += round_up(p.numel(), _LINE)
         self.count = round_up(end, PAGE)
+        # What is read, changed and written together: where each begins and ends.
+        self.pieces = [(a, min(self.count, a + PIECE)) for a in range(0, self.count, PIECE)]
         self._nothing = torch.full((), float("nan"), dtype=self.dtype)
 
     @property
@@ -59,7 +62,7 @@ class FlatUnit:
         """The part of each parameter in a flat tensor [count]."""
         return {
             name: flat[start : start + self.shapes[name].numel()].view(self.shapes[name])
-            for name, start in self._starts.items()
+            for name, start in self.starts.items()
         }
 
     def bind(self, flat: Tensor | None) -> None:
@@ -72,31 +75,28 @@ class FlatUnit:
         for name, x in self.views(flat).items():
             self.parameters[name].data = x
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Where each piece begins and ends."""
-        for start in range(0, self.count, PIECE):
-            yield start, min(self.count, start + PIECE)
-
 
 @dataclass(frozen=True)
 class StateForm:
-    """The states of a piece of a unit: a float32 master where weights are bfloat16, and moments."""
+    """The states of a piece of a unit: a float32 master of narrower weights, and moments."""
 
     narrow: bool
     coded: bool
     second: bool
+    first: bool = True
 
     @classmethod
     def of(cls, unit: FlatUnit, optimizer: Optimizer) -> StateForm:
-        return cls(unit.dtype != torch.float32, optimizer.bits == 8, optimizer.second)
+        narrow = unit.dtype != torch.float32
+        return cls(narrow, optimizer.bits == 8, optimizer.second, not optimizer.factored)
 
     def nbytes(self, count: int) -> int:
         """Bytes that `count` weights take, in whole pages."""
         return round_up(sum(self._parts(count)), PAGE)
 
-    def of_unit(self, unit: FlatUnit) -> int:
-        """Bytes of all pieces of a unit."""
-        return sum(self.nbytes(stop - start) for start, stop in unit.pieces())
+    def of_pieces(self, unit: FlatUnit) -> list[int]:
+        """Bytes of each piece of a unit."""
+        return [self.nbytes(stop - start) for start, stop in unit.pieces]
 
     def view(self, memory: Tensor, count: int) -> tuple[Tensor | None, Moments]:
         """The master, float32 [count] if there is one, and the moments, in memory uint8."""
@@ -121,8 +121,8 @@ class StateForm:
         each, scales = (1, 4 * count // BLOCK) if self.coded else (4, 0)
         return [
             4 * count * self.narrow,
-            each * count,
+            each * count * self.first,
             each * count * self.second,
-            scales,
+            scales * self.first,
             scales * self.second,
         ]

@@ -15,21 +15,27 @@ from torch import Tensor, nn
 from qoff.budgets import memory_size
 from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.hf.dispatch.units import others, units_of
+from qoff.memory.arena import PAGE, round_up
 from qoff.process import only_here
 from qoff.system_memory import refusals
 
+from . import factored
 from .activations import Activations
 from .boundaries import STAGES, Boundaries
 from .frozen import FrozenWeights
+from .fused_lora import fuse
 from .gradients import Gradients
 from .head import FusedHead
+from .held import HeldUnits
 from .homes import Home, Homes
 from .layout import FlatUnit, StateForm
+from .loss_scale import uses_float16
 from .optimizers import AdamW, Optimizer
 from .passes import StoppingLayer
 from .placement import Placement, Sizes, placed
 from .slots import SLOTS, WeightSlots
 from .step import Engine, Parts
+from .swaps import Swaps
 from .training import Training
 from .updates import BUFFERS, Updater
 
@@ -46,11 +52,13 @@ def offload(
     disk: str | PathLike[str] | None = None,
     max_norm: float | None = None,
     activation_memory: int | str = 0,
+    activation_disk: int | str = 0,
 ) -> Training:
     """Return what trains a model of transformers on this CPU, one step after another.
 
-    model: in memory, float32 or bfloat16, or a path or hub id that transformers loads. Its
-    parameters that require gradients learn; it is changed, and computes as before. optimizer: None:
+    model: in memory, float32, bfloat16 or float16, or a path or hub id that transformers loads. Its
+    parameters that require gradients learn; it is changed, and computes as before. Of float16, the
+    loss is scaled, and gradients are kept until all are known to be finite. optimizer: None:
     AdamW(). A step has up to `micro_batches` batches of up to `tokens` tokens each, padding
     included. max_norm: clip gradients by their global norm.
 
@@ -60,7 +68,9 @@ def offload(
     beyond host_memory is in a file without a name in the folder `disk`. What torch computes with
     inside of one layer and in the loss, for one micro-batch, comes on top, as do frozen weights.
     activation_memory bounds, beside these, what layers keep for their backward, from the second
-    step on; the others are computed again. Which are kept changes no bit.
+    step on; the others are computed again. activation_disk: bytes of the disk that more of them go
+    to, where that is faster; two stages in memory count as activation_memory. Which are kept, and
+    where, changes no bit.
 
     Raises BudgetError with the bytes wanted, ArgumentError, UnsupportedModelError for a model whose
     layers are not known or do not run one after another.
@@ -74,19 +84,28 @@ def offload(
     device = memory_size("device_memory", device_memory)
     host = memory_size("host_memory", host_memory)
     kept = memory_size("activation_memory", activation_memory) or 0
+    swapped = memory_size("activation_disk", activation_disk) or 0
+    if swapped and (disk is None or not kept):
+        raise ArgumentError("activation_disk needs disk=, and activation_memory for two stages")
     built = model if isinstance(model, nn.Module) else _loaded(model)
     layers, units = _units(built)
+    fuse(built)
+    if optimizer.factored:
+        for unit in units:
+            unit.pieces = [(run.start, run.stop) for run in factored.runs(unit)]
     forms = [StateForm.of(unit, optimizer) for unit in units]
     hidden = tokens * _hidden_size(built) * 4
     head = FusedHead(built)
-    sizes = Sizes(
-        units, forms, micro_batches, hidden, head.logits_bytes(tokens), max_norm is not None
-    )
+    clips = max_norm is not None or uses_float16(built)
+    counts = [factored.count(unit) for unit in units] if optimizer.factored else []
+    sizes = Sizes(units, forms, micro_batches, hidden, head.logits_bytes(tokens), clips, counts)
     placement = placed(sizes, device, host, disk is not None)
     folder = None if disk is None else Path(disk)
-    homes = Homes(*placement.totals, folder)
+    swapped = round_up(swapped, PAGE)
+    on_device, on_host, on_disk = placement.totals
+    homes = Homes(on_device, on_host, on_disk + swapped, folder)
     try:
-        engine = _engine(built, head, layers, sizes, placement, homes, kept)
+        engine = _engine(built, head, layers, sizes, placement, homes, (kept, swapped))
     except BaseException:
         homes.close()
         raise
@@ -103,9 +122,9 @@ def _engine(
     sizes: Sizes,
     placement: Placement,
     homes: Homes,
-    kept: int,
+    kept: tuple[int, int],
 ) -> Engine:
-    """Move weights to their homes and make what computes steps."""
+    """Move weights to their homes and make what computes steps. kept: bounds of activations."""
     units, count, batches = sizes.units, len(layers), range(sizes.micro_batches)
     rows = placement.device
 
@@ -134,10 +153,18 @@ def _engine(
         else None
     )
     states = [
-        [homes.home("states", form.nbytes(b - a), i in placement.states) for a, b in unit.pieces()]
+        [homes.home("states", nbytes, i in placement.states) for nbytes in form.of_pieces(unit)]
         for i, (unit, form) in enumerate(zip(units, sizes.forms, strict=True))
     ]
-    updater = Updater(homes, sizes.forms, states, on_way)
+    own = [
+        homes.device.alloc(round_up(4 * n, PAGE), "moments by rows and columns")
+        for n in sizes.factored
+    ]
+    moments = [
+        factored.FactoredMoments(unit, memory.view(torch.float32))
+        for unit, memory in zip(units, own, strict=False)
+    ]
+    updater = Updater(homes, sizes.forms, states, on_way, moments or [None] * len(units))
     flat_outer = units[-1].flat(outer)
     for i, unit in enumerate(units):
         place = outer if i == count else weights[i].memory
@@ -148,22 +175,21 @@ def _engine(
         if place is None:
             homes.write(weights[i], slots[0][: weights[i].nbytes], lambda: None).result()
         unit.bind(None if place is None else flat)
+    swaps = Swaps(homes, homes.home("activations", kept[1], False) if kept[1] else None)
     homes.moved.clear()
     frozen = FrozenWeights(layers)
     frozen.order()
-    saved = [*weights, Home("weights", len(outer), outer), *chain.from_iterable(states)]
+    stay = [Home("weights", len(x), x) for x in (outer, *own)]
+    saved = [*weights, *stay, *chain.from_iterable(states)]
     sums = Gradients(homes, units, outer_grad, at_work, gradients)
     logits = memory("logits", 1)
     head.begin(logits[0] if logits else torch.empty(0, dtype=torch.uint8), sums.sum_of)
     parts = Parts(
         model,
         head,
-        units,
-        flat_outer,
-        WeightSlots(homes, weights, slots),
-        frozen,
+        HeldUnits(units, WeightSlots(homes, weights, slots), frozen, flat_outer),
         Boundaries(homes, column, inputs, stages),
-        Activations(kept, lambda i: not frozen.has(i)),
+        Activations(kept[0], lambda i: not frozen.has(i), swaps),
         sums,
         updater,
         saved,

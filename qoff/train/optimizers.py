@@ -11,7 +11,25 @@ from typing import TypeAlias
 from qoff.errors import ArgumentError
 from qoff.kernels.cpu.optim.update import Rule
 
+_EPS = 2.0**-23  # of float32
 Rate: TypeAlias = float | Callable[[int], float]  # or of a step's number, from 0 on
+
+
+@dataclass(frozen=True)
+class FactoredRule:
+    """What a step does, as `torch.optim.Adafactor` says it.
+
+    rate: times the root of the mean square of a parameter, or `eps[1]` if that is more. share: of
+    this step's squares in the means. keep: of weights. size: of updates, root of mean square, at
+    most.
+    """
+
+    rate: float
+    share: float
+    keep: float
+    eps: tuple[float, float]
+    size: float
+    grad_scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +63,13 @@ class Optimizer(ABC):
             raise ArgumentError(f"lr of step {step} is {found!r}; use a number from 0, like 1e-4")
         return found
 
+    @property
+    def factored(self) -> bool:
+        """Whether moments are those of rows and columns, and stay in memory."""
+        return False
+
     @abstractmethod
-    def rule(self, step: int, rate: float, grad_scale: float) -> Rule:
+    def rule(self, step: int, rate: float, grad_scale: float) -> Rule | FactoredRule:
         """What step number `step`, from 0 on, does at a rate to gradients times `grad_scale`."""
 
 
@@ -126,6 +149,41 @@ class Lion(Optimizer):
     def rule(self, step: int, rate: float, grad_scale: float) -> Rule:
         keep = 1 - rate * self.weight_decay
         return Rule("lion", rate, *self.betas, keep=keep, grad_scale=grad_scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adafactor(Optimizer):
+    """Adafactor, as `torch.optim.Adafactor`; eps[0] of None is that of float32."""
+
+    lr: Rate = 1e-2
+    beta2_decay: float = -0.8
+    eps: tuple[float | None, float] = (None, 1e-3)
+    d: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits != 32:
+            raise ArgumentError(f"Adafactor has moments of 32 bits, not {self.bits}")
+        if not self.beta2_decay <= 0 or not self.d > 0 or not self.eps[1] >= 0:
+            raise ArgumentError(
+                f"beta2_decay is {self.beta2_decay!r}, d {self.d!r}, eps {self.eps!r}; use numbers "
+                "up to 0, above 0, and from 0"
+            )
+
+    @property
+    def factored(self) -> bool:
+        return True
+
+    def rule(self, step: int, rate: float, grad_scale: float) -> FactoredRule:
+        number = step + 1
+        return FactoredRule(
+            rate=min(rate, number**-0.5),
+            share=number**self.beta2_decay,
+            keep=1 - rate * self.weight_decay,
+            eps=(_EPS if self.eps[0] is None else self.eps[0], self.eps[1]),
+            size=self.d,
+            grad_scale=grad_scale,
+        )
 
 
 def _check_betas(betas: tuple[float, float]) -> None:

@@ -82,6 +82,27 @@ class StoppingLayer:
         return result[0], lambda x: (x, *result[1:])
 
 
+def stop_of(reached: Any, index: int) -> Stop:
+    """What a pass has reached, if it is this layer. Raises UnsupportedModelError."""
+    if isinstance(reached, Stop) and reached.layer == index:
+        return reached
+    where = f"layer {reached.layer}" if isinstance(reached, Stop) else "its loss"
+    raise UnsupportedModelError(
+        f"this model computes {where} where layer {index} was expected; only models that go "
+        "through all layers in order can be trained by streaming"
+    )
+
+
+def is_same(found: Tensor, given: Tensor) -> bool:
+    """Whether these are the same elements in the same memory."""
+    return (found.data_ptr(), found.shape, found.stride(), found.dtype) == (
+        given.data_ptr(),
+        given.shape,
+        given.stride(),
+        given.dtype,
+    )
+
+
 def _stop(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stop:
     if args:
         hidden, args = args[0], args[1:]

@@ -9,7 +9,7 @@ from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE, round_up
 
 from .boundaries import STAGES
-from .layout import PIECE, FlatUnit, StateForm
+from .layout import FlatUnit, StateForm
 from .slots import SLOTS
 from .updates import BUFFERS
 
@@ -22,7 +22,7 @@ class Sizes:
 
     hidden: bytes of the hidden states of a micro-batch, at most. logits: bytes of those that are
     there at once, where head and loss are fused. clips: gradients of all units are
-    kept until their norm is known.
+    kept until their norm is known. factored: elements of each unit's moments by rows and columns.
     """
 
     units: Sequence[FlatUnit]
@@ -31,6 +31,7 @@ class Sizes:
     hidden: int
     logits: int
     clips: bool
+    factored: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,12 @@ def placed(
     """
     units, layers = sizes.units, len(sizes.units) - 1
     region = round_up(sizes.hidden, PAGE)
+    pieces = [form.of_pieces(unit) for form, unit in zip(sizes.forms, units, strict=True)]
     wanted = {
         "weights": [_whole(unit.nbytes) for unit in units[:-1]],
         "inputs of units": [region * sizes.micro_batches] * layers,
         "gradients": [_whole(4 * u.count) * sizes.clips for u in units[:-1]],
-        "states": [f.of_unit(u) for f, u in zip(sizes.forms, units, strict=True)],
+        "states": [sum(each) for each in pieces],
     }
     left = host_memory
     host, parked, kept = dict[str, int](), dict[str, int](), dict[str, frozenset[int]]()
@@ -86,14 +88,13 @@ def placed(
     largest = max(_whole(4 * unit.count) for unit in units[:-1])
     outer = units[-1]
     all_at_home = sizes.clips and not parked["gradients"]
-    piece = max(
-        form.nbytes(min(unit.count, PIECE)) for form, unit in zip(sizes.forms, units, strict=True)
-    )
+    piece = max(nbytes for each in pieces for nbytes in each)
     device = {
         "weights outside of layers": _whole(outer.nbytes),
         "their gradients": _whole(4 * outer.count),
         "slots of weights": SLOTS * max(wanted["weights"]) * bool(parked["weights"]),
         "gradients at work": 0 if all_at_home else _GRADIENTS * largest,
+        "moments by rows and columns": sum(_whole(4 * n) for n in sizes.factored),
         "states on their way": BUFFERS * piece * bool(parked["states"]),
         "hidden states": region * sizes.micro_batches,
         "logits": _whole(sizes.logits),

@@ -18,6 +18,7 @@ from qoff.errors import ArgumentError, TrainingError
 from .checkpoints import Progress, kind_of_run, opened, restore, save
 from .exports import replacing, save_model
 from .homes import Homes
+from .loss_scale import LossScale, uses_float16
 from .optimizers import Optimizer
 from .placement import Placement
 from .step import Batch, Engine
@@ -41,7 +42,8 @@ class TrainingStats:
 class Training:
     """Trains `model` step by step; see `offload`. Use it from one thread.
 
-    steps: done so far. grad_norm: of the last step, where it is clipped.
+    steps: done so far. grad_norm: of the last step, where gradients are clipped or float16.
+    loss_scale: where weights are float16. skipped: steps whose gradients overflowed.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class Training:
     ) -> None:
         self.model, self.optimizer, self.placement = model, optimizer, placement
         self.steps = 0
+        self.skipped = 0
         self.grad_norm: float | None = None
+        self.loss_scale = LossScale() if uses_float16(model) else None
         self._engine, self._homes = engine, homes
         self._max_norm, self._micro_batches = max_norm, micro_batches
         self._hidden = hidden
@@ -67,8 +71,10 @@ class Training:
         """Train on the micro-batches of one step; returns the mean loss of their tokens.
 
         batches: what the model's forward takes: `input_ids` [B, T], `attention_mask`, `labels`
-        (without: the ids that are not masked). Raises ArgumentError for batches that are too large,
-        TrainingError for a loss or a norm that is not finite, with weights as before the step.
+        (without: the ids that are not masked). Where gradients in float16 overflow, the step is
+        left out, `steps` stays, and the loss scale is halved. Raises ArgumentError for batches that
+        are too large, TrainingError for a loss or another norm that is not finite, with weights as
+        before the step.
         """
         self._check_whole()
         given = [self._checked(batch) for batch in batches]
@@ -79,15 +85,23 @@ class Training:
                 f"{len(given)} micro-batches, {len(used)} of them with labels; a step takes 1 to "
                 f"{self._micro_batches}"
             )
-        total = sum(counts)
+        total, scale = sum(counts), self.loss_scale
         loss, self.grad_norm = self._engine.step(
             [b for b, _ in used],
             [n / total for _, n in used],
             self.optimizer,
             self.steps,
             self._max_norm,
+            1.0 if scale is None else scale.value,
         )
-        for what, value in (("loss", loss), ("norm of the gradients", self.grad_norm)):
+        norm = self.grad_norm
+        if scale is not None and norm is not None:
+            if not math.isfinite(norm):
+                scale.overflows()
+                self.skipped += 1
+                return loss
+            scale.fits()
+        for what, value in (("loss", loss), ("norm of the gradients", norm)):
             if value is not None and not math.isfinite(value):
                 raise TrainingError(
                     f"step {self.steps}: the {what} is {value}; weights are as before this step"
@@ -124,8 +138,8 @@ class Training:
         parts = self._engine.parts
         return TrainingStats(
             dict(self._homes.moved),
-            parts.frozen.bytes_read,
-            parts.weights.wait_s,
+            parts.held.frozen.bytes_read,
+            parts.held.weights.wait_s,
             self._homes.device.used,
             self._homes.host.used,
             parts.activations.planned,
@@ -139,7 +153,7 @@ class Training:
         """
         self._check_whole()
         found: dict[str, Tensor] = {}
-        for _, unit, flat in self._engine.each_unit():
+        for _, unit, flat in self._engine.parts.held.each():
             found |= {name: x.clone() for name, x in unit.views(flat).items()}
         return found
 
@@ -165,14 +179,14 @@ class Training:
             raise ArgumentError(f"{type(self.model).__name__} is a PEFT model; use save_adapter")
         self._check_whole()
         engine, model = self._engine, self.model
-        units = engine.parts.units
+        units = engine.parts.held.units
         learn = {name for unit in units for name in unit.parameters}
         buffers = dict(model.named_buffers())
         others = {name: x for name, x in model.state_dict().items() if name in buffers}
         others |= {name: p.data for name, p in model.named_parameters() if name not in learn}
         parts = (
             unit.views(flat) | (others if unit is units[-1] else {})
-            for _, unit, flat in engine.each_unit()
+            for _, unit, flat in engine.parts.held.each()
         )
         save_model(model, parts, len(units), Path(folder))
 
@@ -185,9 +199,9 @@ class Training:
         ArgumentError after a step that has failed half-way.
         """
         self._check_whole()
-        now = Progress(self.steps, torch.get_rng_state(), position)
+        now = Progress(self.steps, torch.get_rng_state(), position, self.loss_scale)
         parts = self._engine.parts
-        run = kind_of_run(parts.units, self.optimizer)
+        run = kind_of_run(parts.held.units, self.optimizer)
         save(Path(folder), self._homes, parts.kept, run, now)
 
     def resume(self, folder: str | PathLike[str]) -> Any:
@@ -197,12 +211,14 @@ class Training:
         Raises ArgumentError for a checkpoint of another run, FormatError for none, DiskReadError.
         """
         engine, kept = self._engine, self._engine.parts.kept
-        run = kind_of_run(engine.parts.units, self.optimizer)
+        run = kind_of_run(engine.parts.held.units, self.optimizer)
         with opened(Path(folder), kept, run) as (fd, now):
             engine.changing = True
             restore(fd, self._homes, kept)
             engine.changing = False
         self.steps, self.grad_norm = now.steps, None
+        if self.loss_scale is not None and now.loss_scale is not None:
+            self.loss_scale = now.loss_scale
         torch.set_rng_state(now.random)
         return now.position
 

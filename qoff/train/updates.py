@@ -6,14 +6,17 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from qoff.kernels.cpu.optim.update import Rule, update
+from qoff.kernels.cpu.optim.update import Moments, Rule, update
 from qoff.memory.io.workers import Workers
 
+from .factored import FactoredMoments
 from .homes import Home, Homes
 from .layout import FlatUnit, StateForm
+from .optimizers import FactoredRule
 
 BUFFERS = 3  # pieces of states on their way: one is read, one changed, one written
 
@@ -21,7 +24,8 @@ BUFFERS = 3  # pieces of states on their way: one is read, one changed, one writ
 class Updater:
     """Steps units one after another; the states of those on disk pass through a few buffers.
 
-    states: by unit, the home of each piece. buffers: each as large as the largest piece.
+    states: by unit, the home of each piece. buffers: each as large as the largest piece. factored:
+    by unit, moments that stay in memory, if there are any.
     """
 
     def __init__(
@@ -30,7 +34,9 @@ class Updater:
         forms: Sequence[StateForm],
         states: Sequence[Sequence[Home]],
         buffers: Sequence[Tensor],
+        factored: Sequence[FactoredMoments | None],
     ) -> None:
+        self._factored = factored
         self._homes, self._forms, self._states = homes, forms, states
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for buffer in buffers:
@@ -40,7 +46,10 @@ class Updater:
 
     def begin(self, i: int, unit: FlatUnit, weights: Tensor) -> None:
         """Write the states of a unit before the first step. weights: flat."""
-        for (start, stop), home in zip(unit.pieces(), self._states[i], strict=True):
+        factored = self._factored[i]
+        if factored is not None:
+            factored.begin(weights)
+        for (start, stop), home in zip(unit.pieces, self._states[i], strict=True):
             buffer = self._free.get() if home.memory is None else home.memory
             self._forms[i].begin(buffer, weights[start:stop])
             if home.memory is None:
@@ -51,7 +60,7 @@ class Updater:
         self,
         i: int,
         unit: FlatUnit,
-        rule: Rule,
+        rule: Rule | FactoredRule,
         weights: Tensor,
         grad: Callable[[], Tensor],
         then: Callable[[], None],
@@ -79,12 +88,14 @@ class Updater:
         """Finish the unit at work and stop."""
         self._worker.close()
 
-    def _step(self, i: int, unit: FlatUnit, rule: Rule, weights: Tensor, grad: Tensor) -> None:
-        homes, pieces = self._states[i], list(unit.pieces())
+    def _step(
+        self, i: int, unit: FlatUnit, rule: Rule | FactoredRule, weights: Tensor, grad: Tensor
+    ) -> None:
+        homes, apply = self._states[i], self._applied(i, rule, grad)
         reads: list[tuple[Tensor, Future[None]]] = []
         writes: list[Future[None]] = []
         try:
-            for at, ((start, stop), home) in enumerate(zip(pieces, homes, strict=True)):
+            for at, ((start, stop), home) in enumerate(zip(unit.pieces, homes, strict=True)):
                 for ahead in homes[at + len(reads) : at + 2]:
                     if ahead.memory is None:
                         buffer = self._free.get()
@@ -94,11 +105,7 @@ class Updater:
                     reads[0][1].result()
                     memory = reads[0][0]
                 master, moments = self._forms[i].view(memory, stop - start)
-                own = weights[start:stop]
-                if master is None:
-                    update(rule, own, grad[start:stop], moments)
-                else:
-                    update(rule, master, grad[start:stop], moments, own)
+                apply(at, weights[start:stop], master, grad[start:stop], moments)
                 if home.memory is None:
                     buffer, _ = reads.pop(0)
                     source = buffer[: home.nbytes]
@@ -109,3 +116,30 @@ class Updater:
                 self._free.put(buffer)
         for write in writes:
             write.result()
+
+    def _applied(self, i: int, rule: Rule | FactoredRule, grad: Tensor) -> Callable[..., None]:
+        """What steps a piece of a unit: its number, weights, master, gradients and moments."""
+        factored = self._factored[i]
+
+        def dense(
+            _: int, own: Tensor, master: Tensor | None, grad: Tensor, moments: Moments
+        ) -> None:
+            assert isinstance(rule, Rule)
+            if master is None:
+                update(rule, own, grad, moments)
+            else:
+                update(rule, master, grad, moments, own)
+
+        def by_rows(at: int, own: Tensor, master: Tensor | None, *_: Any) -> None:
+            assert isinstance(rule, FactoredRule)
+            assert factored is not None
+            wide = own if master is None else master
+            factored.step(rule, factored.runs[at], wide, grad)
+            if master is not None:
+                own.copy_(master)
+
+        if factored is None:
+            return dense
+        assert isinstance(rule, FactoredRule)
+        factored.prepare(rule, grad)
+        return by_rows

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import signal
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,45 @@ def test_rates_fall_and_what_is_held_out_is_evaluated(
     assert "its decay_steps is 4, here 6" in longer.output
     few = run(model, data, *options, "--hold-out", 0.2, "--sequence", 5000, "--overwrite")
     assert "too few to hold some out" in few.output
+
+
+def test_curves_are_for_tensorboard(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--full", "-o", tmp_path / "out", *QUICK, "--tensorboard", tmp_path / "board"]
+    options += ["--optimizer", "adafactor"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "tensorboard", None)
+        patch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        assert "need tensorboard, which is not installed" in run(model, data, *options).output
+    found: list[Any] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            found.append((folder, purge_step))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            found.append((step, name, value))
+
+        def flush(self) -> None: ...
+        def close(self) -> None:
+            found.append("closed")
+
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer)
+    )
+    succeed(model, data, *options, "--hold-out", 0.2, "--sequence", 20)
+    assert found[0] == (str(tmp_path / "board"), 1)
+    assert found[-1] == "closed"
+    rows = log(tmp_path / "out")
+    wanted = [
+        (int(row["step"]), f"train/{name}", float(row[name]))
+        for row in rows
+        for name in ("loss", "lr", "held_out_loss")
+        if row[name]
+    ]
+    assert [x for x in found[1:-1] if x[1] != "train/tokens_per_s"] == wanted
+    assert len(found) == 2 + len(wanted) + len(rows)
 
 
 def test_a_bad_schedule_is_refused_before_the_model_is_loaded(

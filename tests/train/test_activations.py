@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff import train
-from qoff.train.activations import Cost, chosen
+from qoff.train.activations import Cost, chosen, shared_out
 from tests.train.test_training import LAYERS, LR, PLACES, batch, model_of, offloaded
 
 
@@ -36,6 +36,39 @@ def test_what_is_kept_changes_no_bit_and_is_as_large_as_planned(place: str, tmp_
     for losses, weights, _ in found[1:]:
         assert losses == found[0][0]
         assert all(torch.equal(x, found[0][1][name]) for name, x in weights.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_is_swapped_changes_no_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.train.swaps.Swaps._measured", lambda _: 1e12)  # a fast disk
+    found, bound = [], 1 << 30
+    for disk in (0, 1 << 20):
+        model, optimizer = model_of(name, attention_dropout=0.2), train.AdamW(lr=LR)
+        options = {"activation_memory": bound, "activation_disk": disk}
+        training = offloaded(model, PLACES[2], tmp_path, optimizer=optimizer, **options)
+        torch.manual_seed(3)
+        losses = [training.step([batch(step), batch(step + 9)]) for step in range(3)]
+        found.append((losses, training.state_dict()))
+        stats = training.stats
+        assert stats.activations_peak == stats.activations_planned <= bound
+        bound = stats.activations_planned // (2 * LAYERS) * 3 + 2 * 4096  # one, and two stages
+    assert stats.moved["activations written"] == stats.moved["activations read"]
+    steps, places = 2, 2 * LAYERS - 1  # the first step keeps nothing
+    assert stats.moved["activations written"] >= steps * places * (stats.activations_planned // 4)
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(x, found[0][1][key]) for key, x in found[1][1].items())
+
+
+def test_what_is_swapped_saves_time() -> None:
+    costs = {(i, 0): Cost(5000, 1.0, 5120) for i in range(8)}
+    bound, disk = 2 * 8192 + 10_000, 6 * 8192  # two stages and two places
+    kept, swapped = shared_out(costs, bound, disk, 1e6)
+    assert (len(kept), len(swapped)) == (2, 6)
+    assert len(shared_out(costs, bound, disk - 1, 1e6)[1]) == 5
+    for memory, rate in ((bound, 5000.0), (2 * 8192 - 1, 1e6), (40_000, 1e6)):
+        assert shared_out(costs, memory, disk, rate) == (chosen(costs, memory), set())
 
 
 def test_kept_bytes_are_those_of_the_layers_activations() -> None:

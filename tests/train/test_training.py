@@ -145,8 +145,23 @@ OPTIMIZERS: dict[str, Callable[[], train.Optimizer]] = {
     "adamw": lambda: train.AdamW(lr=1e-3),
     "adamw, 8 bits": lambda: train.AdamW(lr=1e-3, bits=8),
     "lion": lambda: train.Lion(lr=1e-3),
+    "adafactor": lambda: train.Adafactor(lr=1e-2),
     "sgd, scheduled": lambda: train.SGD(momentum=0.9, lr=lambda step: LR / (step + 1)),
 }
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_adafactor_is_that_of_torch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.train.factored.PIECE", 500)  # matrices go in parts
+    model, reference = model_of(name), model_of(name)
+    training = offloaded(model, PLACES[2], tmp_path, optimizer=train.Adafactor(weight_decay=0.1))
+    theirs = torch.optim.Adafactor(reference.parameters(), weight_decay=0.1)
+    for step in range(10):
+        wanted = torch_step(reference, theirs, batches_of(step), None)
+        assert training.step(batches_of(step)) == pytest.approx(wanted, abs=LOSSES)
+    assert_same_weights(training.state_dict(), reference, 2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -253,8 +268,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         ArgumentError, match=r"states \([\d,]+\) go to disk, .* say where with disk="
     ):
         train.offload(model_of("llama"), host_memory=0, **options)
-    with pytest.raises(UnsupportedModelError, match="are float16"):
-        train.offload(model_of("llama", torch.float16), **options)
+    mixed = model_of("llama")
+    mixed.model.layers[0].mlp.to(torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match=r"are bfloat16, float32; .* all of a layer"):
+        train.offload(mixed, **options)
     with pytest.raises(ArgumentError, match="no parameter of this model requires gradients"):
         train.offload(model_of("llama").requires_grad_(False), **options)
     with pytest.raises(ArgumentError, match="tokens is 0"):

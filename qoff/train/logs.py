@@ -1,0 +1,87 @@
+"""What a run logs after each step: rows of a CSV file, and curves for TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qoff.errors import QoffError
+
+_COLUMNS = ("step", "loss", "norm", "lr", "tokens_per_s", "held_out_loss")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is known after a step. norm: of gradients, where they are clipped.
+
+    held_out_loss: of sequences that are not learned, where they were evaluated.
+    """
+
+    step: int
+    loss: float
+    norm: float | None
+    lr: float
+    tokens_per_s: float
+    held_out_loss: float | None = None
+
+
+class Log:
+    """Appends to what is open; see `opened`. board: a SummaryWriter, or None."""
+
+    def __init__(self, file: Any, board: Any) -> None:
+        self._file, self._board = file, board
+
+    def add(self, told: Told) -> None:
+        """Write all of a step, so that it is there whatever ends the run."""
+        values = {name: getattr(told, name) for name in _COLUMNS}
+        row = values | {"tokens_per_s": f"{told.tokens_per_s:.1f}"}
+        csv.writer(self._file).writerow(["" if x is None else x for x in row.values()])
+        self._file.flush()
+        if self._board is None:
+            return
+        for name, value in values.items():
+            if value is not None and name != "step":
+                self._board.add_scalar(f"train/{name}", value, told.step)
+        self._board.flush()
+
+
+def writer_class() -> Any:
+    """What writes for TensorBoard. Raises QoffError where that is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise QoffError(
+            f"curves for TensorBoard need {error.name}, which is not installed; pip install "
+            "tensorboard, or leave --tensorboard out: log.csv has the same numbers"
+        ) from error
+    return SummaryWriter
+
+
+def begin(path: Path, steps: int) -> None:
+    """Keep the rows of the first `steps` steps, and no others."""
+    rows = list[list[str]]()
+    if steps and path.exists():
+        with path.open(newline="") as file:
+            rows = [row for row in csv.reader(file) if row and row[0].isdecimal()]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(_COLUMNS)
+        writer.writerows(row for row in rows if int(row[0]) <= steps)
+
+
+@contextmanager
+def opened(path: Path, board: Path | None, steps: int) -> Iterator[Log]:
+    """Append to a file, and to a folder for TensorBoard, less what that has of steps after these.
+
+    Raises QoffError where TensorBoard is not installed.
+    """
+    with ExitStack() as stack:
+        writer = None
+        if board is not None:
+            writer = writer_class()(str(board), purge_step=steps + 1)
+            stack.callback(writer.close)
+        yield Log(stack.enter_context(path.open("a", newline="")), writer)
