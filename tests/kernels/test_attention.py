@@ -106,6 +106,23 @@ def test_no_bit_depends_on_what_is_attended_together(activation_bits: int) -> No
     assert torch.equal(attended(64, 36), together)
 
 
+@pytest.mark.parametrize("activation_bits", [16, 8])
+@pytest.mark.parametrize("counts", [[1, 5], [5, 1], [3, 1, 4]])
+def test_a_prompt_of_one_token_has_the_same_bits_beside_others(
+    counts: list[int], activation_bits: int
+) -> None:
+    shape, at = SHAPES[3], sum(counts[: counts.index(1)])
+    qkv = torch.randn(sum(counts), shape.qkv_width)
+
+    def attended(counts: list[int], qkv: torch.Tensor) -> torch.Tensor:
+        ragged = Ragged.of(counts, [0] * len(counts))
+        layer = _layer(_cache(shape, len(counts), torch.float32), ragged)
+        return cpu.attention(qkv.clone(), shape, layer, ragged, activation_bits=activation_bits)
+
+    alone = attended([1], qkv[at : at + 1])
+    assert torch.equal(attended(counts, qkv)[at : at + 1], alone)
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 511, 512, 513, 1024, 1025])
 def test_decode_at_the_edges_of_runs(length: int) -> None:
     shape = SHAPES[1]
