@@ -253,7 +253,7 @@ def _check_header(path: Path, says: dict[str, Any]) -> str:
         f"{name} have other contents"
         if name == "requests"  # a hash, which says nothing to anyone
         else f"{name} was {shown(was)} and is {shown(now)}"
-        for name, was, now in _pairs(found, says)
+        for name, was, now in _pairs({name: found.get(name) for name in says}, says)
     ]
     if differs:
         raise ArgumentError(f"{path}: the job that was begun is another: {'; '.join(differs)}. "
@@ -261,10 +261,10 @@ def _check_header(path: Path, says: dict[str, Any]) -> str:
     return str(found["job"])
 
 
-def _pairs(found: Mapping[str, Any], says: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """What differs, field by field of objects in objects."""
-    for name, now in says.items():
-        was = found.get(name)
+def _pairs(found: dict[str, Any], says: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What differs, field by field of objects in objects, which either may lack."""
+    for name in says | found:
+        was, now = found.get(name), says.get(name)
         if isinstance(now, dict) and isinstance(was, dict):
             yield from ((f"{name} {key}", a, b) for key, a, b in _pairs(was, now))
         elif was != now:

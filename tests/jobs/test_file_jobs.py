@@ -145,6 +145,9 @@ def test_another_job_is_refused_and_begun_anew_on_request(
     write(tmp_path, line(0))
     job()
     before = (tmp_path / "out.jsonl").read_bytes()
+    by_layer = replace(PLAN, kv=replace(PLAN.kv, layers={1: (4, 2)}))
+    with pytest.raises(ArgumentError, match=r"kv layers 1 was None and is \[4, 2\]"):
+        job(plan=by_layer)
     with pytest.raises(ArgumentError, match=r"context was 100 and is 64.*--overwrite"):
         job(plan=replace(PLAN, context=64))
     with pytest.raises(ArgumentError, match="name was 'tiny' and is 'other'"):
@@ -155,6 +158,9 @@ def test_another_job_is_refused_and_begun_anew_on_request(
     assert (tmp_path / "out.jsonl").read_bytes() == before
     assert job(overwrite=True) == 0
     assert len(answers(tmp_path / "out.jsonl")) == 2
+    job(overwrite=True, plan=by_layer)
+    with pytest.raises(ArgumentError, match=r"kv layers 1 was \[4, 2\] and is None"):
+        job()
     (tmp_path / "out.jsonl.job").unlink()
     with pytest.raises(ArgumentError, match="no job of qoff that it belongs to"):
         job()
