@@ -17,6 +17,8 @@ QUANT_METHOD, FORMAT_VERSION = "qoff", 1
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 OUTER_FILE = "model-outer.safetensors"
+# Losses by bits of the KV cache, measured and kept later; no part of what a model is.
+KV_SENSITIVITY_FILE = "kv-sensitivity.json"
 ALIGNMENT = 4096  # bytes; data sections start at a multiple: a page, and a block of any disk
 CODES, SCALE_MIN = ".codes", ".scale_min"  # what a quantized weight's name is followed by
 WEIGHT_FILE = re.compile(r"model-(?:layer-[0-9]{5,}|outer)\.safetensors")

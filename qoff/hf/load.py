@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qoff.budgets import memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.layout import KV_SENSITIVITY_FILE
 from qoff.dynamo import import_configurations
 from qoff.errors import ArgumentError, ConversionError, FormatError, raised_as
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
@@ -358,7 +359,8 @@ def source_stamps(path: Path) -> list[Any]:
     """Path, names, sizes and times of a source's files: what tells that it has changed."""
     resolved = path.resolve()
     files = sorted(resolved.iterdir()) if resolved.is_dir() else list(parts(resolved))
-    found = [(file.name, file.stat()) for file in files if file.is_file()]
+    files = [one for one in files if KV_SENSITIVITY_FILE not in one.name and one.is_file()]
+    found = [(file.name, file.stat()) for file in files]
     return [str(resolved), *([name, info.st_size, info.st_mtime_ns] for name, info in found)]
 
 

@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from qoff.checkpoint.layout import KV_SENSITIVITY_FILE
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, QoffError
 from qoff.interrupts import whole
@@ -220,6 +221,8 @@ def fingerprint(checkpoint: Path) -> str:
     """What a checkpoint is: a hash of its checksums, config and tokenizer, as 64 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
+        if KV_SENSITIVITY_FILE in path.name:  # or that file while it is written
+            continue
         if path.is_file() and path.suffix != _WEIGHTS:  # the index has their checksums
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())

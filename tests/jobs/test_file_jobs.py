@@ -15,7 +15,8 @@ import pytest
 from bench.batch_kills import answers
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, FormatError, QoffError
-from qoff.jobs.file import Asked, FileJob
+from qoff.hf.load import source_stamps
+from qoff.jobs.file import Asked, FileJob, fingerprint
 from qoff.jobs.journal import BLOCK, Journal, Places
 from qoff.jobs.lines import IdSet, Line, prompt, read_lines
 from qoff.jobs.runner import Runner
@@ -168,6 +169,14 @@ def test_another_job_is_refused_and_begun_anew_on_request(
         job(raw=True)
     with pytest.raises(ArgumentError, match="a file each"):
         job(errors=tmp_path / "in.jsonl")
+
+
+def test_what_bits_of_its_cache_cost_is_no_part_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = fingerprint(tmp_path), source_stamps(tmp_path)
+    for name in ("kv-sensitivity.json", ".kv-sensitivity.json.partial"):
+        (tmp_path / name).write_text("{}")
+        assert (fingerprint(tmp_path), source_stamps(tmp_path)) == before
 
 
 def test_damage_before_the_last_block_is_refused(job: Callable[..., int], tmp_path: Path) -> None:

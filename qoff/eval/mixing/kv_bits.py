@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.layout import KV_SENSITIVITY_FILE as FILE
 from qoff.errors import ArgumentError, BudgetError, FormatError
 from qoff.eval.perplexity.models import PIECE_TOKENS, model_stamps, open_runtime
 from qoff.eval.perplexity.subjects import Batch, read_together
@@ -35,7 +36,6 @@ from qoff.schema import read_object
 
 from .mixing import choose
 
-FILE = "kv-sensitivity.json"  # in a checkpoint's folder
 MOST = 8  # bits of what is compared with
 _FEWEST, _BETWEEN = 2, (3, 4)
 _TOKENS = 512  # of a text, whose second half is scored
