@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, QoffError, UnsupportedModelError
 from qoff.eval.kv import kv_name
 from qoff.eval.mixing import kv_bits
 from qoff.eval.mixing.kv_bits import KVSensitivity, chosen, kv_for_bits
+from qoff.eval.mixing.mixing import choose
+from qoff.eval.perplexity.subjects import Predictions
 from qoff.kvcache import KVQuant
+from qoff.quant import QuantConfig
 from tests.cli.test_cli import fail, succeed
 from tests.module_models import module_checkpoint
 from tests.tiny_models import tiny_checkpoint
@@ -54,6 +61,40 @@ def test_no_more_bits_than_asked_for_go_where_they_pay(bits: float) -> None:
 def test_fewer_bits_than_there_are_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"2\.4 bits a value .* 2 bits for all take 2\.5"):
         chosen(sensitivity([1, 1], [1, 1]), 2.4)
+    for bits in (-1, 0, math.inf, math.nan):
+        with pytest.raises(ArgumentError, match=f"{bits:g} bits .* above 0"):
+            chosen(sensitivity([1, 1], [1, 1]), bits)
+    assert choose([[1.0, 0.0]], [[1.0, 2.0]], -1) is None
+
+
+def test_recurrent_states_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    hybrid = module_checkpoint(tmp_path_factory.getbasetemp(), "jamba-head64")
+    with pytest.raises(UnsupportedModelError, match="recurrent states"):
+        kv_for_bits(hybrid, 3.5)
+
+
+def test_predictions_that_are_no_numbers_are_refused_and_nothing_is_kept(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflowing(*args: Any) -> Iterator[tuple[int, Predictions]]:
+        for number in range(len(args[1])):
+            yield number, Predictions(0, 1, torch.tensor([[0.0, math.nan if number == 2 else 1]]))
+
+    monkeypatch.setattr(kv_bits, "read_together", overflowing)
+    with pytest.raises(QoffError, match="of 4 and 8 bits"):
+        kv_for_bits(checkpoint, 3.5)
+    assert KVSensitivity.read(checkpoint) is None
+
+
+@pytest.mark.parametrize("checkpoint", [NATIVE], indirect=True)
+def test_options_are_those_of_load(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = sensitivity([1, 1], [1, 1])
+    monkeypatch.setattr(KVSensitivity, "read", lambda _: lost)  # as if it were kept
+    with pytest.raises(TypeError, match="device_memry"):
+        kv_for_bits(checkpoint, 3.5, device_memry="1GiB")  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match="leave quant out"):
+        kv_for_bits(checkpoint, 3.5, quant=QuantConfig())
+    assert kv_for_bits(checkpoint, 8.5, cache_dir=checkpoint, revision="main") == KVQuant(8, 8)
 
 
 @pytest.mark.parametrize("checkpoint", [NATIVE, MODULES], indirect=True)
@@ -78,7 +119,7 @@ def test_what_is_measured_is_kept_until_the_checkpoint_changes(
 
 def test_commands_choose_the_bits(checkpoint: Path, tmp_path: Path) -> None:
     generate = ["generate", checkpoint, "a b", "--max-new-tokens", 2, "--kv-target-bits", 3.5]
-    assert "at least" in fail(*generate, "--device-memory", 1)
+    assert "measure once without a bound" in fail(*generate, "--device-memory", 1)
     assert "give one of them" in fail(*generate, "--kv", 4)
     assert KVSensitivity.read(checkpoint) is None
     succeed(*generate)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -23,18 +25,28 @@ from torch import Tensor
 from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import KV_SENSITIVITY_FILE as FILE
-from qoff.errors import ArgumentError, BudgetError, FormatError
+from qoff.errors import (
+    ArgumentError,
+    BudgetError,
+    FormatError,
+    QoffError,
+    UnsupportedModelError,
+)
 from qoff.eval.perplexity.models import PIECE_TOKENS, model_stamps, open_runtime
 from qoff.eval.perplexity.subjects import Batch, read_together
 from qoff.eval.texts import CALIBRATION_TEXT, digest, encode, read_text
 from qoff.hf.load import find_checkpoint, load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
+from qoff.models.modules.cache import ModuleCache
 from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.schema import read_object
 
 from .mixing import choose
+
+if TYPE_CHECKING:
+    from qoff.quant import QuantConfig
 
 MOST = 8  # bits of what is compared with
 _FEWEST, _BETWEEN = 2, (3, 4)
@@ -84,41 +96,72 @@ class KVSensitivity:
 
 
 def kv_for_bits(
-    model: str | Path,
+    model: str | PathLike[str],
     bits: float,
     *,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | str = "auto",
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    slots: int = 2,
+    activation_bits: int = 16,
+    quant: QuantConfig | None = None,
+    cache_dir: str | PathLike[str] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
     tell: Callable[[int, int], None] | None = None,
-    **options: Any,
 ) -> KVQuant:
     """Bits of K and V in each layer that lose least, with at most `bits` a value of the cache.
 
     Scales and minima are included; tokens of the window, which are not packed, are not. What layers
-    lose is measured where the checkpoint does not have it, and kept in its folder. model: as
-    `qoff.load` takes it. tell: progress of the measurement. options: of it, those of `qoff.load`
-    that say where and in how much memory a model runs. Raises ArgumentError for fewer bits than 2
-    for all take, and the errors of `qoff.load`.
+    lose is measured where the checkpoint does not have it, and kept in its folder. tell: progress
+    of the measurement. The other arguments are those of `qoff.load`. Raises ArgumentError for fewer
+    bits than 2 for all take, UnsupportedModelError for a model with recurrent states, QoffError
+    where predictions are no finite numbers, and the errors of `qoff.load`.
     """
-    options = {"device": "auto", **options}
-    for_cpu = resolve_device(options["device"]).type == "cpu"
-    checkpoint = find_checkpoint(model, for_cpu=for_cpu)
+    _check_bits(bits)
+    where = resolve_device(device)
+    checkpoint = find_checkpoint(
+        model,
+        quant=quant,
+        cache_dir=cache_dir,
+        revision=revision,
+        for_cpu=where.type == "cpu",
+        trust_remote_code=trust_remote_code,
+    )
     found = KVSensitivity.read(checkpoint)
     if found is None:
-        found = _measured(checkpoint, tell, options)
+        found = _measured(
+            checkpoint,
+            tell,
+            device=where,
+            dtype=dtype,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            max_memory=max_memory,
+            slots=slots,
+            activation_bits=activation_bits,
+            trust_remote_code=trust_remote_code,
+        )
         found.write(checkpoint)
     return chosen(found, bits)
 
 
 def _measured(
-    checkpoint: Path, tell: Callable[[int, int], None] | None, options: Mapping[str, Any]
+    checkpoint: Path, tell: Callable[[int, int], None] | None, **options: Any
 ) -> KVSensitivity:
-    text = _text(checkpoint)
+    text = _text(checkpoint, options["trust_remote_code"])
     for together in (_TOGETHER, 1):
         fixed = {"kv": KVQuant(MOST, MOST, window=0), "length": len(text)}
         try:
             opened = open_runtime(checkpoint, **{**options, **fixed, "batch_size": 1 + together})
-        except BudgetError:
+        except BudgetError as error:
             if together == 1:
-                raise
+                raise BudgetError(
+                    f"measuring what bits of the KV cache cost: {error}; measure once without a "
+                    "bound of memory"
+                ) from error
             continue
         with opened as runtime:
             return measured(runtime, text, digest(model_stamps(checkpoint)), together, tell)
@@ -134,14 +177,21 @@ def measured(
 ) -> KVSensitivity:
     """What K and V of each layer lose. text: int64 [tokens]. together: caches at a time.
 
-    runtime: with a packed cache.
+    runtime: with a packed cache. Raises UnsupportedModelError for a model with recurrent states,
+    QoffError for predictions that are no finite numbers.
     """
     start = time.perf_counter()
     decoder = runtime.decoder
+    cache = runtime.new_cache(1)
+    if isinstance(cache, ModuleCache) and cache.recurrent:
+        raise UnsupportedModelError(
+            "what bits of the KV cache cost cannot be measured: this model has recurrent states "
+            "and reads a text in one pass; give bits yourself, like --kv 4,3"
+        )
     packed = decoder.head_shapes if isinstance(decoder, Decoder) else decoder.packed_shapes.values()
     shapes = [(shape.head_dim, shape.kv_heads) for shape in packed]
-    width = -(-len(shapes) // _GROUPS)
-    groups = [range(len(shapes))[i : i + width] for i in range(0, len(shapes), width)]
+    count, layers = min(_GROUPS, len(shapes)), len(shapes)
+    groups = [range(i * layers // count, (i + 1) * layers // count) for i in range(count)]
     wanted = [_all(place, bits) for place in (0, 1) for bits in _BETWEEN]
     wanted += [_only(group, place) for place in (0, 1) for group in groups]
     losses: list[float] = []
@@ -169,6 +219,7 @@ def measured(
 
 def chosen(found: KVSensitivity, bits: float) -> KVQuant:
     """The bits of least loss for a size. Raises ArgumentError where 2 bits for all are too many."""
+    _check_bits(bits)
     losses, sizes, values = [], [], 0
     for (head_dim, kv_heads), *both in zip(found.shapes, found.keys, found.values, strict=True):
         values += 2 * kv_heads * head_dim * BLOCK_TOKENS
@@ -204,7 +255,21 @@ def _losses(runtime: Runtime, text: Tensor, some: Sequence[KVQuant]) -> list[flo
         if number == 0:
             truth, count = logs, count + len(logs)
         totals[number] += float((truth.exp() * (truth - logs)).sum())
+    for form, total in zip(forms, totals, strict=True):
+        if not math.isfinite(total):
+            others = f", {form.layers[min(form.layers)]} in {[*form.layers]}" if form.layers else ""
+            raise QoffError(
+                f"with a KV cache of {form.k_bits} and {form.v_bits} bits{others}, predictions are "
+                "no finite numbers; what bits cost is not known"
+            )
     return [max(0.0, total / count) for total in totals[1:]]
+
+
+def _check_bits(bits: float) -> None:
+    if not 0 < bits < math.inf:
+        raise ArgumentError(
+            f"{bits:g} bits a value of the KV cache; use a number above 0, like 3.5"
+        )
 
 
 def _only(layers: Sequence[int], place: int) -> KVQuant:
@@ -222,11 +287,11 @@ def _by_bits(loss: float, total: float, whole: Mapping[int, float]) -> dict[int,
     return {_FEWEST: loss, **{bits: part * more for bits, more in whole.items()}, MOST: 0.0}
 
 
-def _text(checkpoint: Path) -> Tensor:
+def _text(checkpoint: Path, trust_remote_code: bool) -> Tensor:
     """Tokens from the middle of the text to calibrate on."""
     config = Checkpoint.open(checkpoint).config
     limit = (config.get("text_config") or config).get("max_position_embeddings")
-    ids = encode(load_tokenizer(checkpoint), read_text(CALIBRATION_TEXT))
+    ids = encode(load_tokenizer(checkpoint, trust_remote_code), read_text(CALIBRATION_TEXT))
     return ids[len(ids) // 2 :][: min(_TOKENS, limit or _TOKENS)]
 
 

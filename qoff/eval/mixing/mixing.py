@@ -88,6 +88,8 @@ def choose(
 
     Both have a number for each option of each item. None where nothing keeps within the limit.
     """
+    if limit < 0:
+        return None
     count = [len(item) for item in costs]
     unit = limit / 1e6 or 1.0  # so that the solver's absolute tolerances are small
     bound = np.concatenate(bounded) / unit
