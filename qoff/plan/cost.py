@@ -7,13 +7,14 @@ weights and of KV cache on each tier. All of it is computed for many plans at a 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kvcache import KVQuant
 from qoff.memory.arena import PAGE, round_up
 
@@ -124,8 +125,11 @@ class CostModel:
     @cached_property
     def _records(self) -> list[int]:
         shapes = self.sizes.shapes
-        forms = self.kv.packed_forms([shape.head_dim for shape in shapes])
-        return [s.kv_heads * f.nbytes for s, f in zip(shapes, forms, strict=True)]
+        return [s.kv_heads * f.nbytes for s, f in zip(shapes, self._forms, strict=True)]
+
+    @cached_property
+    def _forms(self) -> list[KVFormat]:
+        return self.kv.packed_forms([shape.head_dim for shape in self.sizes.shapes])
 
     @cached_property
     def mean_blocks(self) -> float:
@@ -267,7 +271,12 @@ class CostModel:
         """Seconds to attend to a block of all layers; queries: of a KV head."""
         shape = self.sizes.shapes[0]
         group = np.asarray(shape.heads / shape.kv_heads) if queries is None else queries
-        return processor.attention_s(self.kv.k_bits, group) * self.block_bytes
+        heads = Counter[KVFormat]()
+        for shape, form in zip(self.sizes.shapes, self._forms, strict=True):
+            heads[form] += shape.kv_heads
+        each = [count * processor.attention_s(form, group) for form, count in heads.items()]
+        seconds: Array = np.sum(each, axis=0)
+        return seconds
 
     @cached_property
     def layer_bits(self) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qoff.errors import ArgumentError, FormatError
+from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.schema import is_number, read_object, shown
 
@@ -110,13 +111,16 @@ class Processor:
         """Seconds for each weight that rows of x are multiplied with; x has so many rows."""
         return _at(_nearest(self.matmul, bits), rows)
 
-    def attention_s(self, bits: int, group: Array) -> Array:
-        """Seconds for each byte of packed K and V; group: queries of a KV head.
+    def attention_s(self, form: KVFormat, group: Array) -> Array:
+        """Seconds for each block of a KV head; group: queries of it.
 
-        Codes of fewer bits than were measured take as long as those that were: they become these.
+        K and V take their parts. Codes of fewer bits than 4 take as long as those: they become
+        these.
         """
-        longer = max(1.0, (min(map(int, self.attention)) + 0.5) / (bits + 0.5))
-        found: Array = longer * _at(_nearest(self.attention, bits), group)
+        form = KVFormat(form.head_dim, max(4, form.k_bits), max(4, form.v_bits))
+        keys = form.v_codes * _at(_nearest(self.attention, form.k_bits), group)
+        values = (form.nbytes - form.v_codes) * _at(_nearest(self.attention, form.v_bits), group)
+        found: Array = keys + values
         return found
 
 

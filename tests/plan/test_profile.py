@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qoff.errors import ArgumentError, FormatError
+from qoff.kernels.layout.kv_format import KVFormat
 from qoff.plan import machine as at_hand
 from qoff.plan.profile import Link, MachineProfile, Processor
 
@@ -63,6 +64,22 @@ def test_matmul_is_interpolated_and_grows_beyond_what_was_measured() -> None:
     one = Processor({"4": ((1.0, 1.0), (4.0, 2.0))}, {"4": ((1.0, 1.0),)}, 1.0, 1.0)
     seconds = one.matmul_s(8, np.array([0.5, 1.0, 2.0, 4.0, 8.0]))
     assert seconds == pytest.approx([1.0, 1.0, 2**0.5, 2.0, 4.0])
+
+
+@pytest.mark.parametrize(("few", "wide"), [((4, 2), (4, 4)), ((2, 8), (4, 8)), ((3, 2), (4, 4))])
+def test_codes_of_few_bits_take_as_long_as_codes_of_4(
+    few: tuple[int, int], wide: tuple[int, int]
+) -> None:
+    curves = {"4": ((1.0, 3.0),), "8": ((1.0, 2.0),)}
+    one, group = Processor({"4": ((1.0, 1.0),)}, curves, 1.0, 1.0), np.array(1.0)
+    assert one.attention_s(KVFormat(64, *few), group) == one.attention_s(KVFormat(64, *wide), group)
+    form, other = KVFormat(64, 4, 8), KVFormat(64, 8, 4)
+    assert one.attention_s(form, group) == pytest.approx(
+        3 * form.v_codes + 2 * (form.nbytes - form.v_codes)
+    )
+    assert one.attention_s(other, group) == pytest.approx(
+        2 * other.v_codes + 3 * (other.nbytes - other.v_codes)
+    )
 
 
 def test_a_damaged_or_foreign_profile_counts_as_none(

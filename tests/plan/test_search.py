@@ -127,6 +127,15 @@ def test_reads_take_time_from_what_the_cpu_computes() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(wanted)
 
 
+def test_each_layer_attends_in_its_own_form() -> None:
+    by_layer = {layer: (8, 8) for layer in range(sizes().spec.num_layers)}
+    found, wanted = (
+        CostModel(sizes(), machine(), WORK, kv, 4).decode(choices_for(WORK, False))
+        for kv in (KVQuant(2, 2, layers=by_layer), KVQuant(8, 8))
+    )
+    assert found.base == pytest.approx(wanted.base)
+
+
 def test_the_sequential_schedule_reads_the_weights_for_each_batch() -> None:
     cost = CostModel(sizes(), machine(), WORK, KVQuant(), 4)
     both = Choices(

@@ -148,27 +148,29 @@ class SimulatedOps:
         if cache.offloaded:
             host = self._machine.profile.host
             seconds = sum(_packed_s(host, shape, part, ragged, 1.0) for part in cache.offloaded)
-            nbytes = sum(_packed_bytes(shape, part, ragged) for part in cache.offloaded)
+            nbytes = sum(
+                _blocks(shape, part, ragged) * part.form.nbytes for part in cache.offloaded
+            )
             self._machine.compute(seconds, on_host=True, nbytes=nbytes)
         there = step.packed if step.resident_from is None else step.packed - step.resident_from
         packed, before = there.tolist(), step.packed.tolist()
         seconds = self._device.call_s
         for span in ragged.spans:
-            nbytes = packed[span.slot] // BLOCK_TOKENS * shape.kv_heads * cache.form.nbytes
-            per_byte = self._device.attention_s(cache.form.k_bits, np.asarray(group * span.count))
-            seconds += nbytes * float(per_byte)
+            blocks = packed[span.slot] // BLOCK_TOKENS * shape.kv_heads
+            each = self._device.attention_s(cache.form, np.asarray(group * span.count))
+            seconds += blocks * float(each)
         past = [span.past - before[span.slot] for span in ragged.spans]
         size = cache.recent_k.itemsize
         self._machine.compute(seconds + _unpacked_s(self._device, shape, ragged, past, size))
 
 
-def _packed_bytes(shape: HeadShape, part: PackedTokens, ragged: Ragged, top: float = 1.0) -> int:
-    """Bytes of K and V that a pass attends to in a part of the cache."""
+def _blocks(shape: HeadShape, part: PackedTokens, ragged: Ragged, top: float = 1.0) -> int:
+    """Blocks of KV heads that a pass attends to in a part of the cache."""
     blocks = 0
     for span in ragged.spans:
         count = part.table.counts[span.slot] // BLOCK_TOKENS
         blocks += kept_blocks(top, count) if count and span.count == 1 else count
-    return blocks * shape.kv_heads * part.form.nbytes
+    return blocks * shape.kv_heads
 
 
 def _spread(part: PackedTokens, kv_heads: int, top: float) -> tuple[Tensor, Tensor]:
@@ -189,8 +191,8 @@ def _packed_s(
 ) -> float:
     """Seconds to attend to it, by the queries that each KV head has of a sequence."""
     queries = shape.heads // shape.kv_heads * max(span.count for span in ragged.spans)
-    nbytes = _packed_bytes(shape, part, ragged, top)
-    return nbytes * float(processor.attention_s(part.form.k_bits, np.asarray(queries)))
+    blocks = _blocks(shape, part, ragged, top)
+    return blocks * float(processor.attention_s(part.form, np.asarray(queries)))
 
 
 def _unpacked_s(
