@@ -60,12 +60,16 @@ class PlanOptions:
     ) -> tuple[Plan | None, dict[str, Any]]:
         """The plan, None for one that fits what is free, and the options of `qoff.LLM` beside it.
 
-        Raises ArgumentError for a KV cache that is not packed, FormatError for a saved plan that
-        is none.
+        Raises ArgumentError for a KV cache that is not packed, and for bits of it beside a saved
+        plan, FormatError for a saved plan that is none.
         """
         from qoff.kvcache import KVPlacement, KVQuant
         from qoff.plan import Plan
 
+        if how.plan is not None and (cache.kv, cache.kv_target_bits) != ("auto", None):
+            raise ArgumentError(
+                "--plan says how the KV cache is packed; leave --kv and --kv-target-bits out"
+            )
         kv = cache.quant(model, how)
         if kv is None:
             raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")

@@ -173,6 +173,7 @@ class CacheOptions:
     )
     kv_target_bits: float | None = Option(
         None,
+        min=2,
         help=(
             "Bits a value of the KV cache, scales included, like 3.5: each layer's bits by what "
             "few cost it, measured once for a checkpoint and kept with it."
@@ -212,10 +213,6 @@ class CacheOptions:
     def _for_bits(self, model: str | Path, how: RunOptions, bits: float) -> KVQuant:
         if self.kv != "auto":
             raise ArgumentError("--kv and --kv-target-bits both choose bits; give one of them")
-        if how.plan is not None:
-            raise ArgumentError(
-                "--plan says how the KV cache is packed; leave --kv-target-bits out"
-            )
         from qoff.eval.mixing.kv_bits import kv_for_bits
 
         with progress_bar("measuring what bits of the KV cache cost") as tell:

@@ -60,6 +60,10 @@ def test_a_plan_is_explained_saved_and_run(
     both = run("batch", model, prompts, "--plan", out, "--device-memory", "1GiB")
     assert both.exit_code == 1
     assert "--plan or --device-memory" in both.output
+    for bits in (("--kv", "4,2"), ("--kv-target-bits", 3.5)):
+        both = run("batch", model, prompts, "--plan", out, *bits)
+        assert both.exit_code == 1
+        assert "--plan says how the KV cache is packed" in both.output
 
 
 def test_memory_is_drawn_against_speed(
