@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from qoff.eval.mixing.kv_bits import KVSensitivity, chosen, kv_for_bits
 from qoff.eval.mixing.mixing import choose
 from qoff.eval.perplexity.subjects import Predictions
 from qoff.kvcache import KVQuant
+from qoff.plan import Plan
+from qoff.plan.saved import plan_text
 from qoff.quant import QuantConfig
 from tests.cli.test_cli import fail, succeed
 from tests.module_models import module_checkpoint
@@ -129,4 +132,10 @@ def test_commands_choose_the_bits(checkpoint: Path, tmp_path: Path) -> None:
     assert name == kv_name(chosen(found, 3.5))
     prompts = tmp_path / "prompts"
     prompts.write_text("a b\n")
-    assert "token_ids" in succeed("batch", checkpoint, prompts, "--max-tokens", 2, *generate[-2:])
+    answers = tmp_path / "answers"
+    succeed("batch", checkpoint, prompts, "--max-tokens", 2, "-o", answers, *generate[-2:])
+    header = json.loads((tmp_path / "answers.job").read_text())
+    assert header["kv"] == json.loads(json.dumps(asdict(chosen(found, 3.5))))
+    plan = tmp_path / "plan.json"
+    plan.write_text(plan_text(Plan()))
+    succeed(*generate, "--plan", plan)  # of which generate takes bounds, not the cache
