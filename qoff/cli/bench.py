@@ -35,7 +35,7 @@ class GridOptions:
     kv: list[str] | None = Option(
         None,
         help=(
-            "Bits of the KV cache: none (float32), 4, 8, or 8,4 for K and V; auto, the "
+            "Bits of the KV cache: none (float32), 2, 3, 4, 8, or 8,4 for K and V; auto, the "
             "default: 4 where the model allows; repeatable."
         ),
     )

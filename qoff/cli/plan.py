@@ -95,7 +95,7 @@ def plan(
     packed = kv_quant(kv)
     chosen: Form | None = None
     if packed is None:
-        raise ArgumentError("the KV cache of a plan is packed; use --kv 4, 8 or 8,4")
+        raise ArgumentError("the KV cache of a plan is packed; use --kv 2, 3, 4, 8 or 8,4")
     workload = Workload(
         Lengths.of(work.prompt),
         Lengths.of(work.tokens),

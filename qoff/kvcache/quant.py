@@ -17,7 +17,7 @@ UNPACKED = 16  # "bits" of K and V in a layer that stays as it is
 
 _PAIR = re.compile(r"\s*(\d{1,3})\s*(?:,\s*(\d{1,3})\s*)?")
 _LAYERS = re.compile(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?")  # no model has 10,000
-_GRAMMAR = "4, or 8,4 for K and V, or 4/0-3:8,4/9:8 with other bits for some layers"
+_GRAMMAR = "4, or 8,4 for K and V (2, 3, 4 or 8), or 4/0-3:8,4/9:8 with others for some layers"
 
 
 class UnpackableError(OpError, UnsupportedModelError):
@@ -68,7 +68,9 @@ class KVQuant:
         if isinstance(bits, tuple) and len(bits) == 2:
             return cls(*bits, window, attention_top=attention_top)
         if not isinstance(bits, str):
-            raise ArgumentError(f"KV bits are 4, (8, 4) or text like '4/0-3:8,4', not {bits!r}")
+            raise ArgumentError(
+                f"KV bits are 2, 3, 4 or 8, (8, 4) or text like '4/0-3:8,4', not {bits!r}"
+            )
         first, *others = bits.split("/")
         layers: dict[int, tuple[int, int]] = {}
         for other in others:

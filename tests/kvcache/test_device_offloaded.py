@@ -38,7 +38,7 @@ triton_ops = triton_module("ops")
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE, WINDOWED = HeadShape(2, 1, 64, 0.125), HeadShape(2, 1, 64, 0.125, window=150)
-FORMS = (KVFormat(64), KVFormat(64, 3, 2))
+FORMS = (KVFormat(64), KVFormat(64, 3, 2), KVFormat(64, k_bits=8))
 HALF, NONE = KVPlacement(0.5, 0.5), KVPlacement(0, 1)
 
 
@@ -271,7 +271,7 @@ def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, attends_on_ho
         arenas = {tier: Arena(tier, tiers[tier]) for tier in (DEVICE, HOST)}
         offloaded = TieredBlocks(
             FORMS,
-            [1, 1],
+            [1] * len(FORMS),
             plan,
             placement,
             arenas,
@@ -289,7 +289,7 @@ def test_blocks_on_disk_are_read_ahead_into_a_ring(tmp_path: Path, attends_on_ho
 
 
 def test_write_backs_arrive_in_any_order_and_dropped_ones_never() -> None:
-    store = GrowingBlocks(FORMS, [2, 2])
+    store = GrowingBlocks(FORMS, [2] * len(FORMS))
     store.allocate(range(4), 4, 0)
     queue = WriteBackQueue(store, buffers(3, 2 * 2 * max(form.nbytes for form in FORMS)), POISON)
     before = [layer.clone() for layer in store.pool.layers]

@@ -39,8 +39,8 @@ from tests.instruments import POISON
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 PLAIN, WINDOWED = HeadShape(4, 2, 64, 0.125), HeadShape(4, 2, 64, 0.125, 150)
-FORMS = (KVFormat(64), KVFormat(64, 3, 2))
-HEADS = (2, 2)
+FORMS = (KVFormat(64), KVFormat(64, 3, 2), KVFormat(64, k_bits=8))
+HEADS = (2, 2, 2)
 LAYERS = range(len(FORMS))
 MOST_TOKENS = 700
 SEQUENCES = 3

@@ -128,7 +128,7 @@ def test_reads_take_time_from_what_the_cpu_computes() -> None:
 
 
 def test_each_layer_attends_in_its_own_form() -> None:
-    by_layer = {layer: (8, 8) for layer in range(sizes().spec.num_layers)}
+    by_layer = dict.fromkeys(range(sizes().spec.num_layers), (8, 8))
     found, wanted = (
         CostModel(sizes(), machine(), WORK, kv, 4).decode(choices_for(WORK, False))
         for kv in (KVQuant(2, 2, layers=by_layer), KVQuant(8, 8))
