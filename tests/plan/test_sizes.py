@@ -10,7 +10,7 @@ import pytest
 from qoff.checkpoint import Checkpoint, WeightFile
 from qoff.checkpoint.layout import layer_file
 from qoff.errors import UnsupportedModelError
-from qoff.memory.plan import plan_residency
+from qoff.memory.plan import LM_HEAD, plan_residency
 from qoff.models.families import tensor_names
 from qoff.models.names import layer_prefix, layer_weights
 from qoff.plan.sizes import ModelSizes, planned_file
@@ -47,6 +47,16 @@ def test_layers_alike_are_made_once_and_named_apart() -> None:
         weights = layer_weights(spec, i, names)
         assert file == planned_file(file.path, layer_prefix(i), weights, QuantConfig())
         assert file.path.name == layer_file(i)
+
+
+@pytest.mark.parametrize(
+    ("seeing", "tied"), [("gemma3", True), ("mistral3", False), ("qwen3_vl", False)]
+)
+def test_a_head_is_tied_as_the_language_model_has_it(seeing: str, tied: bool) -> None:
+    """Published configs of models that see do not always say so."""
+    text = {k: v for k, v in SMALL.items() if k not in ("model_type", "tie_word_embeddings")}
+    weights = ModelSizes.of({"model_type": seeing, "text_config": text}).checkpoint.outer.weights
+    assert (LM_HEAD not in weights) == tied
 
 
 def test_placement_takes_it_as_a_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:

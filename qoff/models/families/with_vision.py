@@ -10,7 +10,7 @@ from typing import Any
 from qoff.models.spec_parts import unsupported
 
 from . import gemma, llama
-from .family import Config, Family, Has, TensorNames
+from .family import Config, Family, Has, TensorNames, full_config
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -30,7 +30,11 @@ def _text_alone(
     old = has("language_model.model.embed_tokens.weight")
     begin = "language_model.model." if old else "model.language_model."
     head = "language_model.lm_head.weight" if old else "lm_head.weight"
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", not has(head)))
+    if has(f"{begin}embed_tokens.weight"):
+        default = not has(head)
+    else:  # no tensor is known
+        default = full_config({"model_type": becomes}).tie_word_embeddings
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", default))
     found = {
         **text,
         "model_type": becomes,
