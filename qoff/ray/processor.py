@@ -185,7 +185,7 @@ def shares(config: ProcessorConfig, device: str, spare: float) -> Shares:
         if not gpus:
             raise ArgumentError(f"no machine of the cluster has {config.num_gpus:g} GPUs")
         each = config.num_gpus or 1.0
-        if each < 1 and not _BOUNDED & config.engine_kwargs.keys():
+        if each < 1 and all(config.engine_kwargs.get(one) is None for one in _BOUNDED):
             raise ArgumentError(
                 f"{each:g} GPUs a worker: others use the same GPU, so engine_kwargs needs "
                 "device_memory, for one worker"

@@ -24,6 +24,7 @@ from qoff.plan import Plan
 from qoff.ray import ProcessorConfig, build_processor
 from qoff.ray.job import LineWorker, cluster, run
 from qoff.ray.ledger import MOST, Answers, Ledger, groups
+from qoff.ray.processor import Shares, shares
 from qoff.ray.worker import Opening, _Shared, open_llm
 
 
@@ -192,6 +193,22 @@ def test_what_cannot_be_is_said_in_a_line(checkpoint: Path) -> None:
         ProcessorConfig("m", id_column="id")
     with pytest.raises(ArgumentError, match="concurrency is 0"):
         ProcessorConfig("m", concurrency=0)
+
+
+def shares_of(
+    patched: pytest.MonkeyPatch, machine: dict[str, float], spare: float = 1.0, **options: Any
+) -> Shares:
+    patched.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": machine}])
+    return shares(ProcessorConfig("m", **options), "auto", spare)
+
+
+def test_parts_of_a_gpu_need_a_bound_that_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = {"CPU": 4, "GPU": 1}
+    bound = {"engine_kwargs": {"device_memory": "4GiB"}, "num_gpus": 0.5}
+    assert shares_of(monkeypatch, machine, **bound).workers == 2
+    none = {"engine_kwargs": {"device_memory": None, "plan": None}, "num_gpus": 0.5}
+    with pytest.raises(ArgumentError, match="needs device_memory"):
+        shares_of(monkeypatch, machine, **none)
 
 
 def test_what_was_begun_often_is_begun_with_few() -> None:
