@@ -175,10 +175,12 @@ class Shares:
 def shares(config: ProcessorConfig, device: str, spare: float) -> Shares:
     """The workers of a cluster. spare: processors of a machine that other stages need.
 
-    Raises ArgumentError where no machine has what a worker wants.
+    Raises ArgumentError where no machine has what a worker wants, or workers leave too few
+    processors.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if sum(node.get("CPU", 0) for node in nodes) < spare:
+    processors = sum(node.get("CPU", 0) for node in nodes)
+    if processors < spare:
         raise ArgumentError(f"the stages beside the workers need {spare:g} processors of Ray")
     gpus = [int(node["GPU"]) for node in nodes if node.get("GPU", 0) >= (config.num_gpus or 1)]
     if config.num_gpus or (config.num_gpus is None and gpus and device != "cpu"):
@@ -194,6 +196,7 @@ def shares(config: ProcessorConfig, device: str, spare: float) -> Shares:
             gpu * int(1 / each) if each < 1 else int(gpu / each) for gpu in gpus
         )
         resources = {"num_gpus": each, "num_cpus": config.num_cpus or 1.0}
+        _check_rest(processors, workers, resources["num_cpus"], spare)
         return Shares(workers, resources, min(1.0, each / max(gpus)))
     spread: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
     cpus = [node["CPU"] for node in nodes if node.get("CPU", 0) >= (config.num_cpus or 1)]
@@ -201,12 +204,26 @@ def shares(config: ProcessorConfig, device: str, spare: float) -> Shares:
         raise ArgumentError("no machine of the cluster has as many processors as a worker wants")
     if config.num_cpus:
         most = sum(int(count / config.num_cpus) for count in cpus)
+        most = min(most, int((processors - spare) / config.num_cpus))
+        workers = config.concurrency or max(1, most)
+        _check_rest(processors, workers, config.num_cpus, spare)
         part = min(1.0, config.num_cpus / max(cpus))
-        return Shares(config.concurrency or most, {"num_cpus": config.num_cpus, **spread}, part)
+        return Shares(workers, {"num_cpus": config.num_cpus, **spread}, part)
     together = ceil((config.concurrency or 1) / len(cpus))  # on one machine
     mine = max(0.0, (min(cpus) - spare) / together)
     spread["num_cpus"] = float(int(mine)) if mine > 1 else mine
     return Shares(config.concurrency or len(cpus), spread, 1 / together)
+
+
+def _check_rest(processors: float, workers: int, each: float, spare: float) -> None:
+    """Without processors of their own the stages that read would wait for ever."""
+    rest = processors - workers * each
+    if rest < spare:
+        raise ArgumentError(
+            f"the stages beside the workers need {spare:g} processors of Ray; {workers} workers "
+            f"with {each:g} each leave {max(0.0, rest):g} of {processors:g}: lower num_cpus or "
+            "concurrency"
+        )
 
 
 class RowWorker(Worker):

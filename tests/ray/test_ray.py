@@ -202,6 +202,18 @@ def shares_of(
     return shares(ProcessorConfig("m", **options), "auto", spare)
 
 
+def test_workers_leave_processors_to_those_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = shares_of(monkeypatch, {"CPU": 4}, num_cpus=2)
+    assert (found.workers, found.resources["num_cpus"]) == (1, 2)
+    both = {"CPU": 2, "GPU": 1}
+    assert shares_of(monkeypatch, both).workers == 1
+    assert shares_of(monkeypatch, {"CPU": 3, "GPU": 1}, 2).workers == 1
+    with pytest.raises(ArgumentError, match="need 2 processors of Ray; 1 workers with 1 each"):
+        shares_of(monkeypatch, both, 2)
+    with pytest.raises(ArgumentError, match="leave 0 of 4"):
+        shares_of(monkeypatch, {"CPU": 4}, num_cpus=2, concurrency=2)
+
+
 def test_parts_of_a_gpu_need_a_bound_that_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = {"CPU": 4, "GPU": 1}
     bound = {"engine_kwargs": {"device_memory": "4GiB"}, "num_gpus": 0.5}
