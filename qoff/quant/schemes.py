@@ -21,6 +21,7 @@ SCHEMES: Mapping[str, Callable[[Settings], Scheme]] = {
     "gptq": GPTQ.from_settings,
     "mxfp4": lambda settings: MXFP4(),
 }
+_OTHERS = {"fp8": "Convert a copy of the model in BF16, or a GGUF file of it"}
 # configs in a file of their own, as older versions wrote them
 CONFIG_FILES: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -39,6 +40,6 @@ def read_scheme(config: object, where: str, method: str | None = None) -> Scheme
     if not isinstance(found, str) or found not in SCHEMES:
         raise UnsupportedModelError(
             f"{where}quant_method is {found!r}; supported: {', '.join(SCHEMES)}, and models that "
-            "are not quantized. Convert the original model"
+            f"are not quantized. {_OTHERS.get(str(found), 'Convert the original model')}"
         )
     return SCHEMES[found](Settings(where, settings))

@@ -413,7 +413,7 @@ def _inner(key: str, value: Any) -> dict[str, Any]:
     [
         (7, r"^config is 7; supported: an object"),
         ({}, r"config: quant_method is None; supported: awq, bitsandbytes, compressed-tensors, g"),
-        ({"quant_method": "fp8"}, r"quant_method is 'fp8'; supported: awq, .* not quantized"),
+        ({"quant_method": "fp8"}, r"quant_method is 'fp8'; supported: awq, .* not quantized.*BF16"),
         ({"quant_method": ["gptq"]}, r"quant_method is \['gptq'\]"),
         ({"quant_method": "gptq"}, r"config: bits is None; supported: 2, 3, 4, 8"),
         ({"quant_method": "gptq", "bits": 5}, r"bits is 5; supported: 2, 3, 4, 8"),
