@@ -169,6 +169,22 @@ def test_parts_are_one_model(base: Path, tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
+@pytest.mark.parametrize("key", [None, "rope.dimension_count"])
+@pytest.mark.parametrize("family", ["glm4", "glm4-moe", "gpt-neox"])
+def test_whole_heads_turn_where_transformers_would_turn_a_part(
+    family: str, key: str | None, base: Path, tmp_path: Path
+) -> None:
+    model = GGUFModel.of(source_of(base, family))
+    hidden, heads = model.metadata["embedding_length"], model.metadata["attention.head_count"]
+    head_dim = model.metadata.get("attention.key_length", hidden // heads)
+    del model.metadata["rope.dimension_count"]
+    if key is not None:
+        model.metadata[key] = head_dim
+    rope = Unconverted.of(open_source(model.write(tmp_path / "m.gguf"))).spec.rope
+    assert rope is not None
+    assert rope.dim == head_dim
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "error", "message"),
     [

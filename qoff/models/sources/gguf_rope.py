@@ -38,7 +38,7 @@ def rope_parameters(metadata: Metadata, head_dim: int, partial: bool = False) ->
     dim = metadata.get("rope.dimension_count", head_dim)
     if not partial or dim > head_dim:
         metadata.only("rope.dimension_count", head_dim)
-    elif dim != head_dim:
+    else:  # 1.0, too: transformers' own default may be less
         part = dim / head_dim
         exact = int(head_dim * part) == dim
         rope["partial_rotary_factor"] = part if exact else math.nextafter(part, 1.0)
