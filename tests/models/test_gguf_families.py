@@ -169,6 +169,18 @@ def test_parts_are_one_model(base: Path, tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
+@pytest.mark.parametrize(("layers", "window"), [(64, 4096), (4, None)])
+def test_exaone_has_windows_by_its_depth(
+    layers: int, window: int | None, base: Path, tmp_path: Path
+) -> None:
+    model = GGUFModel.of(source_of(base, "exaone4"))
+    del model.metadata["attention.sliding_window"]
+    model.metadata["block_count"] = layers
+    config = open_source(model.write(tmp_path / "m.gguf")).config()
+    assert config["sliding_window"] == window
+    assert ("sliding_attention" in config["layer_types"]) == (window is not None)
+
+
 @pytest.mark.parametrize("key", [None, "rope.dimension_count"])
 @pytest.mark.parametrize("family", ["glm4", "glm4-moe", "gpt-neox"])
 def test_whole_heads_turn_where_transformers_would_turn_a_part(

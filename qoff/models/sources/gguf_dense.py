@@ -124,8 +124,8 @@ def cohere2(metadata: Metadata, config: Config) -> Config:
 
 
 def exaone4(metadata: Metadata, config: Config) -> Config:
-    """Only the 32B has windows, in three layers of four."""
-    found = windows(metadata, config, 4, 0)
+    """Only the 32B has windows, in three layers of four; llama.cpp knows it by its 64 layers."""
+    found = windows(metadata, config, 4, 4096 if config["num_hidden_layers"] == 64 else 0)
     return {**dense(metadata), "sliding_window": None, **found}
 
 
