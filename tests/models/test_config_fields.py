@@ -75,6 +75,17 @@ def test_fields_of_families(family: str, key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "key", "value", "message"),
     [
+        ("hy-v3", "mlp_bias", True, "mlp_bias is True; supported: false"),
+    ],
+)
+def test_what_is_left_out_is_said(family: str, key: str, value: Any, message: str) -> None:
+    config = {**TINY, **FAMILIES[family], "rope_scaling": None, key: value}
+    refused_at_once(lambda: read_spec(config), message)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
         ("llama", "num_hidden_layers", 65000, "num_hidden_layers 65000, but there is no tensor"),
         ("qwen3-moe", "num_local_experts", 60000, "60000 experts, but tensor"),
     ],

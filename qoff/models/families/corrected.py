@@ -68,6 +68,8 @@ def _minimax_m2(config: Any) -> Fields:
 
 def _hy_v3(config: Any) -> Fields:
     """Llama with norms of query and key heads, and experts in most layers."""
+    if config.mlp_bias:  # the shared expert would have them, too
+        raise unsupported("mlp_bias", True, "false")
     experts = ExpertsSpec(
         count=config.num_experts,
         top_k=config.num_experts_per_tok,
@@ -80,7 +82,7 @@ def _hy_v3(config: Any) -> Fields:
         shared_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
     )
     return {
-        **biases(config.attention_bias, config.mlp_bias),
+        **biases(config.attention_bias),
         "qk_norm": "head",
         "experts": experts,
     }
