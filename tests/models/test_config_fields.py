@@ -26,6 +26,7 @@ from tests.tiny_families import FAMILIES, TINY
 from tests.tiny_models import save_gguf, tiny_checkpoint, tiny_model
 
 HUGE = (0, -1, 1 << 17, 1 << 20, 1 << 32, 1 << 63, 10**400, 1.5, True, "2", [2], math.nan)
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
 
@@ -76,11 +77,18 @@ def test_fields_of_families(family: str, key: str, value: Any) -> None:
     ("family", "key", "value", "message"),
     [
         ("hy-v3", "mlp_bias", True, "mlp_bias is True; supported: false"),
+        ("ernie4.5-moe", "moe_layer_end_index", "2", "moe_layer_end_index is '2'"),
+        ("olmo3", "rope_parameters", ROPE, "supported: one object for each of full_attention and"),
     ],
 )
 def test_what_is_left_out_is_said(family: str, key: str, value: Any, message: str) -> None:
     config = {**TINY, **FAMILIES[family], "rope_scaling": None, key: value}
     refused_at_once(lambda: read_spec(config), message)
+
+
+def test_without_an_end_experts_go_to_the_last_layer() -> None:
+    config = {**TINY, **FAMILIES["ernie4.5-moe"]}
+    assert read_spec({**config, "moe_layer_end_index": None}) == read_spec(config)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ FIELDS: Fields = {
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), _EXPERTS),
     **dict.fromkeys(("n_group", "topk_group"), nothing_or(_COUNT)),
     **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), nothing_or(whole(0))),
+    "moe_layer_end_index": nothing_or(whole(-1)),
     "moe_layer_interval": nothing_or(whole(1)),
     "mlp_layer_types": nothing_or(list_of(TEXT)),
     "moe_norm_min": nothing_or(_EPS),

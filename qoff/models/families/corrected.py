@@ -97,6 +97,7 @@ def _ernie4_5_moe(config: Any) -> Fields:
     first, last = config.moe_layer_start_index or 0, config.moe_layer_end_index
     step = int(positive(config, "moe_layer_interval"))
     layers = range(config.num_hidden_layers)
+    last = layers[-1] if last is None else last
     experts = ExpertsSpec(
         count=config.moe_num_experts,
         top_k=config.moe_k,

@@ -22,6 +22,7 @@ from .config_fields import check_counts
 Fields = dict[str, Any]  # fields of DecoderSpec by name
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+_KINDS = {"full_attention", "sliding_attention"}
 Config = Mapping[str, Any]
 Has = Callable[[str], bool]  # whether a source has a tensor of this name
 
@@ -110,7 +111,12 @@ def common_fields(config: Any) -> Fields:
     layers = config.num_hidden_layers
     head_dim = head_dim_of(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    by_type = set(rope) <= {"full_attention", "sliding_attention"}  # of layers, or there is none
+    by_type = rope.keys() <= _KINDS  # of layers, or there is none
+    if not by_type and rope.keys() & _KINDS:
+        raise unsupported(
+            "rope_parameters", sorted(rope), "one object for each of full_attention and "
+            "sliding_attention"
+        )  # fmt: skip
     return {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
