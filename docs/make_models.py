@@ -27,6 +27,9 @@ batches (`tests/models/test_decoder.py`). Other architectures: see below.
 
 """
 _REST = """
+Weights in FP8 (`quant_method` "fp8"), in which MiniMax M2 is published, are refused: convert a copy
+of the model in BF16, or a GGUF file of it.
+
 ## Other architectures
 
 Safetensors models of any other architecture that transformers has a causal language model for run

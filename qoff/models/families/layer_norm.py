@@ -144,7 +144,7 @@ FAMILIES = {
         ),
     ),
     "cohere": Family("Command-R 35B", _cohere, _COHERE_NAMES),
-    "cohere2": Family("Command R7B, Command A, Aya", _cohere2, _COHERE_NAMES),
+    "cohere2": Family("Command R7B, Command A", _cohere2, _COHERE_NAMES),
     "starcoder2": Family(
         "StarCoder 2",
         _starcoder2,
