@@ -176,6 +176,9 @@ def test_exaone_has_windows_by_its_depth(
     model = GGUFModel.of(source_of(base, "exaone4"))
     del model.metadata["attention.sliding_window"]
     model.metadata["block_count"] = layers
+    first = {name: x for name, x in model.tensors.items() if name.startswith("blk.0.")}
+    for i in range(layers):
+        model.tensors |= {name.replace("blk.0.", f"blk.{i}."): x for name, x in first.items()}
     config = open_source(model.write(tmp_path / "m.gguf")).config()
     assert config["sliding_window"] == window
     assert ("sliding_attention" in config["layer_types"]) == (window is not None)
