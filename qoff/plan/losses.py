@@ -25,6 +25,7 @@ from .sizes import ModelSizes
 from .workload import Workload
 
 _WEIGHTS = {(4, 64): 0.080, (4, 32): 0.060, (8, 32): 0.0002}  # gptq, weights off their grid; rtn
+_HEADS = {64: 0.0065, 32: 0.0042}  # 6 bits, as plans have them; of hqq and rtn what loses more
 _CACHES = {(4, 4): 0.0232, (8, 4): 0.0061}  # of the text that loses more
 _WEIGHTS_NAME = re.compile(r"(\d) bits, group (\d+), (\w+)")
 _CACHE_NAME = re.compile(r"(\d),(\d), window (\d+)")
@@ -61,7 +62,7 @@ class Form:
 
 
 def assumed_forms(converted: bool) -> list[Form]:
-    """Those of docs/accuracy.md; losses of weights and cache are added.
+    """Those of docs/accuracy.md; losses of layers' weights, of the head and of the cache are added.
 
     converted: the weights are what they are, and only the cache counts.
     """
@@ -69,7 +70,11 @@ def assumed_forms(converted: bool) -> list[Form]:
     if converted:
         return [Form(None, kv, loss, True) for kv, loss in caches.items()]
     weights = {WeightForm(*f, "gptq" if f[0] < 8 else "rtn"): x for f, x in _WEIGHTS.items()}
-    return [Form(f, kv, a + b, True) for f, a in weights.items() for kv, b in caches.items()]
+    return [
+        Form(form, kv, loss + _HEADS[form.group_size] + more, True)
+        for form, loss in weights.items()
+        for kv, more in caches.items()
+    ]
 
 
 def measured_forms(path: Path) -> list[Form]:
@@ -124,7 +129,7 @@ def best_form(
         least = min(forms, key=lambda form: form.loss)
         raise ArgumentError(
             f"a loss of at most {most:g} nats a token is less than that of any form: {least} loses "
-            f"{least.loss:.2g}; allow that"
+            f"{least.loss:.3g}; allow {1.01 * least.loss:.3g}"
         )
     found, refusal = list[tuple[Form, Certified]](), BudgetError("")
     for form in allowed:

@@ -94,9 +94,10 @@ def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -
         return kept
 
     assert form("--max-kl", 1)["form"].startswith("weights of 4 bits in groups of 64")
-    close = form("--max-kl", 0.007)
+    close = form("--max-kl", 0.011)
     assert "8 bits" in close["form"]
-    assert close["kl"] <= 0.007
+    layers, head, cache = 0.0002, 0.0042, 0.0061  # docs/accuracy.md, with a head of 6 bits
+    assert close["kl"] == pytest.approx(layers + head + cache)
     cell = {"weights": "4 bits, group 32, hqq", "kv": "8,4, window 64", "mean_kl": 0.004}
     other = {"weights": "4 bits, group 64, rtn", "kv": "4,4, window 64", "mean_kl": 0.5}
     (tmp_path / "results.json").write_text(json.dumps([cell, other]))
@@ -123,7 +124,7 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--objective", "speed"], "objective"),
         (["--kv", "none"], "--kv"),
         (["--prompt", "100000"], "more than the"),
-        (["--max-kl", "0.001"], "8 bits"),
+        (["--max-kl", "0.01"], "8,4 bits loses 0.0105; allow 0.0106"),
         (["--max-kl", "1", "--losses", "/dev/null"], "sweep"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
