@@ -122,7 +122,7 @@ def best_form(
     """The form that loses at most `most` and has the fastest plan, with this plan.
 
     Of those as fast, the one that loses least. Raises ArgumentError where all lose more,
-    BudgetError where no plan of any fits.
+    BudgetError where no plan of any fits, with what the smallest form would need.
     """
     allowed = [form for form in forms if form.loss <= most]
     if not allowed:
@@ -132,13 +132,14 @@ def best_form(
             f"{least.loss:.3g}; allow {1.01 * least.loss:.3g}"
         )
     found, refusal = list[tuple[Form, Certified]](), BudgetError("")
-    for form in allowed:
+    allowed.sort(key=lambda form: (sizes_of(form.weights).nbytes, form.kv.k_bits + form.kv.v_bits))
+    for form in reversed(allowed):  # the smallest last, whose refusal counts
         try:
             one = find_plan(
                 sizes_of(form.weights), machine, workload, replace(template, kv=form.kv)
             )
         except BudgetError as error:
-            refusal = error
+            refusal = BudgetError(f"{form}: {error}")
             continue
         found.append((form, one))
     if not found:

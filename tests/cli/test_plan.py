@@ -126,6 +126,7 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--prompt", "100000"], "more than the"),
         (["--max-kl", "0.01"], "8,4 bits loses 0.0105; allow 0.0106"),
         (["--max-kl", "1", "--losses", "/dev/null"], "sweep"),
+        (["--max-kl", "1", "--gpu", "1MiB"], "weights of 4 bits in groups of 64"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
