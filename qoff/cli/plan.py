@@ -30,6 +30,7 @@ _ASSUMED = (
     "losses are those of a model of 135M parameters (docs/accuracy.md); qoff eval MODEL --sweep "
     "measures this one's, --losses reads them"
 )
+_CHOSEN = ("kv", "bits", "group_size", "solver")  # options that --max-kl stands for
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class TrainingOptions:
 
 @command
 def plan(
+    context: typer.Context,
     model: Model,
     on: MachineOptions,
     work: WorkOptions,
@@ -85,6 +87,7 @@ def plan(
     from qoff.plan.saved import plan_text
     from qoff.plan.workload import Lengths, Workload
 
+    _check_bounds(context, work)
     if memory:
         _print_memory(model, weights, training, on.link or "25GB/s", as_json)
         return
@@ -117,12 +120,14 @@ def plan(
         _draw(plot, lambda: pareto_front(sizes, machine, workload, template), machine.on_gpu)
     changes = [] if brief else found.changes()
     if as_json:
-        form = None if chosen is None else {"form": str(chosen), "kl": chosen.loss}
+        form = None
+        if chosen is not None:
+            form = {"form": str(chosen), "kl": chosen.loss, "assumed": chosen.assumed}
         print_json({**found.values(), "form": form, "changes": [list(row) for row in changes]})
         return
     typer.echo(f"{machine.name}: {found.line()}")
     if chosen is not None:
-        typer.echo(f"{chosen}: loses {chosen.loss:.2g} nats a token")
+        typer.echo(f"{chosen}: loses {chosen.loss:.3g} nats a token")
         if chosen.assumed:
             typer.echo(f"note: {_ASSUMED}")
     print_table("what lives where", found.tiers(), ("tier", "what", "bytes"))
@@ -131,6 +136,21 @@ def plan(
     print_table("what would be faster, by the model alone", changes, columns)
     for warning in found.warnings():
         typer.echo(f"note: {warning}")
+
+
+def _check_bounds(context: typer.Context, work: WorkOptions) -> None:
+    """Raise ArgumentError for options that a bound on the loss would make void, or its lack."""
+    if work.max_kl is None:
+        if work.losses is not None:
+            raise ArgumentError("--losses needs --max-kl, the bound that they are held against")
+        return
+    for name in _CHOSEN:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise ArgumentError(
+                "--max-kl chooses the bits of weights and KV cache; leave out "
+                f"--{name.replace('_', '-')}"
+            )
 
 
 def _form(

@@ -98,6 +98,7 @@ def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -
     assert "8 bits" in close["form"]
     layers, head, cache = 0.0002, 0.0042, 0.0061  # docs/accuracy.md, with a head of 6 bits
     assert close["kl"] == pytest.approx(layers + head + cache)
+    assert close["assumed"]
     cell = {"weights": "4 bits, group 32, hqq", "kv": "8,4, window 64", "mean_kl": 0.004}
     other = {"weights": "4 bits, group 64, rtn", "kv": "4,4, window 64", "mean_kl": 0.5}
     (tmp_path / "results.json").write_text(json.dumps([cell, other]))
@@ -126,6 +127,9 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--prompt", "100000"], "more than the"),
         (["--max-kl", "0.01"], "8,4 bits loses 0.0105; allow 0.0106"),
         (["--max-kl", "1", "--losses", "/dev/null"], "sweep"),
+        (["--losses", "/dev/null"], "--losses needs --max-kl"),
+        (["--max-kl", "1", "--kv", "4"], "leave out --kv"),
+        (["--max-kl", "1", "--group-size", "32"], "leave out --group-size"),
         (["--max-kl", "1", "--gpu", "1MiB"], "weights of 4 bits in groups of 64"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
