@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 from bench.planner import flexgen, regret, rounds
+from bench.planner.__main__ import MEASURES
 from bench.planner.candidates import Candidates
 from qoff.plan import Plan
 from qoff.plan.workload import Lengths, Workload
@@ -58,3 +61,8 @@ def test_regret_is_of_the_first_plan() -> None:
     assert regret.ratio([[2.0, 1.0], [4.0, 2.0], [3.0, 9.0]]) == pytest.approx(1.5)
     low, high = regret.interval([[2.0, 1.0], [2.0, 1.0]])
     assert low == high == 2.0
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_every_measure_is_there(name: str) -> None:
+    assert callable(import_module(f"bench.planner.{name}").measure)
