@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_is_said_in_a_line(checkpoint: Path) -> None:
 
 
 def shares_of(
-    patched: pytest.MonkeyPatch, machine: dict[str, float], spare: float = 1.0, **options: Any
+    patched: pytest.MonkeyPatch, machine: Mapping[str, float], spare: float = 1.0, **options: Any
 ) -> Shares:
     patched.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": machine}])
     return shares(ProcessorConfig("m", **options), "auto", spare)
@@ -216,9 +216,9 @@ def test_workers_leave_processors_to_those_that_read(monkeypatch: pytest.MonkeyP
 
 def test_parts_of_a_gpu_need_a_bound_that_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = {"CPU": 4, "GPU": 1}
-    bound = {"engine_kwargs": {"device_memory": "4GiB"}, "num_gpus": 0.5}
+    bound: dict[str, Any] = {"engine_kwargs": {"device_memory": "4GiB"}, "num_gpus": 0.5}
     assert shares_of(monkeypatch, machine, **bound).workers == 2
-    none = {"engine_kwargs": {"device_memory": None, "plan": None}, "num_gpus": 0.5}
+    none: dict[str, Any] = {"engine_kwargs": {"device_memory": None, "plan": None}, "num_gpus": 0.5}
     with pytest.raises(ArgumentError, match="needs device_memory"):
         shares_of(monkeypatch, machine, **none)
 
