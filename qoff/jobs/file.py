@@ -175,8 +175,7 @@ class FileJob:
         """What the answers depend on."""
         asked = self._asked
         says = {"model": fingerprint(checkpoint), "requests": digest, **cache_says(plan)}
-        if asked.adapters:
-            says["adapters"] = adapters_say(asked.adapters)
+        says["adapters"] = adapters_say(asked.adapters)  # {}, too: a job that had some had others
         if self._openai:
             return {**says, "name": asked.model}
         return {**says, "raw": asked.raw, "parameters": asdict(asked.params)}

@@ -267,5 +267,5 @@ def _pairs(found: dict[str, Any], says: dict[str, Any]) -> Iterator[tuple[str, A
         was, now = found.get(name), says.get(name)
         if isinstance(now, dict) and isinstance(was, dict):
             yield from ((f"{name} {key}", a, b) for key, a, b in _pairs(was, now))
-        elif was != now:
+        elif was != now and (was, now) != (None, {}):  # what jobs of before did not name
             yield name, was, now

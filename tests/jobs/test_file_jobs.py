@@ -153,6 +153,14 @@ def test_another_job_is_refused_and_begun_anew_on_request(
         job(plan=replace(PLAN, context=64))
     with pytest.raises(ArgumentError, match="name was 'tiny' and is 'other'"):
         job(model="other")
+    header = tmp_path / "out.jsonl.job"
+    begun = header.read_bytes()
+    header.write_bytes(begun.replace(b'"adapters": {}', b'"adapters": {"a": "0"}'))
+    with pytest.raises(ArgumentError, match="adapters a was '0' and is None"):
+        job()
+    header.write_bytes(begun.replace(b'"adapters": {}, ', b""))  # as of a version without them
+    job()
+    header.write_bytes(begun)
     write(tmp_path, line(0), line(1))
     with pytest.raises(ArgumentError, match="requests have other contents"):
         job()
