@@ -12,7 +12,7 @@ import torch
 
 import qoff
 from qoff import system_memory
-from qoff.engine import LLM
+from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, BudgetError, DiskReadError
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.convert.convert import convert
@@ -131,7 +131,7 @@ def test_every_door_turns_refusals_into_budget_errors(
             ):
                 with pytest.raises(BudgetError, match=f"host memory: the system refused {HUGE:,}"):
                     call()
-        assert llm.generate([[5, 6]])[0].token_ids
+        assert llm.generate([[5, 6]], SamplingParams(ignore_eos=True))[0].token_ids
     with monkeypatch.context() as patched:
         patched.setattr("qoff.memory.store.streamed_images", refuse)
         patched.setattr("qoff.models.convert.builder.Builder.build", refuse)

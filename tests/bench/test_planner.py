@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from math import log
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_every_plan_is_measured_and_predicted(
         assert plain.seconds(one) == pytest.approx(one.decode.seconds)
     fitted = rounds.Factors.fitted(runs)
     least, before = (
-        sum(abs(f.seconds(one) / runs.median(x) - 1) for x, one in runs.found.items())
+        sum(abs(log(f.seconds(one) / runs.median(x))) for x, one in runs.found.items())
         for f in (fitted, plain)
     )
     assert least < before
