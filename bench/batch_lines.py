@@ -24,7 +24,9 @@ from qoff.jobs.runner import Counts, Runner
 
 
 class Instant:
-    """An engine whose answers are there at once. tokenizer: what a request looks for."""
+    """An engine whose answers are there at once. tokenizer, adapters: what a request looks for."""
+
+    adapters: tuple[str, ...] = ()
 
     class tokenizer:  # noqa: N801
         chat_template = None
