@@ -7,7 +7,7 @@ from typing import Literal
 
 from qoff.errors import OpError
 
-NEVER_ZERO = 1e-20  # what the sum that weights are divided by is more
+NEVER_ZERO = 1e-20  # is added to the sum that weights are divided by
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class Routing:
     def __post_init__(self) -> None:
         if self.groups < 1 or not 1 <= self.top_groups <= self.groups:
             raise OpError(f"a token chooses from 1 to {self.groups} groups, not {self.top_groups}")
+
+    def judged(self, corrected: bool) -> bool:
+        """Whether experts are chosen by other numbers than the router's scores."""
+        return self.shares == "sigmoid" or corrected or self.groups > 1
 
     def check(self, experts: int) -> None:
         """Raise OpError unless a token can choose from so many experts."""

@@ -186,8 +186,7 @@ def _experts_floats(spec: DecoderSpec, tokens: int, tiled: bool) -> int:
     experts, hidden = spec.experts, spec.hidden_size
     some, together = min(tokens, MLP_TOKENS), mlp_tokens(tokens, tiled)
     each = 3 * experts.intermediate_size + hidden + 3  # with an id and a weight
-    scores = (1 + 2 * experts.judged) * experts.count
-    floats = together * (hidden + scores + experts.shared_size + 1)
+    floats = together * (hidden + experts.count + experts.shared_size + 1)
     floats += some * experts.top_k * each
     if tiled:
         gathered = min(tokens * experts.top_k, WAVE_PAIRS)

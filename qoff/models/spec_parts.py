@@ -100,7 +100,7 @@ class ExpertsSpec:
     @property
     def judged(self) -> bool:
         """Whether experts are chosen by other numbers than the router's scores."""
-        return self.shares == "sigmoid" or self.correction or self.groups > 1
+        return self.routing.judged(self.correction)
 
 
 def unsupported(key: str, found: object, supported: str) -> UnsupportedModelError:

@@ -21,20 +21,20 @@ _SHARES = {"all": _OF_ALL, "topk": _OF_CHOSEN, "sigmoid": _SIGMOID}
 class RouteArguments(ctypes.Structure):
     """Addresses, a stride in bytes, sizes, what scores become, and a factor.
 
-    shares and merits: float32 [M, E] each, memory for what each expert's score becomes, and for
-    that as experts are chosen by it; 0 where both are the scores. correction: 0 for none.
+    correction: 0 for none. scratch: of each thread, float32 [2, E], for what each expert's score
+    becomes, and for that as experts are chosen by it; 0 where both are the scores.
     """
 
     _fields_ = (
         *int64s("scores", "stride", "tokens", "experts", "top_k", "ids", "weights"),
-        *int64s("kind", "normalized", "groups", "top_groups", "correction", "shares", "merits"),
+        *int64s("kind", "normalized", "groups", "top_groups", "correction", "scratch"),
         ("scale", ctypes.c_float),
     )
 
 
 (
     SCORES, STRIDE, M, EXPERTS, TOP_K, IDS, WEIGHTS,
-    KIND, NORMALIZED, GROUPS, TOP_GROUPS, CORRECTION, SHARES, MERITS, SCALE,
+    KIND, NORMALIZED, GROUPS, TOP_GROUPS, CORRECTION, SCRATCH, SCALE,
 ) = offsets(RouteArguments)  # fmt: skip
 
 
@@ -125,16 +125,15 @@ def _divisor(args, scores, total, largest, judged):
 
 
 @inner
-def _route_token(args, token):
+def _route_token(args, token, scratch):
     experts, top_k = simd.peek_i64(args + EXPERTS), simd.peek_i64(args + TOP_K)
     scores = simd.peek_i64(args + SCORES) + token * simd.peek_i64(args + STRIDE)
     ids = simd.peek_i64(args + IDS) + 8 * token * top_k
     weights = simd.peek_i64(args + WEIGHTS) + 4 * token * top_k
     shares = merits = scores
-    judged = simd.peek_i64(args + MERITS) != 0
+    judged = scratch != 0
     if judged:
-        shares = simd.peek_i64(args + SHARES) + 4 * token * experts
-        merits = simd.peek_i64(args + MERITS) + 4 * token * experts
+        shares, merits = scratch, scratch + 4 * experts
         _judge(args, scores, shares, merits)
         if simd.peek_i64(args + GROUPS) > 1:
             _keep_best_groups(args, merits)
@@ -165,10 +164,12 @@ def _route_token(args, token):
 @job
 def route_job(pool, thread, threads, args):
     """The whole op; its arguments are the fields above."""
-    tokens = simd.peek_i64(args + M)
+    tokens, scratch = simd.peek_i64(args + M), simd.peek_i64(args + SCRATCH)
+    if scratch != 0:
+        scratch += 8 * simd.peek_i64(args + EXPERTS) * thread
     token = take(pool, 0)
     while token < tokens:
-        _route_token(args, token)
+        _route_token(args, token, scratch)
         token = take(pool, 0)
 
 
@@ -188,15 +189,15 @@ def route(
         check_dense("route", "correction", correction, (experts,))
     ids = torch.empty(tokens, routing.top_k, dtype=torch.int64)
     weights = torch.empty(tokens, routing.top_k)
-    judged = routing.shares == "sigmoid" or correction is not None or routing.groups > 1
-    memory = torch.empty(2, tokens, experts) if judged and tokens else None
-    if tokens:
+    if not tokens:
+        return ids, weights
+    pool, judged = default_pool(), routing.judged(correction is not None)
+    with pool.lock:
         arguments = RouteArguments(
             scores.data_ptr(), 4 * scores.stride(0), tokens, experts, routing.top_k,
             ids.data_ptr(), weights.data_ptr(), _SHARES[routing.shares], routing.normalized,
             routing.groups, routing.top_groups, address(correction),
-            *((0, 0) if memory is None else (memory[0].data_ptr(), memory[1].data_ptr())),
-            routing.scale,
+            pool.workspace(8 * experts * pool.threads) if judged else 0, routing.scale,
         )  # fmt: skip
-        default_pool().run(route_job.address, arguments)
+        pool.run(route_job.address, arguments)
     return ids, weights
