@@ -52,11 +52,6 @@ class KVFormat:
             raise OpError(f"K and V have 2, 3, 4 or 8 bits, not {self.k_bits} and {self.v_bits}")
 
     @property
-    def bits_per_value(self) -> float:
-        """Of K and V on average, with scales and minima."""
-        return 8 * self.nbytes / (2 * BLOCK_TOKENS * self.head_dim)
-
-    @property
     def half(self) -> int:
         """Channels of one nibble plane."""
         return self.head_dim // 2

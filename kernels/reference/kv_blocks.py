@@ -31,12 +31,12 @@ def quantize_blocks(k: Tensor, v: Tensor, form: KVFormat, opening: Tensor | None
 def dequantize_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
     """Undo `quantize_blocks`: float32 K and V, [..., 64, D]."""
     k_codes, k_scale, k_min, v_codes, v_scale, v_min = form.views(records)
-    k = levels(k_codes, form.k_bits)
+    k = _unpack(k_codes, form.k_bits)
     k = k * k_scale.float()[..., None, :] + k_min.float()[..., None, :]
     scale, minimum = (
         x.float().unflatten(-1, (form.parts, BLOCK_TOKENS))[..., None] for x in (v_scale, v_min)
     )
-    v = _parts(levels(v_codes, form.v_bits), form) * scale + minimum
+    v = _parts(_unpack(v_codes, form.v_bits), form) * scale + minimum
     return k, v.movedim(-3, -2).flatten(-2)
 
 
@@ -118,8 +118,8 @@ def _anchored(
     return scale, first - torch.where(below, top - steps, steps) * scale.half().float()
 
 
-def levels(codes: Tensor, bits: int) -> Tensor:
-    """The levels that codes say, float32 [..., 64, D]."""
+def _unpack(codes: Tensor, bits: int) -> Tensor:
+    """Undo `_pack`: float32 [..., 64, D]."""
     if bits == 8:
         return codes.float()
     nibbles, done = torch.zeros_like(codes[..., :1, :]), 0

@@ -16,7 +16,6 @@ from qoff.kernels.cpu.jit.emit import (
     F32,
     HAS_BF16,
     I8,
-    I32,
     LANES,
     V_F32,
     V_I32,
@@ -28,6 +27,7 @@ from qoff.kernels.cpu.jit.emit import (
     switch,
 )
 from qoff.kernels.cpu.jit.pool import Pool, default_pool, take
+from qoff.kernels.cpu.jit.quads import shuffled
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.cpu.operands import fail, int64s, offsets
 from qoff.kernels.layout.packing import BITS, ROW_BLOCK
@@ -57,7 +57,7 @@ class DequantizeArguments(ctypes.Structure):
 def _interleaved(b, x, y, parts):
     """Of each 128 bits of two vectors, these of the eight 32-bit parts that both have."""
     mask = [4 * lane + i % 4 + LANES * (i // 4) for lane in range(4) for i in parts]
-    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, LANES), mask))
+    return shuffled(b, x, y, mask)
 
 
 def _by_rows(b, quads):
@@ -74,7 +74,7 @@ def _by_rows(b, quads):
     for row in range(ROW_BLOCK):
         data = b.bitcast(mixed[row % 4], ir.VectorType(I8, 4 * LANES))
         lanes = [LANES * (row // 4) + i for i in range(LANES)]
-        own = b.shuffle_vector(data, data, ir.Constant(ir.VectorType(I32, LANES), lanes))
+        own = shuffled(b, data, data, lanes)
         yield b.uitofp(b.zext(own, V_I32), V_F32)
 
 

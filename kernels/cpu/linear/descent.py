@@ -10,6 +10,8 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit.compiled import inner
 
+_SWEEPS = 3
+
 
 @inner
 def _descend(codes, gradient, scale, hessian, order, group_size, most, sweeps):
@@ -55,6 +57,3 @@ def descend(
             lambda part: _descend(*part, *fixed, np.float32(2**bits - 1), _SWEEPS), parts
         ):
             pass
-
-
-_SWEEPS = 3
