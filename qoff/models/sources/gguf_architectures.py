@@ -53,21 +53,22 @@ class Architecture:
     """One value of `general.architecture`.
 
     fields: of its config, what is not common. rope_pairs: neighbouring rows of queries and keys
-    turn together (llama.cpp permutes those of Llama when it converts). fused_gate_up: `ffn_up` has
-    the rows of the gate, too. modules: its own names of modules.
+    turn together (llama.cpp permutes those of Llama when it converts). partial: a part of each head
+    may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. modules: its own names.
     """
 
     model_type: str
     model: str  # transformers' class
     fields: Callable[[Metadata, Config], Config]
     rope_pairs: bool = False
+    partial: bool = False
     fused_gate_up: bool = False
     modules: Mapping[str, str] | None = None
 
     def config(self, metadata: Metadata) -> Config:
         """The `config.json`. Raises FormatError or UnsupportedModelError."""
         config = {
-            **common(metadata, metadata.architecture in _PARTIAL),
+            **common(metadata, self.partial),
             "model_type": self.model_type,
             "architectures": [self.model],
         }
@@ -95,6 +96,7 @@ def find(metadata: Metadata) -> Architecture:
     return ARCHITECTURES[metadata.architecture]
 
 
+_ONE_NORM = {"post_attention_layernorm": "attn_norm"}  # before attention and MLP side by side
 _NORM_BEHIND_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", experts.mixtral, rope_pairs=True)
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -102,7 +104,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", dense.qwen),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", dense.llama, rope_pairs=True),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", dense.phi3, fused_gate_up=True),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", dense.phi3, partial=True, fused_gate_up=True),
     "granite": Architecture("granite", "GraniteForCausalLM", dense.granite, rope_pairs=True),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", dense.olmo2),
     "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", dense.exaone4),
@@ -111,26 +113,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", dense.ernie4_5, rope_pairs=True),
     "chatglm": Architecture(
-        "glm", "GlmForCausalLM", dense.glm, rope_pairs=True, fused_gate_up=True
+        "glm", "GlmForCausalLM", dense.glm, rope_pairs=True, partial=True, fused_gate_up=True
     ),
-    "glm4": Architecture("glm4", "Glm4ForCausalLM", dense.glm, rope_pairs=True, fused_gate_up=True),
+    "glm4": Architecture(
+        "glm4", "Glm4ForCausalLM", dense.glm, rope_pairs=True, partial=True, fused_gate_up=True
+    ),
     "gemma": Architecture("gemma", "GemmaForCausalLM", dense.gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", dense.gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", dense.gemma3),
-    "gptneox": Architecture("gpt_neox", "GPTNeoXForCausalLM", dense.gpt_neox),
+    "gptneox": Architecture("gpt_neox", "GPTNeoXForCausalLM", dense.gpt_neox, partial=True),
     "command-r": Architecture(
-        "cohere",
-        "CohereForCausalLM",
-        dense.cohere,
-        rope_pairs=True,
-        modules={"post_attention_layernorm": "attn_norm"},
+        "cohere", "CohereForCausalLM", dense.cohere, rope_pairs=True, modules=_ONE_NORM
     ),
     "cohere2": Architecture(
-        "cohere2",
-        "Cohere2ForCausalLM",
-        dense.cohere2,
-        rope_pairs=True,
-        modules={"post_attention_layernorm": "attn_norm"},
+        "cohere2", "Cohere2ForCausalLM", dense.cohere2, rope_pairs=True, modules=_ONE_NORM
     ),
     "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM", dense.starcoder2),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", experts.qwen2_moe),
@@ -140,10 +136,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "granitemoe", "GraniteMoeForCausalLM", experts.granite_moe, rope_pairs=True
     ),
     "glm4moe": Architecture(
-        "glm4_moe", "Glm4MoeForCausalLM", experts.glm4_moe, modules=_NORM_BEHIND_ATTENTION
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        experts.glm4_moe,
+        partial=True,
+        modules=_NORM_BEHIND_ATTENTION,
     ),
     "dots1": Architecture("dots1", "Dots1ForCausalLM", experts.dots1),
-    "minimax-m2": Architecture("minimax_m2", "MiniMaxM2ForCausalLM", experts.minimax_m2),
+    "minimax-m2": Architecture(
+        "minimax_m2", "MiniMaxM2ForCausalLM", experts.minimax_m2, partial=True
+    ),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", experts.ernie4_5_moe, rope_pairs=True
     ),
@@ -151,11 +153,3 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gpt_oss", "GptOssForCausalLM", experts.gpt_oss, modules=_NORM_BEHIND_ATTENTION
     ),
 }
-_PARTIAL = (
-    "phi3",
-    "chatglm",
-    "glm4",
-    "gptneox",
-    "glm4moe",
-    "minimax-m2",
-)  # turn a part of each head

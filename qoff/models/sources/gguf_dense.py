@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from qoff.errors import UnsupportedModelError
 
-from .gguf_fields import FULL, SLIDING, Config, dense, has_bias, rms, scales, windows
+from .gguf_fields import (
+    FULL,
+    SLIDING,
+    Config,
+    attention_bias,
+    dense,
+    has_bias,
+    rms,
+    scales,
+    windows,
+)
 from .gguf_metadata import Metadata
 
 
@@ -91,7 +101,7 @@ def gpt_neox(metadata: Metadata, config: Config) -> Config:
     return {
         "layer_norm_eps": metadata.need("attention.layer_norm_epsilon"),
         "use_parallel_residual": metadata.get("use_parallel_residual", True),
-        "attention_bias": has_bias(metadata, "attn_qkv", "attn_q"),
+        "attention_bias": attention_bias(metadata),
     }
 
 
@@ -105,21 +115,19 @@ def starcoder2(metadata: Metadata, config: Config) -> Config:
 
 
 def cohere(metadata: Metadata, config: Config) -> Config:
-    return {
-        "layer_norm_eps": metadata.need("attention.layer_norm_epsilon"),
-        "logit_scale": metadata.need("logit_scale"),
-        "attention_bias": has_bias(metadata, "attn_q"),
-        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
-    }
+    return {**_cohere(metadata), "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight")}
 
 
 def cohere2(metadata: Metadata, config: Config) -> Config:
     """Three layers in four have the window, which no key says."""
+    return {**_cohere(metadata), **windows(metadata, config, 4, 4096)}
+
+
+def _cohere(metadata: Metadata) -> Config:
     return {
         "layer_norm_eps": metadata.need("attention.layer_norm_epsilon"),
         "logit_scale": metadata.need("logit_scale"),
-        "attention_bias": has_bias(metadata, "attn_q"),
-        **windows(metadata, config, 4, 4096),
+        "attention_bias": attention_bias(metadata),
     }
 
 
@@ -135,4 +143,4 @@ def seed_oss(metadata: Metadata, config: Config) -> Config:
 
 
 def ernie4_5(metadata: Metadata, config: Config) -> Config:
-    return {**rms(metadata), "use_bias": has_bias(metadata, "attn_q")}
+    return {**rms(metadata), "use_bias": attention_bias(metadata)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qoff.errors import FormatError
 
-from .gguf_fields import Config, has_bias, rms, scales, windows
+from .gguf_fields import Config, attention_bias, rms, scales, windows
 from .gguf_metadata import Metadata
 
 _INNER = "expert_feed_forward_length"
@@ -32,28 +32,22 @@ def granite_moe(metadata: Metadata, config: Config) -> Config:
         **rms(metadata),
         **_experts(metadata, "num_local_experts"),
         **scales(metadata, config),
-        "attention_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+        "attention_bias": attention_bias(metadata),
     }
 
 
 def glm4_moe(metadata: Metadata, config: Config) -> Config:
     return {
-        **_deepseek(metadata, config),
-        "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
+        **_deepseek(metadata),
         "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
     }
 
 
 def dots1(metadata: Metadata, config: Config) -> Config:
-    return {
-        **_deepseek(metadata, config),
-        "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
-        "sliding_window": None,
-    }
+    return {**_deepseek(metadata), "sliding_window": None}
 
 
 def minimax_m2(metadata: Metadata, config: Config) -> Config:
-    metadata.only("expert_weights_scale", 0.0, 1.0)
     return {
         **rms(metadata),
         **_experts(metadata, "num_local_experts", _SIGMOID),
@@ -72,17 +66,17 @@ def ernie4_5_moe(metadata: Metadata, config: Config) -> Config:
         "moe_num_shared_experts": _shared(metadata),
         "moe_layer_interval": metadata.get("interleave_moe_layer_step", 1),
         "moe_layer_start_index": metadata.get("leading_dense_block_count", 0),
-        "use_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+        "use_bias": attention_bias(metadata),
     }
 
 
-def _deepseek(metadata: Metadata, config: Config) -> Config:
+def _deepseek(metadata: Metadata) -> Config:
     """What the keys say of experts that are chosen as DeepSeek V3 does, in one group."""
-    found = _experts(metadata, "n_routed_experts", _SIGMOID)
     return {
         **rms(metadata),
-        **found,
-        "attention_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+        **_experts(metadata, "n_routed_experts", _SIGMOID, scaled=True),
+        "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
+        "attention_bias": attention_bias(metadata),
         "moe_intermediate_size": metadata.need(_INNER),
         "n_shared_experts": _shared(metadata),
         "norm_topk_prob": metadata.get("expert_weights_norm", False),
@@ -96,23 +90,25 @@ def _shared(metadata: Metadata) -> int:
     """How many experts all tokens have: they are one MLP of so many times their inner size."""
     names = (name for name in sorted(metadata.tensors) if name.endswith(".ffn_up_shexp.weight"))
     first = next(names, None)
-    rows = 0 if first is None else metadata.shape(first)[0]
-    if rows % metadata.need(_INNER):
+    rows, inner = 0 if first is None else metadata.shape(first)[0], int(metadata.need(_INNER))
+    if rows % inner:
         raise FormatError(
             f"{metadata.path}: tensor {first} has {rows} rows; expected a multiple of "
-            f"{metadata.architecture}.{_INNER}, which is {metadata.need(_INNER)}"
+            f"{metadata.architecture}.{_INNER}, which is {inner}"
         )
-    return int(rows // metadata.need(_INNER))
+    return rows // inner
 
 
-def _experts(metadata: Metadata, count: str, gating: tuple[int, ...] = _SOFTMAX) -> Config:
+def _experts(
+    metadata: Metadata, count: str, gating: tuple[int, ...] = _SOFTMAX, scaled: bool = False
+) -> Config:
     """How many experts there are and how many of them compute; count: the name in the config.
 
     gating: what llama.cpp calls what becomes of the router's scores, and 0 where a file says
-    nothing.
+    nothing. scaled: weights may have a factor.
     """
     metadata.only("expert_gating_func", *gating)
-    if gating == _SOFTMAX:
+    if not scaled:
         metadata.only("expert_weights_scale", 0.0, 1.0)
     experts, used = metadata.need("expert_count"), metadata.need("expert_used_count")
     if not 1 <= used <= experts:
@@ -130,7 +126,7 @@ def _qwen_moe(metadata: Metadata, config: Config, normalized: bool) -> Config:
     return {
         **rms(metadata),
         **experts,
-        "moe_intermediate_size": metadata.get("expert_feed_forward_length", each),
+        "moe_intermediate_size": metadata.get(_INNER, each),
         "norm_topk_prob": metadata.get("expert_weights_norm", normalized),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in layers if not metadata.has(f"blk.{i}.ffn_gate_inp.weight")],
@@ -142,13 +138,13 @@ def qwen2_moe(metadata: Metadata, config: Config) -> Config:
     return {
         **_qwen_moe(metadata, config, normalized=False),
         "shared_expert_intermediate_size": shared,
-        "qkv_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+        "qkv_bias": attention_bias(metadata),
     }
 
 
 def qwen3_moe(metadata: Metadata, config: Config) -> Config:
-    bias = has_bias(metadata, "attn_q", "attn_qkv")
-    return {**_qwen_moe(metadata, config, normalized=True), "attention_bias": bias}
+    found = _qwen_moe(metadata, config, normalized=True)
+    return {**found, "attention_bias": attention_bias(metadata)}
 
 
 def gpt_oss(metadata: Metadata, config: Config) -> Config:
@@ -159,7 +155,7 @@ def gpt_oss(metadata: Metadata, config: Config) -> Config:
         **rms(metadata),
         **_experts(metadata, "num_local_experts"),
         **windows(metadata, config, 2, 128),
-        "intermediate_size": metadata.need("expert_feed_forward_length"),
-        "attention_bias": has_bias(metadata, "attn_q", "attn_qkv"),
+        "intermediate_size": metadata.need(_INNER),
+        "attention_bias": attention_bias(metadata),
         "rope_parameters": rope | yarn,
     }

@@ -38,15 +38,20 @@ def common(metadata: Metadata, partial: bool) -> Config:
 def dense(metadata: Metadata) -> Config:
     """RMSNorm, no experts; biases of attention where there are some."""
     metadata.only("expert_count", 0)
-    return {**rms(metadata), "attention_bias": has_bias(metadata, "attn_q", "attn_qkv")}
+    return {**rms(metadata), "attention_bias": attention_bias(metadata)}
 
 
 def rms(metadata: Metadata) -> Config:
     return {"rms_norm_eps": metadata.need("attention.layer_norm_rms_epsilon")}
 
 
-def has_bias(metadata: Metadata, *modules: str) -> bool:
-    return any(metadata.has(f"blk.0.{module}.bias") for module in modules)
+def attention_bias(metadata: Metadata) -> bool:
+    """Whether queries, keys and values have biases, fused or not."""
+    return has_bias(metadata, "attn_q") or has_bias(metadata, "attn_qkv")
+
+
+def has_bias(metadata: Metadata, module: str) -> bool:
+    return metadata.has(f"blk.0.{module}.bias")
 
 
 def windows(metadata: Metadata, config: Config, period: int, default: int) -> Config:

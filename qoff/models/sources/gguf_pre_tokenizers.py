@@ -51,7 +51,7 @@ def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _words(numbers: str, rest: str = _REST) -> str:
-    """The expression that Llama 3 and Qwen2 share but for numbers."""
+    """The expression that Llama 3, Qwen2 and others share but for these."""
     return "|".join((_CONTRACTIONS, _WORDS, numbers, rest))
 
 
@@ -82,9 +82,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
         "tekken": Kind(_split(_cased(r"\p{N}")), ignore_merges=True, add_bos=True),
         **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _V3),
-        "seed-coder": Kind(
-            _split(_words(r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES)),
-        ),
+        "seed-coder": Kind(_split(_words(r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES))),
         "deepseek-coder": Kind(_split("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
         "falcon": Kind(
             pre_tokenizers.Sequence(
