@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile, tensors_of
@@ -83,26 +83,21 @@ class Layouts:
             found |= self._streamed(unit, plan)
         return found
 
-    def _first_alike(self, unit: WholeUnit) -> WholeUnit:
+    def _like(self, unit: WholeUnit) -> WholeUnit:
         """The first layer that lies as this one does; the head is like none."""
         return self._alike[unit] if isinstance(unit, int) else unit
 
     def _named(self, unit: WholeUnit, plan: UnitPlan) -> Iterator[str]:
         """What a unit keeps for which the plan is one of a layer alike."""
-        like = self._first_alike(unit)
-        for name in plan.kept:
-            local = name.removeprefix(f"model.layers.{like}.")
-            yield name if local == name or like == unit else f"model.layers.{unit}.{local}"
+        for name, local in local_names(self._like(unit), plan.kept).items():
+            yield name if local == name else f"model.layers.{unit}.{local}"
 
     def _streamed(self, unit: WholeUnit, plan: UnitPlan) -> dict[Unit, int]:
         """Bytes in a slot of what streams of a unit for which the plan is one of a layer alike."""
-        like = self._first_alike(unit)
-        found = self._bytes(like, plan)
-        if like == unit:
-            return found
+        found = self._bytes(self._like(unit), plan)
         return {
-            Tile(unit, part.name, part.first_row, part.rows) if isinstance(part, Tile) else unit: n
-            for part, n in found.items()
+            replace(part, unit=unit) if isinstance(part, Tile) else unit: nbytes
+            for part, nbytes in found.items()
         }
 
     def _pieces(self, one_by_one: bool) -> list[tuple[tuple[str, ...], ...]]:

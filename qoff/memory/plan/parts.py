@@ -9,7 +9,7 @@ from typing import Self
 from qoff.checkpoint import QuantEntry, WeightFile
 
 from .image import Image, make_image
-from .tiles import read_bytes, slot_bytes, split_rows, tile_bytes
+from .tiles import bytes_of_tile, read_bytes, slot_bytes, split_rows
 from .units import Tile, Unit, WholeUnit, expert_number, is_expert, tiled_name, unit_weights
 
 
@@ -29,12 +29,12 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Total:
-    """Bytes of the device that all units take together, with one slot; layers: are in tiles."""
+    """Bytes of the device that all units take together, with one slot."""
 
     resident: int
     slot: int
     staging: int
-    layers: bool
+    layers_tiled: bool
 
     @classmethod
     def of(cls, units: Sequence[UnitPlan]) -> Self:
@@ -103,7 +103,7 @@ def streamed_bytes(
         assert isinstance(entry, QuantEntry)
         for first in range(0, entry.shape[0], rows):
             tile = Tile(unit, label, first, min(rows, entry.shape[0] - first))
-            found[tile] = tile_bytes(file, entry, tile, packing)
+            found[tile] = bytes_of_tile(file, entry, tile, packing)
     return found
 
 

@@ -220,7 +220,7 @@ class _Search:
 
     def _workspace_beside(self, choice: Choice) -> int:
         """Bytes left free beside the units."""
-        tiled = self._expert_slots or self._layouts.total(choice).layers
+        tiled = self._expert_slots or self._layouts.total(choice).layers_tiled
         return self._tiled_workspace if tiled else self._workspace
 
     def best(self, device_memory: int) -> Choice | None:

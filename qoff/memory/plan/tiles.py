@@ -67,7 +67,7 @@ def tile_image(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) ->
     return finish_image(file, (span, *strips), {tile.name: raw}, packing)
 
 
-def tile_bytes(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) -> int:
+def bytes_of_tile(file: WeightFile, entry: QuantEntry, tile: Tile, packing: str) -> int:
     """What `tile_image(...).nbytes` is, without the reads: a strip for each group of columns."""
     if not _in_strips(entry, tile):
         return tile_image(file, entry, tile, packing).nbytes
