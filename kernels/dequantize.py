@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .layout.packing import ROW_BLOCK
 from .layout.qtensor import QTensor
+from .operands import FLOATS
 
 _PIECE = 1 << 22  # weights that are dequantized at a time
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def dequantize(weight: QTensor, dtype: torch.dtype) -> Tensor:
@@ -23,7 +23,7 @@ def dequantize(weight: QTensor, dtype: torch.dtype) -> Tensor:
             n, k = weight.shape
             out = torch.empty(-(-n // ROW_BLOCK) * ROW_BLOCK, k, dtype=dtype)
             return kernel.dequantize(weight, out)
-    elif weight.device.type == "cuda" and weight.packing == "split32" and dtype in _HALVES:
+    elif weight.device.type == "cuda" and weight.packing == "split32" and dtype in FLOATS:
         from .triton.linear.dequantize import dequantize as launch
 
         if weight.bits != 6:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.operands import FLOATS
 from qoff.kernels.ops import ops_for
 from qoff.kernels.reference.experts import activate
 from qoff.kernels.reference.experts import experts as dense_experts
@@ -20,7 +21,6 @@ from .linear import packed_linear
 from .module import CodesModule, packing_for, qtensor_of
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of transformers' experts modules
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def packed_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:
@@ -80,7 +80,7 @@ def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp)
         return torch.zeros_like(x)
     on_cpu = x.device.type == "cpu"
     taken = x.detach().float() if on_cpu else x.detach()
-    if on_cpu or x.dtype in _HALVES:
+    if on_cpu or x.dtype in FLOATS:
         compute: Callable[..., Tensor] = ops_for(x.device).experts
     else:
         compute = dense_experts  # no kernel takes this dtype

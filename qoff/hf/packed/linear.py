@@ -11,11 +11,10 @@ from torch.autograd.function import once_differentiable
 from qoff.errors import OpError
 from qoff.kernels.dequantize import pieces, times_matrix
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.operands import FLOATS
 from qoff.kernels.ops import ops_for
 
 from .module import PackedModule
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def packed_linear(x: Tensor, packed: QTensor, bias: Tensor | None = None) -> Tensor:
@@ -60,7 +59,7 @@ def _forward(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
     if not len(x):
         return x.new_empty(0, packed.shape[0])
     on_cpu = x.device.type == "cpu"
-    if not on_cpu and x.dtype not in _HALVES:  # no kernel takes this dtype
+    if not on_cpu and x.dtype not in FLOATS:  # no kernel takes this dtype
         y = torch.cat([x @ dense.T for _, dense in pieces(packed, x.dtype)], dim=1)
         return y if bias is None else y + bias.to(y.dtype)
     taken = x.float() if on_cpu else x
