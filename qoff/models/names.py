@@ -254,7 +254,7 @@ class _Layer:
         yield from bias
         if experts.correction:
             source, count = self._source(CORRECTION, ""), experts.count
-            flat = count if self._names.correction_of_groups else None
+            flat = count if self._names.correction_in_row else None
             yield Weight(CORRECTION, (Part(source, count, flat=flat),))
         if self._names.stacked_experts:
             yield from self._stacked(experts)

@@ -181,7 +181,7 @@ FAMILIES = {
                 "mlp.router.correction": "mlp.moe_statics.e_score_correction_bias",
             },
             rope_pairs=True,
-            correction_of_groups=True,
+            correction_in_row=True,
         ),
     ),
 }

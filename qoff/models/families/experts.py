@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from qoff.models.spec_parts import ExpertsSpec, unsupported
@@ -57,9 +56,8 @@ def _olmoe(config: Any) -> Fields:
     """Norms of all queries and of all keys; experts in every layer."""
     if config.clip_qkv is not None:
         raise unsupported("clip_qkv", config.clip_qkv, "null")
-    experts = replace(
-        _everywhere(config, activation=activation(config.hidden_act)),
-        normalized=config.norm_topk_prob,
+    experts = _everywhere(
+        config, normalized=config.norm_topk_prob, activation=activation(config.hidden_act)
     )
     return {**biases(config.attention_bias), "qk_norm": "all", "experts": experts}
 
@@ -73,7 +71,7 @@ def _granite_moe(config: Any) -> Fields:
         scale=float(config.residual_multiplier),
         activation=activation(config.hidden_act),
     )
-    return {**granite(config), **biases(config.attention_bias), "experts": experts}
+    return {**granite(config), "experts": experts}
 
 
 def _gpt_oss(config: Any) -> Fields:

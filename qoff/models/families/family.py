@@ -38,7 +38,7 @@ class TensorNames:
     stacked_experts: one tensor has all experts. "columns": [experts, columns, rows], its rows of
     gate and up in turn; "rows": [experts, rows, columns], gate and up apart; "halves": the same,
     gate above up. rope_pairs: neighbouring channels of queries and keys turn together.
-    correction_of_groups: the correction of a router is stored as [1, experts].
+    correction_in_row: the correction of a router is stored as [1, experts].
     norm_offset: what norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix
     that it is multiplied by from the right, and whether that is stored transposed.
     """
@@ -54,7 +54,7 @@ class TensorNames:
     fused_gate_up: bool = False
     stacked_experts: Literal["", "columns", "rows", "halves"] = ""
     rope_pairs: bool = False
-    correction_of_groups: bool = False
+    correction_in_row: bool = False
     norm_offset: float = 0.0
     times: Mapping[str, tuple[str, bool]] = field(default_factory=lambda: MappingProxyType({}))
 
