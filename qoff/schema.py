@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,13 @@ def read_object(path: Path, advice: str = "get it again") -> dict[str, Any]:
         raise FormatError(f"{path}: cannot be read ({error.strerror}); {advice}") from error
     except ValueError as error:
         raise FormatError(f"{path}: is not a JSON object ({error}); {advice}") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file for `read_object`, which finds the old one or a whole one, whoever writes it."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(path)
 
 
 def load_object(text: bytes | str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 import time
@@ -31,6 +30,7 @@ from qoff.memory.arena import map_pages
 from qoff.memory.io.spill import SpillFile
 from qoff.plan.machine import fingerprint, profile_file, usable_memory
 from qoff.plan.profile import Curve, Link, MachineProfile, Processor
+from qoff.schema import replace_text
 
 from .machine import machine
 
@@ -86,9 +86,7 @@ def keep(profile: MachineProfile) -> Path:
     """Write a profile to where `kept_profile` finds it; returns the file."""
     path = profile_file(profile.fingerprint)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(f".{os.getpid()}")
-    new.write_text(profile.text())
-    new.replace(path)
+    replace_text(path, profile.text())
     return path
 
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -36,12 +36,12 @@ from qoff.eval.perplexity.models import PIECE_TOKENS, model_stamps, open_runtime
 from qoff.eval.perplexity.subjects import Batch, read_together
 from qoff.eval.texts import CALIBRATION_TEXT, digest, encode, read_text
 from qoff.hf.load import find_checkpoint, load_tokenizer
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kvcache import KVQuant
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
-from qoff.schema import read_object
+from qoff.schema import read_object, replace_text
 
 from .mixing import choose
 
@@ -54,6 +54,7 @@ _TOKENS = 512  # of a text, whose second half is scored
 _GROUPS = 16  # of neighbouring layers, at most
 _TOGETHER = 8  # caches that go through a layer together
 _VERSION = 1
+_REFERENCE = KVQuant(MOST, MOST, window=0)
 _Losses = tuple[Mapping[int, float], ...]  # of each layer, nats a token by bits
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,8 @@ class KVSensitivity:
 
     def write(self, checkpoint: Path) -> None:
         """Keep it with a checkpoint; where its folder cannot be written, say so."""
-        partial = checkpoint / f".{FILE}.partial"
         try:
-            partial.write_text(json.dumps(asdict(self)))
-            partial.replace(checkpoint / FILE)
+            replace_text(checkpoint / FILE, json.dumps(asdict(self)))
         except OSError as error:
             logger.warning("what bits of the KV cache cost is measured again next time: %s", error)
 
@@ -153,7 +152,7 @@ def _measured(
 ) -> KVSensitivity:
     text = _text(checkpoint, options["trust_remote_code"])
     for together in (_TOGETHER, 1):
-        fixed = {"kv": KVQuant(MOST, MOST, window=0), "length": len(text)}
+        fixed = {"kv": _REFERENCE, "length": len(text)}
         try:
             opened = open_runtime(checkpoint, **{**options, **fixed, "batch_size": 1 + together})
         except BudgetError as error:
@@ -192,8 +191,9 @@ def measured(
     shapes = [(shape.head_dim, shape.kv_heads) for shape in packed]
     count, layers = min(_GROUPS, len(shapes)), len(shapes)
     groups = [range(i * layers // count, (i + 1) * layers // count) for i in range(count)]
-    wanted = [_all(place, bits) for place in (0, 1) for bits in _BETWEEN]
-    wanted += [_only(group, place) for place in (0, 1) for group in groups]
+    wanted = [KVQuant(*_pair(place, bits), window=0) for place in (0, 1) for bits in _BETWEEN]
+    for pair in (_pair(0, _FEWEST), _pair(1, _FEWEST)):
+        wanted += [replace(_REFERENCE, layers=dict.fromkeys(group, pair)) for group in groups]
     losses: list[float] = []
     for begin in range(0, len(wanted), together):
         losses += _losses(runtime, text, wanted[begin : begin + together])
@@ -220,14 +220,15 @@ def measured(
 def chosen(found: KVSensitivity, bits: float) -> KVQuant:
     """The bits of least loss for a size. Raises ArgumentError where 2 bits for all are too many."""
     _check_bits(bits)
-    losses, sizes, values = [], [], 0
+    options, losses, sizes, values = [], [], [], 0
     for (head_dim, kv_heads), *both in zip(found.shapes, found.keys, found.values, strict=True):
         values += 2 * kv_heads * head_dim * BLOCK_TOKENS
         for place, by_bits in enumerate(both):
+            forms = [KVFormat(head_dim, *_pair(place, bits)) for bits in by_bits]
+            parts = [(form.v_codes, form.nbytes - form.v_codes)[place] for form in forms]
+            options.append(list(by_bits))
             losses.append(list(by_bits.values()))
-            forms = [_all(place, b).form(head_dim, 0) for b in by_bits]
-            parts = [form and (form.v_codes, form.nbytes - form.v_codes)[place] for form in forms]
-            sizes.append([kv_heads * float(part or 0) for part in parts])
+            sizes.append([kv_heads * part for part in parts])
     picked = choose(losses, sizes, bits * values / 8)
     if picked is None:
         least = 8 * sum(map(min, sizes)) / values
@@ -235,9 +236,6 @@ def chosen(found: KVSensitivity, bits: float) -> KVQuant:
             f"{bits:g} bits a value of the KV cache are too few; {_FEWEST} bits for all take "
             f"{least:.3g}, scales and minima included"
         )
-    options = [
-        list(by_bits) for both in zip(found.keys, found.values, strict=True) for by_bits in both
-    ]
     each = [option[i] for option, i in zip(options, picked, strict=True)]
     pairs = list(zip(each[::2], each[1::2], strict=True))
     ((usual, _),) = Counter(pairs).most_common(1)
@@ -246,7 +244,7 @@ def chosen(found: KVSensitivity, bits: float) -> KVQuant:
 
 def _losses(runtime: Runtime, text: Tensor, some: Sequence[KVQuant]) -> list[float]:
     """The mean divergence from a cache of 8 bits, nats a token, of each cache."""
-    forms, place = [KVQuant(MOST, MOST, window=0), *some], len(text) // 2
+    forms, place = [_REFERENCE, *some], len(text) // 2
     caches = [runtime.decoder.new_cache(1, len(text), form) for form in forms]
     batches = [Batch([text[:-1]], [place], cache) for cache in caches]
     truth, totals, count = torch.empty(0), [0.0] * len(forms), 0
@@ -272,13 +270,9 @@ def _check_bits(bits: float) -> None:
         )
 
 
-def _only(layers: Sequence[int], place: int) -> KVQuant:
-    pair = (_FEWEST, MOST) if place == 0 else (MOST, _FEWEST)
-    return KVQuant(MOST, MOST, window=0, layers=dict.fromkeys(layers, pair))
-
-
-def _all(place: int, bits: int) -> KVQuant:
-    return KVQuant(*((bits, MOST) if place == 0 else (MOST, bits)), window=0)
+def _pair(place: int, bits: int) -> tuple[int, int]:
+    """Bits of K and V where one of them, K for place 0, has fewer."""
+    return (bits, MOST) if place == 0 else (MOST, bits)
 
 
 def _by_bits(loss: float, total: float, whole: Mapping[int, float]) -> dict[int, float]:

@@ -30,6 +30,7 @@ from qoff.models.convert.convert import convert
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
+from qoff.schema import replace_text
 
 from .cells import CellResult
 from .grid import Cell
@@ -98,9 +99,7 @@ class Sweep:
         if weights is not None and not converted.exists():
             convert(self._source, converted, quant=weights, for_cpu=True, calibration=ids)
         result = self._compute(cell, self._source if weights is None else converted)
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(result)))
-        partial.replace(file)
+        replace_text(file, json.dumps(asdict(result)))
         return result
 
     def _compute(self, cell: Cell, checkpoint: Path) -> CellResult:
