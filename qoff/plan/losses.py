@@ -102,9 +102,10 @@ def _form(cell: Mapping[str, Any]) -> Form | None:
         return None
     k_bits, v_bits, window = map(int, cache.groups())
     kv = KVQuant(k_bits, v_bits, window)
-    if cell["weights"] == _AS_THEY_ARE:
+    name = cell.get("weights", "")
+    if name == _AS_THEY_ARE:
         return Form(None, kv, float(loss))
-    weights = _WEIGHTS_NAME.fullmatch(cell["weights"])
+    weights = _WEIGHTS_NAME.fullmatch(name)
     if weights is None:
         return None
     bits, group, solver = weights.groups()
