@@ -74,6 +74,18 @@ def either(*kinds: Kind) -> Kind:
     )
 
 
+def object_of(fields: Fields) -> Kind:
+    """An object of these fields and no others."""
+    return Kind(
+        f"an object of {', '.join(fields)}",
+        lambda value: (
+            isinstance(value, dict)
+            and value.keys() == fields.keys()
+            and first_wrong(value, fields) is None
+        ),
+    )
+
+
 TOKEN_IDS = nothing_or(either(whole(-1), list_of(whole(-1))))
 SPECIAL_TOKENS: Fields = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), TOKEN_IDS)
 

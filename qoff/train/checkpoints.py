@@ -16,14 +16,18 @@ from typing import Any
 import torch
 
 from qoff.checkpoint.staging import sync_directory
-from qoff.errors import (
-    ArgumentError,
-    DiskReadError,
-    DiskWriteError,
-    FormatError,
-    io_errors,
+from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, io_errors
+from qoff.schema import (
+    TEXT,
+    Fields,
+    Kind,
+    check,
+    nothing_or,
+    number,
+    object_of,
+    read_object,
+    whole,
 )
-from qoff.schema import TEXT, Fields, Kind, check, read_object, whole
 
 from .homes import Home, Homes
 from .layout import FlatUnit
@@ -32,6 +36,7 @@ from .optimizers import Optimizer
 
 _HEADER, _VERSION = "run.json", 1
 _STATES = re.compile(r"step-[0-9]+-[0-9a-f]{8}\.state")
+_LOSS_SCALE: Fields = {"value": number(1, 2.0**1000, "a number from 1"), "good": whole(0)}
 _FIELDS: Fields = {
     "version": whole(1, 1, f"{_VERSION}, which this qoff reads"),
     "states": Kind(
@@ -40,6 +45,7 @@ _FIELDS: Fields = {
     ),
     "steps": whole(0),
     "random": TEXT,
+    "loss_scale": nothing_or(object_of(_LOSS_SCALE)),
     "run": Kind("an object", lambda x: isinstance(x, dict)),
 }
 
