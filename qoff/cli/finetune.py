@@ -120,9 +120,8 @@ def finetune(
         hold_out,
         optimizer,
     )
-    stepping = work.OPTIMIZERS[optimizer](
-        recipe.rate
-    )  # before the model is loaded, which takes long
+    # Before the model is loaded, which takes long.
+    stepping = work.OPTIMIZERS[optimizer](recipe.rate)
     training = offload(
         work.loaded(path, recipe, dtype),
         stepping,

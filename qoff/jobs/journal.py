@@ -19,13 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qoff.checkpoint.staging import sync_directory
-from qoff.errors import (
-    ArgumentError,
-    DiskReadError,
-    DiskWriteError,
-    FormatError,
-    io_errors,
-)
+from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, io_errors
 from qoff.schema import read_object, shown
 
 from .lines import Bits

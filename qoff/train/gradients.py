@@ -33,7 +33,7 @@ class Gradients:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for buffer in buffers:
             self._free.put(buffer)
-        self._sums: dict[nn.Parameter, Tensor] = {}  # of bfloat16 parameters, that are bound
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of narrow parameters that are bound
         self._writes: dict[int, Future[None]] = {}
         self._squares: list[float] = []
         self._taken: dict[int, Tensor] = {}
