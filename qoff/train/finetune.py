@@ -24,8 +24,6 @@ from .schedules import Schedule
 from .training import Training
 
 _CHECKPOINT, _LOG = "checkpoint", "log.csv"
-
-
 OPTIMIZERS: Mapping[str, Callable[[Schedule], Optimizer]] = MappingProxyType(
     {
         "adamw": lambda rate: AdamW(lr=rate),
@@ -239,6 +237,7 @@ class Run:
     def _resume(self) -> None:
         found = self._training.resume(self.checkpoint)
         theirs = found if isinstance(found, dict) else {}
+        theirs = {"optimizer": "adamw", **theirs}  # of a run that named none
         for name, value in self._same.items():
             if theirs.get(name) != value:
                 raise ArgumentError(

@@ -79,6 +79,10 @@ def test_all_weights_learn_and_load_in_transformers(
     theirs = dict(before.named_parameters())
     assert all(not torch.equal(p, theirs[name]) for name, p in trained.named_parameters())
     assert all(p.isfinite().all() for p in trained.parameters())
+    header = out / "checkpoint" / "run.json"
+    begun = json.loads(header.read_text())
+    del begun["position"]["optimizer"]  # as of a version that had but one
+    header.write_text(json.dumps(begun))
     again = succeed(model, data, *options)  # nothing is left to do, wherever it lies
     assert "goes on after step 8" in again.output
 
