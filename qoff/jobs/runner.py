@@ -33,7 +33,7 @@ from .requests import Bad, Reader, Request
 _LOOK_S = 0.25  # between looks for room that others have left
 _HELD_S = 1.0  # answers wait so long for others of their block
 _ALIKE = 3  # requests in a row that fail alone in the same way: it is not their fault
-_OF_MACHINE = (DiskReadError, DiskWriteError, FormatError)  # and of no request
+OF_MACHINE = (DiskReadError, DiskWriteError, FormatError)  # errors that are of no request
 
 
 class Sink(Protocol):
@@ -246,7 +246,7 @@ class Runner:
         """A round has failed: what is at fault is the machine, or one of those that were in it."""
         if self._stopped:
             return
-        if isinstance(error, _OF_MACHINE) or not isinstance(error, Exception):
+        if isinstance(error, OF_MACHINE) or not isinstance(error, Exception):
             raise error
         if one.again_alone:
             self._alike = self._alike + 1 if type(error) is self._broken else 1

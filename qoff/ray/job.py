@@ -73,17 +73,17 @@ def run(
 
     Raises what `FileJob.run` does, and QoffError for what ends the workers.
     """
-    counts, sink = Counts(), job.sink
+    counts, sink, reading = Counts(), job.sink, job.reading
     counts.skipped = sink.completed + sink.failed
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # a row is a task of Ray, and they go out one by one
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    source = LineSource(job.requests, job.reading, sink.done, min(config.batch_size, BLOCK))
+    source = LineSource(job.requests, reading, sink.done, min(config.batch_size, BLOCK))
     lines = ray.data.read_datasource(
         source, num_cpus=0, override_num_blocks=1, ray_remote_args={"scheduling_strategy": here}
     )
-    more = {"reading": job.reading}
+    more = {"reading": reading}
     kind = worker or LineWorker
     found = answered(lines, kind, config, opening, batch_size=1, more=more, spare=0.0)
     with _in_a_line():

@@ -55,7 +55,7 @@ class Ledger:
         self._deaths = 0  # in a row
         self._fault = "no machine could say why; see Ray's logs"
 
-    def open(self, key: Key, numbers: Sequence[int]) -> Block:
+    def open(self, key: Key) -> Block:
         """What is known of a block: nothing of a new one."""
         known = self._blocks.get(key)
         if known is not None:
@@ -63,8 +63,8 @@ class Ledger:
             if self._deaths > self._most_deaths:
                 raise RuntimeError(f"{self._deaths} workers died one after another: {self._fault}")
             return known
-        self._blocks[key] = Block()
-        return Block()
+        self._blocks[key] = found = Block()
+        return found
 
     def begin(self, key: Key, numbers: Sequence[int]) -> None:
         """Requests of a block are begun."""

@@ -141,7 +141,7 @@ def answered(
     *,
     batch_size: int,
     more: Mapping[str, Any],
-    spare: float = 1.0,
+    spare: float,
 ) -> Dataset:
     """A dataset whose batches went through workers.
 

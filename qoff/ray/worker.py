@@ -17,17 +17,16 @@ import ray
 from qoff.budgets import resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM
-from qoff.errors import DiskReadError, DiskWriteError, FormatError, QoffError
+from qoff.errors import QoffError
 from qoff.hf.load import find_checkpoint
 from qoff.jobs.file import adapters_say, fingerprint
 from qoff.jobs.lines import Bits, Line
 from qoff.jobs.requests import Bad, Reader
-from qoff.jobs.runner import Runner
+from qoff.jobs.runner import OF_MACHINE, Runner
 from qoff.plan.default import default_plan
 
 from .ledger import MOST, Answers, groups
 
-_OF_MACHINE = (DiskReadError, DiskWriteError, FormatError)
 _BOUNDS = ("plan", "device_memory", "host_memory", "max_memory")
 
 
@@ -62,7 +61,7 @@ class Worker:
         """The answers to a block. A request that ends this process again and again is an error."""
         key = self._key()
         by_number = {line.number: line for line in lines}
-        known = ray.get(self._ledger.open.remote(key, [*by_number]))
+        known = ray.get(self._ledger.open.remote(key))
         found, left = known.kept, by_number.keys() - set(known.kept.numbers)
         for group in groups(sorted(left), known.begun):
             times, reader = known.begun[group[0]], new_reader()
@@ -95,7 +94,7 @@ class Worker:
             self.llm.work(runner.ended.is_set)
         finally:
             runner.stop()
-        if isinstance(runner.error, _OF_MACHINE):
+        if isinstance(runner.error, OF_MACHINE):
             # Another machine, or this one later, is to answer; Ray starts the worker again.
             text = f"{ray.util.get_node_ip_address()}: {runner.error}"
             ray.get(self._ledger.fault.remote(key, [line.number for line in lines], text))

@@ -256,15 +256,15 @@ def test_what_may_end_its_process_has_it_alone() -> None:
 
 def test_a_ledger_ends_a_run_whose_machines_are_at_fault() -> None:
     ledger, key = Ledger(workers=1), ("task", 0)
-    assert ledger.open(key, [0, 1]).begun == {}
+    assert ledger.open(key).begun == {}
     ledger.begin(key, [0, 1])
     ledger.fault(key, [0, 1], "the disk is broken")
-    assert set(ledger.open(key, [0, 1]).begun.values()) == {0}
+    assert set(ledger.open(key).begun.values()) == {0}
     ledger.keep(key, Answers([0], [b"x"]))
-    assert ledger.open(key, [0, 1]).kept.numbers == [0]
+    assert ledger.open(key).kept.numbers == [0]
     for _ in range(5):
-        ledger.open(key, [1])
+        ledger.open(key)
     with pytest.raises(RuntimeError, match="died one after another: the disk is broken"):
-        ledger.open(key, [1])
+        ledger.open(key)
     ledger.close(key)
-    assert ledger.open(key, [0, 1]).kept.numbers == []
+    assert ledger.open(key).kept.numbers == []
