@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         eta = add_case(result, shape, form, reading, args.quick)
         if shape.group <= 4 and shape.context >= 16384:
             result.bars.append(Bar(f"eta, {shape.name}", 0.7, eta))
-    if form == KVFormat(form.head_dim):
+    if (kv.k_bits, kv.v_bits) == (4, 4):
         add_instructions(result, shapes)
     result.publish(args.out)
 
