@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,22 +93,8 @@ class Stubborn(Instant):
 
 @pytest.mark.parametrize("of_machine", [False, True])
 def test_a_request_that_breaks_rounds_harms_no_other(of_machine: bool, tmp_path: Path) -> None:
-    (tmp_path / "in").write_text("one\ntwo\npoison\nthree\nfour\n")
     error = DiskReadError("the disk is broken") if of_machine else RuntimeError("a broken round")
-    llm: Any = Stubborn(error)
-    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
-    with (tmp_path / "in").open("rb") as file:
-        runner = Runner(
-            llm,
-            read_lines(file),
-            PromptReader(PARAMS, False, journal.job),
-            journal,
-            lambda n: 3 - n,
-        )
-        runner.start()
-        while not runner.ended.wait(0.002):
-            llm.round()
-    journal.close()
+    runner = ran(tmp_path, Stubborn(error), "one\ntwo\npoison\nthree\nfour\n")
     if of_machine:
         assert isinstance(runner.error, DiskReadError)
     else:
@@ -116,20 +104,32 @@ def test_a_request_that_breaks_rounds_harms_no_other(of_machine: bool, tmp_path:
         assert (wrong["index"], wrong["error"]) == (2, "a broken round")
 
 
-def ran(tmp_path: Path, llm: Any, prompts: str, room: int = 3, **more: Any) -> Runner:
-    """A runner that has ended. llm: has rounds, if it needs them."""
+@contextmanager
+def opened(
+    tmp_path: Path,
+    llm: Any,
+    prompts: str,
+    room: Callable[[int], int],
+    params: SamplingParams = PARAMS,
+    **more: Any,
+) -> Iterator[Runner]:
+    """A runner that has not begun."""
     (tmp_path / "in").write_text(prompts)
     journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
-    with (tmp_path / "in").open("rb") as file:
-        reader = PromptReader(more.pop("params", PARAMS), False, journal.job)
-        runner = Runner(llm, read_lines(file), reader, journal, lambda n: room - n, **more)
+    with closing(journal), (tmp_path / "in").open("rb") as file:
+        reader = PromptReader(params, False, journal.job)
+        yield Runner(llm, read_lines(file), reader, journal, room, **more)
+
+
+def ran(tmp_path: Path, llm: Any, prompts: str) -> Runner:
+    """A runner that has ended. llm: has rounds, if it needs them."""
+    with opened(tmp_path, llm, prompts, lambda n: 3 - n) as runner:
         runner.start()
         end = time.monotonic() + 20
         while not runner.ended.wait(0.002) and time.monotonic() < end:
             if isinstance(llm, Stubborn):
                 llm.round()
         runner.stop()
-    journal.close()
     return runner
 
 
@@ -154,35 +154,21 @@ def test_a_job_ends_where_all_requests_break_their_rounds(tmp_path: Path) -> Non
 
 def test_a_request_waits_until_there_is_room_for_all_its_answers(tmp_path: Path) -> None:
     """It is not submitted for places that clients need, only to be withdrawn at once."""
-    (tmp_path / "in").write_text("one\n")
-    llm: Any = Stubborn(RuntimeError())
-    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
-    params = SamplingParams(n=3)
-    with (tmp_path / "in").open("rb") as file:
-        reader = PromptReader(params, False, journal.job)
-        runner = Runner(llm, read_lines(file), reader, journal, lambda n: 1 - n, most=4)
+    llm, room = Stubborn(RuntimeError()), 1
+    three = SamplingParams(n=3)
+    with opened(tmp_path, llm, "one\n", lambda n: room - n, three, most=4) as runner:
         assert runner._feed()
         assert llm._calls == []
-        runner._room = lambda n: 3 - n
+        room = 3
         assert runner._feed()
     assert len(llm._calls) == 1
-    journal.close()
 
 
 def test_requests_give_way_and_come_back(tmp_path: Path) -> None:
     """Where there is no room any more, the youngest give up their places."""
-    (tmp_path / "in").write_text("".join(f"{i}\n" for i in range(6)))
-    llm: Any = Stubborn(RuntimeError())
-    journal = Journal(Places(tmp_path / "out", tmp_path / "errors"), {})
-    room = 4
-    with (tmp_path / "in").open("rb") as file:
-        runner = Runner(
-            llm,
-            read_lines(file),
-            PromptReader(PARAMS, False, journal.job),
-            journal,
-            lambda mine: room - mine,
-        )
+    llm, room = Stubborn(RuntimeError()), 4
+    prompts = "".join(f"{i}\n" for i in range(6))
+    with opened(tmp_path, llm, prompts, lambda mine: room - mine) as runner:
         runner.start()
         for wanted in (4, 1, 3):
             room = wanted
@@ -192,5 +178,4 @@ def test_requests_give_way_and_come_back(tmp_path: Path) -> None:
             assert [prompt for prompt, _ in llm._calls] == [str(i) for i in range(wanted)]
         while not runner.ended.wait(0.002):
             llm.round()
-    journal.close()
     assert sorted(one["index"] for one in read(tmp_path / "out")) == [*range(6)]
