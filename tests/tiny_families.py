@@ -27,6 +27,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+_GROUPS = {
+    **_EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_hidden_layers": 4},
     "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -175,20 +187,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 8,
     },
-}
-_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 3}
-_GROUPS = {
-    **_EXPERTS,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-FAMILIES |= {
     "olmo3": {
         "model_type": "olmo3",
         "num_key_value_heads": 2,
