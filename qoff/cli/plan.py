@@ -176,7 +176,7 @@ def _form(
         return sizes_of(model, _quantized(weights, form), machine.on_gpu)
 
     assert work.max_kl is not None
-    return best_form(fitting, work.max_kl, sizes, machine, workload, template)[0]
+    return best_form(fitting, work.max_kl, sizes, machine, workload, template)
 
 
 def _quantized(weights: QuantOptions, form: WeightForm | None) -> QuantOptions:

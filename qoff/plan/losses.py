@@ -17,7 +17,6 @@ from qoff.errors import ArgumentError, BudgetError, FormatError
 from qoff.kvcache import KVQuant
 from qoff.schema import is_number
 
-from .certify import Certified
 from .manual import Plan
 from .profile import MachineProfile
 from .search import find_plan
@@ -119,8 +118,8 @@ def best_form(
     machine: MachineProfile,
     workload: Workload,
     template: Plan,
-) -> tuple[Form, Certified]:
-    """The form that loses at most `most` and has the fastest plan, with this plan.
+) -> Form:
+    """The form that loses at most `most` and has the fastest plan.
 
     Of those as fast, the one that loses least. Raises ArgumentError where all lose more,
     BudgetError where no plan of any fits, with what the smallest form would need.
@@ -132,17 +131,16 @@ def best_form(
             f"a loss of at most {most:g} nats a token is less than that of any form: {least} loses "
             f"{least.loss:.3g}; allow {1.01 * least.loss:.3g}"
         )
-    found, refusal = list[tuple[Form, Certified]](), BudgetError("")
+    found, refusal = list[tuple[float, float, Form]](), BudgetError("")
     allowed.sort(key=lambda form: (sizes_of(form.weights).nbytes, form.kv.k_bits + form.kv.v_bits))
     for form in reversed(allowed):  # the smallest last, whose refusal counts
         try:
-            one = find_plan(
-                sizes_of(form.weights), machine, workload, replace(template, kv=form.kv)
-            )
+            sizes, own = sizes_of(form.weights), replace(template, kv=form.kv)
+            seconds = find_plan(sizes, machine, workload, own).seconds
         except BudgetError as error:
             refusal = BudgetError(f"{form}: {error}")
             continue
-        found.append((form, one))
+        found.append((round(seconds, 6), form.loss, form))
     if not found:
         raise refusal
-    return min(found, key=lambda one: (round(one[1].seconds, 6), one[0].loss))
+    return min(found, key=lambda one: one[:2])[2]
