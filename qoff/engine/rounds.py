@@ -29,7 +29,8 @@ from .batch import BatchSlots, Continuation
 from .calls import Call
 from .draft_model import DraftModel
 from .executor import Executor
-from .prefixes import PrefixIndex, common_blocks
+from .places import Places
+from .prefixes import PrefixIndex
 from .request import Completion, Sequence
 from .round_stats import Counts, RoundStats
 from .sampling import Sampler
@@ -57,7 +58,7 @@ class Rounds:
         drafts: DraftModel | None = None,
     ) -> None:
         self._plan, self._executor, self._schedule = plan, executor, schedule
-        self._finish, self._adapter = finish, adapter
+        self._adapter = adapter
         self.history: list[RoundStats] = []  # of the newest thousands
         self.began: float | None = None  # the round that is computed, by `time.perf_counter`
         self._count = 0
@@ -67,14 +68,12 @@ class Rounds:
         # collected, and leave, at any time.
         self._changed = threading.Condition(threading.RLock())
         self._worker: int | None = None  # the thread that computes a round, if one does
-        self._waiting: deque[list[Sequence]] = deque()  # answers of one prompt together
-        self._calls: dict[Sequence, Call] = {}
         self._gone: deque[Call] = deque()
         self._sweeping = False
         prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
         places = plan.batches * plan.batch_size
         self._sampler = Sampler(executor.limits.vocab_size, places, plan.context, executor.device)
-        self._batches = [
+        batches = [
             BatchSlots(
                 executor.new_cache(),
                 self._sampler,
@@ -86,6 +85,7 @@ class Rounds:
             )
             for first in range(0, places, plan.batch_size)
         ]
+        self._places = Places(batches, plan.share_prefixes, finish)
 
     def answers(
         self, groups: Iterable[list[Sequence]], call: Call | None = None
@@ -115,10 +115,7 @@ class Rounds:
         """
         self._check()  # before the lock, which another thread of a forked process may have held
         with self._changed:
-            for group in groups:
-                self._waiting.append(group)
-                self._calls |= dict.fromkeys(group, call)
-                call.left += len(group)
+            self._places.submit(groups, call)
             self._changed.notify_all()
 
     def work(self, stopped: Callable[[], bool]) -> None:
@@ -133,7 +130,7 @@ class Rounds:
     def waiting(self) -> int:
         """Sequences that wait for a place."""
         with self._changed:
-            return sum(map(len, self._waiting))
+            return self._places.waiting
 
     def wake(self) -> None:
         """Have threads in `work` look whether they are stopped."""
@@ -147,7 +144,7 @@ class Rounds:
                 raise ArgumentError("an LLM cannot be closed in the middle of its round")
             self._closed = True
             self._changed.wait_for(lambda: self._worker is None)
-            self._batches = []  # with their caches
+            self._places.batches = []  # with their caches
             self._changed.notify_all()
 
     def _check(self) -> None:
@@ -164,7 +161,7 @@ class Rounds:
         try:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: ready() or self._closed or (self._worker is None and self._calls)
+                    lambda: ready() or self._closed or (self._worker is None and self._places.calls)
                 )
                 if ready():
                     return
@@ -198,19 +195,9 @@ class Rounds:
         self._sweeping = True
         try:
             while self._gone:
-                self._drop(self._gone.popleft())
+                self._places.drop(self._gone.popleft())
         finally:
             self._sweeping = False
-
-    def _drop(self, call: Call) -> None:
-        mine = {one for one, its in self._calls.items() if its is call}
-        self._waiting = deque(group for group in self._waiting if group[0] not in mine)
-        for batch in self._batches:
-            for sequence in batch.sequences():
-                if sequence in mine:
-                    batch.remove(sequence)
-        for sequence in mine:
-            del self._calls[sequence]
 
     def _round(self) -> None:
         """One pass of every batch: a token more of each sequence, or more of its prompt.
@@ -221,81 +208,39 @@ class Rounds:
         interrupted, the sequences of the others begin again.
         """
         check_interrupts()
+        places = self._places
+        most = None if self._adapter is None else self._adapter.knobs.batches
         try:
             with device_guard(self._executor.device):
                 with self._changed:
                     self._sweep()
-                    self._admit()
-                    if not self._calls:
+                    places.admit(most)
+                    if not places.calls:
                         return
                 with torch.inference_mode(), one_torch_thread(), refusals():
                     self._passes()
         except Exception as error:
             with self._changed:
-                calls = {self._calls[one] for one in self._admitted()}
+                calls = {places.calls[one] for one in places.admitted()}
                 for call in calls:
                     call.failed(error)
-                    self._drop(call)
+                    places.drop(call)
             if not calls:
                 raise
         except BaseException:
             with self._changed:
-                self._begin_again()
+                places.begin_again()
             raise
-
-    def _admit(self) -> None:
-        """Fill free places; all answers of a prompt go into the same batch."""
-        open_ones = self._batches
-        if self._adapter is not None:
-            open_ones = open_ones[: self._adapter.knobs.batches]
-        for batch in sorted(open_ones, key=lambda batch: -batch.free):
-            while self._waiting and batch.free >= len(self._waiting[0]):
-                for sequence in self._waiting.popleft():
-                    reads = sequence.waits_for is None and sequence.pooled is None
-                    if self._plan.share_prefixes and reads and not sequence.scores_prompt:
-                        sequence.begins_like = self._alike(sequence)
-                    batch.add(sequence)
-
-    def _alike(self, sequence: Sequence) -> Sequence | None:
-        """The sequence that begins with most of the blocks that this one begins with."""
-        others = [
-            other
-            for batch in self._batches
-            for other in batch.sequences()
-            if other.adapter == sequence.adapter
-        ]
-        same = [common_blocks(sequence.prompt[:-1], other.prompt) for other in others]
-        best = max(range(len(others)), key=same.__getitem__, default=None)
-        return None if best is None or not same[best] else others[best]
-
-    def _admitted(self) -> list[Sequence]:
-        """Those that are in a batch, or were on their way there or out of it."""
-        waiting = {one for group in self._waiting for one in group}
-        return [one for one in self._calls if one not in waiting]
-
-    def _begin_again(self) -> None:
-        """Take all sequences out of the batches, to be read from the start."""
-        for batch in self._batches:
-            for sequence in batch.sequences():
-                batch.remove(sequence)
-        groups: dict[Sequence, list[Sequence]] = {}
-        for sequence in self._admitted():
-            done = {(one.index, one.sample) for one in self._calls[sequence].done}
-            if (sequence.index, sequence.sample) in done:
-                del self._calls[sequence]
-                continue
-            sequence.begin_again()
-            groups.setdefault(sequence.waits_for or sequence, []).append(sequence)
-        self._waiting.extendleft(reversed(groups.values()))
 
     def _passes(self) -> None:
         clock = self._executor.instrumentation.clock
         self.began = start = clock.now()
         before = self._executor.counters()
         passes: list[tuple[BatchSlots, ForwardPass]] = []
-        reads = len(self._batches) if self._adapter is None else self._adapter.knobs.reads
-        first = self._count % len(self._batches) if reads < len(self._batches) else 0
-        for batch in (*self._batches[first:], *self._batches[:first]):
+        batches = self._places.batches
+        reads = len(batches) if self._adapter is None else self._adapter.knobs.reads
+        first = self._count % len(batches) if reads < len(batches) else 0
+        for batch in (*batches[first:], *batches[:first]):
             decode = batch.decode()
             read = batch.read(self._plan.prefill_tokens) if reads else None
             reads -= read is not None
@@ -328,7 +273,7 @@ class Rounds:
         if self._adapter is None:
             return
         try:
-            self._adapter.observe(passes, stats, several, len(self._calls))
+            self._adapter.observe(passes, stats, several, len(self._places.calls))
         except Exception:
             logger.exception("the plan stays as it is from now on (adapt): rounds cannot be judged")
             self._adapter = None
@@ -341,7 +286,7 @@ class Rounds:
             tokens, more = batch.take(run, logits)
             read, continued = read + tokens, continued + more
         if any(run.states is not None for _, run in passes):
-            self._finish_done()
+            self._places.finish_done()
         return self._continue(continued, read)
 
     def _continue(self, found: list[Continuation], read: int) -> Counts:
@@ -349,7 +294,7 @@ class Rounds:
         generated, drafted, accepted = 0, sum(len(draft) for _, draft in found), 0
         while found:
             generated += self._sampler.draw([rows[0] for rows, _ in found])
-            self._finish_done()
+            self._places.finish_done()
             found = [
                 Continuation(rows[1:], draft[1:])
                 for rows, draft in found
@@ -357,7 +302,7 @@ class Rounds:
                 if rows[0].sequence.answer[-1] == draft[0]
             ]
             accepted += len(found)
-        for batch in self._batches:
+        for batch in self._places.batches:
             batch.forget_rejected()
         return Counts(read, generated, drafted, accepted)
 
@@ -384,18 +329,5 @@ class Rounds:
                 if not sequence.ended:
                     self._sampler.chose(place, sequence, token)
                     generated += token >= 0
-            self._finish_done()
+            self._places.finish_done()
         return generated
-
-    def _finish_done(self) -> None:
-        """Take the answers that are done out of their batches."""
-        for batch in self._batches:
-            batch.index()
-            for sequence in batch.sequences():
-                answer = self._finish(sequence)
-                call = self._calls[sequence]
-                if answer is not None:
-                    batch.remove(sequence)
-                call.grew(sequence, answer)
-                if answer is not None:
-                    del self._calls[sequence]

@@ -64,7 +64,7 @@ def test_a_prompt_that_is_read_again_has_its_log_probabilities_once(llm: LLM) ->
     found = llm.stream(PROMPTS[:2], [both, replace(PARAMS, max_tokens=60)])
     assert next(found).index == 1
     with llm._rounds._changed:
-        llm._rounds._begin_again()
+        llm._rounds._places.begin_again()
     assert [len(one.prompt_logprobs or ()) for one in found] == [len(PROMPTS[0])] * 2
 
 

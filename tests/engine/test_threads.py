@@ -191,7 +191,7 @@ def test_answers_that_are_done_come_before_the_error_of_a_later_round(llm: LLM) 
 def test_a_closed_llm_holds_no_caches(checkpoint: Path) -> None:
     llm = LLM(checkpoint, PLAN)
     llm.generate([PROMPTS[0]], PARAMS[0])
-    cache = weakref.ref(llm._rounds._batches[0].cache)
+    cache = weakref.ref(llm._rounds._places.batches[0].cache)
     llm.close()
     gc.collect()
     assert cache() is None
