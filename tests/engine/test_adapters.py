@@ -16,17 +16,12 @@ from qoff.models.native.decoder import Decoder
 from qoff.plan import Plan
 from tests.adapters import save_adapter
 from tests.module_models import module_checkpoint
-from tests.tiny_models import budgets, tiny_checkpoint
+from tests.tiny_models import budgets
 
 PLAN = Plan(batch_size=3, context=160, kv=KVQuant(window=128))
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [20, 21, 22, 23]]
 EACH = ["a", None, "b"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
 
 
 @pytest.fixture(scope="module")

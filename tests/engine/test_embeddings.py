@@ -17,15 +17,10 @@ from qoff.errors import ArgumentError, FormatError
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from tests.module_models import module_checkpoint
-from tests.tiny_models import QUANT, budgets, reference_model, save_model, tiny_checkpoint
+from tests.tiny_models import QUANT, budgets, reference_model, save_model
 
 TEXTS = ["One.", "A text of several words, longer than a pass reads at a time.", "Two"]
 PLAN = Plan(batch_size=2, context=120, prefill_tokens=32)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
 
 
 @pytest.fixture(scope="module")

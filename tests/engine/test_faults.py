@@ -32,7 +32,6 @@ from qoff.models.native.layer import Layer
 from qoff.plan import Plan
 from tests.instruments import POISON
 from tests.links import Link, behind
-from tests.tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,11 +46,6 @@ PLAN = Plan(
     kv_placement=KVPlacement(0.3, 0.3),
     cpu_attention="never",
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
 
 
 def plan_with(activations: str, checkpoint: Path) -> Plan:

@@ -30,16 +30,10 @@ from qoff.plan.search import find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from tests.plan.machines import GIB, LLAMA_405B, MIB, machine, sizes
-from tests.tiny_models import tiny_checkpoint
 
 KIB = 1 << 10
 WORK = Workload(Lengths.of(256), Lengths.of(64), 24)
 PLAIN_PLAN = Plan(batch_size=3, batches=2, context=320, prefill_tokens=128, kv=KVQuant(window=16))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from qoff.kvcache import KVQuant
 from qoff.plan import Plan
 from tests.forks import in_child
 from tests.instruments import POISON
-from tests.tiny_models import tiny_checkpoint
 
 RANDOM = random.Random(5)
 PROMPTS = [[RANDOM.randrange(4, 128) for _ in range(RANDOM.randrange(1, 120))] for _ in range(24)]
@@ -34,11 +33,6 @@ PARAMS = [
     for i in range(len(PROMPTS))
 ]
 PLAN = Plan(batch_size=3, batches=2, context=200, kv=KVQuant(window=16), share_prefixes=True)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
 
 
 @pytest.fixture(scope="module")

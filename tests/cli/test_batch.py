@@ -1,0 +1,135 @@
+"""`qoff batch`: a line for each request, whatever the plan, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_cli import fail, run, succeed
+from tests.module_models import module_checkpoint
+from tests.tiny_models import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts"
+    path.write_text('first prompt\n{"prompt": "second"}\n\n"third"\n')
+    return path
+
+
+BATCH = ["--batch-size", 2, "--context", 128, "--raw", "--max-tokens", 5]
+
+
+def answered(text: str) -> dict[int, dict[str, Any]]:
+    """Answers by the number of the prompt."""
+    return {value["index"]: value for value in map(json.loads, text.splitlines())}
+
+
+def test_batch_prints_a_line_for_each_answer_whatever_the_plan(
+    packable: Path, prompts: Path, tmp_path: Path
+) -> None:
+    plain = answered(succeed("batch", packable, prompts, *BATCH))
+    assert sorted(plain) == [0, 1, 2]
+    assert {r["prompt_tokens"] for r in plain.values()} == {len("first prompt"), 6, 5}
+    assert all(1 <= len(r["token_ids"]) <= 5 and "error" not in r for r in plain.values())
+    trace = tmp_path / "trace.json"
+    result = run(
+        "batch", packable, prompts, *BATCH, "--kv-device", 0, "--activations", "host", "--batches",
+        2, "--stats", "--trace", trace, "--max-memory", "cpu=1GiB", "--spill-folder", tmp_path,
+        "--cache-dir", tmp_path,
+    )  # fmt: skip
+    assert answered(result.stdout) == plain
+    assert "waited for" in result.stderr
+    assert "disk: KV blocks" in result.stderr
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_batch_takes_models_of_transformers_modules(
+    prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = module_checkpoint(tmp_path_factory.getbasetemp(), "bloom")
+    found = answered(succeed("batch", path, prompts, *BATCH, "--device", "cpu"))
+    assert [len(one["token_ids"]) > 0 for one in found.values()] == 3 * [True]
+
+
+def test_batch_takes_sampling_parameters(packable: Path, prompts: Path) -> None:
+    options = ["--ignore-eos", "--logprobs", 2, "--repetition-penalty", 1.5, "--top-k", -1]
+    for answer in answered(succeed("batch", packable, prompts, *BATCH, *options)).values():
+        assert (len(answer["token_ids"]), answer["finish_reason"]) == (5, "length")
+        assert [len(step) >= 2 for step in answer["logprobs"]] == [True] * 5
+        assert answer["logprobs"][0][str(answer["token_ids"][0])]["logprob"] < 0
+
+
+def test_batch_goes_on_after_a_prompt_that_cannot_be_answered(
+    packable: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts"
+    path.write_text("a" * 200 + "\nshort\n")
+    result = run("batch", packable, path, *BATCH)
+    assert result.exit_code == 1
+    found = answered(result.stdout)
+    assert found[1]["finish_reason"] in ("length", "stop")
+    assert "no room for an answer in the plan's context of 128" in found[0]["error"]
+
+
+def test_batch_names_a_line_that_is_no_prompt(packable: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_text('good\n{"text": "x"}\n')
+    result = run("batch", packable, path, *BATCH)
+    assert result.exit_code == 1
+    wrong = answered(result.stdout)[1]
+    assert (wrong["line"], wrong["error"]) == (2, 'the line is neither text nor {"prompt": text}')
+
+
+def test_batch_goes_on_with_its_file(packable: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    options = ["batch", packable, "-i", prompts, "-o", out, *BATCH]
+    result = run(*options)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "3 of 3 done, 0 failed" in result.stderr
+    whole = out.read_bytes()
+    out.write_bytes(whole[: whole.index(b"\n") + 9])
+    assert run(*options, "--keep-order").exit_code == 0
+    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
+    assert [one["index"] for one in map(json.loads, out.read_text().splitlines())] == [0, 1, 2]
+    assert "parameters temperature was 0.0 and is 0.5" in fail(*options, "--temperature", 0.5)
+    assert run(*options, "--temperature", 0.5, "--overwrite").exit_code == 0
+    assert "give one file" in fail("batch", packable, *BATCH)
+    assert "--keep-order needs a file" in fail("batch", packable, prompts, *BATCH, "--keep-order")
+
+
+def test_batch_refuses_types_and_devices_that_are_not_there(packable: Path, prompts: Path) -> None:
+    assert "a CPU computes in float32" in fail(
+        "batch", packable, prompts, *BATCH, "--device", "cpu", "--dtype", "float16"
+    )
+    assert "no device is called 'tpu:0'" in fail(
+        "batch", packable, prompts, *BATCH, "--device", "tpu:0"
+    )
+
+
+def test_batch_ends_cleanly_when_told_to(packable: Path, tmp_path: Path) -> None:
+    """What is done is on standard output; the rest is given up within seconds."""
+    path, log = tmp_path / "prompts", tmp_path / "log"
+    path.write_text("prompt\n" * 2000)
+    arguments = [sys.executable, "-m", "qoff.cli.main", "batch", packable, path, *BATCH]
+    with log.open("w") as out:
+        process = subprocess.Popen([str(a) for a in arguments], stdout=out)
+        try:
+            while log.stat().st_size == 0 and process.poll() is None:
+                time.sleep(0.05)
+            process.terminate()
+            assert process.wait(60) == 143
+        finally:
+            process.kill()
+    assert all("index" in json.loads(line) for line in log.read_text().splitlines())
