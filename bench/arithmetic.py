@@ -7,7 +7,6 @@ A product with 16-bit activations takes two such products (`kernels/cpu/linear/t
 from __future__ import annotations
 
 import ctypes
-import math
 import time
 from functools import cache
 from typing import Any
@@ -17,8 +16,6 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from qoff.checkpoint import Checkpoint
-from qoff.checkpoint.layout import QuantEntry
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import JOB
 from qoff.kernels.cpu.jit.emit import I32, V_I32, dot_u8s8, loop, splat
@@ -39,17 +36,6 @@ def products_per_s() -> float:
     start = time.perf_counter()
     pool.run(job, args)
     return _PRODUCTS * _CHAINS * _STEPS * pool.threads / (time.perf_counter() - start)
-
-
-def weights_of(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Quantized weights that a token is multiplied with: of all layers, and of the head."""
-    layers = sum(
-        math.prod(weight.shape)
-        for layer in checkpoint.layers
-        for weight in layer.weights.values()
-        if isinstance(weight, QuantEntry)
-    )
-    return layers, math.prod((checkpoint.config["vocab_size"], checkpoint.config["hidden_size"]))
 
 
 @vector_intrinsic(simd.i32x16, types.int64)

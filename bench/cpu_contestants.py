@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench import gemma_shape, greedy
-from bench.arithmetic import products_per_s, weights_of
+from bench.arithmetic import products_per_s
 from bench.demo import fetch_checkpoint, fetch_float, fetch_gguf
 from bench.greedy import Timing
 from bench.peers import llama_cpp, native, transformers_model, vllm_cpu
@@ -27,6 +27,7 @@ from qoff.hf.load import load
 from qoff.kvcache import KVQuant
 from qoff.measure.model_rates import Sequences
 from qoff.models.runtime import Runtime
+from qoff.plan.sizes import ModelSizes
 
 GENERATE, GENERATE_8 = "qoff generate", "generate, 8-bit"
 RUNTIME, RUNTIME_8, FLOAT_KV = "qoff runtime", "runtime, 8-bit", "runtime, float32 KV"
@@ -136,7 +137,8 @@ class Contestants:
         for call in calls.values():
             call()  # compiles and allocates
         if not work.gemma and work.rate != "decode":
-            each = 2 * work.products(*weights_of(Checkpoint.open(fetch_checkpoint())))
+            sizes = ModelSizes.of_checkpoint(Checkpoint.open(fetch_checkpoint()))
+            each = 2 * work.products(sizes.layer_columns, sizes.head_columns)
             calls[PRODUCTS] = lambda: products_per_s() / each
         if self.llama and work.batch == 1:
             self.forms[work.name], calls[LLAMA] = best(self._llama(work))
