@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,9 +36,10 @@ class FactoredMoments:
     """
 
     def __init__(self, unit: FlatUnit, memory: Tensor) -> None:
-        self.runs = list(runs(unit))
+        self.runs, self._memory = list(runs(unit)), memory
         self._sizes = _sizes(unit)
-        self.squares = memory[: len(self._sizes)]
+        self._numbers = [matrices * n * k for matrices, n, k, _ in self._sizes]
+        self._squares = memory[: len(self._sizes)]
         self._rows: list[Tensor] = []
         self._columns: list[Tensor | None] = []
         self._scales: list[float] = []
@@ -51,16 +51,9 @@ class FactoredMoments:
             self._columns.append(memory[middle:end].view(matrices, k) if factored else None)
             at = end
 
-    @cached_property
-    def _numbers(self) -> list[int]:
-        return [count * n * k for count, n, k, _ in self._sizes]
-
     def begin(self, weights: Tensor) -> None:
         """Before the first step. weights: flat."""
-        for moments in (*self._rows, *self._columns):
-            if moments is not None:
-                moments.zero_()
-        self.squares.zero_()
+        self._memory.zero_()
         for run in self.runs:
             self._add_square(run, weights[run.start : run.stop])
 
@@ -82,11 +75,11 @@ class FactoredMoments:
         squares = [0.0] * len(self._sizes)
         for run in self.runs:
             squares[run.parameter] += float(self._update(rule, run, grad).double().square().sum())
-        self._scales = []
-        for square, mean, number in zip(squares, self.squares.tolist(), self._numbers, strict=True):
+        means, self._scales = self._squares.tolist(), []
+        for square, mean, number in zip(squares, means, self._numbers, strict=True):
             size = math.sqrt(square / number) / rule.size
             self._scales.append(rule.rate * max(rule.eps[1], math.sqrt(mean)) / max(1.0, size))
-        self.squares.zero_()
+        self._squares.zero_()
 
     def step(self, rule: FactoredRule, run: Run, weights: Tensor, grad: Tensor) -> None:
         """Change weights, float32, of a run, by flat gradients of the unit; after `prepare`."""
@@ -107,7 +100,7 @@ class FactoredMoments:
 
     def _add_square(self, run: Run, weights: Tensor) -> None:
         total = weights.double().square().sum() / self._numbers[run.parameter]
-        self.squares[run.parameter] += total.float()
+        self._squares[run.parameter] += total.float()
 
     def _view(self, run: Run, grad: Tensor) -> Tensor:
         return grad[run.start : run.stop].view(-1, self._sizes[run.parameter][2])
