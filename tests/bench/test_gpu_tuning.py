@@ -132,7 +132,7 @@ def test_tuning_reports_what_is_faster() -> None:
         return call
 
     configs = tuple(tune.DecodeConfig(1, programs=p) for p in (4, 8, 99))
-    names = {tune.DecodeConfig: "a way"}
+    names: dict[type, str] = {tune.DecodeConfig: "a way"}
     search = tune.Search("decode_attention", "key", configs, lambda device: launch, names)
     same = replace(search, key="same", candidates=())
     report = GpuReport({})
