@@ -32,8 +32,8 @@ from qoff.engine import LLM
 from qoff.engine.simulated import simulated
 from qoff.errors import BudgetError
 from qoff.measure.profile import measured_profile
-from qoff.plan.certify import TIERS, Certified, Certifier
-from qoff.plan.cost import RESOURCES, Choices, CostModel, round_seconds
+from qoff.plan.certify import Certified, Certifier, choices_of
+from qoff.plan.cost import RESOURCES, CostModel, round_seconds
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
@@ -48,16 +48,8 @@ def predicted(llm: LLM, machine: MachineProfile, work: Work) -> Certified:
     workload = Workload(Lengths.of(work.prompt), Lengths.of(work.new), count)
     sizes = ModelSizes.of_checkpoint(checkpoint)
     cost = CostModel(sizes, machine, workload, plan.kv, 4)
-    choices = Choices(
-        np.array([float(plan.batch_size)]),
-        np.array([float(plan.batches)]),
-        np.array([float(plan.prefill_tokens)]),
-        np.array([plan.schedule == "block"]),
-        np.array([plan.attends_on_cpu]),
-        np.array([TIERS.index(plan.activations)]),
-    )
     certifier = Certifier(cost, plan, torch.device("cpu"), torch.float32)
-    found = certifier.forecast(choices, plan, llm.memory, llm.runtime.residency)
+    found = certifier.forecast(choices_of(plan), plan, llm.memory, llm.runtime.residency)
     return replace(found, simulated=simulated(found, sizes, machine, workload))
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from qoff.errors import ArgumentError
 from qoff.units import format_size
 
-from .options import CacheOptions, DrawOptions, Model, Raw, RunOptions, Trace, command, model_name
+from .options import (
+    CacheOptions,
+    DrawOptions,
+    Model,
+    Raw,
+    RunOptions,
+    Trace,
+    command,
+    model_name,
+    named,
+)
 from .output import print_table
 from .progress import job_progress
 
@@ -22,6 +32,10 @@ if TYPE_CHECKING:
     from qoff.jobs.file import FileJob
     from qoff.jobs.runner import Counts
     from qoff.plan import Plan
+
+
+# Fields of a plan that `qoff plan` does not choose.
+_FREE = frozenset({"draft_tokens", "draft_model", "share_prefixes", "spill_folder"})
 
 
 @dataclass(frozen=True)
@@ -56,20 +70,20 @@ class PlanOptions:
     )
 
     def plan(
-        self, model: str, how: RunOptions, cache: CacheOptions
+        self, called: Context, model: str, how: RunOptions, cache: CacheOptions
     ) -> tuple[Plan | None, dict[str, Any]]:
         """The plan, None for one that fits what is free, and the options of `qoff.LLM` beside it.
 
-        Raises ArgumentError for a KV cache that is not packed, and for bits of it beside a saved
-        plan, FormatError for a saved plan that is none.
+        Of a saved plan, `_FREE` can be given anew. Raises ArgumentError for a KV cache that is not
+        packed, and for others of its fields, FormatError for a saved plan that is none.
         """
         from qoff.kvcache import KVPlacement, KVQuant
         from qoff.plan import Plan
 
-        if how.plan is not None and (cache.kv, cache.kv_target_bits) != ("auto", None):
-            raise ArgumentError(
-                "--plan says how the KV cache is packed; leave --kv and --kv-target-bits out"
-            )
+        if how.plan is not None:
+            chosen = {*vars(self), *vars(cache), "slots", "activation_bits"} - _FREE
+            for option in named(called, chosen - {"lora_modules"}).values():
+                raise ArgumentError(f"--plan says what {option} would; leave one of them out")
         kv = cache.quant(model, how)
         if kv is None:
             raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")
@@ -79,7 +93,8 @@ class PlanOptions:
         slots, bits = opening.pop("slots"), opening.pop("activation_bits")
         if how.plan is not None:
             del opening["device_memory"], opening["host_memory"]
-            return how.saved_plan(), opening
+            anew = {name: given[name] for name in named(called, _FREE)}
+            return replace(how.saved_plan(), **anew), opening
         plan = Plan(
             kv=kv if isinstance(kv, KVQuant) else KVQuant(),
             kv_placement=KVPlacement(given.pop("kv_device"), given.pop("kv_host")),
@@ -130,6 +145,7 @@ class SamplingOptions(DrawOptions):
 
 @command
 def batch(
+    called: Context,
     model: Model,
     how: RunOptions,
     cache: CacheOptions,
@@ -175,7 +191,7 @@ def batch(
         raise ArgumentError("give one file of requests: qoff batch MODEL FILE, or -i FILE")
     if ray is not None and (trace is not None or stats):
         raise ArgumentError("--trace and --stats are of one process; leave them out with --ray")
-    plan, opening = planned.plan(model, how, cache)
+    plan, opening = planned.plan(called, model, how, cache)
     asked = Asked(
         prompts or input_file or Path(),
         output,

@@ -19,6 +19,7 @@ from .options import (
     RunOptions,
     TextOptions,
     command,
+    named,
 )
 
 _GRID = "bits=4,8 group=64,128 solver=hqq kv=float,4:4,8:4 window=0,64"
@@ -99,10 +100,8 @@ def evaluate(
 def _refuse_others(context: Context, mode: str, taken: Iterable[str]) -> None:
     """Raise ArgumentError for an option that was given and that an evaluation does not use."""
     options = {p.name: p.opts[0] for p in context.command.params if p.name is not None}
-    for name in options.keys() - taken:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            here = f"with --{mode}" if mode else "in the evaluation of a text"
-            own = ", ".join(options[one] for one in sorted(_TAKES[mode] - _TAKES[""]))
-            more = f", whose own options are {own}" if own else ""
-            raise ArgumentError(f"{options[name]} does nothing {here}{more}; leave it out")
+    for option in named(context, options.keys() - taken).values():
+        here = f"with --{mode}" if mode else "in the evaluation of a text"
+        own = ", ".join(options[one] for one in sorted(_TAKES[mode] - _TAKES[""]))
+        more = f", whose own options are {own}" if own else ""
+        raise ArgumentError(f"{option} does nothing {here}{more}; leave it out")

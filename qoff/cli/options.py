@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.interrupts import ending_by_signals
@@ -125,14 +125,15 @@ class RunOptions(ModelOptions):
     def opening(self) -> dict[str, Any]:
         """The options that `hf.load.open_runtime` takes, those of a saved plan among them.
 
-        Raises ArgumentError for a bound beside the plan's.
+        Raises ArgumentError for options that the plan has.
         """
         found = super().opening()
         if found.pop("plan") is None:
             return found
         saved = self.saved_plan()
-        for name in ("device_memory", "host_memory", "max_memory"):
-            if found[name] is not None:
+        for name in ("device_memory", "host_memory", "max_memory", "slots", "activation_bits"):
+            default: Any = type(self).__dataclass_fields__[name].default
+            if found[name] != default.default:
                 raise ArgumentError(f"give --plan or --{name.replace('_', '-')}, not both")
         return {
             **found,
@@ -148,6 +149,14 @@ class RunOptions(ModelOptions):
 
         assert self.plan is not None
         return read_plan(self.plan)
+
+
+def named(context: Context, names: Iterable[str]) -> dict[str, str]:
+    """Of these parameters those that the command line has, with their options."""
+    options = {p.name: p.opts[0] for p in context.command.params if p.name is not None}
+    sources = {name: context.get_parameter_source(name) for name in options.keys() & set(names)}
+    found = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    return {name: options[name] for name in sorted(found)}
 
 
 def fraction(text: str | float) -> float:

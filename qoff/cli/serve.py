@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from typer import Option
+from typer import Context, Option
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
@@ -26,6 +26,7 @@ class ServePlanOptions(PlanOptions):
 
 @command
 def serve(
+    called: Context,
     model: Model,
     how: RunOptions,
     cache: CacheOptions,
@@ -76,7 +77,7 @@ def serve(
         raise ArgumentError("TLS needs both --ssl-certfile and --ssl-keyfile")
     if "" in (api_key or ()):
         raise ArgumentError("an API key is empty; leave --api-key out, or give one")
-    plan, opening = planned.plan(model, how, cache)
+    plan, opening = planned.plan(called, model, how, cache)
     options = ServeOptions(
         host=host,
         port=port,

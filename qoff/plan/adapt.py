@@ -18,7 +18,7 @@ from qoff.errors import QoffError
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.memory.plan import Residency
 
-from .certify import TIERS, Certifier
+from .certify import Certifier, choices_of
 from .cost import RESOURCES, Array, Choices, CostModel, Phase, round_seconds
 from .manual import Memory, Plan
 from .profile import Link, MachineProfile
@@ -204,15 +204,14 @@ class RunningPlan:
         return each * self.sizes.spec.num_layers * (load.passes + load.reads)
 
     def _choice(self, size: int, batches: int, prefill: int, block: bool) -> Choices:
-        plan = self.plan
-        return Choices(
-            np.array([float(size)]),
-            np.array([float(batches)]),
-            np.array([float(prefill)]),
-            np.array([block]),
-            np.array([plan.attends_on_cpu]),
-            np.array([TIERS.index(plan.activations)]),
+        changed = replace(
+            self.plan,
+            batch_size=size,
+            batches=batches,
+            prefill_tokens=prefill,
+            schedule="block" if block else "sequential",
         )
+        return choices_of(changed)
 
     def _certifier(self, work: Workload) -> Certifier:
         cost = CostModel(self.sizes, self.machine, work, self.plan.kv, self._dtype.itemsize)

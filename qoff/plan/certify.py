@@ -10,17 +10,13 @@ import numpy as np
 import torch
 
 from qoff.errors import BudgetError
-from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from qoff.memory.plan import Residency, plan_residency
 
 from .cost import PLACED, RESOURCES, Array, Choices, CostModel, Phase, round_seconds
-from .manual import Memory, Plan, Tier
+from .manual import Memory, Plan
 
-TIERS: tuple[Tier, ...] = (
-    "device",
-    "host",
-    "disk",
-)  # of hidden states, in the order of `Choices.activations`
+_NEAREST = TIERS[::-1]  # of hidden states, in the order of `Choices.activations`
 STAGING = 2  # buffers in host memory beside a GPU
 
 
@@ -78,6 +74,18 @@ class Certified:
         return {tier: {"weights": own[tier], **self.memory.purposes[tier]} for tier in own}
 
 
+def choices_of(plan: Plan) -> Choices:
+    """The discrete parts of a plan, as an array of one."""
+    return Choices(
+        np.array([float(plan.batch_size)]),
+        np.array([float(plan.batches)]),
+        np.array([float(plan.prefill_tokens)]),
+        np.array([plan.schedule == "block"]),
+        np.array([plan.attends_on_cpu]),
+        np.array([_NEAREST.index(plan.activations)]),
+    )
+
+
 @dataclass(frozen=True)
 class Certifier:
     """Counts plans for a model on a machine. template: fields of a plan that are not searched."""
@@ -115,7 +123,7 @@ class Certifier:
             prefill_tokens=int(c.prefill_tokens[0]),
             schedule="block" if c.block[0] else "sequential",
             cpu_attention="auto" if c.attends_on_cpu[0] else "never",
-            activations=TIERS[int(c.activations[0])],
+            activations=_NEAREST[int(c.activations[0])],
             token_s=self.cost.workload.token_s,
         )
         return _placed(plan, host, disk)

@@ -17,7 +17,7 @@ from qoff.kernels.sampling import sampling_bytes
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
 from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
-from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement, Tier
 from qoff.kvcache.store.sparse import BlockBounds
 from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
@@ -27,8 +27,6 @@ from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
 from qoff.schema import is_number
 from qoff.units import format_size
-
-Tier = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True)

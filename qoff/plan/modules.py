@@ -57,7 +57,9 @@ def memory_of_modules(
     work += max(head, plan.sampling_bytes(decoder.vocab_size))
     work += sequences * states  # copies, while passes are under way
     kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
-    hidden = {tier: plan.batches * sum(kept) if tier == DEVICE else 0 for tier in TIERS}
+    hidden: dict[str, int] = {
+        tier: plan.batches * sum(kept) if tier == DEVICE else 0 for tier in TIERS
+    }
     found = by_purpose(kv, recent, hidden, {DEVICE: work})
     found[DEVICE]["states"] = sequences * (tokens + states)
     found[DEVICE]["weights outside of layers"] = decoder.outer_bytes

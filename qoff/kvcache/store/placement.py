@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
 
 from qoff.errors import ArgumentError
 
-DEVICE, HOST, DISK = "device", "host", "disk"
-TIERS = (DISK, HOST, DEVICE)  # of the oldest blocks first
+Tier: TypeAlias = Literal["device", "host", "disk"]
+DEVICE: Final = "device"
+HOST: Final = "host"
+DISK: Final = "disk"
+TIERS: tuple[Tier, ...] = (DISK, HOST, DEVICE)  # of the oldest blocks first
 _LOOKED_AT = 10_000  # blocks, 640,000 tokens
 
 
