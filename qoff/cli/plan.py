@@ -14,9 +14,10 @@ from typer import Option
 
 from qoff.errors import ArgumentError, QoffError
 
-from .options import Json, Model, QuantOptions, command
+from .options import Json, Model, QuantOptions, command, named
 from .output import print_json, print_table
 from .plan_machine import MachineOptions, machine_of, rate_of
+from .plan_train import FinetuneOptions, print_training
 
 if TYPE_CHECKING:
     from qoff.plan import Plan
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 _ASSUMED = (
     "losses are those of a model of 135M parameters (docs/accuracy.md); qoff eval MODEL --sweep "
     "measures this one's, --losses reads them"
+)
+_INFERENCE = (
+    *("prompt", "tokens", "requests", "objective", "token_s", "max_kl", "losses", "kv", "save"),
+    *("memory", "plot", "brief"),
 )
 _CHOSEN = ("kv", "bits", "group_size", "solver")  # options that --max-kl stands for
 
@@ -52,10 +57,10 @@ class WorkOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """For `--memory`."""
+    """For `--memory`; the second for `--train`, too."""
 
     batch: int = Option(1, min=1, help="With --memory: sequences of a micro-batch.")
-    sequence: int = Option(2048, min=1, help="With --memory: tokens of a sequence.")
+    sequence: int = Option(2048, min=1, help="With --memory, --train: tokens of a sequence.")
     checkpoint_every: int = Option(1, min=1, help="With --memory: layers between checkpoints.")
     peak: str = Option("100T", help="With --memory: arithmetic of the GPU in flop/s.")
 
@@ -68,6 +73,7 @@ def plan(
     work: WorkOptions,
     weights: QuantOptions,
     training: TrainingOptions,
+    finetuning: FinetuneOptions,
     kv: str = Option("4", help="Bits of the KV cache: 2, 3, 4, 8, or 8,4 for K and V."),
     spill_folder: Path | None = Option(None, help="Folder for what is on the disk tier."),
     save: Annotated[Path | None, Option(help="Write the plan, for --plan and qoff.LLM.")] = None,
@@ -78,7 +84,10 @@ def plan(
     brief: bool = Option(False, "--brief", help="Do not look for what would be faster."),
     as_json: Json = False,
 ) -> None:
-    """Choose batch sizes and placement for a model, and explain them. No weights are needed."""
+    """Choose batch sizes and placement for a model, and explain them. No weights are needed.
+
+    With --train: what fine-tuning it takes.
+    """
     from qoff.engine.simulated import simulated
     from qoff.kvcache.quant import kv_quant
     from qoff.plan import Plan
@@ -88,16 +97,22 @@ def plan(
     from qoff.plan.workload import Lengths, Workload
 
     _check_bounds(context, work)
+    _check_training(context, model, finetuning)
     if memory:
         _print_memory(model, weights, training, on.link or "25GB/s", as_json)
         return
     folder = spill_folder or Path(tempfile.gettempdir())
     there = Path(model).absolute()
     machine = machine_of(on, there if there.exists() else Path(), folder)
+    if finetuning.train:
+        packed = None if finetuning.lora is None else sizes_of(model, weights, machine.on_gpu)
+        config = _config_of(model)
+        print_training(config, finetuning, training.sequence, machine, packed, as_json)
+        return
     sizes = sizes_of(model, weights, machine.on_gpu)
-    packed = kv_quant(kv)
+    cache = kv_quant(kv)
     chosen: Form | None = None
-    if packed is None:
+    if cache is None:
         raise ArgumentError("the KV cache of a plan is packed; use --kv 2, 3, 4, 8 or 8,4")
     workload = Workload(
         Lengths.of(work.prompt),
@@ -106,7 +121,7 @@ def plan(
         work.objective,  # type: ignore[arg-type]  # checked there
         work.token_s,
     )
-    template = Plan(kv=packed, spill_folder=spill_folder)
+    template = Plan(kv=cache, spill_folder=spill_folder)
     if work.max_kl is not None:
         chosen = _form(model, work, weights, machine, workload, template)
         template = replace(template, kv=chosen.kv)
@@ -144,13 +159,26 @@ def _check_bounds(context: typer.Context, work: WorkOptions) -> None:
         if work.losses is not None:
             raise ArgumentError("--losses needs --max-kl, the bound that they are held against")
         return
-    for name in _CHOSEN:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
-            raise ArgumentError(
-                "--max-kl chooses the bits of weights and KV cache; leave out "
-                f"--{name.replace('_', '-')}"
-            )
+    for option in named(context, _CHOSEN).values():
+        raise ArgumentError(
+            f"--max-kl chooses the bits of weights and KV cache; leave out {option}"
+        )
+
+
+def _check_training(context: typer.Context, model: str, how: FinetuneOptions) -> None:
+    """Raise ArgumentError for options of other plans, and for packed weights that shall learn."""
+    from qoff.hf.load import exists, is_checkpoint
+
+    for option in named(context, _INFERENCE if how.train else vars(how)).values():
+        why = "plans no answers; leave out" if how.train else "is missing, and belongs to"
+        raise ArgumentError(f"--train {why} {option}")
+    if not how.train:
+        return
+    if how.lora is None and exists(model) and is_checkpoint(Path(model)):
+        raise ArgumentError(
+            f"{model} is a qoff checkpoint, whose packed weights do not learn; use --lora, or plan "
+            "the model that it was made of"
+        )
 
 
 def _form(
@@ -189,7 +217,6 @@ def sizes_of(model: str, weights: QuantOptions, on_gpu: bool) -> ModelSizes:
     Raises QoffError for what has none.
     """
     from qoff.checkpoint import Checkpoint
-    from qoff.hf.hub import download_config
     from qoff.hf.load import exists, is_checkpoint
     from qoff.plan.sizes import ModelSizes
     from qoff.quant import QuantConfig
@@ -198,17 +225,26 @@ def sizes_of(model: str, weights: QuantOptions, on_gpu: bool) -> ModelSizes:
     path = Path(model)
     if exists(model) and path.is_dir() and is_checkpoint(path):
         return ModelSizes.of_checkpoint(Checkpoint.open(path))
-    if exists(model):
-        config = path / "config.json" if path.is_dir() else path
-        if config.suffix != ".json":
-            raise QoffError(
-                f"{model}: has no config.json; convert it first (qoff convert), and plan that"
-            )
-    else:
-        config = download_config(model, None)
+    config = _config_of(model)
     packing = "split32" if on_gpu else "rows16"
     quant = QuantConfig(**vars(weights), packing=packing)
     return ModelSizes.of(read_object(config), quant)
+
+
+def _config_of(model: str) -> Path:
+    """The file of a model's config. Raises QoffError for what has none."""
+    from qoff.hf.hub import download_config
+    from qoff.hf.load import exists
+
+    if not exists(model):
+        return download_config(model, None)
+    path = Path(model)
+    config = path / "config.json" if path.is_dir() else path
+    if config.suffix != ".json":
+        raise QoffError(
+            f"{model}: has no config.json; convert it first (qoff convert), and plan that"
+        )
+    return config
 
 
 def _draw(path: Path, front: Callable[[], list[Point]], on_gpu: bool) -> None:

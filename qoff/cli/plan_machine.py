@@ -26,6 +26,7 @@ class MachineOptions:
     disk: str | None = Option(None, help="Free disk, like 1TB.")
     link: str | None = Option(None, help="From host to GPU, like 25GB/s.")
     disk_rate: str | None = Option(None, help="Reads of the disk, like 3GB/s.")
+    disk_write_rate: str | None = Option(None, help="Writes to it, in the same way.")
     device: str = Option("auto", help="What computes here: cpu, or a GPU such as cuda.")
 
 
@@ -62,6 +63,9 @@ def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
     if on.disk_rate is not None:
         rate = rate_of("--disk-rate", on.disk_rate)
         machine = replace(machine, disk_read=replace(machine.disk_read, bytes_per_s=rate))
+    if on.disk_write_rate is not None:
+        rate = rate_of("--disk-write-rate", on.disk_write_rate)
+        machine = replace(machine, disk_write=replace(machine.disk_write, bytes_per_s=rate))
     return machine
 
 

@@ -41,6 +41,7 @@ _SIZE, _GROUP = 4096, 64  # rows and columns of a matrix, columns of a group
 _SHORT = 1024  # rows and columns of a matrix that takes tens of microseconds
 _ROWS = (1, 4, 16, 64, 256, 512)
 _FEW = (1, 16, 256)  # of other bits than 4
+_WIDE, _MANY_ROWS = 2048, (64, 512)  # of matrices of floats
 _GROUPS = (1, 4, 8)  # queries of a KV head
 _LEAST_S = 0.02  # of a sample
 _LEAST = 64 << 10  # bytes that files are measured with
@@ -125,6 +126,7 @@ def _cpu() -> Processor:
         return ops.w4_linear(x, matrix)
 
     matmul = _matmul(linear, ops.PACKING, "cpu", torch.float32)
+    matmul |= {"16": _dense(torch.bfloat16), "32": _dense(torch.float32)}
     small = random_matrix((64, 64), 4, ops.PACKING)
     x = torch.randn(1, 64)
     call = seconds_of(lambda: ops.w4_linear(x, small))
@@ -184,6 +186,16 @@ def _matmul(
             curve.append((float(m), seconds / len(some) / _SIZE**2))
         found[str(bits)] = tuple(curve)
     return found
+
+
+def _dense(dtype: torch.dtype) -> Curve:
+    """Seconds for each element of a matrix of floats, by rows of x, as torch multiplies."""
+    matrix, curve = torch.randn(_WIDE, _WIDE).to(dtype), []
+    for m in _MANY_ROWS:
+        x = torch.randn(m, _WIDE).to(dtype)
+        seconds = seconds_of(partial(torch.mm, x, matrix.t()), 3)
+        curve.append((float(m), seconds / _WIDE**2))
+    return tuple(curve)
 
 
 def _each(call: Callable[[Any], object], operands: Sequence[Any]) -> None:

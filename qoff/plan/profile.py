@@ -56,7 +56,8 @@ class Link:
 class Processor:
     """What computes: a GPU, or all cores of a CPU together.
 
-    matmul: by the bits of a matrix, from rows of x to seconds for each weight. attention: by the
+    matmul: by the bits of a matrix, from rows of x to seconds for each weight; 16 and 32: of
+    floats, as training has them. attention: by the
     bits of K and V, from queries of a KV head to seconds for each byte of packed K and V.
     prompt_s: seconds for a query, a key, and a channel of one head, where prompts are read.
     bytes_per_s: of its memory. call_s: seconds that each op adds. Raises ArgumentError.
@@ -86,9 +87,10 @@ class Processor:
         _check("flops_per_s", flops_per_s)
         matmul = {
             str(bits): tuple(
-                (float(m), max((bits + 0.5) / 8 / bytes_per_s, 2 * m / flops_per_s)) for m in _ROWS
+                (float(m), max((bits + scale) / 8 / bytes_per_s, 2 * m / flops_per_s))
+                for m in _ROWS
             )
-            for bits in (4, 6, 8)
+            for bits, scale in ((4, 0.5), (6, 0.5), (8, 0.5), (16, 0), (32, 0))
         }
         attention = {str(bits): ((1.0, 1 / bytes_per_s),) for bits in (4, 8)}
         return cls(matmul, attention, 4 / flops_per_s, bytes_per_s, call_s)

@@ -50,14 +50,12 @@ class _Tally:
     """Memory that a layer saves, each once, but for what is there anyway; and its input."""
 
     x: Tensor
-    elsewhere: set[int]  # addresses of storages
+    elsewhere: set[int]  # storages
     storages: dict[int, int] = field(default_factory=dict)
 
     def add(self, saved: Tensor) -> None:
-        storage, first = saved.untyped_storage(), self.x.data_ptr()
-        inside = first <= saved.data_ptr() < first + self.x.nbytes
-        if not inside and storage.data_ptr() not in self.elsewhere:
-            self.storages[storage.data_ptr()] = storage.nbytes()
+        if not _inside(saved, self.x) and _of(saved) not in self.elsewhere:
+            self.storages[_of(saved)] = saved.untyped_storage().nbytes()
 
     @property
     def nbytes(self) -> int:
@@ -172,6 +170,10 @@ class Activations:
             yield
         self._costs[key] = Cost(tally.nbytes, time.perf_counter() - start, tally.on_stage)
 
+    def cost(self, i: int, shape: Shape) -> Cost | None:
+        """What was measured of a layer with inputs of a shape."""
+        return self._costs.get((i, shape))
+
     def end(self) -> None:
         """Let go of all."""
         self._swaps.stop()
@@ -191,7 +193,6 @@ class Activations:
     ) -> Iterator[_Tally]:
         """Count what is saved within, and copy it to a stage where there is one."""
         weights = flat()
-        first, last = weights.data_ptr(), weights.data_ptr() + weights.nbytes
         others = [*layer.parameters(), *layer.buffers(), *tree_leaves(given)]
         there = {_of(x) for x in others if isinstance(x, Tensor)} | {_of(weights)}
         tally = _Tally(hidden, there)
@@ -201,8 +202,8 @@ class Activations:
             return found.as_strided(shape, stride, found.storage_offset() + start)
 
         def pack(x: Tensor) -> Callable[[], Tensor]:
-            if first <= x.data_ptr() < last:
-                start = (x.data_ptr() - first) // weights.itemsize
+            if _inside(x, weights):
+                start = int(x.storage_offset() - weights.storage_offset())
                 return partial(weight, start, x.shape, x.stride())
             tally.add(x)
             if stage is None or _of(x) in there:
@@ -279,4 +280,11 @@ _NOTHING = torch.full((), float("nan"))
 
 
 def _of(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    """A tensor's storage, whether it has memory or none."""
+    return int(x.untyped_storage()._cdata)
+
+
+def _inside(x: Tensor, memory: Tensor) -> bool:
+    """Whether x begins in contiguous memory."""
+    first = int(x.storage_offset()) * x.itemsize - int(memory.storage_offset()) * memory.itemsize
+    return _of(x) == _of(memory) and 0 <= first < memory.nbytes

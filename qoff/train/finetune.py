@@ -104,6 +104,11 @@ def loaded(path: Path, recipe: Recipe, dtype: str) -> Any:
     torch.manual_seed(recipe.seed)
     if lora is None:
         return model
+    return adapted(model, lora)
+
+
+def adapted(model: Any, lora: Lora) -> Any:
+    """A model with adapters beside its linear layers. Raises QoffError without PEFT."""
     try:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:

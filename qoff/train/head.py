@@ -44,12 +44,16 @@ class FusedHead:
         self._memory = torch.empty(0)
         self._sum_of: Callable[[Tensor], Tensor] = _no_sum
 
-    def logits_bytes(self, tokens: int) -> int:
-        """Of memory for `begin`, where a micro-batch has so many tokens."""
+    def logits_bytes(self, tokens: int, packed: bool | None = None) -> int:
+        """Of memory for `begin`, where a micro-batch has so many tokens.
+
+        packed: whether the head will be, None: as it is.
+        """
         if not self._is_linear:
             return 0
-        each = 4 * self._head.out_features
-        most = _OF_PACKED if type(self._head) is QoffLinear else _LOGITS
+        if packed is None:
+            packed = type(self._head) is QoffLinear
+        each, most = 4 * self._head.out_features, _OF_PACKED if packed else _LOGITS
         return each * min(tokens, max(1, most // each))
 
     def begin(self, memory: Tensor, sum_of: Callable[[Tensor], Tensor]) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qoff.budgets import memory_size
-from qoff.errors import ArgumentError, UnsupportedModelError
-from qoff.hf.dispatch.units import others, units_of
+from qoff.errors import ArgumentError
 from qoff.memory.arena import PAGE, round_up
 from qoff.process import only_here
 from qoff.system_memory import refusals
@@ -28,10 +26,8 @@ from .gradients import Gradients
 from .head import FusedHead
 from .held import HeldUnits
 from .homes import Home, Homes
-from .layout import FlatUnit, StateForm
-from .loss_scale import uses_float16
+from .needs import needs_of
 from .optimizers import AdamW, Optimizer
-from .passes import StoppingLayer
 from .placement import Placement, Sizes, placed
 from .slots import SLOTS, WeightSlots
 from .step import Engine, Parts
@@ -88,17 +84,8 @@ def offload(
     if swapped and (disk is None or not kept):
         raise ArgumentError("activation_disk needs disk=, and activation_memory for two stages")
     built = model if isinstance(model, nn.Module) else _loaded(model)
-    layers, units = _units(built)
+    layers, head, sizes = needs_of(built, optimizer, tokens, micro_batches, max_norm is not None)
     fuse(built)
-    if optimizer.factored:
-        for unit in units:
-            unit.pieces = [(run.start, run.stop) for run in factored.runs(unit)]
-    forms = [StateForm.of(unit, optimizer) for unit in units]
-    hidden = tokens * _hidden_size(built) * 4
-    head = FusedHead(built)
-    clips = max_norm is not None or uses_float16(built)
-    counts = [factored.count(unit) for unit in units] if optimizer.factored else []
-    sizes = Sizes(units, forms, micro_batches, hidden, head.logits_bytes(tokens), clips, counts)
     placement = placed(sizes, device, host, disk is not None)
     folder = None if disk is None else Path(disk)
     swapped = round_up(swapped, PAGE)
@@ -109,7 +96,9 @@ def offload(
     except BaseException:
         homes.close()
         raise
-    training = Training(built, engine, optimizer, homes, placement, max_norm, micro_batches, hidden)
+    training = Training(
+        built, engine, optimizer, homes, placement, max_norm, micro_batches, sizes.hidden
+    )
     weakref.finalize(training, only_here(homes.close))  # the last is called first
     weakref.finalize(training, only_here(engine.parts.updater.close))
     return training
@@ -195,54 +184,6 @@ def _engine(
         saved,
     )
     return Engine(parts, layers)
-
-
-def _units(model: nn.Module) -> tuple[list[nn.Module], list[FlatUnit]]:
-    """The layers of a model, and what learns in each and outside of them."""
-    if any(isinstance(m.__dict__.get("forward"), StoppingLayer) for m in model.modules()):
-        raise ArgumentError(
-            "this model is in training already: use what offload returned for it, or load it anew"
-        )
-    config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            "output_router_logits: the loss of routers is not there in training by streaming; "
-            "set it to False in the config"
-        )
-    found = units_of(model, first_stays=False)
-    if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no layers that transformers names or lists"
-        )
-    elsewhere = {str(p.device) for p in model.parameters() if not p.is_cpu}
-    if elsewhere:
-        raise ArgumentError(
-            f"training computes on the CPU, and this model is on {min(elsewhere)}; move it there"
-        )
-    names = {id(p): name for name, p in model.named_parameters()}
-    units = []
-    for unit in found:
-        own = [m._parameters[own] for m, own in unit.owned.values()]
-        units.append(FlatUnit(unit.path, _learning(own, names)))
-    learns = _learning([kind[name] for kind, name in others(model, found)], names)
-    units.append(FlatUnit("outside of layers", learns))
-    if not any(unit.parameters for unit in units):
-        raise ArgumentError(
-            "no parameter of this model requires gradients; add an adapter, or call "
-            "model.requires_grad_()"
-        )
-    return [unit.module for unit in found], units
-
-
-def _learning(
-    tensors: Iterable[Tensor | None], names: Mapping[int, str]
-) -> dict[str, nn.Parameter]:
-    """The parameters among them that learn, by name; shared ones once."""
-    return {names[id(p)]: p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad}
-
-
-def _hidden_size(model: Any) -> int:
-    return int(model.config.get_text_config(decoder=True).hidden_size)
 
 
 def _loaded(path: str | PathLike[str]) -> nn.Module:

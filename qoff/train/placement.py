@@ -57,13 +57,18 @@ class Placement:
 
 
 def placed(
-    sizes: Sizes, device_memory: int | None, host_memory: int | None, disk: bool
+    sizes: Sizes,
+    device_memory: int | None,
+    host_memory: int | None,
+    disk: bool,
+    apart: bool = False,
 ) -> Placement:
     """Fill host memory with what moves most for its bytes; the rest goes to disk.
 
     Weights are read twice a step and written once, so they come first; then units' inputs and
-    gradients, and states last. Raises BudgetError with the bytes wanted, ArgumentError where
-    something goes to disk and there is none.
+    gradients, and states last. apart: the device has memory of its own, so all that is in host
+    memory moves, and states are changed there (`qoff plan`; `offload` trains on a CPU). Raises
+    BudgetError with the bytes wanted, ArgumentError where something goes to disk and there is none.
     """
     units, layers = sizes.units, len(sizes.units) - 1
     region = round_up(sizes.hidden, PAGE)
@@ -74,7 +79,9 @@ def placed(
         "gradients": [_whole(4 * u.count) * sizes.clips for u in units[:-1]],
         "states": [sum(each) for each in pieces],
     }
-    left = host_memory
+    piece = max(nbytes for each in pieces for nbytes in each)
+    on_way = BUFFERS * piece
+    left = host_memory if host_memory is None else host_memory - on_way * apart
     host, parked, kept = dict[str, int](), dict[str, int](), dict[str, frozenset[int]]()
     for what, each in wanted.items():
         chosen = set()
@@ -87,18 +94,20 @@ def placed(
         parked[what] = sum(each) - host[what]
     largest = max(_whole(4 * unit.count) for unit in units[:-1])
     outer = units[-1]
-    all_at_home = sizes.clips and not parked["gradients"]
-    piece = max(nbytes for each in pieces for nbytes in each)
+    all_at_home = sizes.clips and not parked["gradients"] and not apart
+    spills = bool(parked["states"])
+    if apart:
+        host["states on their way"] = on_way * spills
     device = {
         "weights outside of layers": _whole(outer.nbytes),
         "their gradients": _whole(4 * outer.count),
-        "slots of weights": SLOTS * max(wanted["weights"]) * bool(parked["weights"]),
+        "slots of weights": SLOTS * max(wanted["weights"]) * (apart or bool(parked["weights"])),
         "gradients at work": 0 if all_at_home else _GRADIENTS * largest,
         "moments by rows and columns": sum(_whole(4 * n) for n in sizes.factored),
-        "states on their way": BUFFERS * piece * bool(parked["states"]),
+        "states on their way": on_way * spills * (not apart),
         "hidden states": region * sizes.micro_batches,
         "logits": _whole(sizes.logits),
-        "inputs on their way": STAGES * region * bool(parked["inputs of units"]),
+        "inputs on their way": STAGES * region * (apart or bool(parked["inputs of units"])),
     }
     total, to_disk = sum(device.values()), sum(parked.values())
     if device_memory is not None and total > device_memory:

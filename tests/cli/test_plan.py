@@ -60,10 +60,21 @@ def test_a_plan_is_explained_saved_and_run(
     both = run("batch", model, prompts, "--plan", out, "--device-memory", "1GiB")
     assert both.exit_code == 1
     assert "--plan or --device-memory" in both.output
-    for bits in (("--kv", "4,2"), ("--kv-target-bits", 3.5)):
-        both = run("batch", model, prompts, "--plan", out, *bits)
+    for option in (
+        ("--kv", "4,2"),
+        ("--kv-target-bits", 3.5),
+        ("--attention-top", 1.0),  # also where it is the default
+        ("--batch-size", 8),
+        ("--slots", 3),
+    ):
+        both = run("batch", model, prompts, "--plan", out, *option)
         assert both.exit_code == 1
-        assert "--plan says how the KV cache is packed" in both.output
+        assert f"--plan says what {option[0]} would" in both.output
+    drafted = run("batch", model, prompts, "--plan", out, "--draft-tokens", 2, "--share-prefixes")
+    assert drafted.exit_code == 0, drafted.output
+    slots = run("generate", model, "Hi", "--plan", out, "--slots", 3)
+    assert slots.exit_code == 1
+    assert "--plan or --slots" in slots.output
 
 
 def test_memory_is_drawn_against_speed(
@@ -106,6 +117,21 @@ def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -
     assert (measured["kl"], "groups of 32, hqq" in measured["form"]) == (0.004, True)
 
 
+@pytest.mark.parametrize("lora", [(), ("--lora", "r=8")])
+def test_a_training_is_planned(config: Path, here: Path, lora: tuple[str, ...]) -> None:
+    on = ("--machine", here, "--host", "256MiB", "--disk", "1GiB")
+    work = ("--train", *lora, "--sequence", 64, "--micro-batches", 2)
+    found = run("plan", config, *on, *work, "--json")
+    assert found.exit_code == 0, found.output
+    printed = json.loads(found.stdout)
+    assert printed["tokens"] == 128
+    assert (printed["learned"] < printed["parameters"]) == bool(lora)
+    assert printed["limit"] in printed["phases"]["backward"]["busy_s"]
+    shown = run("plan", config, *on, *work)
+    assert shown.exit_code == 0, shown.output
+    assert "qoff finetune" in shown.output
+
+
 def test_memory_by_the_formulas(config: Path) -> None:
     found = run("plan", config, "--memory", "--json")
     assert found.exit_code == 0, found.output
@@ -131,6 +157,10 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--max-kl", "1", "--kv", "4"], "leave out --kv"),
         (["--max-kl", "1", "--group-size", "32"], "leave out --group-size"),
         (["--max-kl", "1", "--gpu", "1MiB"], "weights of 4 bits in groups of 64"),
+        (["--train", "--kv", "4"], "--train plans no answers; leave out --kv"),
+        (["--train"], "more than the 6.0 MiB there"),
+        (["--lora", "r=8"], "--train is missing, and belongs to --lora"),
+        (["--train", "--lora", "r=8", "--dtype", "float32"], "leave --dtype out"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

@@ -78,17 +78,21 @@ class UnitPlace:
 
 
 def units_of(
-    model: nn.Module, classes: Collection[str] | None = None, first_stays: bool = True
+    model: nn.Module,
+    classes: Collection[str] | None = None,
+    first_stays: bool = True,
+    values: bool = True,
 ) -> list[ModelUnit]:
     """The parts of a model that can stream, in the order of its modules.
 
     They are the modules of these classes (None: those that transformers does not split,
     `_no_split_modules`), or else the members of its lists of modules. Parameters that others share
     stay where they are, and so does (`first_stays`) the part with the model's first parameter,
-    whose device is the model's. Raises ArgumentError for a model that is quantized, has no values,
-    or streams already.
+    whose device is the model's. values: False for a model of shapes alone. Raises ArgumentError for
+    a model that is quantized, has no values where it should, or streams already.
     """
-    _check(model)
+    if values:
+        _check(model)
     users = Counter(_storage(p) for _, p in _all_parameters(model))
     first = next((id(p) for p in model.parameters()), None) if first_stays else None
     found: list[ModelUnit] = []
@@ -176,7 +180,7 @@ def _all_parameters(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], n
 
 
 def _storage(p: Tensor) -> int:
-    return p.untyped_storage().data_ptr() or id(p)
+    return int(p.untyped_storage()._cdata)
 
 
 def _divisor(nbytes: int) -> int:

@@ -11,7 +11,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -64,14 +64,7 @@ class Streaming:
         if everything <= budget:
             return {}
         plan = self._residency(range(len(files)))
-        vectors = sum(
-            _nbytes(f, packing, lambda _, e: not isinstance(e, QuantEntry)) for f in files
-        )
-        copied = max(  # most that the parts of a layer's fused matrices take
-            _nbytes(file, packing, lambda n, e: isinstance(e, QuantEntry) and not is_expert(n))
-            for file in files
-        )
-        least = outer + plan.device_bytes + vectors + copied
+        least = _least(self._checkpoint, plan, packing)
         if least > budget:
             raise BudgetError(
                 f"max_memory: {budget:,} bytes of {self.device} are too few; with its layers "
@@ -173,13 +166,49 @@ class Streaming:
     def _part(self, numbers: Sequence[int]) -> Checkpoint:
         """The checkpoint with these layers alone; files stream whole, so they are verified."""
         layers = tuple(self._checkpoint.layers[i] for i in numbers)
-        outer = replace(self._checkpoint.outer, weights={})
-        return replace(self._checkpoint, layers=layers, outer=outer)
+        return replace(self._checkpoint, layers=layers, outer=_empty(self._checkpoint))
 
     def _residency(self, numbers: Sequence[int]) -> Residency:
         """Two slots, and host memory for the layers whose place that is."""
         host = [u for u, i in enumerate(numbers) if self._places.get(i) == "cpu"]
         return streamed_residency(self._part(numbers), host, self.device)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Bytes of a checkpoint whose layers all stream.
+
+    stays: in device memory, slots among them. layers: what streams of each.
+    """
+
+    stays: int
+    layers: tuple[int, ...]
+
+
+def frozen_of(checkpoint: Checkpoint, device: torch.device) -> Frozen:
+    """What `from_pretrained(..., device_map="disk")` takes of a checkpoint that need not be there.
+
+    device: that the layers are computed on.
+    """
+    plan = streamed_residency(replace(checkpoint, outer=_empty(checkpoint)), (), device)
+    stays = _least(checkpoint, plan, packing_for(device))
+    return Frozen(stays, tuple(plan.streamed[i] for i in range(len(checkpoint.layers))))
+
+
+def _least(checkpoint: Checkpoint, plan: Residency, packing: str) -> int:
+    """Bytes of the device where all layers stream."""
+    files = checkpoint.layers
+    vectors = sum(_nbytes(f, packing, lambda _, e: not isinstance(e, QuantEntry)) for f in files)
+    copied = max(  # most that the parts of a layer's fused matrices take
+        _nbytes(file, packing, lambda n, e: isinstance(e, QuantEntry) and not is_expert(n))
+        for file in files
+    )
+    return _nbytes(checkpoint.outer, packing) + plan.device_bytes + vectors + copied
+
+
+def _empty(checkpoint: Checkpoint) -> WeightFile:
+    """The file of what is outside of layers, without weights: these are not the store's."""
+    return replace(checkpoint.outer, weights={})
 
 
 def streamed_residency(

@@ -1,0 +1,83 @@
+"""`qoff plan --train`: what fine-tuning a model takes of a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import typer
+from typer import Option
+
+from qoff.errors import ArgumentError
+
+from .output import print_json, print_table
+
+if TYPE_CHECKING:
+    from qoff.plan.profile import MachineProfile
+    from qoff.plan.sizes import ModelSizes
+
+
+@dataclass(frozen=True)
+class FinetuneOptions:
+    """For `--train`: as `qoff finetune` has them."""
+
+    train: bool = Option(False, "--train", help="Plan qoff finetune instead.")
+    lora: str | None = Option(
+        None, help="With --train: adapters like r=16 beside the packed model; else all learns."
+    )
+    micro_batches: int = Option(8, min=1, help="With --train: sequences of a step.")
+    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion"] = Option(
+        "adamw", help="With --train: with moments of 32 or 8 bits, of rows and columns, or one."
+    )
+    clip: bool = Option(False, "--clip", help="With --train: gradients are clipped (--max-norm).")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Option(
+        "auto", help="With --train: of weights that learn; auto: the model's."
+    )
+
+
+def print_training(
+    config: Path,
+    how: FinetuneOptions,
+    sequence: int,
+    machine: MachineProfile,
+    packed: ModelSizes | None,
+    as_json: bool,
+) -> None:
+    """Plan a training and print it. packed: of the checkpoint that adapters are beside.
+
+    Raises BudgetError where it does not fit.
+    """
+    from qoff.schema import read_object
+    from qoff.train.choice import training_plan
+    from qoff.train.finetune import OPTIMIZERS, Lora
+    from qoff.train.planned import planned
+    from qoff.train.schedules import Schedule
+
+    if how.lora is not None and how.dtype != "auto":
+        raise ArgumentError("--lora trains beside packed weights; leave --dtype out")
+    job = planned(
+        read_object(config),
+        OPTIMIZERS[how.optimizer](Schedule(1e-4)),
+        lora=None if how.lora is None else Lora.parse(how.lora),
+        packed=packed,
+        dtype=how.dtype,
+        tokens=sequence,
+        micro_batches=how.micro_batches,
+        clips=how.clip,
+        device="cuda" if machine.on_gpu else "cpu",
+    )
+    found = training_plan(job, machine)
+    if as_json:
+        print_json(found.values())
+        return
+    typer.echo(f"{machine.name}: {found.line()}")
+    typer.echo(found.activation_line())
+    if not machine.on_gpu:
+        chosen = " ".join(f"{name} {value}" for name, value in found.options().items())
+        typer.echo(f"qoff finetune {chosen or 'without bounds'}")
+    print_table("what lives where", found.tiers(), ("tier", "what", "bytes"))
+    columns = ("resource", *found.step.phases)
+    print_table("busy in a step", found.resources(), columns)
+    for warning in found.warnings():
+        typer.echo(f"note: {warning}")

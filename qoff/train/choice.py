@@ -1,0 +1,270 @@
+"""What `qoff plan --train` chooses: bounds of memory, placement, whose activations are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from qoff.errors import BudgetError
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.memory.arena import PAGE, round_up
+from qoff.plan.profile import MachineProfile
+from qoff.units import format_size
+
+from .activations import shared_out
+from .forecast import PHASES, StepForecast, forecast, layer_costs
+from .placement import Placement, placed
+from .planned import Planned
+from .swaps import STAGES, Place
+
+_PARTS = 8  # of the memory that activations could take: so many bounds are tried
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How a training fits a machine.
+
+    host_memory, activation_memory, activation_disk: the bounds to give to `offload`; the first is
+    None where all fits. kept, swapped: layers and micro-batches whose activations are. stages:
+    bytes in memory of those that are swapped. on_disk: of those that are swapped.
+    """
+
+    job: Planned
+    machine: MachineProfile
+    placement: Placement
+    host_memory: int | None
+    activation_memory: int
+    activation_disk: int
+    kept: frozenset[Place]
+    swapped: frozenset[Place]
+    activations: int
+    on_disk: int
+    frozen_in_host: int
+    step: StepForecast
+
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and purpose. On a CPU device and host are one memory."""
+        device = {**self.placement.device, **_beside(self.job)}
+        device["activations that are kept"] = self.activations
+        host, disk = dict(self.placement.host), dict(self.placement.disk)
+        host["frozen layers"] = self.frozen_in_host
+        disk["activations"] = self.on_disk
+        return {DEVICE: device, HOST: host, DISK: disk}
+
+    def line(self) -> str:
+        """What a step takes, in one line."""
+        job, step = self.job, self.step
+        busy = step.by_resource[step.limit] / step.seconds
+        return (
+            f"{job.learned / 1e9:.3g} of {job.parameters / 1e9:.3g} billion parameters learn, "
+            f"{job.sizes.micro_batches} x {job.tokens:,} tokens a step; limit: {step.limit} "
+            f"{busy:.0%}; {step.seconds:.3g} s a step, {step.tokens_per_s:.3g} tokens/s expected"
+        )
+
+    def tiers(self) -> list[tuple[str, ...]]:
+        """Rows of bytes: tier, purpose, bytes; with the sum and what there is."""
+        rows: list[tuple[str, ...]] = []
+        found, one = self.bytes_by_tier(), not self.machine.on_gpu
+        for tier, purposes in found.items():
+            rows += [(tier, name, format_size(n)) for name, n in purposes.items() if n]
+            used, usable = sum(purposes.values()), self.machine.usable[tier]
+            if tier == HOST and one:
+                used, usable = used + sum(found[DEVICE].values()), self.machine.usable[DEVICE]
+            if (used or usable) and not (tier == DEVICE and one):
+                there = f"{format_size(used)} of {format_size(usable)}"
+                rows.append(
+                    (tier, "in all, with the device's" if one and tier == HOST else "in all", there)
+                )
+        return rows
+
+    def resources(self) -> list[tuple[str, ...]]:
+        """Rows of seconds: resource, busy in each phase."""
+        phases = [name for name in PHASES if name in self.step.phases]
+        rows: list[tuple[str, ...]] = [
+            (name, *(self._busy(phase, name) for phase in phases)) for name in self.step.by_resource
+        ]
+        return [*rows, ("in all", *(f"{self.step.phases[p]:.3g} s" for p in phases))]
+
+    def activation_line(self) -> str:
+        """What becomes of what layers save for their backward."""
+        count = self.job.layers * self.job.sizes.micro_batches
+        again = count - len(self.kept) - len(self.swapped)
+        return (
+            f"activations of {count} layers x micro-batches: {len(self.kept)} kept, "
+            f"{len(self.swapped)} swapped to disk, {again} computed again"
+        )
+
+    def options(self) -> dict[str, str]:
+        """The options of `qoff finetune` that a CPU takes this plan by."""
+        found = {}
+        if self.host_memory is not None:
+            found["--host-memory"] = f"{self.host_memory}"
+        if self.activation_memory:
+            found["--activation-memory"] = f"{self.activation_memory}"
+        if self.activation_disk:
+            found["--activation-disk"] = f"{self.activation_disk}"
+        if sum(self.placement.disk.values()) or self.activation_disk:
+            found["--disk"] = "FOLDER"
+        return found
+
+    def warnings(self) -> Iterator[str]:
+        """What the user may not expect."""
+        yield from self.machine.notes
+        if self.machine.on_gpu:
+            yield "qoff trains on a CPU: what a GPU would take is by the model alone, and never ran"
+        elif "32" not in self.machine.device.matmul:
+            yield "products of floats were not measured; qoff env --measure measures them now"
+        if not self.job.costs:
+            yield "what its layers keep depends on values: planned as if computed again"
+
+    def values(self) -> dict[str, Any]:
+        """All of it for JSON: bytes, seconds."""
+        step = self.step
+        return {
+            "parameters": self.job.parameters,
+            "learned": self.job.learned,
+            "tokens": step.tokens,
+            "bytes": self.bytes_by_tier(),
+            "usable": dict(self.machine.usable),
+            "options": self.options(),
+            "activations": {
+                "layers_by_micro_batches": self.job.layers * self.job.sizes.micro_batches,
+                "kept": len(self.kept),
+                "swapped": len(self.swapped),
+            },
+            "phases": {
+                name: {"seconds": step.phases[name], "busy_s": dict(busy)}
+                for name, busy in step.busy.items()
+            },
+            "seconds": step.seconds,
+            "tokens_per_s": step.tokens_per_s,
+            "limit": step.limit,
+            "warnings": list(self.warnings()),
+        }
+
+    def _busy(self, phase: str, name: str) -> str:
+        seconds = self.step.busy[phase][name]
+        return f"{seconds:.3g} s, {seconds / self.step.phases[phase]:.0%}"
+
+
+def training_plan(job: Planned, machine: MachineProfile) -> TrainingPlan:
+    """The fastest of some plans that fit. Raises BudgetError with the bytes that are missing."""
+    sizes, apart = job.sizes, machine.on_gpu
+    if job.loaded and not apart:
+        _check(DEVICE, {"the model, while it is taken apart": job.loaded}, machine)
+    if apart:
+        least = placed(sizes, None, 0, True, apart)
+        _check(DEVICE, {**least.device, **_beside(job)}, machine)
+        _check(HOST, least.host, machine)
+    return min(_plans(job, machine), key=lambda plan: plan.step.seconds)
+
+
+def _plans(job: Planned, machine: MachineProfile) -> Iterator[TrainingPlan]:
+    """Plans that fit, by the memory that activations take. Raises BudgetError for none."""
+    apart, usable = machine.on_gpu, machine.usable
+    costs = layer_costs(job, machine)
+    batches = range(job.sizes.micro_batches)
+    streams = job.frozen is not None or not job.costs
+    places = {} if streams else {(i, m): c for i, c in enumerate(costs) for m in batches}
+    whole = sum(cost.nbytes for cost in places.values())
+    refused: BudgetError | None = None
+    found = False
+    room = usable[DEVICE] - sum(_beside(job).values())
+    if apart:
+        room -= sum(placed(job.sizes, None, 0, True, apart).device.values())
+    for part in range(_PARTS + 1):
+        bound = min(whole, room) * part // _PARTS
+        if part and bound <= 0:
+            break
+        try:
+            host, placement = _placement(job, machine, bound)
+            _check(DISK, placement.disk, machine)
+        except BudgetError as error:
+            refused = refused or error
+            continue
+        free = 0 if apart else usable[DISK] - sum(placement.disk.values())
+        for disk in {0, free // PAGE * PAGE if bound else 0}:
+            rate = 1 / (1 / machine.disk_read.bytes_per_s + 1 / machine.disk_write.bytes_per_s)
+            kept, swapped = shared_out(places, bound, disk, rate) if places else (set(), set())
+            stage = max((round_up(places[p].on_stage, PAGE) for p in swapped), default=0)
+            on_disk = sum(round_up(places[p].on_stage, PAGE) for p in swapped)
+            in_host = _frozen_in_host(job, machine, placement)
+            found = True
+            yield TrainingPlan(
+                job,
+                machine,
+                placement,
+                host,
+                bound if kept or swapped else 0,
+                on_disk,
+                frozenset(kept),
+                frozenset(swapped),
+                STAGES * stage + sum(places[p].nbytes for p in kept),
+                on_disk,
+                in_host,
+                forecast(job, machine, placement, kept, swapped, in_host),
+            )
+    if not found and refused is not None:
+        raise refused
+
+
+def _placement(
+    job: Planned, machine: MachineProfile, activations: int
+) -> tuple[int | None, Placement]:
+    """The bound of host memory, None where all fits, and what lies where.
+
+    Raises BudgetError where main memory, that of both, is too small.
+    """
+    sizes, usable = job.sizes, machine.usable
+    if machine.on_gpu:
+        return usable[HOST], placed(sizes, None, usable[HOST], True, apart=True)
+    left = usable[DEVICE] - sum(_beside(job).values()) - activations
+    every, least = placed(sizes, None, None, False), placed(sizes, None, 0, True)
+    if sum(every.totals) <= left:
+        return None, every
+    best, bound = None, left - least.totals[0]
+    while bound >= 0:
+        found = placed(sizes, None, bound, True)
+        spare = left - sum(found.totals[:2])
+        if spare < 0:
+            break
+        best = bound, found
+        if spare < PAGE:
+            break
+        bound += spare  # the more is in memory, the less is on its way
+    if best is None:
+        _check(DEVICE, {**least.device, **_beside(job), "activations": activations}, machine)
+    assert best is not None
+    return best
+
+
+def _beside(job: Planned) -> dict[str, int]:
+    """Bytes of the device beside the arenas: what torch has, and frozen weights."""
+    largest = max((cost.nbytes for cost in job.costs), default=0)
+    return {
+        "one layer with gradients, about": 2 * largest,
+        "frozen weights and their slots": 0 if job.frozen is None else job.frozen.stays,
+    }
+
+
+def _frozen_in_host(job: Planned, machine: MachineProfile, placement: Placement) -> int:
+    """Bytes of packed layers that host memory has room for, beside a GPU."""
+    if job.frozen is None or not machine.on_gpu:
+        return 0
+    left = machine.usable[HOST] - sum(placement.host.values())
+    taken = 0
+    for nbytes in job.frozen.layers:
+        taken += nbytes if taken + nbytes <= left else 0
+    return taken
+
+
+def _check(tier: str, wanted: dict[str, int], machine: MachineProfile) -> None:
+    """Raise BudgetError for more bytes than a tier has."""
+    total, there = sum(wanted.values()), machine.usable[tier]
+    if total > there:
+        rows = ", ".join(f"{name} ({format_size(n)})" for name, n in wanted.items() if n)
+        raise BudgetError(
+            f"{tier} memory: {rows} take {format_size(total)}, {format_size(total - there)} more "
+            f"than the {format_size(there)} there"
+        )

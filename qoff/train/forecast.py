@@ -1,0 +1,252 @@
+"""How long a step of training takes on a machine, and what of it takes the time.
+
+As rounds of inference (docs/cost-model.md): a phase takes as long as its busiest resource, and what
+the others do for one unit besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qoff.memory.arena import PAGE, round_up
+from qoff.plan.cost import RESOURCES, Array, round_seconds
+from qoff.plan.profile import MachineProfile
+
+from .activations import Cost
+from .placement import Placement
+from .planned import Planned, Work
+from .swaps import Place
+
+PHASES = ("forward", "backward", "update")
+_READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY = range(len(RESOURCES))
+_FORWARD, _BACKWARD, _UPDATE = range(len(PHASES))
+_LINKS = (_READ, _WRITE, _IN, _OUT)
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """busy: seconds of each resource by phase. seconds: of each phase. tokens: of a step."""
+
+    busy: Mapping[str, Mapping[str, float]]
+    phases: Mapping[str, float]
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.phases.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def by_resource(self) -> dict[str, float]:
+        """Seconds of a step that each resource is busy, of those that are."""
+        found = {name: sum(phase[name] for phase in self.busy.values()) for name in RESOURCES}
+        return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+    @property
+    def limit(self) -> str:
+        """The resource that most of the step waits for: the busiest of the phases it limits."""
+        waits = dict.fromkeys(RESOURCES, 0.0)
+        for phase, busy in self.busy.items():
+            waits[max(busy, key=lambda name: busy[name])] += self.phases[phase]
+        return max(waits, key=lambda name: waits[name])
+
+
+def layer_costs(job: Planned, machine: MachineProfile) -> list[Cost]:
+    """What each layer saves, with the seconds that computing it again would take."""
+    costs = job.costs or [Cost(0, 0.0)] * job.layers
+    return [
+        Cost(cost.nbytes, _forward_s(job, work, cost, machine), cost.on_stage)
+        for cost, work in zip(costs, job.work, strict=False)
+    ]
+
+
+def forecast(
+    job: Planned,
+    machine: MachineProfile,
+    placement: Placement,
+    kept: Collection[Place] = (),
+    swapped: Collection[Place] = (),
+    frozen_in_host: int = 0,
+) -> StepForecast:
+    """A step where these layers' activations are kept or swapped; the others are computed again.
+
+    frozen_in_host: bytes of packed layers that come from host memory; the others do from disk.
+    """
+    count, batches = job.layers, job.sizes.micro_batches
+    costs = layer_costs(job, machine)
+    again = [(i, m) for i in range(count) for m in range(batches)]
+    again = [place for place in again if place not in kept and place not in swapped]
+    compute = np.zeros(len(PHASES))
+    compute[_FORWARD] = batches * (sum(c.seconds for c in costs) + _head_s(job, machine))
+    compute[_BACKWARD] = sum(costs[i].seconds for i, _ in again) + batches * sum(
+        _backward_s(job, work, cost, machine) for work, cost in zip(job.work, costs, strict=False)
+    )
+    moves = _Moves(machine)
+    _weights(job, placement, moves)
+    _frozen(job, frozen_in_host, moves)
+    region = round_up(job.hidden, PAGE)
+    for i, _ in again:
+        if i in placement.inputs:
+            moves.over(_OUT, _FORWARD, region)
+            moves.over(_IN, _BACKWARD, region)
+        else:
+            moves.disk(_WRITE, _FORWARD, region)
+            moves.disk(_READ, _BACKWARD, region)
+    for i, _ in swapped:
+        moves.disk(_WRITE, _FORWARD, round_up(costs[i].on_stage, PAGE))
+        moves.disk(_READ, _BACKWARD, round_up(costs[i].on_stage, PAGE))
+    memory = np.zeros(len(PHASES))
+    memory[_UPDATE if job.sizes.clips else _BACKWARD] = (
+        _update_bytes(job) / machine.host.bytes_per_s
+    )
+    compute[_BACKWARD] += _summed_bytes(job) / machine.device.bytes_per_s
+    busy = moves.busy()
+    if machine.on_gpu:
+        busy[:, _GPU] += compute
+        busy[:, _CPU] += memory
+        busy[:, _MEMORY] = moves.nbytes.sum(1) / machine.host.bytes_per_s + memory
+    else:
+        busy[:, _CPU] += compute + memory
+    seconds = round_seconds(busy, count + 1)
+    rows = zip(PHASES, busy, seconds, strict=True)
+    used = [(name, one, s) for name, one, s in rows if s > 0]
+    return StepForecast(
+        {name: dict(zip(RESOURCES, map(float, one), strict=True)) for name, one, _ in used},
+        {name: float(s) for name, _, s in used},
+        job.tokens * batches,
+    )
+
+
+class _Moves:
+    """Bytes and requests of each phase over each link."""
+
+    def __init__(self, machine: MachineProfile) -> None:
+        self._machine = machine
+        self.nbytes = np.zeros((len(PHASES), len(_LINKS)))
+        self._asked = np.zeros((len(PHASES), len(_LINKS)))
+
+    def add(self, link: int, phase: int, nbytes: float, requests: int = 1) -> None:
+        self.nbytes[phase, link] += nbytes
+        self._asked[phase, link] += requests
+
+    def over(self, link: int, phase: int, nbytes: float) -> None:
+        """Between host memory and a device of its own."""
+        if self._machine.on_gpu:
+            self.add(link, phase, nbytes)
+
+    def disk(self, link: int, phase: int, nbytes: float) -> None:
+        """Between the disk and the device."""
+        self.add(link, phase, nbytes)
+        self.over(_IN if link == _READ else _OUT, phase, nbytes)
+
+    def busy(self) -> Array:
+        """Seconds, [PHASES, RESOURCES], with those that moving takes from the CPU."""
+        m = self._machine
+        found = np.zeros((len(PHASES), len(RESOURCES)))
+        for at, link in enumerate((m.disk_read, m.disk_write, m.to_device, m.from_device)):
+            nbytes, asked = self.nbytes[:, at], self._asked[:, at]
+            found[:, at] = nbytes / link.bytes_per_s + asked * link.request_s
+            taken = nbytes * link.cpu_s_per_byte + asked * link.cpu_s_per_request
+            found[:, _CPU] += taken / m.cores
+        return found
+
+
+def _weights(job: Planned, placement: Placement, moves: _Moves) -> None:
+    """Weights and gradients of layers that learn, and the states of all units."""
+    clips = job.sizes.clips
+    update = _UPDATE if clips else _BACKWARD  # beside the CPU: nothing goes to the device
+    for i, (unit, form) in enumerate(zip(job.sizes.units, job.sizes.forms, strict=True)):
+        if i not in placement.states:
+            pieces = form.of_pieces(unit)
+            moves.add(_READ, update, sum(pieces), len(pieces))
+            moves.add(_WRITE, update, sum(pieces), len(pieces))
+        if i == job.layers or not unit.count:
+            continue
+        nbytes, grad = round_up(unit.nbytes, PAGE), round_up(4 * unit.count, PAGE)
+        near = i in placement.weights
+        for phase in (_FORWARD, _BACKWARD):
+            if phase == _FORWARD or i < job.layers - 1:  # the last one's backward comes at once
+                (moves.over if near else moves.disk)(_IN if near else _READ, phase, nbytes)
+        moves.over(_OUT, _BACKWARD, grad)
+        if not near:
+            moves.add(_WRITE, update, nbytes)
+            if clips:
+                moves.add(_READ, update, nbytes)
+        if clips and i not in placement.gradients:
+            moves.add(_WRITE, _BACKWARD, grad)
+            moves.add(_READ, update, grad)
+
+
+def _frozen(job: Planned, in_host: int, moves: _Moves) -> None:
+    """Packed layers, forward and in reverse."""
+    if job.frozen is None:
+        return
+    for phase in (_FORWARD, _BACKWARD):
+        left = in_host
+        for nbytes in job.frozen.layers:
+            if nbytes <= left:
+                left -= nbytes
+                moves.over(_IN, phase, nbytes)
+            else:
+                moves.disk(_READ, phase, nbytes)
+
+
+def _forward_s(job: Planned, work: Work, cost: Cost, machine: MachineProfile) -> float:
+    """A layer and a micro-batch: products, attention, and what it saves is written and read."""
+    device = machine.device
+    pairs = job.tokens**2 / 2 * job.heads
+    return (
+        work.learned * _product_s(machine, work.bits[0], job.tokens)
+        + work.frozen * _product_s(machine, work.bits[1], job.tokens)
+        + pairs * device.prompt_s
+        + 2 * cost.nbytes / device.bytes_per_s
+    )
+
+
+def _backward_s(job: Planned, work: Work, cost: Cost, machine: MachineProfile) -> float:
+    """Twice the products for what learns, once for what does not, in 16 bits where it is packed."""
+    device = machine.device
+    frozen = 16 if work.bits[1] < 16 else work.bits[1]
+    pairs = job.tokens**2 / 2 * job.heads
+    return (
+        2 * work.learned * _product_s(machine, work.bits[0], job.tokens)
+        + work.frozen * _product_s(machine, frozen, job.tokens)
+        + 2.5 * pairs * device.prompt_s  # five products for two
+        + 2 * cost.nbytes / device.bytes_per_s
+    )
+
+
+def _head_s(job: Planned, machine: MachineProfile) -> float:
+    """Logits, loss, and their gradients."""
+    head, nothing = job.work[-1], Cost(0, 0.0)
+    still = replace(job, heads=0)
+    return _forward_s(still, head, nothing, machine) + _backward_s(still, head, nothing, machine)
+
+
+def _product_s(machine: MachineProfile, bits: int, rows: int) -> float:
+    """Seconds for each element of a matrix."""
+    return float(machine.device.matmul_s(bits, np.asarray(float(rows))))
+
+
+def _update_bytes(job: Planned) -> float:
+    """What an update reads and writes of memory: states and weights both ways, gradients once."""
+    total = 0.0
+    for unit, form in zip(job.sizes.units, job.sizes.forms, strict=True):
+        total += 2 * sum(form.of_pieces(unit)) + 2 * unit.nbytes + 4 * unit.count
+    return total
+
+
+def _summed_bytes(job: Planned) -> float:
+    """What gradients read and write until they are sums: zeros, and each micro-batch's added."""
+    total = 0.0
+    for unit in job.sizes.units:
+        own = 0 if unit.dtype.itemsize == 4 else unit.dtype.itemsize
+        total += unit.count * (4 + job.sizes.micro_batches * (8 + 2 * own))
+    return total

@@ -1,0 +1,97 @@
+"""What a model needs of a training: its units, and the sizes that a placement is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from qoff.errors import ArgumentError, UnsupportedModelError
+from qoff.hf.dispatch.units import others, units_of
+
+from . import factored
+from .head import FusedHead
+from .layout import FlatUnit, StateForm
+from .loss_scale import uses_float16
+from .optimizers import Optimizer
+from .passes import StoppingLayer
+from .placement import Sizes
+
+
+def needs_of(
+    model: Any,
+    optimizer: Optimizer,
+    tokens: int,
+    micro_batches: int,
+    clips: bool,
+    packed: bool | None = None,
+) -> tuple[list[nn.Module], FusedHead, Sizes]:
+    """The layers of a model and its head, and the sizes of a training of it.
+
+    packed: of a model of shapes alone, whether its frozen matrices are to be packed; None: it has
+    values. Raises ArgumentError and UnsupportedModelError for a model that cannot be trained by
+    streaming.
+    """
+    layers, units = _units(model, values=packed is None)
+    head = FusedHead(model)
+    if optimizer.factored:
+        for unit in units:
+            unit.pieces = [(run.start, run.stop) for run in factored.runs(unit)]
+    forms = [StateForm.of(unit, optimizer) for unit in units]
+    width = int(model.config.get_text_config(decoder=True).hidden_size)
+    counts = [factored.count(unit) for unit in units] if optimizer.factored else []
+    sizes = Sizes(
+        units,
+        forms,
+        micro_batches,
+        4 * tokens * width,
+        head.logits_bytes(tokens, packed),
+        clips or uses_float16(model),
+        counts,
+    )
+    return layers, head, sizes
+
+
+def _units(model: nn.Module, values: bool) -> tuple[list[nn.Module], list[FlatUnit]]:
+    """The layers of a model, and what learns in each and outside of them."""
+    if any(isinstance(m.__dict__.get("forward"), StoppingLayer) for m in model.modules()):
+        raise ArgumentError(
+            "this model is in training already: use what offload returned for it, or load it anew"
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "output_router_logits: the loss of routers is not there in training by streaming; "
+            "set it to False in the config"
+        )
+    found = units_of(model, first_stays=False, values=values)
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no layers that transformers names or lists"
+        )
+    elsewhere = {str(p.device) for p in model.parameters() if values and not p.is_cpu}
+    if elsewhere:
+        raise ArgumentError(
+            f"training computes on the CPU, and this model is on {min(elsewhere)}; move it there"
+        )
+    names = {id(p): name for name, p in model.named_parameters()}
+    units = []
+    for unit in found:
+        own = [m._parameters[own] for m, own in unit.owned.values()]
+        units.append(FlatUnit(unit.path, _learning(own, names)))
+    learns = _learning([kind[name] for kind, name in others(model, found)], names)
+    units.append(FlatUnit("outside of layers", learns))
+    if not any(unit.parameters for unit in units):
+        raise ArgumentError(
+            "no parameter of this model requires gradients; add an adapter, or call "
+            "model.requires_grad_()"
+        )
+    return [unit.module for unit in found], units
+
+
+def _learning(
+    tensors: Iterable[Tensor | None], names: Mapping[int, str]
+) -> dict[str, nn.Parameter]:
+    """The parameters among them that learn, by name; shared ones once."""
+    return {names[id(p)]: p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad}

@@ -1,0 +1,199 @@
+"""A training of a model that is not there: its sizes, of `config.json` alone.
+
+The model is built of tensors without memory, by transformers and PEFT as `offload` is given it, and
+a pass goes through its layers, so that units, placement and what a layer saves for its backward are
+counted by the code that a training counts with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qoff.errors import ArgumentError, UnsupportedModelError, raised_as
+from qoff.hf.dispatch.units import units_of
+from qoff.hf.plugin.streaming import Frozen, frozen_of
+from qoff.plan.sizes import ModelSizes
+
+from .activations import Activations, Cost
+from .finetune import Lora, adapted
+from .homes import Homes
+from .needs import needs_of
+from .optimizers import Optimizer
+from .passes import StoppingLayer, TrainingPass, stop_of
+from .placement import Sizes
+from .swaps import Swaps
+
+
+@dataclass(frozen=True)
+class Work:
+    """Multiplications of a token with the matrices of a layer, or of the head.
+
+    learned, frozen: matrices that learn, and others. bits: of an element of each.
+    """
+
+    learned: float
+    frozen: float
+    bits: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a training is made of.
+
+    costs: of each layer and a micro-batch, without seconds; empty where values decide what a layer
+    computes. work: of each layer, then of the head. heads: channels of all query heads. hidden:
+    bytes of the hidden states of a micro-batch. loaded: bytes of the model that `offload` is given.
+    frozen: packed weights beside adapters.
+    """
+
+    sizes: Sizes
+    costs: Sequence[Cost]
+    work: Sequence[Work]
+    heads: int
+    tokens: int
+    hidden: int
+    loaded: int
+    parameters: int
+    frozen: Frozen | None
+
+    @property
+    def layers(self) -> int:
+        return len(self.work) - 1
+
+    @property
+    def learned(self) -> int:
+        """Elements that learn."""
+        units = self.sizes.units
+        return sum(p.numel() for unit in units for p in unit.parameters.values())
+
+
+def planned(
+    config: Mapping[str, Any],
+    optimizer: Optimizer,
+    *,
+    lora: Lora | None = None,
+    packed: ModelSizes | None = None,
+    dtype: str = "auto",
+    tokens: int,
+    micro_batches: int,
+    clips: bool = False,
+    device: str = "cpu",
+) -> Planned:
+    """The training of the model of a `config.json`; the arguments are those of `offload`.
+
+    lora, packed: adapters beside a qoff checkpoint of these sizes, which streams. dtype: of weights
+    where all learn. Raises UnsupportedModelError, ArgumentError.
+    """
+    # Tensors beside parameters are real: masks depend on their values.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = _model(config, "float32" if lora is not None else dtype)
+    costs = _costs(model, tokens)
+    if lora is not None:
+        with torch.device("meta"):  # PEFT moves what it makes
+            model = adapted(_model(config, "float32"), lora)
+    layers, _, sizes = needs_of(
+        model, optimizer, tokens, micro_batches, clips, packed=lora is not None
+    )
+    work = [_work(layer, model.config, packed) for layer in layers]
+    work.append(_head(model, packed))
+    hidden = sizes.hidden // 4 * model.dtype.itemsize
+    loaded = sum(p.nbytes for p in model.parameters())
+    parameters = sum(p.numel() for p in model.parameters())
+    text = model.config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    frozen = None
+    if packed is not None:
+        frozen = frozen_of(packed.checkpoint, torch.device(device))
+        loaded = 0
+    return Planned(sizes, costs, work, heads * size, tokens, hidden, loaded, parameters, frozen)
+
+
+def _model(config: Mapping[str, Any], dtype: str) -> Any:
+    """The model without memory, as `from_pretrained` would have it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {k: v for k, v in config.items() if k != "quantization_config"}
+    if "model_type" not in given:
+        raise ArgumentError("config.json has no model_type; only models of transformers train")
+    with raised_as(UnsupportedModelError, "config.json: transformers makes no model of it"):
+        made = AutoConfig.for_model(**given)
+        chosen = getattr(made, "dtype", None) or torch.float32 if dtype == "auto" else dtype
+        model: Any = AutoModelForCausalLM.from_config(
+            made, dtype=getattr(torch, chosen) if isinstance(chosen, str) else chosen
+        )
+    return model.train()
+
+
+def _costs(model: Any, tokens: int) -> list[Cost]:
+    """What each layer saves for its backward, counted as in a step; none where values decide."""
+    layers = [unit.module for unit in units_of(model, first_stays=False, values=False)]
+    homes = Homes(0, 0, 0, None)
+    activations = Activations(1, lambda _: True, Swaps(homes, None))
+    stopping = [StoppingLayer(layer, i, layer.forward) for i, layer in enumerate(layers)]
+    ids = torch.ones(1, tokens, dtype=torch.int64)
+    one = TrainingPass(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss, 1.0)
+    found = []
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.disabled = True
+    try:
+        reached = one.advance()
+        for i, layer in enumerate(stopping):
+            stop = stop_of(reached, i)
+            x = stop.hidden.detach().clone().requires_grad_()
+            given = stop.args, stop.kwargs
+            with (
+                torch.enable_grad(),
+                activations.measuring(i, x, layer.module, given, _nothing),
+            ):
+                y, whole = layer.compute(x, stop)
+            cost = activations.cost(i, (x.shape, x.dtype))
+            assert cost is not None
+            found.append(Cost(cost.nbytes, 0.0, cost.on_stage))
+            if i < len(stopping) - 1:
+                reached = one.advance(whole(y.detach()))
+    except RuntimeError:  # of an operation that needs values
+        return []
+    finally:
+        log.disabled = False
+        one.end()
+        homes.close()
+        for layer in stopping:
+            layer.module.forward = layer.own
+    return found
+
+
+def _work(layer: nn.Module, config: Any, packed: ModelSizes | None) -> Work:
+    """Of a layer; of experts, which are three-dimensional, those that a token is given to."""
+    top = getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    sums, bits = [0.0, 0.0], 32
+    for p in layer.parameters():
+        if p.dim() < 2:
+            continue
+        share = min(1.0, top / p.shape[0]) if top and p.dim() == 3 else 1.0
+        sums[not p.requires_grad] += p.numel() * share
+        if p.requires_grad:
+            bits = 8 * p.itemsize
+    return Work(sums[0], sums[1], (bits, bits if packed is None else 4))
+
+
+def _head(model: Any, packed: ModelSizes | None) -> Work:
+    weight = model.get_output_embeddings().weight
+    count, bits = float(weight.numel()), 8 * weight.itemsize
+    if packed is None:
+        return Work(count, 0.0, (bits, bits))
+    return Work(0.0, count, (32, 8))
+
+
+def _nothing() -> Tensor:
+    return _EMPTY
+
+
+_EMPTY = torch.empty(0)

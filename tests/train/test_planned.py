@@ -1,0 +1,183 @@
+"""Trainings that are planned of a config alone take the bytes that a training counts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qoff import train
+from qoff.checkpoint import Checkpoint
+from qoff.errors import BudgetError
+from qoff.plan.profile import Link, MachineProfile
+from qoff.plan.sizes import ModelSizes
+from qoff.train.choice import TrainingPlan, training_plan
+from qoff.train.finetune import Lora, adapted
+from qoff.train.forecast import forecast
+from qoff.train.placement import placed
+from qoff.train.planned import Planned, planned
+from tests.plan.machines import MIB, machine
+from tests.tiny_families import TINY
+from tests.tiny_models import tiny_checkpoint
+
+from .test_training import CONFIGS, LAYERS, LR, OPTIMIZERS, TOKENS, batch, model_of
+
+MANY = 8  # layers, of which few fit
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def with_disk(link: Link, **memory: int) -> MachineProfile:
+    return replace(machine(False, **memory), disk_read=link, disk_write=link)
+
+
+def job_of(name: str, optimizer: train.Optimizer, layers: int = LAYERS, **options: Any) -> Planned:
+    config = {**TINY, "num_hidden_layers": layers, **CONFIGS[name]}
+    given = {"dtype": "float32", "tokens": TOKENS, "micro_batches": 2, **options}
+    return planned(config, optimizer, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "optimizer"),
+    [
+        ("llama", "bfloat16", "adamw"),
+        ("tied", "float32", "adamw, 8 bits"),
+        ("gemma2", "float32", "lion"),
+        ("gpt2", "float32", "adafactor"),
+        ("mixtral", "float32", "adamw"),
+    ],
+)
+def test_planned_bytes_are_counted_bytes(
+    name: str, dtype: str, optimizer: str, tmp_path: Path
+) -> None:
+    job = job_of(name, OPTIMIZERS[optimizer](), dtype=dtype, clips=True)
+    model = model_of(name, DTYPES[dtype])
+    training = train.offload(
+        model,
+        OPTIMIZERS[optimizer](),
+        host_memory=200_000,
+        disk=tmp_path,
+        activation_memory="1GiB",
+        tokens=TOKENS,
+        micro_batches=2,
+        max_norm=1.0,
+    )
+    assert placed(job.sizes, None, 200_000, True) == training.placement
+    assert job.parameters == sum(p.numel() for p in model.parameters())
+    training.step([batch(0, rows=1)])
+    if name == "mixtral":  # its routing decides
+        assert not job.costs
+        return
+    training.step([batch(1, rows=1)])
+    assert sum(cost.nbytes for cost in job.costs) == training.stats.activations_peak
+
+
+def test_planned_adapters_are_counted_adapters(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+    config = json.loads((path / "config.json").read_text())
+    sizes = ModelSizes.of_checkpoint(Checkpoint.open(path))
+    lora = Lora(4, 8)
+    job = planned(
+        config, train.AdamW(lr=LR), lora=lora, packed=sizes, tokens=TOKENS, micro_batches=2
+    )
+    model = adapted(AutoModelForCausalLM.from_pretrained(path, device_map="disk"), lora)
+    training = train.offload(
+        model,
+        train.AdamW(lr=LR),
+        tokens=TOKENS,
+        micro_batches=2,
+        host_memory=20_000,
+        disk=tmp_path,
+    )
+    assert placed(job.sizes, None, 20_000, True) == training.placement
+    assert job.frozen is not None
+    before = training.stats.frozen_read
+    for _ in range(2):
+        training.step([batch(0, rows=1)])
+    read = (training.stats.frozen_read - before) / 4  # of a pass; some of it is read ahead
+    assert read == pytest.approx(sum(job.frozen.layers), rel=0.25)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_forecast_bytes_are_those_that_move(clips: bool, tmp_path: Path) -> None:
+    job = job_of("llama", train.AdamW(lr=LR), clips=clips)
+    training = train.offload(
+        model_of("llama"),
+        train.AdamW(lr=LR),
+        tokens=TOKENS,
+        micro_batches=2,
+        host_memory=0,
+        disk=tmp_path,
+        max_norm=1.0 if clips else None,
+    )
+    training.step([batch(0, rows=1), batch(1, rows=1)])
+    each = Link(1.0)  # a byte a second: seconds are bytes
+    found = forecast(job, with_disk(each), training.placement).by_resource
+    moved = training.stats.moved
+    for way, link in (("read", "disk read"), ("written", "disk write")):
+        assert found[link] == sum(n for what, n in moved.items() if what.endswith(way))
+
+
+@pytest.mark.parametrize("memory", [6 * MIB, 5 * MIB // 2])
+def test_a_plan_fits_and_is_what_the_trainer_takes(memory: int, tmp_path: Path) -> None:
+    job = job_of("llama", train.AdamW(lr=LR), MANY)
+    found = training_plan(job, with_disk(Link(1e8), device=memory))
+    used = found.bytes_by_tier()
+    assert sum(used["device"].values()) + sum(used["host"].values()) <= memory
+    options = found.options()
+    training = train.offload(
+        model_of("llama", num_hidden_layers=MANY),
+        train.AdamW(lr=LR),
+        tokens=TOKENS,
+        micro_batches=2,
+        host_memory=found.host_memory,
+        activation_memory=found.activation_memory,
+        activation_disk=found.activation_disk,
+        disk=tmp_path if "--disk" in options else None,
+    )
+    assert training.placement == found.placement
+    assert (found.host_memory is None) == (memory == 6 * MIB)
+    assert 0 < found.step.seconds < 1e3
+
+
+def test_activations_are_kept_where_there_is_room() -> None:
+    job = job_of("llama", train.AdamW(lr=LR), MANY)
+
+    def plan(**memory: int) -> TrainingPlan:
+        return training_plan(job, with_disk(Link(1e3), **memory))  # a slow disk
+
+    all_of_it = plan(device=8 * MIB)
+    assert len(all_of_it.kept) == 2 * MANY
+    assert all_of_it.host_memory is None
+    slow = plan(device=5 * MIB // 2)
+    assert len(slow.kept) < 2 * MANY  # memory is for what would move else
+
+
+def test_what_does_not_fit_is_said_by_how_much() -> None:
+    job = job_of("llama", train.AdamW(lr=LR), MANY)
+    with pytest.raises(BudgetError, match=r"device memory: .* taken apart .* the 300.0 KiB there"):
+        training_plan(job, machine(device=300 << 10))
+    with pytest.raises(BudgetError, match=r"disk memory: .* states \(.* more than the 0 B there"):
+        training_plan(job, machine(device=5 * MIB // 2, disk=0))
+    with pytest.raises(BudgetError, match=r"device memory: .* slots of weights"):
+        training_plan(job, machine(on_gpu=True, device=100 << 10))
+    with pytest.raises(BudgetError, match=r"device memory: .* on their way"):
+        training_plan(job, machine(device=3 * MIB // 2))
+
+
+def test_on_a_gpu_what_is_in_host_memory_moves() -> None:
+    job = job_of("llama", train.AdamW(lr=LR))
+    found = training_plan(job, machine(on_gpu=True, device=8 * MIB, host=16 * MIB))
+    layers = sum(found.placement.host[what] for what in ("weights",))
+    one = layers // LAYERS
+    to_device = sum(busy["to device"] for busy in found.step.busy.values())
+    requests = found.machine.to_device
+    weights = (2 * LAYERS - 1) * requests.seconds(one, 1)
+    assert to_device >= weights
+    assert "never ran" in list(found.warnings())[-1]
