@@ -23,14 +23,14 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.control_group import ControlGroup, control_group, forget
 from bench.experts_stream import QWEN3_MOE
 from bench.harness import Bar, Report
 from bench.peers import native
@@ -42,7 +42,6 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.units import format_size, parse_size
 
-_GROUPS = Path("/sys/fs/cgroup/memory")
 _LAYER_BYTES = 360 << 20  # of one layer's weights, in each of the two files
 _BESIDE = 512 << 20  # of a limit: what Python, torch and caches of files take
 _SEQUENCES = 64
@@ -51,25 +50,10 @@ BARS = {"one": 3.0, "many": 20.0}  # times llama.cpp
 DISK_BAR = 0.9
 
 
-@contextmanager
-def control_group(limit: int) -> Iterator[Path]:
-    """A memory control group of `limit` bytes. Raises ArgumentError where there can be none."""
-    group = _GROUPS / f"qoff-bench-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(limit))
-    except OSError as error:
-        raise ArgumentError(f"{group}: {error.strerror}; this needs cgroup v1 and root") from error
-    try:
-        yield group
-    finally:
-        group.rmdir()
-
-
 class Contest:
     """llama.cpp and qoff on the same weights, in the same memory."""
 
-    def __init__(self, folder: Path, group: Path, budget: int, threads: int) -> None:
+    def __init__(self, folder: Path, group: ControlGroup, budget: int, threads: int) -> None:
         self.checkpoint, self.gguf = folder / "checkpoint", folder / "model.gguf"
         self._group, self._budget, self._threads = group, budget, threads
 
@@ -79,7 +63,7 @@ class Contest:
         sizes = ["--prompt", str(prompt), "--tokens", str(tokens), "--only", which]
         command = [sys.executable, "-m", "bench.experts_stream", "--json", *sizes]
         command += ["--path", str(self.checkpoint), "--memory", str(self._budget)]
-        found: dict[str, Any] = json.loads(self._output(command))
+        found: dict[str, Any] = json.loads(self._group.output(command))
         return found
 
     def llama_one(self, prompt: int, tokens: int) -> float:
@@ -87,7 +71,7 @@ class Contest:
         self._forget()
         tool, *options = self._llama("llama-bench")
         sizes = ["-p", "0", "-n", str(tokens), "-d", str(prompt), "-r", "1", "-o", "json"]
-        out = self._output([tool, *options, "--repack", "0", "--no-warmup", *sizes])
+        out = self._group.output([tool, *options, "--repack", "0", "--no-warmup", *sizes])
         return float(json.loads(out)[0]["avg_ts"])
 
     def llama_many(self, prompt: int, tokens: int) -> float:
@@ -105,7 +89,7 @@ class Contest:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=self._join,
+            preexec_fn=self._group.join,
         )
         try:
             address = f"http://127.0.0.1:{port}"
@@ -125,28 +109,10 @@ class Contest:
             raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
         return [str(path), "-m", str(self.gguf), "-t", str(self._threads), "-lm", "mmap"]
 
-    def _join(self) -> None:
-        (self._group / "cgroup.procs").write_text(str(os.getpid()))
-
-    def _output(self, command: Sequence[str]) -> str:
-        done = subprocess.run(
-            command,
-            check=False,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            preexec_fn=self._join,
-        )
-        if done.returncode:
-            raise ArgumentError(f"{' '.join(command)}: {done.returncode}: {done.stderr[-2000:]}")
-        return done.stdout
-
     def _forget(self) -> None:
         """Have no page of either model in memory."""
-        for path in (self.gguf, *self.checkpoint.iterdir()):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        forget(self.checkpoint.parent)
+        forget(self.checkpoint)
 
 
 def _wait_for(server: subprocess.Popen[bytes], health: str) -> None:

@@ -41,16 +41,18 @@ _MEMORY_KEPT = f"{_MEMORY}, activations kept"
 Step = Callable[[], object]
 
 
-def _model(config: dict[str, Any]) -> Any:
+def random_model(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    """A model of transformers with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     wanted = {k: v for k, v in config.items() if k != "architectures"}
-    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**wanted))
+    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**wanted), dtype=dtype)
     return made.train()
 
 
-def _adapted(model: Any) -> Any:
+def adapted(model: Any) -> Any:
+    """The same with adapters beside all linear layers."""
     from peft import LoraConfig, get_peft_model
 
     wanted = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -86,19 +88,19 @@ def contestants(
 
     path = folder / "packed"
     if _LORA.startswith(only):
-        _model(config).save_pretrained(folder / "float")
+        random_model(config).save_pretrained(folder / "float")
         convert(folder / "float", path, quant=QuantConfig(solver="rtn"), for_cpu=True)
 
     def packed(**places: Any) -> Any:
-        return _adapted(AutoModelForCausalLM.from_pretrained(path, **places))
+        return adapted(AutoModelForCausalLM.from_pretrained(path, **places))
 
     makers: dict[str, Callable[[], Step]] = {
-        _TORCH: lambda: _theirs(_model(config), batches),
-        f"{_FULL}qoff": lambda: ours(_model(config)),
-        _KEPT: lambda: ours(_model(config), activation_memory="64GiB"),
-        f"{_FULL}qoff, 8-bit moments": lambda: ours(_model(config), bits=8),
-        f"{_FULL}qoff, on disk": lambda: ours(_model(config), host_memory=0, disk=folder),
-        _PEFT: lambda: _theirs(_adapted(_model(config)), batches),
+        _TORCH: lambda: _theirs(random_model(config), batches),
+        f"{_FULL}qoff": lambda: ours(random_model(config)),
+        _KEPT: lambda: ours(random_model(config), activation_memory="64GiB"),
+        f"{_FULL}qoff, 8-bit moments": lambda: ours(random_model(config), bits=8),
+        f"{_FULL}qoff, on disk": lambda: ours(random_model(config), host_memory=0, disk=folder),
+        _PEFT: lambda: _theirs(adapted(random_model(config)), batches),
         _MEMORY: lambda: ours(packed()),
         _MEMORY_KEPT: lambda: ours(packed(), activation_memory="64GiB"),
         _DISK: lambda: ours(packed(device_map="disk")),

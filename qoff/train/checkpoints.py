@@ -29,6 +29,7 @@ from qoff.schema import (
     whole,
 )
 
+from .delayed import Pending
 from .homes import Home, Homes
 from .layout import FlatUnit
 from .loss_scale import LossScale
@@ -54,16 +55,17 @@ _FIELDS: Fields = {
 class Progress:
     """How far a run is. random: of torch's generator. position: the caller's, in its data.
 
-    loss_scale: of a run in float16.
+    loss_scale: of a run in float16. pending: of one whose updates are delayed.
     """
 
     steps: int
     random: torch.Tensor
     position: Any
     loss_scale: LossScale | None = None
+    pending: Pending | None = None
 
 
-def kind_of_run(units: Sequence[FlatUnit], optimizer: Optimizer) -> dict[str, Any]:
+def kind_of_run(units: Sequence[FlatUnit], optimizer: Optimizer, delayed: bool) -> dict[str, Any]:
     """What a run and its checkpoint have in common: what learns, and the form of states."""
     weights = [
         [name, str(unit.dtype).removeprefix("torch."), list(shape)]
@@ -75,6 +77,7 @@ def kind_of_run(units: Sequence[FlatUnit], optimizer: Optimizer) -> dict[str, An
         "bits": optimizer.bits,
         "codes": "linear in roots" if optimizer.bits == 8 else None,
         "layers": len(units) - 1,
+        "updates": "delayed" if delayed else None,
         "weights": weights,
     }
 
@@ -101,6 +104,7 @@ def save(
         "random": base64.b64encode(now.random.numpy().tobytes()).decode(),
         "position": now.position,
         "loss_scale": None if now.loss_scale is None else asdict(now.loss_scale),
+        "pending": None if now.pending is None else asdict(now.pending),
         "run": run,
     }
     try:
@@ -146,9 +150,10 @@ def opened(
             found = os.fstat(fd).st_size
             if found != wanted:
                 raise FormatError(f"{path}: {found:,} bytes, not {wanted:,}: it is not whole")
-            scale = header.get("loss_scale")
+            scale, waits = header.get("loss_scale"), header.get("pending")
             known = None if scale is None else LossScale(**scale)
-            yield fd, Progress(header["steps"], random, header.get("position"), known)
+            pending = None if waits is None else Pending(**waits)
+            yield fd, Progress(header["steps"], random, header.get("position"), known, pending)
         finally:
             os.close(fd)
 

@@ -18,7 +18,7 @@ class Gradients:
     """Sums the gradients of a unit over micro-batches, and keeps them where they are clipped.
 
     outer: of the last unit, from a step's begin to its end. buffers: that the others take turns in.
-    places: homes of the others' gradients, until their norm is known; None: none are kept.
+    places: homes of the others' gradients, until they are used; None: none are kept.
     """
 
     def __init__(
@@ -43,8 +43,13 @@ class Gradients:
                     p.register_post_accumulate_grad_hook(self._add)
 
     @property
+    def outer(self) -> Tensor:
+        """Of the last unit, flat."""
+        return self._flat(self._units[-1], self._outer)
+
+    @property
     def are_kept(self) -> bool:
-        """Whether all units' gradients stay until their norm is known."""
+        """Whether all units' gradients stay after the backward pass."""
         return self._places is not None
 
     def begin(self) -> Tensor:
@@ -84,8 +89,7 @@ class Gradients:
 
     def norm(self) -> float:
         """The norm of all gradients."""
-        outer = self._flat(self._units[-1], self._outer)
-        return math.sqrt(math.fsum([*self._squares, _square(outer)]))
+        return math.sqrt(math.fsum([*self._squares, _square(self.outer)]))
 
     def take(self, i: int) -> Tensor:
         """The complete gradients of a unit, until `give_back`; in any thread."""
@@ -97,10 +101,17 @@ class Gradients:
         home = self._places[i]
         if home.memory is not None:
             return self._flat(unit, home.memory)
-        self._writes.pop(i).result()
+        write = self._writes.pop(i, None)
+        if write is not None:
+            write.result()
         self._taken[i] = memory = self._free.get()
         self._homes.read(home, memory[: home.nbytes]).result()
         return self._flat(unit, memory)
+
+    def settle(self) -> None:
+        """Wait until all that is kept is where it is kept. Raises DiskWriteError."""
+        for write in self._writes.values():
+            write.result()
 
     def give_back(self, i: int) -> None:
         """The memory of a unit's gradients is free."""

@@ -41,6 +41,12 @@ class HeldUnits:
             self.units[i].bind(self._flat[i])
         self.frozen.hold(i)
 
+    def rebind(self, i: int) -> None:
+        """Its weights lie elsewhere in memory, if they lie there."""
+        memory = self.weights.places[i].memory
+        if memory is not None:
+            self.units[i].bind(self.units[i].flat(memory))
+
     def borrow(self, i: int) -> None:
         """Wait for a unit's weights, and bind none of its parameters."""
         self._flat[i] = self.units[i].flat(self.weights.acquire(i))

@@ -26,12 +26,13 @@ def needs_of(
     micro_batches: int,
     clips: bool,
     packed: bool | None = None,
+    delayed: bool = False,
 ) -> tuple[list[nn.Module], FusedHead, Sizes]:
     """The layers of a model and its head, and the sizes of a training of it.
 
     packed: of a model of shapes alone, whether its frozen matrices are to be packed; None: it has
-    values. Raises ArgumentError and UnsupportedModelError for a model that cannot be trained by
-    streaming.
+    values. delayed: weights change a step late. Raises ArgumentError and UnsupportedModelError for
+    a model that cannot be trained by streaming.
     """
     layers, units = _units(model, values=packed is None)
     head = FusedHead(model)
@@ -49,6 +50,7 @@ def needs_of(
         head.logits_bytes(tokens, packed),
         clips or uses_float16(model),
         counts,
+        delayed,
     )
     return layers, head, sizes
 

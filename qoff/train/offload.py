@@ -20,6 +20,7 @@ from qoff.system_memory import refusals
 from . import factored
 from .activations import Activations
 from .boundaries import STAGES, Boundaries
+from .delayed import Delayed, NextWeights
 from .frozen import FrozenWeights
 from .fused_lora import fuse
 from .gradients import Gradients
@@ -31,6 +32,7 @@ from .optimizers import AdamW, Optimizer
 from .placement import Placement, Sizes, placed
 from .slots import SLOTS, WeightSlots
 from .step import Engine, Parts
+from .stepping import Stepping
 from .swaps import Swaps
 from .training import Training
 from .updates import BUFFERS, Updater
@@ -49,6 +51,7 @@ def offload(
     max_norm: float | None = None,
     activation_memory: int | str = 0,
     activation_disk: int | str = 0,
+    delayed: bool = False,
 ) -> Training:
     """Return what trains a model of transformers on this CPU, one step after another.
 
@@ -66,7 +69,8 @@ def offload(
     activation_memory bounds, beside these, what layers keep for their backward, from the second
     step on; the others are computed again. activation_disk: bytes of the disk that more of them go
     to, where that is faster; two stages in memory count as activation_memory. Which are kept, and
-    where, changes no bit.
+    where, changes no bit. delayed: a step's gradients change weights during the next step, beside
+    all of it, and so one step later; weights then lie twice, and gradients stay.
 
     Raises BudgetError with the bytes wanted, ArgumentError, UnsupportedModelError for a model whose
     layers are not known or do not run one after another.
@@ -84,7 +88,8 @@ def offload(
     if swapped and (disk is None or not kept):
         raise ArgumentError("activation_disk needs disk=, and activation_memory for two stages")
     built = model if isinstance(model, nn.Module) else _loaded(model)
-    layers, head, sizes = needs_of(built, optimizer, tokens, micro_batches, max_norm is not None)
+    clips = max_norm is not None
+    layers, head, sizes = needs_of(built, optimizer, tokens, micro_batches, clips, delayed=delayed)
     fuse(built)
     placement = placed(sizes, device, host, disk is not None)
     folder = None if disk is None else Path(disk)
@@ -116,19 +121,25 @@ def _engine(
     """Move weights to their homes and make what computes steps. kept: bounds of activations."""
     units, count, batches = sizes.units, len(layers), range(sizes.micro_batches)
     rows = placement.device
+    copies = 2 if sizes.delayed else 1
 
     def memory(what: str, parts: int) -> list[Tensor]:
         each = rows[what] // parts
         return [homes.device.alloc(each, what) for _ in range(parts)] if each else []
 
     (outer,) = memory("weights outside of layers", 1) or [torch.empty(0, dtype=torch.uint8)]
-    (outer_grad,) = memory("their gradients", 1) or [torch.empty(0, dtype=torch.uint8)]
-    slots = memory("slots of weights", SLOTS)
+    outer_grads = memory("their gradients", copies) or [torch.empty(0, dtype=torch.uint8)] * copies
+    slots = memory("slots of weights", SLOTS * copies)
     at_work = memory("gradients at work", 2)
     on_way = memory("states on their way", BUFFERS)
     column = memory("hidden states", sizes.micro_batches)
     stages = memory("inputs on their way", STAGES)
-    weights = [homes.home("weights", units[i].nbytes, i in placement.weights) for i in range(count)]
+    weights, later = (
+        [homes.home("weights", units[i].nbytes, i in placement.weights) for i in range(count)]
+        if times < copies
+        else []
+        for times in range(2)
+    )
     inputs = [
         [homes.home("inputs of units", len(column[0]), i in placement.inputs) for _ in batches]
         for i in range(count)
@@ -138,7 +149,7 @@ def _engine(
             homes.home("gradients", 4 * units[i].count, i in placement.gradients)
             for i in range(count)
         ]
-        if sizes.clips
+        if sizes.keeps
         else None
     )
     states = [
@@ -169,18 +180,25 @@ def _engine(
     frozen = FrozenWeights(layers)
     frozen.order()
     stay = [Home("weights", len(x), x) for x in (outer, *own)]
-    saved = [*weights, *stay, *chain.from_iterable(states)]
-    sums = Gradients(homes, units, outer_grad, at_work, gradients)
+    sums = Gradients(homes, units, outer_grads[0], at_work, gradients)
+    held = HeldUnits(units, WeightSlots(homes, weights, slots[:SLOTS]), frozen, flat_outer)
+    saved, delayed = [*stay, *chain.from_iterable(states)], None
+    if gradients is not None and sizes.delayed:
+        saved += [*gradients, Home("gradients", len(outer_grads[1]), outer_grads[1])]
+        after = NextWeights(homes, held.weights, later, slots[SLOTS:])
+        waits = outer_grads[1][: 4 * units[-1].count].view(torch.float32)
+        delayed = Delayed(held, sums, updater, after, waits)
     logits = memory("logits", 1)
     head.begin(logits[0] if logits else torch.empty(0, dtype=torch.uint8), sums.sum_of)
     parts = Parts(
         model,
         head,
-        HeldUnits(units, WeightSlots(homes, weights, slots), frozen, flat_outer),
+        held,
         Boundaries(homes, column, inputs, stages),
         Activations(kept[0], lambda i: not frozen.has(i), swaps),
         sums,
         updater,
+        Stepping(held, sums, updater, delayed),
         saved,
     )
     return Engine(parts, layers)

@@ -23,6 +23,7 @@ class Sizes:
     hidden: bytes of the hidden states of a micro-batch, at most. logits: bytes of those that are
     there at once, where head and loss are fused. clips: gradients of all units are
     kept until their norm is known. factored: elements of each unit's moments by rows and columns.
+    delayed: gradients are kept until the next step, and weights lie twice.
     """
 
     units: Sequence[FlatUnit]
@@ -32,6 +33,12 @@ class Sizes:
     logits: int
     clips: bool
     factored: Sequence[int] = ()
+    delayed: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients of all units have homes."""
+        return self.clips or self.delayed
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,11 @@ def placed(
     units, layers = sizes.units, len(sizes.units) - 1
     region = round_up(sizes.hidden, PAGE)
     pieces = [form.of_pieces(unit) for form, unit in zip(sizes.forms, units, strict=True)]
+    copies = 2 if sizes.delayed else 1
     wanted = {
-        "weights": [_whole(unit.nbytes) for unit in units[:-1]],
+        "weights": [copies * _whole(unit.nbytes) for unit in units[:-1]],
         "inputs of units": [region * sizes.micro_batches] * layers,
-        "gradients": [_whole(4 * u.count) * sizes.clips for u in units[:-1]],
+        "gradients": [_whole(4 * u.count) * sizes.keeps for u in units[:-1]],
         "states": [sum(each) for each in pieces],
     }
     piece = max(nbytes for each in pieces for nbytes in each)
@@ -94,13 +102,13 @@ def placed(
         parked[what] = sum(each) - host[what]
     largest = max(_whole(4 * unit.count) for unit in units[:-1])
     outer = units[-1]
-    all_at_home = sizes.clips and not parked["gradients"] and not apart
+    all_at_home = sizes.keeps and not parked["gradients"] and not apart
     spills = bool(parked["states"])
     if apart:
         host["states on their way"] = on_way * spills
     device = {
         "weights outside of layers": _whole(outer.nbytes),
-        "their gradients": _whole(4 * outer.count),
+        "their gradients": copies * _whole(4 * outer.count),
         "slots of weights": SLOTS * max(wanted["weights"]) * (apart or bool(parked["weights"])),
         "gradients at work": 0 if all_at_home else _GRADIENTS * largest,
         "moments by rows and columns": sum(_whole(4 * n) for n in sizes.factored),

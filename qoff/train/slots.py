@@ -19,12 +19,13 @@ class WeightSlots:
     """Serves the weights of each unit: where they lie in memory, from a slot where they do not.
 
     A slot that is given back takes the next unit of the order at once, when what was written of it
-    has been written.
+    has been written. places: where each unit's weights lie now.
     """
 
-    def __init__(self, homes: Homes, places: Sequence[Home], slots: Sequence[Tensor]) -> None:
+    def __init__(self, homes: Homes, places: list[Home], slots: Sequence[Tensor]) -> None:
         self.wait_s = 0.0  # that `acquire` waited
-        self._homes, self._places = homes, places
+        self.places = places
+        self._homes = homes
         self._order: deque[int] = deque()
         self._free = list(slots)
         self._writes: list[Future[None]] = []
@@ -34,12 +35,12 @@ class WeightSlots:
     def begin(self, order: Iterable[int]) -> None:
         """Read these units ahead, of those on disk; none may be held."""
         with self._changed:
-            self._order = deque(i for i in order if self._places[i].memory is None)
+            self._order = deque(i for i in order if self.places[i].memory is None)
             self._read_ahead()
 
     def acquire(self, i: int) -> Tensor:
         """Wait for a unit's weights, uint8; they stay until `release`. Raises DiskReadError."""
-        memory = self._places[i].memory
+        memory = self.places[i].memory
         if memory is not None:
             return memory
         start = time.perf_counter()
@@ -49,11 +50,11 @@ class WeightSlots:
             slot, read = self._loads[i]
         read.result()
         self.wait_s += time.perf_counter() - start
-        return slot[: self._places[i].nbytes]
+        return slot[: self.places[i].nbytes]
 
     def moves(self, i: int) -> bool:
         """Whether a unit's weights are on disk."""
-        return self._places[i].memory is None
+        return self.places[i].memory is None
 
     def release(self, i: int) -> None:
         """Give a unit back."""
@@ -62,10 +63,13 @@ class WeightSlots:
                 self._free.append(self._loads.pop(i)[0])
                 self._read_ahead()
 
-    def write_back(self, i: int) -> None:
-        """Write a unit that was changed to where it came from, and give it back; in any thread."""
+    def write_back(self, i: int, place: Home | None = None) -> None:
+        """Write a unit that was changed to a place on disk, and give it back; in any thread.
+
+        place: None: where it came from.
+        """
         if self.moves(i):
-            place = self._places[i]
+            place = self.places[i] if place is None else place
             memory = self._loads[i][0][: place.nbytes]
             self._writes.append(self._homes.write(place, memory, lambda: self.release(i)))
 
@@ -91,6 +95,6 @@ class WeightSlots:
     def _read_ahead(self) -> None:
         while self._free and self._order and self._order[0] not in self._loads:
             i = self._order.popleft()
-            slot, place = self._free.pop(), self._places[i]
+            slot, place = self._free.pop(), self.places[i]
             self._loads[i] = slot, self._homes.read(place, slot[: place.nbytes])
         self._changed.notify_all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -25,6 +24,7 @@ from .held import HeldUnits
 from .homes import Home
 from .optimizers import Optimizer
 from .passes import Stop, StoppingLayer, TrainingPass, is_same, stop_of
+from .stepping import Stepping
 from .updates import Updater
 
 Batch = Mapping[str, Tensor]
@@ -32,7 +32,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step works with. kept: homes of all weights and states."""
+    """What a step works with. states: homes of all that is kept, beside the layers' weights."""
 
     model: nn.Module
     head: FusedHead
@@ -41,7 +41,13 @@ class Parts:
     activations: Activations
     gradients: Gradients
     updater: Updater
-    kept: Sequence[Home]
+    steps: Stepping
+    states: Sequence[Home]
+
+    @property
+    def kept(self) -> list[Home]:
+        """Homes of all weights and states, and of gradients that wait."""
+        return [*self.held.weights.places, *self.states]
 
 
 class Engine:
@@ -52,7 +58,6 @@ class Engine:
         self.layers = [StoppingLayer(x, i, self._alone) for i, x in enumerate(layers)]
         for i, layer in enumerate(self.layers):
             layer.own = parts.held.frozen.forward_of(i, layer.own)
-        self.changing = False  # whether a step has begun to change weights, and has not ended
         self._random: dict[tuple[int, int], Tensor] = {}
         self._stops: dict[tuple[int, int], Stop] = {}
         self._edges: dict[int, GradientEdge] = {}
@@ -76,8 +81,10 @@ class Engine:
             TrainingPass(partial(self._loss, batch, share * loss_scale), share * loss_scale)
             for batch, share in zip(batches, shares, strict=True)
         ]
+        steps = parts.steps
         try:
-            outer = parts.gradients.begin()
+            steps.begin(optimizer)
+            parts.gradients.begin()
             held.begin([*range(last + 1), *reversed(range(last))])
             loss = self._forward(passes, batches) / loss_scale
             if not math.isfinite(loss):
@@ -85,7 +92,7 @@ class Engine:
             waits, random = parts.gradients.are_kept, torch.get_rng_state()
             rate = optimizer.rate(number)
             rule = optimizer.rule(number, rate, 1 / loss_scale)
-            done = self._backward(len(passes), None if waits else partial(self._update, rule))
+            self._backward(len(passes), None if waits else partial(steps.unit, rule))
             torch.set_rng_state(random)
             for m, edge in self._edges.items():
                 torch.autograd.backward([edge], [parts.boundaries.at(m)])
@@ -94,21 +101,17 @@ class Engine:
                 if not math.isfinite(norm):
                     return loss, norm
                 clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))  # as torch
+                if steps.later(number, clip / loss_scale):
+                    return loss, norm
                 rule = optimizer.rule(number, rate, clip / loss_scale)
-                done = self._update_all(partial(self._update, rule))
-            self.changing = True
-            done.append(
-                parts.updater.submit(
-                    last + 1, held.units[-1], rule, held.outer, lambda: outer, lambda: None
-                )
-            )
-            for update in done:
-                update.result()
-            held.weights.settle()
-            self.changing = False
+                steps.all_units(rule)
+            steps.finish(rule)
             return loss, norm
         finally:
-            self._end(passes)
+            try:
+                steps.settle()  # whatever has become of this step
+            finally:
+                self._end(passes)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
         """The loss of each, without gradients; as many as a step takes, all at each layer."""
@@ -210,9 +213,8 @@ class Engine:
         assert x.grad is not None
         return x.grad
 
-    def _backward(self, count: int, update: Any) -> list[Future[None]]:
+    def _backward(self, count: int, update: Callable[[int], None] | None) -> None:
         """All layers in reverse; `update` is called with each that is complete."""
-        done: list[Future[None]] = []
         boundaries, gradients = self.parts.boundaries, self.parts.gradients
         kept = self.parts.activations
         order = [(i, m) for i in reversed(range(len(self.layers))) for m in range(count)]
@@ -221,6 +223,7 @@ class Engine:
         for i, m in order:
             if m == 0:
                 self.parts.held.hold(i)
+                self.parts.steps.ready(i)
                 gradients.open(i)
             if kept.has(i, m):
                 grad = kept.backward(i, m, boundaries.at(m))
@@ -234,31 +237,7 @@ class Engine:
                 if update is None:
                     self.parts.held.release(i)
                 else:
-                    done.append(update(i))
-        return done
-
-    def _update(self, rule: Any, i: int) -> Future[None]:
-        """Step a unit that is held, which is given back then."""
-        parts, held = self.parts, self.parts.held
-        flat = held.take(i)
-        self.changing = True
-
-        def after() -> None:
-            parts.gradients.give_back(i)
-            held.weights.write_back(i)
-
-        return parts.updater.submit(
-            i, held.units[i], rule, flat, partial(parts.gradients.take, i), after
-        )
-
-    def _update_all(self, update: Any) -> list[Future[None]]:
-        """Step all layers, whose weights come once more."""
-        order, done = list(reversed(range(len(self.layers)))), []
-        self.parts.held.begin(order)
-        for i in order:
-            self.parts.held.borrow(i)
-            done.append(update(i))
-        return done
+                    update(i)
 
     def _loss(self, batch: Batch, share: float) -> Tensor:
         found = self.parts.model(**batch, use_cache=False, return_dict=True)

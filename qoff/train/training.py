@@ -199,9 +199,10 @@ class Training:
         ArgumentError after a step that has failed half-way.
         """
         self._check_whole()
-        now = Progress(self.steps, torch.get_rng_state(), position, self.loss_scale)
         parts = self._engine.parts
-        run = kind_of_run(parts.held.units, self.optimizer)
+        pending = None if parts.steps.delayed is None else parts.steps.delayed.pending
+        now = Progress(self.steps, torch.get_rng_state(), position, self.loss_scale, pending)
+        run = kind_of_run(parts.held.units, self.optimizer, parts.steps.delayed is not None)
         save(Path(folder), self._homes, parts.kept, run, now)
 
     def resume(self, folder: str | PathLike[str]) -> Any:
@@ -210,12 +211,14 @@ class Training:
         Model and kind of optimizer must be those of the run, placement and budgets need not.
         Raises ArgumentError for a checkpoint of another run, FormatError for none, DiskReadError.
         """
-        engine, kept = self._engine, self._engine.parts.kept
-        run = kind_of_run(engine.parts.held.units, self.optimizer)
+        engine, parts, kept = self._engine, self._engine.parts, self._engine.parts.kept
+        run = kind_of_run(parts.held.units, self.optimizer, parts.steps.delayed is not None)
         with opened(Path(folder), kept, run) as (fd, now):
-            engine.changing = True
+            engine.parts.steps.changing = True
             restore(fd, self._homes, kept)
-            engine.changing = False
+            engine.parts.steps.changing = False
+        if parts.steps.delayed is not None:
+            parts.steps.delayed.pending = now.pending
         self.steps, self.grad_norm = now.steps, None
         if self.loss_scale is not None and now.loss_scale is not None:
             self.loss_scale = now.loss_scale
@@ -223,7 +226,7 @@ class Training:
         return now.position
 
     def _check_whole(self) -> None:
-        if self._engine.changing:
+        if self._engine.parts.steps.changing:
             raise ArgumentError(
                 "a step has failed half-way, so weights are of no one step; begin again from what "
                 "was saved last"

@@ -61,18 +61,18 @@ class Updater:
         i: int,
         unit: FlatUnit,
         rule: Rule | FactoredRule,
-        weights: Tensor,
+        weights: Callable[[], Tensor],
         grad: Callable[[], Tensor],
         then: Callable[[], None],
     ) -> Future[None]:
         """Step a unit when those before it are done; then call `then`, whether it went well or not.
 
-        weights, and what `grad` returns: flat. `then` is called in the worker's thread.
+        What `weights` and `grad` return: flat. All are called in the worker's thread.
         """
 
         def work() -> None:
             try:
-                self._step(i, unit, rule, weights, grad())
+                self._step(i, unit, rule, weights(), grad())
             finally:
                 then()
 

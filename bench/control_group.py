@@ -1,0 +1,70 @@
+"""Processes in a memory control group (v1, as root), whose limit counts cached pages of files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from qoff.errors import ArgumentError
+
+_GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+class ControlGroup:
+    """A group that is there. folder: its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def join(self) -> None:
+        """Put the calling process into it: for `preexec_fn`."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def output(self, command: Sequence[str]) -> str:
+        """What a process in it prints. Raises ArgumentError with its status where that is not 0."""
+        done = subprocess.run(
+            command,
+            check=False,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            preexec_fn=self.join,
+        )
+        if done.returncode:
+            raise ArgumentError(f"{' '.join(command)}: {done.returncode}: {done.stderr[-2000:]}")
+        return done.stdout
+
+    @property
+    def peak(self) -> int:
+        """Bytes that were in use at once, with cached pages."""
+        return int((self.folder / "memory.max_usage_in_bytes").read_text())
+
+
+@contextmanager
+def control_group(limit: int | None) -> Iterator[ControlGroup]:
+    """A memory control group, with a limit in bytes or without.
+
+    Raises ArgumentError where there can be none.
+    """
+    folder = _GROUPS / f"qoff-bench-{os.getpid()}"
+    try:
+        folder.mkdir()
+        if limit is not None:
+            (folder / "memory.limit_in_bytes").write_text(str(limit))
+    except OSError as error:
+        raise ArgumentError(f"{folder}: {error.strerror}; this needs cgroup v1 and root") from error
+    try:
+        yield ControlGroup(folder)
+    finally:
+        folder.rmdir()
+
+
+def forget(folder: Path) -> None:
+    """Have no page of a folder's files in memory."""
+    for path in filter(Path.is_file, folder.iterdir()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

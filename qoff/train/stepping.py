@@ -1,0 +1,96 @@
+"""When units are stepped: as each is complete, when the norm of all is known, or a step late."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+
+from qoff.kernels.cpu.optim.update import Rule
+
+from .delayed import Delayed
+from .gradients import Gradients
+from .held import HeldUnits
+from .optimizers import FactoredRule, Optimizer
+from .updates import Updater
+
+
+class Stepping:
+    """Steps units by their gradients beside the rest of a step.
+
+    changing: whether weights have begun to change, and are not all of one step.
+    """
+
+    def __init__(
+        self, held: HeldUnits, gradients: Gradients, updater: Updater, delayed: Delayed | None
+    ) -> None:
+        self.changing, self.delayed = False, delayed
+        self._held, self._gradients, self._updater = held, gradients, updater
+        self._done: list[Future[None]] = []
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """A step begins: that of the gradients of the one before, if it is delayed."""
+        self._done.clear()
+        if self.delayed is not None:
+            self.changing = self.delayed.begin(optimizer)
+
+    def ready(self, i: int) -> None:
+        """Wait until the gradients of a unit may be made."""
+        if self.delayed is not None:
+            self.delayed.wait(i)
+
+    def unit(self, rule: Rule | FactoredRule, i: int) -> None:
+        """Step a unit that is held and complete; it is given back then."""
+        held, gradients, flat = self._held, self._gradients, self._held.take(i)
+        self.changing = True
+
+        def after() -> None:
+            gradients.give_back(i)
+            held.weights.write_back(i)
+
+        self._done.append(
+            self._updater.submit(
+                i, held.units[i], rule, lambda: flat, partial(gradients.take, i), after
+            )
+        )
+
+    def all_units(self, rule: Rule | FactoredRule) -> None:
+        """Step all layers by the gradients that are kept; their weights come once more."""
+        order = list(reversed(range(len(self._held.units) - 1)))
+        self._held.begin(order)
+        for i in order:
+            self._held.borrow(i)
+            self.unit(rule, i)
+
+    def later(self, step: int, scale: float) -> bool:
+        """Have the gradients of a step wait for the next one, if updates are delayed."""
+        if self.delayed is not None:
+            self.settle()
+            self.delayed.keep(step, scale)
+        return self.delayed is not None
+
+    def finish(self, rule: Rule | FactoredRule) -> None:
+        """Step what is outside of layers, and wait for all. Raises what went wrong."""
+        held, last = self._held, len(self._held.units) - 1
+        self.changing = True
+        outer = self._updater.submit(
+            last,
+            held.units[last],
+            rule,
+            lambda: held.outer,
+            lambda: self._gradients.outer,
+            _nothing,
+        )
+        for update in (*self._done, outer):
+            update.result()
+        held.weights.settle()
+        self.changing = False
+
+    def settle(self) -> None:
+        """Have what is delayed done, if it was begun."""
+        if self.delayed is not None and self.delayed.runs:
+            self.delayed.finish()
+            self.changing = False
+
+
+def _nothing() -> None:
+    pass
