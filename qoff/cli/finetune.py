@@ -56,6 +56,9 @@ def finetune(
         "0", help="Bound of what more layers keep on --disk, where that is faster."
     ),
     disk: Path | None = Option(None, help="Folder for what does not fit."),
+    delayed: bool = Option(
+        False, "--delayed", help="Change weights a step late, beside all of the next step."
+    ),
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Option(
         "auto", help="Of weights; auto: the model's."
     ),
@@ -119,6 +122,7 @@ def finetune(
         None if schedule == "constant" else total,
         hold_out,
         optimizer,
+        delayed,
     )
     # Before the model is loaded, which takes long.
     stepping = work.OPTIMIZERS[optimizer](recipe.rate)
@@ -133,6 +137,7 @@ def finetune(
         max_norm=max_norm,
         activation_memory=activation_memory,
         activation_disk=activation_disk,
+        delayed=delayed,
     )
     run = work.Run(training, found, recipe, output, overwrite, held_out, tensorboard)
     if run.saved is not None:

@@ -62,7 +62,7 @@ class Recipe:
     """What makes a run what it is, beside its data. lora: None: all weights learn.
 
     decay_steps: after which the rate is 0; None: never. hold_out: share of sequences that are not
-    learned. optimizer: one of OPTIMIZERS.
+    learned. optimizer: one of OPTIMIZERS. delayed: weights change a step late.
     """
 
     model: str
@@ -77,6 +77,7 @@ class Recipe:
     decay_steps: int | None = None
     hold_out: float = 0.0
     optimizer: str = "adamw"
+    delayed: bool = False
 
     @property
     def rate(self) -> Schedule:
@@ -244,7 +245,7 @@ class Run:
         theirs = found if isinstance(found, dict) else {}
         theirs = {"optimizer": "adamw", **theirs}  # of a run that named none
         for name, value in self._same.items():
-            if theirs.get(name) != value:
+            if theirs.get(name, False if name == "delayed" else None) != value:
                 raise ArgumentError(
                     f"{self.checkpoint} is of another run: its {name} is {theirs.get(name)}, here "
                     f"{value}; choose another --output, or begin anew with --overwrite"

@@ -6,12 +6,15 @@ import math
 import queue
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from .homes import Home, Homes
 from .layout import FlatUnit
+
+_PIECE = 1 << 20  # elements
 
 
 class Gradients:
@@ -33,14 +36,13 @@ class Gradients:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for buffer in buffers:
             self._free.put(buffer)
-        self._sums: dict[nn.Parameter, Tensor] = {}  # of narrow parameters that are bound
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of parameters that are bound
+        self._begun: set[nn.Parameter] = set()  # of these, those that have a sum
         self._writes: dict[int, Future[None]] = {}
         self._squares: list[float] = []
         self._taken: dict[int, Tensor] = {}
-        for unit in units:
-            if unit.dtype != torch.float32:
-                for p in unit.parameters.values():
-                    p.register_post_accumulate_grad_hook(self._add)
+        for p in chain.from_iterable(unit.parameters.values() for unit in units):
+            p.register_post_accumulate_grad_hook(self._add)
 
     @property
     def outer(self) -> Tensor:
@@ -52,13 +54,13 @@ class Gradients:
         """Whether all units' gradients stay after the backward pass."""
         return self._places is not None
 
-    def begin(self) -> Tensor:
-        """Forget the last step; returns the gradients of the last unit, which are bound."""
+    def begin(self) -> None:
+        """Forget the last step; the last unit is open."""
         self._squares.clear()
-        return self._bind(self._units[-1], self._outer)
+        self._bind(self._units[-1], self._outer)
 
     def open(self, i: int) -> None:
-        """Bind memory of zeros to a unit, if anything learns in it."""
+        """Bind memory to a unit, if anything learns in it."""
         if not self._units[i].count:
             return
         home = None if self._places is None else self._places[i].memory
@@ -66,12 +68,12 @@ class Gradients:
         self._bind(self._units[i], memory)
 
     def close(self, i: int) -> None:
-        """The unit is complete: take its gradients from the parameters."""
+        """The unit is complete."""
         unit = self._units[i]
-        for p in unit.parameters.values():
-            p.grad = None
-            self._sums.pop(p, None)
-        if self._places is None or not unit.count:
+        if not unit.count:
+            return
+        self._complete(unit, self._flat(unit, self._taken[i]))
+        if self._places is None:
             return
         memory = self._taken.pop(i)
         self._squares.append(_square(self._flat(unit, memory)))
@@ -83,9 +85,16 @@ class Gradients:
 
     def sum_of(self, p: Tensor) -> Tensor:
         """Where the gradients of a parameter that is bound are summed, float32."""
-        found = self._sums.get(p, p.grad)  # type: ignore[call-overload]
-        assert isinstance(found, Tensor)
+        assert isinstance(p, nn.Parameter)
+        found = self._sums[p]
+        if p not in self._begun:
+            self._begun.add(p)
+            found.zero_()
         return found
+
+    def close_outer(self) -> None:
+        """The last unit is complete."""
+        self._complete(self._units[-1], self.outer)
 
     def norm(self) -> float:
         """The norm of all gradients."""
@@ -127,31 +136,50 @@ class Gradients:
         for i in list(self._taken):
             self.give_back(i)
         self._sums.clear()
-        for unit in self._units:
-            for p in unit.parameters.values():
-                p.grad = None
+        self._begun.clear()
+        for p in chain.from_iterable(unit.parameters.values() for unit in self._units):
+            p.grad = None
 
-    def _bind(self, unit: FlatUnit, memory: Tensor) -> Tensor:
-        flat = self._flat(unit, memory).zero_()
-        for name, x in unit.views(flat).items():
-            p = unit.parameters[name]
-            if unit.dtype == torch.float32:
-                p.grad = x
-            else:
-                self._sums[p] = x
-        return flat
+    def _bind(self, unit: FlatUnit, memory: Tensor) -> None:
+        for name, x in unit.views(self._flat(unit, memory)).items():
+            self._sums[unit.parameters[name]] = x
+            self._begun.discard(unit.parameters[name])
+
+    def _complete(self, unit: FlatUnit, flat: Tensor) -> None:
+        """What has no gradient, and what lies between, is zero."""
+        for p in unit.parameters.values():
+            total = self._sums.pop(p)
+            if p not in self._begun:
+                total.zero_()
+            self._begun.discard(p)
+        for gap in unit.gaps(flat):
+            gap.zero_()
 
     def _add(self, p: Tensor) -> None:
-        total = self._sums.get(p)  # type: ignore[call-overload]
-        if total is not None and p.grad is not None:
-            total += p.grad
-            p.grad = None
+        """Take a gradient that autograd has made: the first one as it is."""
+        assert isinstance(p, nn.Parameter)
+        total = self._sums.get(p)
+        if total is None or p.grad is None:
+            return
+        if p in self._begun:
+            add_into(total.view(-1), p.grad.reshape(-1))
+        else:
+            total.copy_(p.grad)
+            self._begun.add(p)
+        p.grad = None
 
     @staticmethod
     def _flat(unit: FlatUnit, memory: Tensor) -> Tensor:
         return memory[: 4 * unit.count].view(torch.float32)
 
 
+def add_into(total: Tensor, x: Tensor) -> None:
+    """Add x to float32 `total`, a few rows at a time: torch widens what it adds in memory."""
+    rows = max(1, _PIECE // max(1, x[:1].numel()))
+    for into, part in zip(total.split(rows), x.split(rows), strict=True):
+        into += part
+
+
 def _square(x: Tensor) -> float:
     """The sum of squares, in float64 a piece at a time."""
-    return math.fsum(float(part.double().square().sum()) for part in x.split(1 << 20))
+    return math.fsum(float(part.double().square().sum()) for part in x.split(_PIECE))

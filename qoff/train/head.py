@@ -15,10 +15,12 @@ from qoff.hf.packed.linear import QoffLinear
 from qoff.kernels.dequantize import times_matrix
 from qoff.kernels.ops import ops_for
 
+from .gradients import add_into
 from .passes import TrainingPass
 
-_LOGITS = 16 << 20  # bytes that are there at once; one token's, if that is more
-_OF_PACKED = 32 << 20  # as each piece dequantizes the head
+# Bytes that are there at once; one token's, if that is more. Each piece goes through all gradients
+# of a head that learns, and dequantizes one that is packed.
+_LOGITS, _OF_PACKED, _LEARNING = 16 << 20, 32 << 20, 64 << 20
 _IGNORED = -100
 
 
@@ -54,6 +56,8 @@ class FusedHead:
         if packed is None:
             packed = type(self._head) is QoffLinear
         each, most = 4 * self._head.out_features, _OF_PACKED if packed else _LOGITS
+        if type(self._head) is nn.Linear and self._head.weight.requires_grad:
+            most = _LEARNING
         return each * min(tokens, max(1, most // each))
 
     def begin(self, memory: Tensor, sum_of: Callable[[Tensor], Tensor]) -> None:
@@ -173,7 +177,7 @@ class FusedHead:
             if weight.dtype == torch.float32:
                 place.addmm_(narrow.t(), x)
             else:
-                place += narrow.t() @ x
+                add_into(place, narrow.t() @ x)
         return loss, narrow @ weight
 
     def _of_any(

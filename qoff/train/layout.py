@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,12 @@ class FlatUnit:
             name: flat[start : start + self.shapes[name].numel()].view(self.shapes[name])
             for name, start in self.starts.items()
         }
+
+    def gaps(self, flat: Tensor) -> Iterator[Tensor]:
+        """The parts of a flat tensor [count] between parameters, and behind the last."""
+        starts = [*self.starts.values(), self.count]
+        for shape, start, stop in zip(self.shapes.values(), starts, starts[1:], strict=False):
+            yield flat[start + shape.numel() : stop]
 
     def bind(self, flat: Tensor | None) -> None:
         """Have the parameters lie in flat memory; in none, they are NaN."""

@@ -96,6 +96,7 @@ class Engine:
             torch.set_rng_state(random)
             for m, edge in self._edges.items():
                 torch.autograd.backward([edge], [parts.boundaries.at(m)])
+            parts.gradients.close_outer()
             norm = parts.gradients.norm() / loss_scale if waits else None
             if norm is not None:
                 if not math.isfinite(norm):

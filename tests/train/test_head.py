@@ -58,7 +58,8 @@ def test_loss_and_gradients_are_those_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(work, "_LOGITS", 4 * PIECE * VOCABULARY)
+    for name in ("_LOGITS", "_LEARNING"):
+        monkeypatch.setattr(work, name, 4 * PIECE * VOCABULARY)
     model = Model(kind(WIDTH, VOCABULARY, bias=bias, dtype=dtype).requires_grad_(learns))
     hidden = torch.randn(2, 9, WIDTH, dtype=dtype, requires_grad=True)
     labels = torch.randint(0, VOCABULARY, (2, 9))
@@ -155,7 +156,8 @@ def test_an_error_of_what_a_model_does_to_logits_gives_it_up() -> None:
 def test_evaluation_has_the_logits_of_a_piece_and_adds_no_gradients(
     kind: type[nn.Linear], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "_LOGITS", 4 * PIECE * 128)
+    for name in ("_LOGITS", "_LEARNING"):
+        monkeypatch.setattr(work, name, 4 * PIECE * 128)
     model = model_of("llama")
     model.lm_head.__class__ = kind
     training = train.offload(model, train.SGD(lr=0.0), tokens=12, micro_batches=2)
