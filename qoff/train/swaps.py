@@ -115,12 +115,17 @@ class Swaps:
         self._free.put(stage)
 
     def order(self, places: Iterable[Place]) -> None:
-        """Read those of these places that were written, in this order, from now on."""
+        """Read those of these places that were written, in this order, from now on.
+
+        Raises DiskWriteError for any that was not: no weight is changed yet.
+        """
+        for _, write in self._places.values():
+            write.result()
         self._order.extend(place for place in places if place in self._places)
         self._read_ahead()
 
     def read(self, place: Place) -> Stage:
-        """What a layer has saved, until `give_back`. Raises DiskReadError, DiskWriteError."""
+        """What a layer has saved, until `give_back`. Raises DiskReadError."""
         stage, read = self._here[place]
         read.result()
         return stage
@@ -144,8 +149,7 @@ class Swaps:
     def _read_ahead(self) -> None:
         while self._order and len(self._here) < STAGES:
             place = self._order.popleft()
-            home, write = self._places[place]
-            write.result()
+            home, _ = self._places[place]
             stage = self._free.get()
             stage.used = home.nbytes
             self._here[place] = stage, self._homes.read(home, stage.memory[: home.nbytes])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff import train
+from qoff.errors import DiskWriteError
 from qoff.train.activations import Cost, chosen, shared_out
 from tests.train.test_training import LAYERS, LR, PLACES, batch, model_of, offloaded
 
@@ -59,6 +62,30 @@ def test_what_is_swapped_changes_no_bit(
     assert stats.moved["activations written"] >= steps * places * (stats.activations_planned // 4)
     assert found[0][0] == found[1][0]
     assert all(torch.equal(x, found[0][1][key]) for key, x in found[1][1].items())
+
+
+def test_a_disk_that_is_full_in_the_forward_pass_changes_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.train.swaps.Swaps._measured", lambda _: 1e12)
+    bounds: dict[str, Any] = {"activation_memory": 110_000, "activation_disk": 1 << 20}
+    model = model_of("llama", num_hidden_layers=LAYERS + 2)
+    training = train.offload(model, tokens=12, disk=tmp_path, **bounds)
+    training.step([batch(0)])
+    before, failed = training.state_dict(), Future[None]()
+    failed.set_exception(DiskWriteError("full"))
+
+    def full_at_first(*_: object) -> Future[None]:
+        patch.undo()
+        return failed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training._homes._spill, "write", full_at_first)
+        with pytest.raises(DiskWriteError):
+            training.step([batch(1)])
+    assert all(torch.equal(x, before[name]) for name, x in training.state_dict().items())
+    training.step([batch(1)])
+    assert training.stats.moved["activations read"] > 0
 
 
 def test_what_is_swapped_saves_time() -> None:
