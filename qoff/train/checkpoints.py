@@ -38,6 +38,7 @@ from .optimizers import Optimizer
 _HEADER, _VERSION = "run.json", 1
 _STATES = re.compile(r"step-[0-9]+-[0-9a-f]{8}\.state")
 _LOSS_SCALE: Fields = {"value": number(1, 2.0**1000, "a number from 1"), "good": whole(0)}
+_PENDING: Fields = {"step": whole(0), "scale": number(0, 2.0**1000, "a number from 0")}
 _FIELDS: Fields = {
     "version": whole(1, 1, f"{_VERSION}, which this qoff reads"),
     "states": Kind(
@@ -47,6 +48,7 @@ _FIELDS: Fields = {
     "steps": whole(0),
     "random": TEXT,
     "loss_scale": nothing_or(object_of(_LOSS_SCALE)),
+    "pending": nothing_or(object_of(_PENDING)),
     "run": Kind("an object", lambda x: isinstance(x, dict)),
 }
 

@@ -152,8 +152,12 @@ def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"4,096 bytes, not [\d,]+: it is not whole"):
         training.resume(run)
     header = json.loads((run / "run.json").read_text())
-    scale = {"value": 0, "good": 0}
-    for damage in ({"states": "../x.state"}, {"loss_scale": scale}, {"loss_scale": {"x": 1}}):
+    for damage in (
+        {"states": "../x.state"},
+        {"loss_scale": {"value": 0, "good": 0}},
+        {"loss_scale": {"x": 1}},
+        {"pending": {"step": 1, "scale": "1"}},
+    ):
         (run / "run.json").write_text(json.dumps(header | damage))
         with pytest.raises(FormatError, match=f"{next(iter(damage))} is"):
             training.resume(run)
